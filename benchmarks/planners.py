@@ -4,7 +4,7 @@
                                   [--runtimes NAMES] [--sessions N] [--json FILE] [--llm openai:MODEL [--base-url URL]]
                                   [--records FILE...]
 
-Each persona is a script behind a real HTTP server in the OpenAI dialect (tests/personas.py); it sees the prompt and
+Each persona is a script behind a real HTTP server in the OpenAI dialect (tests/llm_personas.py); it sees the prompt and
 nothing else. Contract: at most 1.0 point on held-out images, five iterations. With `hybrid` the rules plan beside the
 model, with `llm` it plans alone, as the paper's does. All runs on a model share its profile, its evidence and its
 unpruned deployments, made once by the run of the rules alone. `--llm` measures a real model instead of the personas: the
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
 
 from chat_server import Script, chat_server  # noqa: E402
-from personas import INJECTION, PERSONAS, drawn, uniform  # noqa: E402
+from llm_personas import INJECTION, PERSONAS, drawn, uniform  # noqa: E402
 
 SHARED = ROOT.parent / "shared"
 BASELINES: dict[str, Script] = {"dice": drawn(), "uniform (the paper's)": uniform}

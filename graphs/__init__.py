@@ -1,1 +1,1 @@
-"""Graphs: the one that `langgraph.json` names."""
+"""Graphs that `langgraph.json` names."""

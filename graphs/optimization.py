@@ -1,4 +1,4 @@
-"""Optimization graph: a model and a contract go in, measurements and plans go round, a verdict comes out.
+"""Optimization graph: a model and a contract in, a loop of plans and measurements, a verdict out.
 
     acquisition -> input_shape_resolver -> profiling -> deployment_search
                                                                 |
@@ -10,7 +10,7 @@
                                           |
                                       verdict -> report
 
-Every agent is one function of `profiling_agent/graph/nodes.py`; this file only wires them.
+Every agent is a function in `profiling_agent/graph/nodes.py`; this file only connects them.
 """
 
 import os
@@ -42,17 +42,17 @@ from profiling_agent.request import Request
 
 
 def route_after_evaluation(state: RunState) -> Literal["iterative_pruning", "verdict"]:
-    """Iterate, unless one pass was asked for."""
+    """Iterate, unless a single pass was requested."""
     return "iterative_pruning" if state.stopped is None else "verdict"
 
 
 def route_after_iterative_pruning(state: RunState) -> Literal["approval", "verdict"]:
-    """Go round again with the next plan, or finish."""
+    """Continue with the next plan, or finish."""
     return "approval" if state.stopped is None else "verdict"
 
 
 def route_after_approval(state: RunState) -> Literal["pruning", "analysis", "iterative_pruning"]:
-    """Carry the plan out; one that was rejected goes back to whoever proposed it."""
+    """Carry the plan out; a rejected one goes back to its planner."""
     if state.proposal is not None:
         return "pruning"
     return "analysis" if state.is_first else "iterative_pruning"
@@ -65,23 +65,22 @@ def build_graph(
     *,
     addresses: Iterable[str] = (),
 ) -> CheckedGraph:
-    """Return the compiled graph; `invoke(Request(...))` gives the verdict, the report and the run folder.
+    """Return the compiled graph; `invoke(Request(...))` returns the verdict, the report and the run folder.
 
-    A dict of a request's fields works too: an unknown or impossible one raises RequestError before the run starts.
-    Without a checkpointer, invoking the same request again reuses the jobs that its run has finished. With one, the
-    thread's id is the run's id, and `invoke(None, config)` goes on where the run was cut. `advisor` is a LangChain chat
-    model to plan with, instead of what the request names; it is never stored, so a graph that resumes needs it again.
-    With a checkpointer, keys of the environment go to the base_url of a request where `addresses` has it, as a request may
-    come out of a checkpoint. Whoever passes `sessions` names the chat model and the addresses there, and closes them.
+    A dict of a request's fields works too: an unknown or impossible one raises RequestError before the run starts. Without a checkpointer, invoking
+    the same request again reuses the jobs that its run has finished. With one, the thread's id is the run's id, and `invoke(None, config)` resumes an
+    interrupted run. `advisor` is a LangChain chat model that plans instead of the requested one; it is never stored, so a graph that resumes needs it
+    again. With a checkpointer, keys of the environment go to a request's base_url only if it is in `addresses`, as a request may come from a
+    checkpoint. A caller that passes `sessions` sets the chat model and the addresses there, and closes them.
     """
-    # Bound to the nodes, and no context of LangGraph's: that ends with each call, and Studio has none to pass.
-    bound = Sessions(advisor, addresses=addresses) if sessions is None else sessions
+    # Bound to the nodes instead of LangGraph's context, which ends with each call and which Studio can't pass.
+    runs = Sessions(advisor, addresses=addresses) if sessions is None else sessions
 
     def node(agent: Agent) -> Node:
-        return as_node(agent, bound)
+        return as_node(agent, runs)
 
     graph = StateGraph(RunState, input_schema=Request, output_schema=RunResult)
-    graph.add_node("acquisition", partial(acquisition, sessions=bound), input_schema=Request)
+    graph.add_node("acquisition", partial(acquisition, sessions=runs), input_schema=Request)
     graph.add_node("input_shape_resolver", node(input_shape_resolver))
     graph.add_node("profiling", node(profiling))
     graph.add_node("deployment_search", node(deployment_search))
@@ -108,8 +107,8 @@ def build_graph(
     graph.add_edge("verdict", "report")
     graph.add_edge("report", END)
     compiled = vars(graph.compile(checkpointer=checkpointer, name="profiling_agent"))
-    return CheckedGraph(sessions=bound, **{name: value for name, value in compiled.items() if name != "__orig_class__"})
+    return CheckedGraph(sessions=runs, **{name: value for name, value in compiled.items() if name != "__orig_class__"})
 
 
-# What `langgraph.json` names: a server's, whose requests come from outside.
+# Named in `langgraph.json`: a server's graph, with requests from outside.
 graph = build_graph(sessions=Sessions(limits=operators_limits(os.environ)))

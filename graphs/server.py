@@ -1,8 +1,8 @@
-"""Server's door: who may speak to `langgraph dev`. `langgraph.json` names it as `http.app`, which puts it before every route.
+"""Access control for `langgraph dev`: middleware before every route; `langgraph.json` names it as `http.app`.
 
-The server knows no users, so that whoever reaches it has the rights of whoever started it. A browser does: its pages may
-send requests to any address, and a name of theirs may be made to lead to this machine. So a request has to be for this
-host by one of its own names, come from no page, or from this machine's or Studio's, and bring JSON where it brings anything.
+The server has no users, so any client has the rights of the user who started it. A browser is such a client: its pages may send requests to any
+address, and their host name may be made to resolve to this machine. So a request must name this host, come from no page or one of this machine
+or Studio, and have a JSON body if any.
 """
 
 import os
@@ -21,40 +21,40 @@ HOSTS, ORIGINS = "PROFILING_AGENT_ALLOWED_HOSTS", "PROFILING_AGENT_ALLOWED_ORIGI
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")
 STUDIO = "https://smith.langchain.com"
-# What Studio reads of an answer besides its body.
+# Headers that Studio reads of a response.
 EXPOSED = ("x-pagination-total", "x-pagination-next", "content-location")
-# Where the server calls itself, in its own process; no request from outside has this root.
+# Root path of the server's calls to itself, in its own process; no request from outside has it.
 IN_PROCESS = "/noauth"
 
 
 class OriginMiddleware:
-    """Refuses what a foreign page sends, whatever the method, and a body that isn't announced as JSON."""
+    """Middleware that refuses requests of other pages, whatever the method, and bodies not declared as JSON."""
 
     def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
-        """Stand before `app`."""
+        """Wrap `app`, for pages of the `allowed` origins."""
         self._app, self._allowed = app, allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with a refusal."""
+        """Pass a request on, or respond with 403 or 415."""
         headers = Headers(scope=scope)
-        if not self._is_welcome(scope, headers):
-            said = f"this server takes no requests of other pages: its operator can allow an origin in {ORIGINS}"
-            await JSONResponse({"detail": said}, status_code=403)(scope, receive, send)
+        if not self._is_allowed(scope, headers):
+            detail = f"this server takes no requests of other pages: its operator can allow an origin in {ORIGINS}"
+            await JSONResponse({"detail": detail}, status_code=403)(scope, receive, send)
         elif scope["type"] == "http" and _has_body(headers) and not _is_json(headers):
-            said = "this server takes application/json and nothing else: send that content-type"
-            await JSONResponse({"detail": said}, status_code=415)(scope, receive, send)
+            detail = "this server takes application/json and nothing else: send that content-type"
+            await JSONResponse({"detail": detail}, status_code=415)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _is_welcome(self, scope: Scope, headers: Headers) -> bool:
+    def _is_allowed(self, scope: Scope, headers: Headers) -> bool:
         origins = headers.getlist("origin")
         if not origins:
-            # A page that shows an image or a script of ours says no origin; a person who follows a link may come in.
+            # A page that loads our image or script sends no origin; a person who follows a link is allowed.
             is_link = scope.get("method") in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
             return headers.get("sec-fetch-site") != "cross-site" or is_link
-        own = {f"{scheme}://{headers.get('host')}" for scheme in ("http", "https")}
+        same = {f"{scheme}://{headers.get('host')}" for scheme in ("http", "https")}
         return all(
-            "*" in self._allowed or origin in self._allowed or origin in own or LOOPBACK_ORIGIN.fullmatch(origin)
+            "*" in self._allowed or origin in self._allowed or origin in same or LOOPBACK_ORIGIN.fullmatch(origin)
             for origin in origins
         )
 
@@ -69,12 +69,12 @@ def _is_json(headers: Headers) -> bool:
 
 
 class DoorMiddleware:
-    """Host, origin, content type and the answers to browsers' questions about them, before everything else."""
+    """Middleware that checks host, origin and content type and answers CORS requests, before all routes."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
-        """Let through to `app` what comes to one of `hosts`, from one of `origins`, or from this process."""
+        """Let requests to `app` through that are for one of `hosts` and from one of `origins`, or from this process."""
         allowed = (STUDIO, *origins)
-        answering = CORSMiddleware(
+        cors = CORSMiddleware(
             app,
             allow_origins=allowed,
             allow_origin_regex=LOOPBACK_ORIGIN.pattern,
@@ -84,24 +84,24 @@ class DoorMiddleware:
             expose_headers=EXPOSED,
         )
         self._app = app
-        self._door = TrustedHostMiddleware(
-            OriginMiddleware(answering, allowed), allowed_hosts=(*LOOPBACK, *hosts), www_redirect=False
+        self._guarded_app = TrustedHostMiddleware(
+            OriginMiddleware(cors, allowed), allowed_hosts=(*LOOPBACK, *hosts), www_redirect=False
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what isn't a request, and what the server asks of itself."""
+        """Check requests only; pass on other events and the server's calls to itself."""
         root = scope.get("root_path", "")
-        is_inside = scope["type"] not in ("http", "websocket") or f"{root}/".startswith(f"{IN_PROCESS}/")
-        await (self._app if is_inside else self._door)(scope, receive, send)
+        is_internal = scope["type"] not in ("http", "websocket") or f"{root}/".startswith(f"{IN_PROCESS}/")
+        await (self._app if is_internal else self._guarded_app)(scope, receive, send)
 
 
 def build_app(environment: Mapping[str, str]) -> Starlette:
-    """Return the application without routes that the server adds its own to; hosts and origins have commas between."""
+    """Return an application without routes, to which the server adds its own; hosts and origins are comma-separated."""
 
-    def named(variable: str) -> tuple[str, ...]:
+    def read(variable: str) -> tuple[str, ...]:
         return tuple(name.strip() for name in environment.get(variable, "").split(",") if name.strip())
 
-    return Starlette(middleware=[Middleware(DoorMiddleware, hosts=named(HOSTS), origins=named(ORIGINS))])
+    return Starlette(middleware=[Middleware(DoorMiddleware, hosts=read(HOSTS), origins=read(ORIGINS))])
 
 
 app = build_app(os.environ)

@@ -1,7 +1,7 @@
 """Agents that measure, prune and quantize a vision model until a contract is met.
 
-A request goes through acquisition, input_shape_resolver, profiling, deployment_search and analysis; then pruning, quantization and
-evaluation go round with iterative_pruning until the loop has nothing more to try; verdict chooses, and report writes it down.
+A request passes acquisition, input_shape_resolver, profiling, deployment_search and analysis. Then pruning, quantization, evaluation and
+iterative_pruning repeat until nothing is left to try; verdict chooses the winner, and report writes the report.
 
     from profiling_agent import Request, build_graph
     request = Request(model="microsoft/resnet-101", dataset="frgfm/imagenette", dataset_config="320px")
@@ -43,7 +43,7 @@ __all__ = [
 
 silence_torchao()
 
-# torch takes seconds to import and LangGraph one: neither is loaded before it is needed.
+# Importing torch takes seconds and LangGraph one: neither is loaded before it is needed.
 _LAZY = {
     "approve": "profiling_agent.api",
     "build_graph": "profiling_agent.graphs.optimization",

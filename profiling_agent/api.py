@@ -1,4 +1,4 @@
-"""Lifecycle of a run, in one call: run the graph with checkpoints, or go on with a run that was cut."""
+"""Python API of a run: start, resume, approve, or complete it, with checkpoints."""
 
 import secrets
 import shutil
@@ -29,11 +29,11 @@ Approver = Callable[[ApprovalQuestion], Approval]
 
 
 def ignore(event: ProgressEvent) -> None:
-    """Hear nothing."""
+    """Ignore a progress event."""
 
 
 def make_run_id() -> str:
-    """Return a new run's name: when it began, and four letters so that two of one second differ."""
+    """Return a new run id: the start time, and four hex digits to tell runs of one second apart."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
@@ -45,14 +45,14 @@ def _drive(
     approver: Approver | None,
     answer: Approval | None = None,
 ) -> RunReport:
-    """Run the graph on the thread that the run folder is named after, until its report is there or nobody answers."""
+    """Run the graph on the run folder's thread until there is a report or an approval without `approver`."""
     with storage_told(workspace.root), interruptible():
         sessions.open(workspace)
         saver = RunSaver(workspace.root.parent)
         config: RunnableConfig = {"configurable": {"thread_id": workspace.root.name}}
         try:
             graph = build_graph(saver, sessions=sessions)
-            # A run that was cut before its first checkpoint starts again; the jobs it has finished are still there.
+            # A run interrupted before its first checkpoint starts again; its finished jobs are reused.
             graph_input: Any = None if saver.get_tuple(config) else request
             if answer is not None:
                 if _pending(graph, config) is None:
@@ -65,17 +65,17 @@ def _drive(
                 if (question := _pending(graph, config)) is None:
                     break
                 if approver is None:
-                    refused = f" ({question.problem})" if question.problem else ""
+                    problem = f" ({question.problem})" if question.problem else ""
                     raise ApprovalPendingError(
-                        f"run {workspace.root.name!r} waits for an approval of attempt {question.attempt}{refused}: "
+                        f"run {workspace.root.name!r} waits for an approval of attempt {question.attempt}{problem}: "
                         f"answer with `profiling-agent approve {workspace.root}`"
                     )
-                # The gate has let the run go: while somebody thinks, nobody else is to answer.
+                # The approval released the run: locked again, so that no other process answers meanwhile.
                 sessions.open(workspace)
                 graph_input = resuming(approver(question))
             report: Any = graph.get_state(config).values.get("report")
         finally:
-            # The last node, or one that fails, closes the session; an interrupt between two nodes leaves it to us.
+            # The last node or a failing one closes the session; after an interrupt between nodes it is closed here.
             sessions.close()
             saver.close()
     if not isinstance(report, RunReport):
@@ -90,29 +90,28 @@ def _pending(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
 def optimize(
     request: Request, listener: Listener = ignore, *, advisor: Any = None, approver: Approver | None = None
 ) -> RunReport:
-    """Run a request to its verdict, checkpointed; an existing run id is refused (`resume` goes on with one).
+    """Run a request to its verdict, checkpointed; an existing run id is refused (`resume` continues one).
 
-    `advisor` is a LangChain chat model to plan with, instead of what the request names. `approver` answers where the
-    request asks for approval; without one the run stops there, with ApprovalPendingError, until `approve` answers.
+    `advisor` is a LangChain chat model that plans instead of the requested one. `approver` answers if the request needs approvals; without one the
+    run stops there, with ApprovalPendingError, until `approve` answers.
     """
     workspace = create_workspace(request, request.run_id or make_run_id())
-    named = request.model_copy(update={"run_id": workspace.root.name})
+    named_request = request.model_copy(update={"run_id": workspace.root.name})
     try:
-        return _drive(named, workspace, Sessions(advisor, addresses=(request.base_url,)), listener, approver)
+        return _drive(named_request, workspace, Sessions(advisor, addresses=(request.base_url,)), listener, approver)
     except RunError:
-        # The run itself: somebody else has it, something in it is damaged, it waits. What it has measured stays.
+        # The run itself: in use by another process, damaged, or waiting. Its measurements stay.
         raise
     except RequestError:
-        # A request that can't be carried out leaves nothing behind, its checkpoints included.
+        # A request that can't be carried out leaves nothing, not even checkpoints.
         shutil.rmtree(workspace.root, ignore_errors=True)
         raise
 
 
 def complete(request: Request, listener: Listener = ignore) -> RunReport:
-    """Return the report of a request with a run id: of the finished run, of the cut one once resumed, or of a new one.
+    """Return the report of a request with a run id: of its finished run, resumed run, or new run.
 
-    A run that was cut on another kind of machine starts again: times of both are never mixed. Raises RunError if the
-    folder holds another request's run.
+    A run begun on another kind of machine starts again: times of both are never mixed. Raises RunError if the folder has another request's run.
     """
     folder = request.output_dir / str(request.run_id)
     if folder.exists():
@@ -140,12 +139,12 @@ def resume(
     base_url: str | None = None,
     approver: Approver | None = None,
 ) -> RunReport:
-    """Go on with a run that was cut, from its last checkpoint; a finished run gives its report again.
+    """Resume an interrupted run from its last checkpoint; a finished run returns its report again.
 
-    A run that was begun with an `advisor` needs it again. One that asks a language model at an address that isn't the
-    provider's or the environment's gets the environment's key where that address is given again, as `base_url`.
+    A run begun with an `advisor` needs it again. If the language model's address is neither the provider's nor the environment's, it gets the
+    environment's key only if that address is given again, as `base_url`.
     """
-    request, workspace = _reopened(run)
+    request, workspace = _open_run(run)
     return _drive(request, workspace, Sessions(advisor, addresses=(base_url,)), listener, approver)
 
 
@@ -158,19 +157,19 @@ def approve(
     base_url: str | None = None,
     approver: Approver | None = None,
 ) -> RunReport:
-    """Answer the question that a run waits with, and go on with it; `advisor` and `base_url` as for `resume`.
+    """Answer the question that a run waits with, and resume it; `advisor` and `base_url` as for `resume`.
 
     Raises:
-        ApprovalPendingError: the run waits again, for the next plan or because the answer could not be taken.
+        ApprovalPendingError: the run waits again, for the next plan or because the answer was invalid.
         RunError: the run waits for nothing.
     """
-    request, workspace = _reopened(run)
+    request, workspace = _open_run(run)
     return _drive(request, workspace, Sessions(advisor, addresses=(base_url,)), listener, approver, answer)
 
 
 def pending(run: str | Path) -> ApprovalQuestion | None:
-    """Return the question that a run waits with, None where it waits for nobody."""
-    _, workspace = _reopened(run)
+    """Return the question that a run waits with, or None."""
+    _, workspace = _open_run(run)
     saver = RunSaver(workspace.root.parent)
     try:
         return _pending(build_graph(saver), {"configurable": {"thread_id": workspace.root.name}})
@@ -178,17 +177,17 @@ def pending(run: str | Path) -> ApprovalQuestion | None:
         saver.close()
 
 
-def _reopened(run: str | Path) -> tuple[Request, Workspace]:
+def _open_run(run: str | Path) -> tuple[Request, Workspace]:
     # Resolved, so that `.` has a name too.
     try:
         root = resolved(expanded(str(run)))
     except FileRefusedError as error:
         raise RunError(f"{str(run)!r} can't be looked up, {error.strerror}: give a run folder") from error
     manifest = read_manifest(root)
-    here = environment(manifest.request.device).machine
-    if manifest.machine not in ("", here) and not (root / REPORT).exists():
+    machine = environment(manifest.request.device).machine
+    if manifest.machine not in ("", machine) and not (root / REPORT).exists():
         raise RunError(
-            f"run {root.name!r} was begun on {manifest.machine!r} and this is {here!r}: times of both would be mixed, "
+            f"run {root.name!r} was begun on {manifest.machine!r} and this is {machine!r}: times of both would be mixed, "
             "so finish it there, or start a new run here"
         )
     request = manifest.request.model_copy(update={"run_id": root.name, "output": str(root.parent)})

@@ -1,20 +1,20 @@
-"""Everything that can go wrong, on one screen."""
+"""Exceptions of the package, all on one screen."""
 
 
 class ProfilingAgentError(Exception):
-    """Root of the errors we raise on purpose; the message is one line a user can act on."""
+    """Root of the exceptions that we raise on purpose; the message is one line that a user can act on."""
 
 
 class RequestError(ProfilingAgentError):
-    """The request can't be carried out as it stands: what was wrong, what was seen, what to change."""
+    """The request can't be carried out; the message has what was wrong, what was seen, and what to change."""
 
 
 class TermError(RequestError, ValueError):
-    """A term of a request is unknown or not allowed; as a ValueError, LangGraph's server passes its message on."""
+    """A term of a request is unknown or not allowed; LangGraph's server passes on messages of ValueErrors."""
 
 
 class AcquisitionError(RequestError):
-    """The model or the data set can't be had, or isn't what the job needs."""
+    """The model or the data set is unavailable, or unfit for the job."""
 
 
 class ShapeUnresolvedError(RequestError):
@@ -30,11 +30,11 @@ class RunError(RequestError):
 
 
 class StorageError(RunError):
-    """The disk is full, read-only, somebody else's, or fails: what was done stays, and a resume goes on once that is mended."""
+    """The disk is full, read-only, not ours to write, or failing; once that is mended, a resume continues the run."""
 
 
 class ApprovalPendingError(RunError):
-    """The run waits for a person's answer; everything done so far is kept."""
+    """The run waits for a person's answer; its results so far are stored."""
 
 
 class ArtifactError(ProfilingAgentError):
@@ -42,28 +42,28 @@ class ArtifactError(ProfilingAgentError):
 
 
 class CorruptImageError(ArtifactError):
-    """An image's bytes are damaged, of a format that isn't read, or absurdly large."""
+    """An image's bytes are damaged, of an unsupported format, or absurdly large."""
 
 
 class PruningError(ProfilingAgentError):
-    """A prune failed one of its gates; the candidate is discarded."""
+    """A pruned model failed a check; the candidate is discarded."""
 
 
 class QuantizationError(ProfilingAgentError):
-    """A model could not be quantized as asked; the candidate is discarded."""
+    """A model could not be quantized as requested; the candidate is discarded."""
 
 
 class JobError(ProfilingAgentError):
-    """A child process crashed, hung, or used more memory than it was given."""
+    """A child process crashed, hung, or exceeded its memory limit."""
 
 
 class KilledError(JobError):
-    """A child process was killed by somebody else, which says nothing of what it did."""
+    """A child process was killed from outside, which is no evidence on its work."""
 
 
 class AdvisorError(ProfilingAgentError):
-    """The language model gave no usable answer; the built-in rules go on without it."""
+    """The LLM gave no usable answer; the built-in rules continue without it."""
 
 
 class ContextTooLongError(AdvisorError):
-    """A question is longer than the language model can read; a shorter one may be answered."""
+    """A question exceeds the LLM's context; a shorter one may be answered."""

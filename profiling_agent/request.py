@@ -33,7 +33,7 @@ SYNONYMS = {
 
 
 def unknown_term(names: Iterable[object], known: Collection[str]) -> str | None:
-    """Return a line about the first name that isn't known, with the most similar known one, or None."""
+    """Return a message about the first unknown name, with the most similar known one, or None."""
     for name in (str(name)[:MAX_NAME] for name in names if name not in known):
         similar = difflib.get_close_matches(name, known, n=1)
         advice = f"did you mean {similar[0]!r}?" if similar else "`profiling-agent run --help` lists all terms"
@@ -41,37 +41,37 @@ def unknown_term(names: Iterable[object], known: Collection[str]) -> str | None:
     return None
 
 
-def _run_id(value: str | None) -> str | None:
+def _check_run_id(value: str | None) -> str | None:
     if value is not None and not RUN_ID.fullmatch(value):
         raise ValueError(f"{value!r} is no run id: use letters, digits, '.', '_' and '-', at most 100")
     return value
 
 
-def _reason(value: str | None) -> str | None:
+def _check_reason(value: str | None) -> str | None:
     if value is not None and (not value.strip() or not value.isprintable()):
         raise ValueError("a reason of one printable line is needed, which the report prints")
     return value
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of a duration such as 90s, 20m or 1h30m; ValueError where it is none, or shorter than a minute or longer than 30 days."""
-    found = DURATION.fullmatch(text.strip())
-    if found is None or not any(found.groups()):
+    """Return the seconds of a duration such as 90s or 1h30m; ValueError if it isn't 1 minute to 30 days."""
+    match = DURATION.fullmatch(text.strip())
+    if match is None or not any(match.groups()):
         raise ValueError(f"{text!r} is no duration: use hours, minutes and seconds, such as 1h30m, 20m or 90s")
-    seconds = sum(float(part) * unit for part, unit in zip(found.groups("0"), (3600, 60, 1), strict=True))
+    seconds = sum(float(part) * unit for part, unit in zip(match.groups("0"), (3600, 60, 1), strict=True))
     if not SHORTEST_S <= seconds <= LONGEST_S:
         raise ValueError(f"{text!r} is {seconds:.0f} s: give a run a minute at least, and 30 days at most")
     return seconds
 
 
-def _duration(value: str | None) -> str | None:
+def _check_duration(value: str | None) -> str | None:
     if value is not None:
         parse_duration(value)
     return value
 
 
 def holds_more_than_an_address(url: str) -> bool:
-    """Return whether an address brings a user, a password, a query or a fragment: what isn't to be stored or shown."""
+    """Return whether a URL has a user, password, query or fragment, which must not be stored or shown."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -79,7 +79,7 @@ def holds_more_than_an_address(url: str) -> bool:
     return parts.username is not None or parts.password is not None or bool(parts.query or parts.fragment)
 
 
-# Fields of version 0.1.0, which are read until 0.3.
+# Fields of version 0.1.0, accepted until 0.3.
 OLD_NAMES = {
     "advisor": "llm",
     "advisor_tokens": "llm_tokens",
@@ -88,29 +88,27 @@ OLD_NAMES = {
 }
 
 
-def current_names(given: dict[str, Any], *, are_flags: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """Return a request's fields by their current names, and for each old one a line that says what to write instead."""
+def current_names(options: dict[str, Any], *, are_flags: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """Return a request's fields by their current names, and a line of advice for each old name."""
 
-    def written(name: str) -> str:
+    def spell(name: str) -> str:
         return f"--{name.replace('_', '-')}" if are_flags else name
 
-    fields = {name: value for name, value in given.items() if name not in OLD_NAMES}
+    fields = {name: value for name, value in options.items() if name not in OLD_NAMES}
     lines: list[str] = []
     for old, new in OLD_NAMES.items():
-        if old not in given:
+        if old not in options:
             continue
-        value = given[old]
+        value = options[old]
         if old == "advisor":
-            # A key in the environment used to be enough for auto.
-            value = {"rules": "none", "auto": "openai" if given.get("base_url") else "none"}.get(value, value)
+            # 0.1.0's auto needed only a key in the environment.
+            value = {"rules": "none", "auto": "openai" if options.get("base_url") else "none"}.get(value, value)
         if new is None:
-            lines.append(f"{written(old)} has no effect any more: {written('llm_tokens')} is the budget")
+            lines.append(f"{spell(old)} has no effect any more: {spell('llm_tokens')} is the budget")
         else:
             fields[new] = value
-            lines.append(
-                f"{written(old)} is now {written(new)}: write {written(new)}{' ' if are_flags else '='}{value}"
-            )
-    if 0 in (given.get("advisor_tokens"), given.get("advisor_requests")):
+            lines.append(f"{spell(old)} is now {spell(new)}: write {spell(new)}{' ' if are_flags else '='}{value}")
+    if 0 in (options.get("advisor_tokens"), options.get("advisor_requests")):
         fields.pop("llm_tokens", None)
         fields["llm"] = "none"
     return fields, lines
@@ -121,18 +119,18 @@ MORE_THAN_AN_ADDRESS = (
 )
 
 
-# Fields that requests of earlier versions have.
+# Fields that only requests of earlier versions have.
 RETIRED = ("engine", "ray_address", "ray_store", "criterion")
 
 
 def without_retired(document: Any) -> Any:
-    """Return the JSON of a manifest or a report without what only earlier versions write."""
+    """Return the JSON of a manifest or a report without fields that only earlier versions write."""
     if not isinstance(document, dict) or not isinstance(document.get("request"), dict):
         return cast("Any", document)
-    kept = {
+    fields = {
         name: value for name, value in cast("dict[str, Any]", document).items() if name not in ("nodes", "criteria")
     }
-    return kept | {"request": {name: value for name, value in kept["request"].items() if name not in RETIRED}}
+    return fields | {"request": {name: value for name, value in fields["request"].items() if name not in RETIRED}}
 
 
 class Request(BaseModel):
@@ -217,7 +215,7 @@ class Request(BaseModel):
         description="images to search on, with up to four times as many held out; by default half of the split, at most "
         "2000. An image's content says for which of the two it is",
     )
-    fresh_ledger: Annotated[str | None, AfterValidator(_reason)] = Field(
+    fresh_ledger: Annotated[str | None, AfterValidator(_check_reason)] = Field(
         default=None,
         max_length=300,
         description="why earlier openings of the held-out images are not to count against this run, such as: these are new "
@@ -229,7 +227,7 @@ class Request(BaseModel):
         le=100,
         description="times that the baseline and the winner start anew and take turns; fewer are quicker and prove less",
     )
-    time_budget: Annotated[str | None, AfterValidator(_duration)] = Field(
+    time_budget: Annotated[str | None, AfterValidator(_check_duration)] = Field(
         default=None,
         max_length=20,
         description="time that the run may take, such as 30m or 1h30m; it then does what is worth most of it, and settles the best so far",
@@ -270,18 +268,18 @@ class Request(BaseModel):
     tracker: Literal["none", "mlflow"] = Field(
         default="none", description="experiment tracker to log the finished run to; MLFLOW_TRACKING_URI says where"
     )
-    run_id: Annotated[str | None, AfterValidator(_run_id)] = Field(
+    run_id: Annotated[str | None, AfterValidator(_check_run_id)] = Field(
         default=None, description="name of the run folder; by default one is made up"
     )
     output: str = Field(default="runs", min_length=1, description="folder that holds the run folders")
 
     @model_validator(mode="before")
     @classmethod
-    def _current_names(cls, given: Any, info: ValidationInfo) -> Any:
-        """Read the names of version 0.1.0, without a warning in files, and refuse unknown ones."""
-        if not isinstance(given, dict):
-            return given
-        fields, lines = current_names(cast("dict[str, Any]", given))
+    def _rename_old_fields(cls, document: Any, info: ValidationInfo) -> Any:
+        """Accept the names of version 0.1.0, with a warning except in files, and refuse unknown ones."""
+        if not isinstance(document, dict):
+            return document
+        fields, lines = current_names(cast("dict[str, Any]", document))
         for line in lines if info.mode == "python" else ():
             warnings.warn(line, FutureWarning, stacklevel=2)
         if problem := unknown_term(fields, cls.model_fields):
@@ -290,19 +288,19 @@ class Request(BaseModel):
 
     @field_validator(*SYNONYMS, mode="before")
     @classmethod
-    def _canonical(cls, value: object, info: ValidationInfo) -> object:
+    def _replace_synonyms(cls, value: object, info: ValidationInfo) -> object:
         return canonical(value, SYNONYMS[str(info.field_name)])
 
-    # Of the whole, whose errors don't quote; and here already, as a request is written down before anybody is asked.
+    # Of the whole model, since its errors quote no value; and this early, since a request is stored before base_url is used.
     @model_validator(mode="after")
-    def _no_password(self) -> Self:
+    def _check_base_url(self) -> Self:
         if self.base_url is not None and holds_more_than_an_address(self.base_url):
             raise ValueError(MORE_THAN_AN_ADDRESS)
         return self
 
     @model_validator(mode="after")
-    def _no_contradictions(self) -> Self:
-        for what, name, refinements in (
+    def _check_contradictions(self) -> Self:
+        for rule, name, refinements in (
             ("reference models have no revision", self.model, {"revision": self.revision}),
             (
                 "the reference data has no configuration and no revision",
@@ -310,9 +308,9 @@ class Request(BaseModel):
                 {"dataset_config": self.dataset_config, "dataset_revision": self.dataset_revision},
             ),
         ):
-            given = next((key for key, value in refinements.items() if value is not None), None)
-            if given and name.startswith("reference:"):
-                raise ValueError(f"{what}: drop {given}, or name another than {name!r}")
+            field = next((key for key, value in refinements.items() if value is not None), None)
+            if field and name.startswith("reference:"):
+                raise ValueError(f"{rule}: drop {field}, or name another than {name!r}")
         if unknown := [name for name in self.runtimes.split(",") if name not in ("auto", *RUNTIMES)]:
             raise ValueError(f"runtimes names {unknown[0]!r}: use auto, or some of {', '.join(RUNTIMES)}")
         if self.quantize_dtype == "none" and self.quantize_layers != "all":
@@ -323,7 +321,7 @@ class Request(BaseModel):
 
     @property
     def goal(self) -> Goal:
-        """Return the contract that the stages see."""
+        """Return the contract for the stages."""
         return Goal(
             max_accuracy_drop=self.max_accuracy_drop,
             min_speedup=self.min_speedup,
@@ -341,18 +339,18 @@ class Request(BaseModel):
 
     @property
     def time_budget_s(self) -> float | None:
-        """Return the seconds that the run may take, None where there is no limit."""
+        """Return the seconds that the run may take, or None without a limit."""
         return None if self.time_budget is None else parse_duration(self.time_budget)
 
     @property
     def runtime_names(self) -> tuple[RuntimeName, ...]:
         """Return the requested runtimes, in our order; all of them for `auto`."""
-        named = self.runtimes.split(",")
-        return tuple(name for name in RUNTIMES if "auto" in named or name in named)
+        requested = self.runtimes.split(",")
+        return tuple(name for name in RUNTIMES if "auto" in requested or name in requested)
 
     @property
     def output_dir(self) -> Path:
-        """Return the folder that holds the run folders; RequestError where it can't be one."""
+        """Return the folder that holds the run folders; RequestError if it can't be one."""
         try:
             return expanded(self.output)
         except FileRefusedError as error:

@@ -1,4 +1,4 @@
-"""Sweeps: every combination of models, data sets, contracts and seeds as a run, on this machine or on the nodes of a Ray cluster."""
+"""Sweeps: one run for every combination of models, data sets, contracts and seeds, on this machine or a Ray cluster."""
 
 import contextlib
 import hashlib
@@ -30,7 +30,7 @@ PAGE = "sweep.html"
 
 
 class SweepFile(Record):
-    """Content of a sweep file; a model or a data set may be a name only, and `request` holds for all runs."""
+    """Content of a sweep file; models and data sets may be names only, and `request` applies to all runs."""
 
     models: tuple[str | dict[str, Any], ...] = Field(min_length=1)
     datasets: tuple[str | dict[str, Any], ...] = Field(min_length=1)
@@ -40,7 +40,7 @@ class SweepFile(Record):
 
 
 class SweepRow(Record):
-    """One run of a sweep: its report, or the `failure` that kept it from ending."""
+    """Run of a sweep: its report, or the `failure` that ended it."""
 
     request: Request
     report: RunReport | None = None
@@ -48,31 +48,31 @@ class SweepRow(Record):
 
 
 def read_sweep(path: Path, output: str) -> tuple[Request, ...]:
-    """Return the requests of a sweep file, each with its run id; RequestError for a file that can't be used."""
+    """Return the requests of a sweep file, each with its run id; raises RequestError for an invalid file."""
     try:
-        sheet = SweepFile.model_validate_json(json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))))
+        sweep = SweepFile.model_validate_json(json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         problem = first_problem(error) if isinstance(error, ValidationError) else error
         raise RequestError(f"sweep file {str(path)!r} can't be used: {problem}") from error
     requests: dict[str, Request] = {}
-    for model, dataset, contract, seed in itertools.product(sheet.models, sheet.datasets, sheet.contracts, sheet.seeds):
-        fields = {**sheet.request, **contract, "seed": seed}
+    for model, dataset, contract, seed in itertools.product(sweep.models, sweep.datasets, sweep.contracts, sweep.seeds):
+        fields = {**sweep.request, **contract, "seed": seed}
         for name, entry in (("model", model), ("dataset", dataset)):
             fields |= {name: "", **entry} if isinstance(entry, dict) else {name: entry}
-        cell = f"{str(path)!r}: the run of {model} on {dataset}, contract {contract}, seed {seed}"
+        label = f"{str(path)!r}: the run of {model} on {dataset}, contract {contract}, seed {seed}"
         if reserved := fields.keys() & {"output", "run_id", "approve"}:
-            raise RequestError(f"{cell} has {min(reserved)}, which no run of a sweep may have: leave it out")
+            raise RequestError(f"{label} has {min(reserved)}, which no run of a sweep may have: leave it out")
         try:
             request = with_run_id(Request.model_validate({**fields, "output": output}))
         except ValidationError as error:
-            raise RequestError(f"{cell} can't be requested: {first_problem(error)}") from error
+            raise RequestError(f"{label} can't be requested: {first_problem(error)}") from error
         if requests.setdefault(str(request.run_id), request) is not request:
-            raise RequestError(f"{cell} is requested twice: leave one out")
+            raise RequestError(f"{label} is requested twice: leave one out")
     return tuple(requests.values())
 
 
 def with_run_id(request: Request) -> Request:
-    """Return a request with a run id that follows from it, wherever its folder lies and whichever machine runs it."""
+    """Return a request with a run id derived from it, the same in every folder and on every machine."""
     names = [slug(name.rstrip("/").rpartition("/")[2])[:24] or "x" for name in (request.model, request.dataset)]
     digest = hashlib.sha256(request.model_dump_json(exclude={"run_id", "output"}).encode()).hexdigest()[:10]
     return request.model_copy(update={"run_id": request.run_id or "-".join((*names, f"s{request.seed}", digest))})
@@ -81,16 +81,16 @@ def with_run_id(request: Request) -> Request:
 def optimize_many(
     requests: Sequence[Request], listener: Listener = ignore, *, ray_address: str | None = None
 ) -> tuple[SweepRow, ...]:
-    """Complete the runs of one output folder, and write `sweep.html` after each: finished ones are read back, cut ones resumed.
+    """Complete the runs of one output folder and write `sweep.html` after each; finished ones are read back, interrupted ones resumed.
 
-    With a `ray_address` each takes a node of that cluster, whose nodes share the folder. Raises RequestError, StorageError.
+    With a `ray_address`, each takes a node of that cluster, whose nodes share the folder. Raises RequestError, StorageError.
     """
-    cells = {one.run_id: one for one in map(with_run_id, requests)}
-    if len(cells) < len(requests) or len({one.output for one in requests}) != 1:
+    cells = {cell.run_id: cell for cell in map(with_run_id, requests)}
+    if len(cells) < len(requests) or len({cell.output for cell in requests}) != 1:
         raise RequestError("the runs of a sweep lie in one output, each with a run_id of its own")
     rows: dict[str | None, SweepRow] = {}
     _write_page(requests[0].output_dir, [], len(cells))
-    for row in _on_ray(cells, ray_address) if ray_address else (run_cell(one, listener) for one in cells.values()):
+    for row in _on_ray(cells, ray_address) if ray_address else (run_cell(cell, listener) for cell in cells.values()):
         rows[row.request.run_id] = row
         _write_page(requests[0].output_dir, [rows[run_id] for run_id in cells if run_id in rows], len(cells))
         message = f"{row.request.run_id}: {row.report.verdict.outcome if row.report else row.failure}"
@@ -99,7 +99,7 @@ def optimize_many(
 
 
 def run_cell(request: Request, listener: Listener = ignore) -> SweepRow:
-    """Complete one run; whatever keeps it from ending is its row's failure."""
+    """Complete one run; any error becomes the row's failure."""
     try:
         return SweepRow(request=request, report=complete(request, listener))
     except ProfilingAgentError as error:
@@ -109,37 +109,37 @@ def run_cell(request: Request, listener: Listener = ignore) -> SweepRow:
 
 
 def _on_ray(cells: dict[str | None, Request], address: str) -> Iterator[SweepRow]:
-    """Yield rows as runs end on a cluster's nodes, one at a time on each; Ray starts the run of a lost node again."""
-    os.environ.setdefault("RAY_task_oom_retries", "3")  # Without end by default; read as Ray is imported.
+    """Yield rows as runs end, one run per cluster node; Ray restarts the run of a lost node."""
+    os.environ.setdefault("RAY_task_oom_retries", "3")  # Unlimited by default; read when Ray is imported.
     try:
         import ray
         from ray.exceptions import RayError
 
-        if (port := address.rpartition(":")[2]).isdecimal():  # Ray itself takes minutes to give up.
+        if (port := address.rpartition(":")[2]).isdecimal():  # Ray's own timeout is minutes.
             socket.create_connection((address.rpartition(":")[0], int(port)), timeout=5).close()
         cluster = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises all kinds.
         raise RequestError(f"no Ray cluster at {address!r} ({error}): start one, with profiling-agent[ray]") from error
-    # Ray prints that a node is lost to standard output, where a document may be due.
+    # Ray prints lost nodes to standard output, which may be for a document.
     with cluster, contextlib.redirect_stdout(sys.stderr):
         cpus = sorted({int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]} - {0})
         if len(cpus) != 1:
             raise RequestError(f"the nodes have {cpus} CPUs and a run takes a whole node: give all the same --num-cpus")
         task: Any = ray.remote(num_cpus=cpus[0], max_retries=3)(_on_node)
-        waiting = {task.remote(one.model_dump_json(), str(Path.cwd())): one for one in cells.values()}
+        waiting = {task.remote(cell.model_dump_json(), str(Path.cwd())): cell for cell in cells.values()}
         while waiting:
-            (ended,), _ = ray.wait(list(waiting))
-            request = waiting.pop(ended)
+            (finished,), _ = ray.wait(list(waiting))
+            request = waiting.pop(finished)
             try:
-                yield SweepRow.model_validate_json(ray.get(ended))
+                yield SweepRow.model_validate_json(ray.get(finished))
             except RayError as error:
                 yield SweepRow(request=request, failure=first_line(getattr(error, "cause", None) or error))
 
 
 def _on_node(request_json: str, folder: str) -> str:
-    """Complete a run in a Ray task, with paths as in the driver's working folder."""
+    """Complete a run in a Ray task, with paths relative to the driver's working folder."""
     os.chdir(folder)
-    os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own for each task; a run sets how many threads it takes.
+    os.environ.pop("OMP_NUM_THREADS", None)  # Set by Ray for each task; a run sets its own number of threads.
     request = Request.model_validate_json(request_json)
     if not (request.output_dir / PAGE).exists():
         raise RequestError(f"node {os.uname().nodename} does not see {request.output!r}: name a folder that all share")

@@ -1,8 +1,8 @@
-"""Run folder: where everything large lies, and the only code that knows its layout.
+"""Run folder: its layout, which no other code depends on, its manifest and its lock.
 
-`request.json` is what was asked; `jobs/<key>/` one finished job each, its `task.json`, `result.json` and artifacts, never
-overwritten; `timesheet.jsonl` how long each took; `checkpoints.sqlite` the graph's checkpoints; `best` a pointer to the model to deploy, replaced
-atomically; `report.json` and `report.md` the answer.
+`request.json` is the request; `jobs/<key>/` one finished job each, its `task.json`, `result.json` and artifacts, never overwritten;
+`timesheet.jsonl` how long each took; `checkpoints.sqlite` the graph's checkpoints; `best` a pointer to the model to deploy, replaced
+atomically; `report.json` and `report.md` the result.
 """
 
 import hashlib
@@ -38,14 +38,14 @@ from profiling_agent.request import Request, without_retired
 from profiling_agent.schemas import ArtifactRef, Record
 
 SCHEMA_VERSION = 6
-# What a folder holds that is a run of ours.
+# The file that marks a run folder.
 MANIFEST = "request.json"
 LOCK, HOLDER = "run.lock", "holder.txt"
-SLUG = re.compile(r"[^a-z0-9]+")
+NOT_IN_SLUG = re.compile(r"[^a-z0-9]+")
 
 
 class Manifest(Record):
-    """What `request.json` holds."""
+    """Content of `request.json`."""
 
     schema_version: int
     request: Request
@@ -56,7 +56,7 @@ class Manifest(Record):
 
 @contextmanager
 def storage_told(root: Path) -> Generator[None, None, None]:
-    """Turn what a disk has against a run's being written into one line, after which the run can be resumed."""
+    """Turn a failed write of the run's disk into a StorageError of one line; the run can be resumed."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -66,7 +66,7 @@ def storage_told(root: Path) -> Generator[None, None, None]:
 
 
 def storage_error(root: Path, problem: str) -> StorageError:
-    """Return what to say of a run whose disk has something against it, after which it can be resumed."""
+    """Return the StorageError of a run whose disk can't be written, with the command that resumes it."""
     return StorageError(
         f"run folder {str(root)!r} can't be written, {problem}, then go on with `profiling-agent resume {root}`"
     )
@@ -94,7 +94,7 @@ class Workspace:
         return self.root / "best"
 
     def path(self, ref: ArtifactRef) -> Path:
-        """Return where an artifact lies; ArtifactError where a reference leads out of the run folder."""
+        """Return an artifact's path; ArtifactError if its reference leads out of the run folder."""
         path = self.root / ref.path
         try:
             inside(path, self.root)
@@ -103,7 +103,7 @@ class Workspace:
         return path
 
     def lock(self) -> FileLock:
-        """Take the run for this process until the lock is released or the process ends; RunError if it is taken."""
+        """Lock the run for this process until release or exit; RunError if it is taken or can't be locked."""
         lock = FileLock(self.root / LOCK, thread_local=False)
         try:
             lock.acquire(timeout=0)
@@ -118,7 +118,7 @@ class Workspace:
         return lock
 
     def point_best(self, ref: ArtifactRef, folder: Path | None = None) -> None:
-        """Make `best` in the run folder, or in a folder within, name this artifact."""
+        """Make `best`, in the run folder or a folder within, point to this artifact."""
         folder = folder or self.root
         temporary = folder / f"{TEMPORARY}best-{os.getpid()}"
         temporary.unlink(missing_ok=True)
@@ -126,13 +126,13 @@ class Workspace:
         temporary.replace(folder / self.best.name)
 
     def sweep(self) -> None:
-        """Remove what a killed process left half-written; only the holder of the lock may call this."""
+        """Remove half-written files of killed processes; only the holder of the lock may call this."""
         for folder in (self.root, self.jobs):
             sweep(folder)
 
 
 def check_version(path: Path, version: Any) -> None:
-    """Raise RunError where a run's folder or file was written by another version than this one can read."""
+    """Raise RunError if a run's folder or file has a schema version that this version can't read."""
     if version != SCHEMA_VERSION:
         raise RunError(
             f"{str(path)!r} was written with schema version {version!r}, this version reads {SCHEMA_VERSION}: "
@@ -141,21 +141,21 @@ def check_version(path: Path, version: Any) -> None:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """Return what a run folder was asked to do; RunError where it is no run of ours, or another version's."""
+    """Return a run folder's manifest; RunError if it is no run folder of this version."""
     path = root / MANIFEST
     if not path.is_file():
-        lacks = "it has no request.json" if root.is_dir() else "there is no such folder"
-        raise RunError(f"{str(root)!r} is no run folder: {lacks}; give a folder under the output folder")
+        reason = "it has no request.json" if root.is_dir() else "there is no such folder"
+        raise RunError(f"{str(root)!r} is no run folder: {reason}; give a folder under the output folder")
     try:
-        raw = read_json(path)
-        version = raw["schema_version"]
+        document = read_json(path)
+        version = document["schema_version"]
     except OSError as error:
         raise RunError(f"{str(path)!r} can't be read ({error.strerror}): start a new run") from error
     except (DocumentError, TypeError, KeyError) as error:
         raise RunError(f"{str(path)!r} is damaged and can't be read: start a new run") from error
     check_version(root, version)
     try:
-        return Manifest.model_validate(raw)
+        return Manifest.model_validate(document)
     except ValidationError as error:
         raise RunError(f"{str(path)!r} holds no valid request: start a new run") from error
 
@@ -171,24 +171,24 @@ def _write_manifest(root: Path, request: Request) -> None:
 
 
 def slug(text: str) -> str:
-    """Return a part of a folder's name."""
-    return SLUG.sub("-", text.lower()).strip("-")
+    """Return text in the form of a part of a folder's name."""
+    return NOT_IN_SLUG.sub("-", text.lower()).strip("-")
 
 
-def name_run(parts: Iterable[str], asked: object, *, digits: int) -> str:
-    """Return a run's name, the same where the same is `asked` on the same machine: times of two are never mixed."""
-    told = json.dumps([asked, environment().machine], sort_keys=True)
-    return "-".join([*parts, hashlib.sha256(told.encode()).hexdigest()[:digits]])
+def name_run(parts: Iterable[str], task: object, *, digits: int) -> str:
+    """Return a run's name, equal for equal tasks on one machine: times of two machines never mix."""
+    identity = json.dumps([task, environment().machine], sort_keys=True)
+    return "-".join([*parts, hashlib.sha256(identity.encode()).hexdigest()[:digits]])
 
 
-def changed_fields(begun: Request, asked: Request) -> list[str]:
-    """Return what is asked otherwise than when a run was begun, as far as it has a part in what comes out; it may have been moved since."""
-    asked_for = [name for name in Request.model_fields if name != "output"]
-    return [name for name in asked_for if getattr(begun, name) != getattr(asked, name)]
+def changed_fields(original: Request, requested: Request) -> list[str]:
+    """Return the fields that differ from the original request, except `output`: the run may have been moved."""
+    names = [name for name in Request.model_fields if name != "output"]
+    return [name for name in names if getattr(original, name) != getattr(requested, name)]
 
 
 def create_workspace(request: Request, run_id: str) -> Workspace:
-    """Create a run folder, whole or not at all; RunError where there is one of that name, whatever is in it."""
+    """Create a run folder, complete or not at all; RunError if anything has that name."""
     root = request.output_dir / run_id
     try:
         with appearing(root) as temporary:
@@ -203,20 +203,20 @@ def create_workspace(request: Request, run_id: str) -> Workspace:
 
 
 def open_workspace(request: Request, run_id: str) -> Workspace:
-    """Create the run folder, or open the one that this very request has begun; RunError where it is another's."""
+    """Create the run folder, or open the one of the same request; RunError if its request differs."""
     root = request.output_dir / run_id
-    asked = request.model_copy(update={"run_id": run_id})
+    requested = request.model_copy(update={"run_id": run_id})
     if (root / MANIFEST).exists():
-        begun = read_manifest(root).request
-        if changed := changed_fields(begun, asked):
-            was, now = getattr(begun, changed[0]), getattr(asked, changed[0])
+        original = read_manifest(root).request
+        if changed := changed_fields(original, requested):
+            was, now = getattr(original, changed[0]), getattr(requested, changed[0])
             raise RunError(
                 f"run {run_id!r} was begun with another request ({changed[0]} was {was!r}, is now {now!r}): "
                 "choose another run_id, or ask for the same"
             )
         return Workspace(root)
     try:
-        _write_manifest(root, asked)
+        _write_manifest(root, requested)
     except OSError as error:
         raise _unwritable(request, error) from error
     return Workspace(root)

@@ -119,7 +119,7 @@ def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """Return a function that gives the tiny model of a family, saved and exported once."""
-    from deployed import source_of
+    from deployments import source_of
 
     return cache(lambda family: source_of(family, tmp_path_factory.mktemp("source") / family))
 

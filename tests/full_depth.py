@@ -2,7 +2,7 @@
 
 import torch
 from full_size import MODELS, SPEC
-from made import evidence, profile
+from sample_records import evidence, profile
 
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.units import find_units

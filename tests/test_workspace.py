@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from made import ref
+from sample_records import ref
 
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.lib.io import file_sha256, write_text

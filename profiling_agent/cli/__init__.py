@@ -1,1 +1,1 @@
-"""Command line: one file a group of commands."""
+"""Command line of profiling-agent, one file per group of commands."""

@@ -1,4 +1,4 @@
-"""`doctor`: is this machine fit for a run? Versions, CPU, memory, disk, noise, runtimes, the language model's server."""
+"""`doctor` command: checks of versions, CPU, memory, disk, noise, runtimes, device and the LLM's server."""
 
 import contextlib
 import os
@@ -37,13 +37,13 @@ from profiling_agent.request import Request, current_names
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import RUNTIMES, Environment, Record, RuntimeName
 
-# What a run of a small model asks for, and what the default ones of the paper's models held at most: 5.7 GB a ResNet-101, 9.1 a Swin-B.
+# Bytes: what a small model's run needs, what default runs of the paper's models stay below (ResNet-101 5.7 GB, Swin-B 9.1), and free disk.
 FREE_MEMORY, AMPLE_MEMORY, FREE_DISK = 4e9, 10e9, 5e9
-# A probe imports torch and compiles at worst; who needs longer is broken.
+# A probe imports torch and at worst compiles; a slower one is broken.
 PROBE_S = 180.0
-# And a self-test loads CUDA's libraries besides.
+# A self-test loads CUDA's libraries as well.
 SELF_TEST_S = 600.0
-# Equal repeats that differ by more make a race ask for several sessions.
+# Relative spread of equal repeats above which a race needs several sessions.
 NOISY = 0.10
 NUM_REPEATS = 40
 COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
@@ -84,25 +84,25 @@ def doctor(  # noqa: PLR0913, PLR0917 - one is an old flag
         look_at_model(model, revision=revision, runtimes=runtimes, json_=json_)
         return
     with refusing():
-        given: dict[str, Any] = {"output": str(output), "llm": llm, "base_url": base_url, "device": device}
-        given, lines = current_names(given | ({} if advisor is None else {"advisor": advisor}), are_flags=True)
+        fields: dict[str, Any] = {"output": str(output), "llm": llm, "base_url": base_url, "device": device}
+        fields, lines = current_names(fields | ({} if advisor is None else {"advisor": advisor}), are_flags=True)
         for line in lines:
             errors.print(line, markup=False, soft_wrap=True)
-        request = Request.model_validate(given)
+        request = Request.model_validate(fields)
         with open_display(errors) as display:
             findings = list(examine(request, display.stage("doctor")))
     if json_:
         echo_json([finding.model_dump() for finding in findings])
     else:
         table = folded_table("doctor", "what", "state", "seen", "what to do")
-        for one in findings:
-            table.add_row(one.name, Text(one.state, style=COLORS[one.state]), Text(one.seen), Text(one.advice))
+        for row in findings:
+            table.add_row(row.name, Text(row.state, style=COLORS[row.state]), Text(row.seen), Text(row.advice))
         console.print(table)
-    raise typer.Exit(1 if any(one.state == "problem" for one in findings) else 0)
+    raise typer.Exit(1 if any(row.state == "problem" for row in findings) else 0)
 
 
 class Finding(Record):
-    """One thing that was looked at; `advice` says what to do where it isn't well."""
+    """Result of one check; `advice` is what to do about a note or a problem."""
 
     name: str
     state: Literal["ok", "note", "problem"]
@@ -111,36 +111,36 @@ class Finding(Record):
 
 
 def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
-    """Give what was found, as it is found; nothing is raised."""
-    looks: list[Callable[[], Finding]] = [
-        _software,
+    """Yield the result of each check as soon as it ends; nothing is raised."""
+    checks: list[Callable[[], Finding]] = [
+        _check_software,
         lambda: cpu_found(environment(), cpu_quota()),
         lambda: memory_found(available_bytes(), total_bytes()),
-        lambda: _disk(request.output_dir),
-        _noise,
+        lambda: _check_disk(request.output_dir),
+        _measure_noise,
     ]
-    looks += [lambda: _language_model(request), _hub]
+    checks += [lambda: _check_language_model(request), _check_hub]
     # Last: each takes seconds.
-    looks += [partial(_runtime, name) for name in RUNTIMES if registry.runtime(name).schemes("cpu")]
-    looks += [partial(_device, request.device)]
-    for number, look in enumerate(looks):
-        progress("looking", number, len(looks))
-        yield look()
+    checks += [partial(_check_runtime, name) for name in RUNTIMES if registry.runtime(name).schemes("cpu")]
+    checks += [partial(_check_device, request.device)]
+    for number, check in enumerate(checks):
+        progress("looking", number, len(checks))
+        yield check()
 
 
-def _software() -> Finding:
-    found = environment()
-    named = ", ".join(f"{name} {found.libraries[name]}" for name in ("torch", "transformers", "langgraph"))
-    return Finding(name="software", state="ok", seen=f"Python {found.python}, {named}, code {found.code_version}")
+def _check_software() -> Finding:
+    host = environment()
+    versions = ", ".join(f"{name} {host.libraries[name]}" for name in ("torch", "transformers", "langgraph"))
+    return Finding(name="software", state="ok", seen=f"Python {host.python}, {versions}, code {host.code_version}")
 
 
-def cpu_found(found: Environment, quota: float | None = None) -> Finding:
-    """Return which of a machine's instructions int8 has, and of how many processors a container's quota has the time, where there is one."""
-    kept = "" if quota is None else f" (a quota of {quota:g} CPUs)"
+def cpu_found(host: Environment, quota: float | None = None) -> Finding:
+    """Return which int8 instructions the CPU has, and a container's quota in CPUs if there is one."""
+    limit = "" if quota is None else f" (a quota of {quota:g} CPUs)"
     seen = (
-        f"{found.cpu}, {found.num_threads} threads{kept}, {', '.join(found.cpu_flags) or 'no vector flags that matter'}"
+        f"{host.cpu}, {host.num_threads} threads{limit}, {', '.join(host.cpu_flags) or 'no vector flags that matter'}"
     )
-    runtimes = [name for name in INSTRUCTIONS if has_vnni(name, found.cpu_flags)]
+    runtimes = [name for name in INSTRUCTIONS if has_vnni(name, host.cpu_flags)]
     if not runtimes:
         advice = "no int8 instructions (VNNI): int8 saves bytes here and less time; it is measured either way"
         return Finding(name="CPU", state="note", seen=seen, advice=advice)
@@ -161,12 +161,12 @@ def memory_found(free: float, total: float) -> Finding:
     return Finding(name="memory", state="ok", seen=seen)
 
 
-def _disk(output: Path) -> Finding:
+def _check_disk(output: Path) -> Finding:
     folder = output.absolute()
     while not os.path.lexists(folder):
         folder = folder.parent
     try:
-        # What permissions say isn't enough: the file system may be read-only, and the folder may be a file.
+        # Permissions don't suffice: the file system may be read-only, and the folder may be a file.
         tempfile.TemporaryFile(dir=folder).close()
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -182,19 +182,19 @@ def _disk(output: Path) -> Finding:
     return Finding(name="disk", state="ok", seen=seen)
 
 
-def _noise() -> Finding:
-    """Time the same product of matrices again and again: how far the quartiles lie apart, relative to the median."""
-    left = np.random.default_rng(0).standard_normal((384, 384), dtype=np.float32)
-    product, repeats = np.empty_like(left), list[float]()
+def _measure_noise() -> Finding:
+    """Time equal matrix products; the noise is the distance of the quartiles relative to the median."""
+    matrix = np.random.default_rng(0).standard_normal((384, 384), dtype=np.float32)
+    product, repeats = np.empty_like(matrix), list[float]()
     for _ in range(NUM_REPEATS):
         started = time.perf_counter()
         for _ in range(8):
-            np.matmul(left, left, out=product)
+            np.matmul(matrix, matrix, out=product)
         repeats.append(time.perf_counter() - started)
     low, median, high = statistics.quantiles(repeats[NUM_REPEATS // 4 :], n=4)
     spread, load = (high - low) / median, os.getloadavg()[0]
     seen = f"equal work differs by {percent(spread)} between quartiles; load {load:.1f}"
-    # The load is the whole machine's, in a container with a quota too.
+    # The load is the whole machine's, even in a container with a quota.
     if spread > NOISY or load > available_cores():
         return Finding(
             name="noise", state="note", seen=seen, advice="races take longer and tell less: end other programs"
@@ -202,58 +202,58 @@ def _noise() -> Finding:
     return Finding(name="noise", state="ok", seen=seen)
 
 
-def _runtime(name: RuntimeName) -> Finding:
-    if line := registry.missing(name):
-        return Finding(name=name, state="note", seen="not installed", advice=line)
-    ended = _ended("profiling_agent.runtimes.probe", name, PROBE_S)
-    if ended is None:
+def _check_runtime(name: RuntimeName) -> Finding:
+    if reason := registry.missing(name):
+        return Finding(name=name, state="note", seen="not installed", advice=reason)
+    process = _run_module("profiling_agent.runtimes.probe", name, PROBE_S)
+    if process is None:
         seen = f"hangs for {PROBE_S:.0f} s"
         return Finding(name=name, state="problem", seen=seen, advice="leave it out with --runtimes")
-    if ended.returncode:
-        last = (ended.stderr.strip().splitlines() or [""])[-1][:200]
+    if process.returncode:
+        last_line = (process.stderr.strip().splitlines() or [""])[-1][:200]
         advice = "install it again, or leave it out with --runtimes"
-        return Finding(name=name, state="problem", seen=f"{ending(ended.returncode)}: {last}", advice=advice)
-    latency_ms = parse_json(ended.stdout.strip().splitlines()[-1])["latency_ms"]
+        return Finding(name=name, state="problem", seen=f"{ending(process.returncode)}: {last_line}", advice=advice)
+    latency_ms = parse_json(process.stdout.strip().splitlines()[-1])["latency_ms"]
     return Finding(name=name, state="ok", seen=f"runs a tiny model in {latency_ms:.2f} ms")
 
 
-def _device(name: str) -> Finding:
-    ended = _ended("profiling_agent.jobs.self_test", name, SELF_TEST_S)
-    if ended is None:
+def _check_device(name: str) -> Finding:
+    process = _run_module("profiling_agent.jobs.self_test", name, SELF_TEST_S)
+    if process is None:
         seen = f"{name}: hangs for {SELF_TEST_S:.0f} s"
         return Finding(name="device", state="problem", seen=seen, advice="use --device cpu")
-    return self_tested(name, ended.returncode, ended.stdout, ended.stderr)
+    return self_tested(name, process.returncode, process.stdout, process.stderr)
 
 
-def _ended(module: str, argument: str, timeout_s: float) -> subprocess.CompletedProcess[str] | None:
-    """Return how a module of ours ended in a process of its own; None where it took too long."""
+def _run_module(module: str, argument: str, timeout_s: float) -> subprocess.CompletedProcess[str] | None:
+    """Run a module of this package in its own process; return None if it takes too long."""
     command, environment = child_command(module, argument), child_environment()
     with contextlib.suppress(subprocess.TimeoutExpired):
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
     return None
 
 
-def self_tested(name: str, code: int, said: str, errors_said: str) -> Finding:
-    """Return what a self-test came to that was asked for the device `name`, by what it said step by step and how it ended.
+def self_tested(name: str, exit_code: int, stdout: str, stderr: str) -> Finding:
+    """Return the finding of a self-test on the device `name`, from its exit code and its output, a JSON line per step.
 
-    A CUDA device that nobody asked for keeps no run from working: `auto` is the CPU.
+    A CUDA device that wasn't requested keeps no run from working: `auto` is the CPU.
     """
-    told = [parse_json(line) for line in said.splitlines() if line.startswith("{")]
-    device = next((one["device"] for one in told if "device" in one), name)
+    rows = [parse_json(line) for line in stdout.splitlines() if line.startswith("{")]
+    device = next((row["device"] for row in rows if "device" in row), name)
     if device is None:
         return Finding(name="device", state="ok", seen="the CPU: there is no CUDA device")
-    steps = [one["begun"] for one in told if "begun" in one]
-    seen = [f"{step}: {one['seen']}" for step, one in zip(steps, (one for one in told if "seen" in one), strict=False)]
-    if code:
-        last = (errors_said.strip().splitlines() or [ending(code)])[-1][:300]
-        failed = f"{steps[-1] if steps else 'start'} failed: {last}"
+    steps = [row["begun"] for row in rows if "begun" in row]
+    notes = [f"{step}: {row['seen']}" for step, row in zip(steps, (row for row in rows if "seen" in row), strict=False)]
+    if exit_code:
+        last_line = (stderr.strip().splitlines() or [ending(exit_code)])[-1][:300]
+        error = f"{steps[-1] if steps else 'start'} failed: {last_line}"
         state = "note" if name == "auto" else "problem"
-        return Finding(name="device", state=state, seen="; ".join([device, *seen, failed]), advice="use --device cpu")
-    asks = "" if name != "auto" else "runs use the CPU unless --device cuda asks for it"
-    return Finding(name="device", state="note" if asks else "ok", seen="; ".join([device, *seen]), advice=asks)
+        return Finding(name="device", state=state, seen="; ".join([device, *notes, error]), advice="use --device cpu")
+    advice = "" if name != "auto" else "runs use the CPU unless --device cuda asks for it"
+    return Finding(name="device", state="note" if advice else "ok", seen="; ".join([device, *notes]), advice=advice)
 
 
-def _language_model(request: Request) -> Finding:
+def _check_language_model(request: Request) -> Finding:
     from profiling_agent.graph.nodes import choose_advisor
     from profiling_agent.graph.state import trusted_addresses
 
@@ -264,7 +264,7 @@ def _language_model(request: Request) -> Finding:
     return Finding(name="language model", state="ok", seen=note)
 
 
-def _hub() -> Finding:
+def _check_hub() -> Finding:
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     cache = os.environ.get("HF_HOME", "~/.cache/huggingface")
     seen = f"cache in {cache}{'; HF_HUB_OFFLINE is set: only what lies there, and local folders' if offline else ''}"

@@ -1,4 +1,4 @@
-"""Entry point: the application, its commands in the order that `--help` lists them."""
+"""Entry point: the command-line application, with its commands in the order of `--help`."""
 
 import signal
 import sys
@@ -20,7 +20,7 @@ from profiling_agent.cli.terminal import (
     write_what_can_be_written,
 )
 
-# What typer raises where arguments can't be read; it has no public name for it.
+# Typer's error for arguments that it can't parse has no public name.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 COMMANDS = (
     runs.run,
@@ -48,8 +48,8 @@ app = typer.Typer(
 )
 
 
-def _version(is_asked: bool) -> None:  # noqa: FBT001 - a flag's callback
-    if is_asked:
+def _print_version(is_requested: bool) -> None:  # noqa: FBT001 - a flag's callback
+    if is_requested:
         typer.echo(f"profiling-agent {metadata.version('profiling-agent')}")
         raise typer.Exit
 
@@ -57,7 +57,7 @@ def _version(is_asked: bool) -> None:  # noqa: FBT001 - a flag's callback
 def common(
     *,
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_version, help="show the version")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="show the version")
     ] = False,
 ) -> None:
     """Measure, prune and quantize a vision model until a contract is met."""
@@ -69,18 +69,18 @@ for command in COMMANDS:
 
 
 def main() -> None:
-    """Run the command line; a usage error ends with code 2 like every other bad request, a bug of ours with 70."""
+    """Run the command line; exit with 2 on a usage error as on every bad request, with 70 on a bug of ours."""
     write_what_can_be_written()
     listen_to_signals()
     try:
-        # Without a word it shows its help, in as many lines as that takes.
+        # Without arguments the error is the help, which only standalone mode prints over several lines.
         sys.exit(app(standalone_mode=len(sys.argv) == 1))
     except USAGE_ERROR as error:
         say_refused(f"{getattr(error, 'format_message', error.__str__)()} (`profiling-agent --help` lists all)")
         sys.exit(EXIT_BAD_REQUEST)
     except typer.Abort:
         sys.exit(SIGNALLED + signal.SIGINT)
-    except Exception:  # noqa: BLE001 - the boundary: what nobody foresaw is no verdict on a model
+    except Exception:  # noqa: BLE001 - the boundary: an unexpected error is no verdict on a model
         traceback.print_exc()
         errors.print("profiling-agent: this is a bug of ours: please report it, with the lines above", soft_wrap=True)
         sys.exit(EXIT_CRASHED)

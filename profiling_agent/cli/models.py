@@ -26,14 +26,14 @@ from profiling_agent.runtimes import registry
 from profiling_agent.schemas import NUM_SESSIONS, Deployability, Prunable, RuntimeName
 
 
-def _device(named: str) -> str:
-    named = SYNONYMS["device"].get(named, named)
-    if named not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"{named[:80]!r} is no device: use cpu or cuda")
-    return named
+def _parse_device(name: str) -> str:
+    name = SYNONYMS["device"].get(name, name)
+    if name not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"{name[:80]!r} is no device: use cpu or cuda")
+    return name
 
 
-DeviceOption = Annotated[str, typer.Option(parser=_device, metavar="cpu|cuda", help="where to measure")]
+DeviceOption = Annotated[str, typer.Option(parser=_parse_device, metavar="cpu|cuda", help="where to measure")]
 
 
 def race(
@@ -59,7 +59,7 @@ def race(
     from profiling_agent.reporting.results import models_of_all
 
     with refusing(), open_display(errors) as display:
-        names, held = race_saved(
+        names, result = race_saved(
             models_of_all(sources),
             batch_size=batch_size,
             num_sessions=num_sessions,
@@ -67,9 +67,9 @@ def race(
             progress=display.stage("race"),
         )
     if json_:
-        echo_json(held.model_dump(mode="json"))
+        echo_json(result.model_dump(mode="json"))
         return
-    console.print(race_table(names, held))
+    console.print(race_table(names, result))
 
 
 def measure(
@@ -92,11 +92,11 @@ def measure(
 
     with refusing(), open_display(errors) as display:
         models = [model for source in sources for model in before_and_after(source)]
-        measured = measure_saved(models, device=device, progress=display.stage("measure"))
+        measurements = measure_saved(models, device=device, progress=display.stage("measure"))
     if json_:
-        echo_json(measured.model_dump(mode="json"))
+        echo_json(measurements.model_dump(mode="json"))
         return
-    console.print(measurement_table(measured))
+    console.print(measurement_table(measurements))
 
 
 def compare(
@@ -127,7 +127,7 @@ SourceArgument = Annotated[
 ]
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -155,11 +155,11 @@ def pick(
 
     with refusing():
         if candidate is None and output is None:
-            found = candidates(run)
+            measured = candidates(run)
             if json_:
-                echo_json([one.model_dump(mode="json") for one in found])
+                echo_json([row.model_dump(mode="json") for row in measured])
             else:
-                console.print(candidates_table(found))
+                console.print(candidates_table(measured))
             return
         if output is None:
             raise typer.BadParameter("name a folder to write it to: --output small")
@@ -170,7 +170,7 @@ def pick(
         echo_json(picked.model_dump(mode="json"))
         return
     console.print(picked_table(picked))
-    _say(f"wrote {output}")
+    _print_line(f"wrote {output}")
 
 
 def export(
@@ -200,7 +200,7 @@ def export(
 
     with refusing():
         line = write(source, format_, output, batch_size=batch_size)
-    _say(line)
+    _print_line(line)
 
 
 def push(
@@ -232,15 +232,15 @@ def push(
 
     with refusing():
         pushed = put(source, repo_id, private=private, update=update)
-    _say(f"{pushed.url} holds {', '.join(pushed.files)} (commit {pushed.commit[:12]})")
+    _print_line(f"{pushed.url} holds {', '.join(pushed.files)} (commit {pushed.commit[:12]})")
 
 
-# It compiles for a minute or two in each scheme: whoever wants it asks for it by name.
-NOT_UNASKED: frozenset[RuntimeName] = frozenset({"inductor"})
+# It compiles for a minute or two in each scheme, so it is tried only if requested by name.
+ONLY_BY_NAME: frozenset[RuntimeName] = frozenset({"inductor"})
 
 
 def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: bool) -> None:
-    """Cut a model, deploy what comes of it in every way, and show what worked; ends with 1 where no deployment did."""
+    """Cut a model, deploy the result in every way and show what worked; exit with 1 if no deployment did."""
     with refusing():
         request = Request.model_validate({"model": model, "revision": revision, "runtimes": runtimes})
         names, left_out = _installed(request)
@@ -263,12 +263,12 @@ def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: boo
 def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
     names, left_out = list[RuntimeName](), list[str]()
     for name in request.runtime_names:
-        line = registry.missing(name)
-        if line and request.names_runtimes:
-            raise RequestError(f"runtimes asks for {name}, but {line}")
-        if line:
-            left_out.append(f"{name}: {line}")
-        elif name in NOT_UNASKED and not request.names_runtimes:
+        reason = registry.missing(name)
+        if reason and request.names_runtimes:
+            raise RequestError(f"runtimes asks for {name}, but {reason}")
+        if reason:
+            left_out.append(f"{name}: {reason}")
+        elif name in ONLY_BY_NAME and not request.names_runtimes:
             left_out.append(f"{name}: it compiles for minutes; --runtimes {name} tries it")
         else:
             names.append(name)
@@ -290,18 +290,18 @@ def _show(prunable: Prunable, rows: Sequence[Deployability], left_out: Sequence[
     for code, number in prunable.refused.items():
         table.add_row(code, str(number), Text(f"stay, as {prunable.examples[code]}"))
     console.print(table)
-    cut = f"a quarter off every unit: {percent(prunable.cut_share)} of the params"
-    console.print(Text(cut if prunable.units else "no unit can be cut; it is deployed whole"))
-    deployed = folded_table(
+    summary = f"a quarter off every unit: {percent(prunable.cut_share)} of the params"
+    console.print(Text(summary if prunable.units else "no unit can be cut; it is deployed whole"))
+    deployments = folded_table(
         "what can be deployed here", "deployment", "works", "bytes", "distance", "layers not in float32"
     )
     for row in rows:
         if row.refused:
-            deployed.add_row(row.deployment.name, "no", "", "", Text(row.refused))
+            deployments.add_row(row.deployment.name, "no", "", "", Text(row.refused))
         else:
             distance = f"{row.distance:.1g}"
-            deployed.add_row(row.deployment.name, "yes", percent(row.size_ratio), distance, str(row.num_layers))
-    console.print(deployed)
+            deployments.add_row(row.deployment.name, "yes", percent(row.size_ratio), distance, str(row.num_layers))
+    console.print(deployments)
     console.print(
         Text("bytes: of the unpruned float32 model's; distance: of the logits from float32's, relative, on noise")
     )

@@ -1,4 +1,4 @@
-"""Commands on runs and sweeps; a run is watched while it goes."""
+"""Commands on runs and sweeps, with live progress."""
 
 import inspect
 import json
@@ -51,7 +51,7 @@ Work = Callable[[Any, Callable[[ApprovalQuestion], Approval] | None], RunReport]
 
 
 def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = False) -> NoReturn:
-    """Do `work`, which takes a listener and an approver, show it, and end with the verdict's exit code.
+    """Run `work`, which takes a listener and an approver, show its progress, and exit with the verdict's code.
 
     As JSON: a line for each event, and one at the end.
     """
@@ -73,21 +73,21 @@ def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = Fal
     except (KeyboardInterrupt, EOFError) as stop:
         say_stopped(stop, f"; go on with: profiling-agent resume {root}")
     if is_json:
-        said = report.verdict.model_dump(mode="json")
-        typer.echo(json.dumps({"event": "verdict", "run": str(root), **said}))
+        fields = report.verdict.model_dump(mode="json")
+        typer.echo(json.dumps({"event": "verdict", "run": str(root), **fields}))
     else:
-        brief = Text(f"{report.verdict.outcome}: {report.verdict.explanation} ({root})")
-        console.print(brief if is_quiet else verdict_table(report, root))
+        summary = Text(f"{report.verdict.outcome}: {report.verdict.explanation} ({root})")
+        console.print(summary if is_quiet else verdict_table(report, root))
     raise typer.Exit(EXIT_MET if report.verdict.outcome == "MET" else EXIT_NOT_MET)
 
 
 def is_answered_here() -> bool:
-    """Return whether somebody sits at this terminal."""
+    """Return whether a person can answer at this terminal."""
     return console.is_terminal and sys.stdin.isatty()
 
 
 def ask(question: ApprovalQuestion) -> Approval:
-    """Show a plan and return what is typed of it, asking again until it can be read."""
+    """Show a plan and return the typed decision; ask again until it can be parsed."""
     console.print(approval_table(question))
     while True:
         choice = Prompt.ask("decision", console=console, choices=list(question.choices), default="accept")
@@ -95,20 +95,20 @@ def ask(question: ApprovalQuestion) -> Approval:
             if choice == "reject":
                 return read_answer({"decision": choice, "reason": Prompt.ask("why", console=console)})
             if choice == "edit":
-                named = Prompt.ask("file with the changes (see `profiling-agent approve --help`)", console=console)
-                return read_edit(Path(named))
+                path = Prompt.ask("file with the changes (see `profiling-agent approve --help`)", console=console)
+                return read_edit(Path(path))
             return read_answer(choice)
         except RequestError as error:
             console.print(Text(str(error), style="red"))
 
 
 def read_edit(path: Path) -> Approval:
-    """Return the edit in a JSON file: parts of a plan, stricter limits; RequestError where it can't be read."""
+    """Return the edit in a JSON file (parts of a plan, stricter limits), or raise RequestError if it can't be read."""
     try:
         document = read_json(expanded(str(path)))
     except (OSError, DocumentError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
-        raise RequestError(f"{str(path)!r} can't be read as JSON ({said}): give a file with the changes") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"{str(path)!r} can't be read as JSON ({reason}): give a file with the changes") from error
     if not isinstance(document, dict):
         raise RequestError(f"{str(path)!r} holds a {type(document).__name__}: give an object such as a plan")
     return read_answer({**document, "decision": "edit"})
@@ -134,7 +134,7 @@ def approve(
     from profiling_agent.api import pending
 
     with refusing():
-        answer = _answer(accept=accept, edit=edit, reject=reject)
+        answer = _parse_answer(accept=accept, edit=edit, reject=reject)
         question = pending(run)
     if question is None:
         refuse(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
@@ -144,34 +144,34 @@ def approve(
     if answer is None and not is_answered_here():
         console.print(approval_table(question))
         raise typer.Exit(EXIT_WAITING)
-    said = answer or ask(question)
-    watch(lambda listener, approver: go_on(run, said, listener, base_url=base_url, approver=approver), run)
+    decision = answer or ask(question)
+    watch(lambda listener, approver: go_on(run, decision, listener, base_url=base_url, approver=approver), run)
 
 
-def _answer(**given: Any) -> Approval | None:
-    named = {name: value for name, value in given.items() if value not in (None, False)}
-    if len(named) > 1:
-        raise RequestError(f"{' and '.join(f'--{name}' for name in named)} were given: give one answer")
-    if "edit" in named:
-        return read_edit(named["edit"])
-    if "reject" in named:
-        return read_answer({"decision": "reject", "reason": named["reject"]})
-    return read_answer("accept") if named else None
+def _parse_answer(**options: Any) -> Approval | None:
+    given = {name: value for name, value in options.items() if value not in (None, False)}
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(f'--{name}' for name in given)} were given: give one answer")
+    if "edit" in given:
+        return read_edit(given["edit"])
+    if "reject" in given:
+        return read_answer({"decision": "reject", "reason": given["reject"]})
+    return read_answer("accept") if given else None
 
 
-SCHEMA = Request.model_json_schema()
+REQUEST_SCHEMA = Request.model_json_schema()
 
 
-def _option(name: str) -> inspect.Parameter:
-    """Return the flag of one field of Request; the two can't drift apart, because one is made from the other."""
-    field, schema = Request.model_fields[name], SCHEMA["properties"][name]
+def _request_flag(name: str) -> inspect.Parameter:
+    """Return the flag of one field of Request, made from the field so that the two can't differ."""
+    field, schema = Request.model_fields[name], REQUEST_SCHEMA["properties"][name]
     kind, metavar = field.annotation, None
     if kind is bool:
         flags = [f"--{name.replace('_', '-')}/--no-{name.replace('_', '-')}"]
     else:
         flags = [f"--{name.replace('_', '-')}"]
     if get_args(kind) and all(isinstance(choice, str) for choice in get_args(kind)):
-        # A Literal: pydantic names the choices when it refuses one, the help shows them.
+        # A Literal: pydantic's error lists the choices, so the help lists them as well.
         annotation, text = str, f"{field.description} [{'|'.join(get_args(kind))}]"
     elif {"type": "string"} in schema.get("anyOf", ()) and schema["anyOf"][0]["type"] == "number":
         # A number that may have a unit.
@@ -184,7 +184,7 @@ def _option(name: str) -> inspect.Parameter:
     )
 
 
-def _old_option(name: str) -> inspect.Parameter:
+def _old_flag(name: str) -> inspect.Parameter:
     kind = Request.model_fields[OLD_NAMES[name] or "llm_tokens"].annotation
     option = typer.Option(f"--{name.replace('_', '-')}", hidden=True)
     annotation = Annotated[kind | None, option] if kind else Annotated[str | None, option]
@@ -192,20 +192,20 @@ def _old_option(name: str) -> inspect.Parameter:
 
 
 def with_request_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that takes a Request one flag for each of its fields, before its own."""
-    _, *own = inspect.signature(command).parameters.values()
+    """Give a command that takes a Request one flag for each of its fields, before the command's own flags."""
+    _, *own_flags = inspect.signature(command).parameters.values()
 
     def wrapper(**values: Any) -> None:
-        rest = {flag.name: values.pop(flag.name) for flag in own}
-        given = {name: value for name, value in values.items() if name not in OLD_NAMES or value is not None}
-        values, lines = current_names(given, are_flags=True)
+        own_values = {flag.name: values.pop(flag.name) for flag in own_flags}
+        fields = {name: value for name, value in values.items() if name not in OLD_NAMES or value is not None}
+        values, lines = current_names(fields, are_flags=True)
         for line in lines:
             errors.print(line, markup=False, soft_wrap=True)
         with refusing():
             request = Request.model_validate(values)
-        command(request, **rest)
+        command(request, **own_values)
 
-    flags = [*(_option(name) for name in Request.model_fields), *map(_old_option, OLD_NAMES), *own]
+    flags = [*(_request_flag(name) for name in Request.model_fields), *map(_old_flag, OLD_NAMES), *own_flags]
     wrapper.__signature__ = inspect.Signature(flags)
     wrapper.__annotations__ = {flag.name: flag.annotation for flag in flags}
     wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
@@ -220,12 +220,12 @@ def run(request: Request, *, quiet: QuietOption = False, json_: EventsOption = F
     """
     from profiling_agent.api import make_run_id, optimize
 
-    named = request.model_copy(update={"run_id": request.run_id or make_run_id()})
+    named_request = request.model_copy(update={"run_id": request.run_id or make_run_id()})
     with refusing():
-        root = named.output_dir / str(named.run_id)
+        root = named_request.output_dir / str(named_request.run_id)
     if not quiet and not json_:
         console.print(f"run folder {root}", markup=False, soft_wrap=True)
-    work: Work = lambda listener, approver: optimize(named, listener, approver=approver)  # noqa: E731
+    work: Work = lambda listener, approver: optimize(named_request, listener, approver=approver)  # noqa: E731
     watch(work, root, is_quiet=quiet, is_json=json_)
 
 
@@ -262,13 +262,13 @@ def report(run: RunArgument) -> None:
     from profiling_agent.reporting.render import write_report
 
     with refusing():
-        read = read_report(run)
+        run_report = read_report(run)
         try:
-            write_report(read, run)
+            write_report(run_report, run)
         except OSError as error:
-            said = f"the report can't be written to {str(run)!r} ({error.strerror})"
+            problem = f"the report can't be written to {str(run)!r} ({error.strerror})"
             raise RunError(
-                f"{said}: copy the run to where you may write, or read it with `profiling-agent show {run}`"
+                f"{problem}: copy the run to where you may write, or read it with `profiling-agent show {run}`"
             ) from error
     console.print(Markdown((run / "report.md").read_text(encoding="utf-8")))
 
@@ -298,8 +298,8 @@ def profile(
         console.print(table)
 
 
-# What `--json` prints of each run; its report has the rest.
-FIGURES = {
+# Fields of a run that `--json` prints; its report has the rest.
+JSON_FIELDS = {
     "request": True,
     "failure": True,
     "report": {"verdict": True, "baseline": True, "best": True, "heldout": {"drop"}, "environment": True},
@@ -352,7 +352,7 @@ def sweep(
             address = (ray_address or "auto") if engine == "ray" else None
             rows = optimize_many(requests, display.hear, ray_address=address)
     if json_:
-        echo_json([row.model_dump(mode="json", include=FIGURES) for row in rows])
+        echo_json([row.model_dump(mode="json", include=JSON_FIELDS) for row in rows])
     else:
         _print_table(rows)
         console.print(str(root / PAGE), markup=False, soft_wrap=True)

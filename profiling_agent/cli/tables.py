@@ -1,4 +1,4 @@
-"""Terminal tables: what is shown when work is done."""
+"""Terminal tables of verdicts, plans, races, candidates, measurements and profiles."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +16,12 @@ from profiling_agent.reporting.results import model_path
 from profiling_agent.reporting.units import asked, count, drop, measured, ms, percent, size, speedup
 from profiling_agent.schemas import ApprovalQuestion, ModelProfile, Race, Variant, by_cause
 
-# Of candidates that were looked at on search images alone.
+# For candidates that were evaluated only on search images.
 BY_BOUND = "accuracy holds as in the search: the 90% bound of what was lost counts, where so few images can give one"
 
 
 def folded_table(title: str, first: str, *others: str) -> Table:
-    """Return a table whose first column, a name, is folded and never cut."""
+    """Return a table whose columns fold long text instead of cutting it."""
     table = Table(title=title, title_justify="left")
     table.add_column(first, overflow="fold")
     for name in others:
@@ -30,7 +30,7 @@ def folded_table(title: str, first: str, *others: str) -> Table:
 
 
 def verdict_table(report: RunReport, root: Path) -> Group:
-    """Return the verdict, the contract, before and after, the attempts, what was noted of model and images, and the files."""
+    """Return the verdict, the contract, before and after, the attempts, the notes, and the files."""
     verdict = report.verdict
     head = f"{verdict.outcome}{' (certified)' if verdict.certified else ''}: {verdict.explanation}"
     terms = folded_table(f"contract, measured of {report.judged}", "term", "asked", "measured", "holds")
@@ -40,27 +40,27 @@ def verdict_table(report: RunReport, root: Path) -> Group:
         "before and after", "", "baseline", f"best ({report.best.variant}, {report.best.deployment.name})"
     )
     base, best = report.baseline, report.best
-    for name, text in (("top1", percent), ("latency_ms", ms), ("params", count), ("macs", count), ("size_bytes", size)):
-        sides.add_row(name, text(getattr(base, name)), text(getattr(best, name)))
-    tries = folded_table("attempts", "attempt", "accepted", "params", "search top-1", "reason")
+    for name, show in (("top1", percent), ("latency_ms", ms), ("params", count), ("macs", count), ("size_bytes", size)):
+        sides.add_row(name, show(getattr(base, name)), show(getattr(best, name)))
+    attempts = folded_table("attempts", "attempt", "accepted", "params", "search top-1", "reason")
     for attempt in report.attempts:
         deployed = attempt.deployed
-        tries.add_row(
+        attempts.add_row(
             str(attempt.number),
             "yes" if attempt.accepted else "no",
             count(deployed.footprint.params) if deployed else "",
             percent(deployed.top1) if deployed else "",
             Text(attempt.reason),
         )
-    timed = f"timed on {report.environment.machine}"
-    noted = [f"noted: {note}" for note in report.acquired.notes]
+    machine = f"timed on {report.environment.machine}"
+    notes = [f"noted: {note}" for note in report.acquired.notes]
     stopped = f"stopped: {report.stopped}"
     files = "\n".join(f"{name}: {model_path(root, path)}" for name, path in report.artifacts.items())
-    return Group(Text(head, style="bold"), terms, sides, Text(timed), tries, *map(Text, (*noted, stopped, files)))
+    return Group(Text(head, style="bold"), terms, sides, Text(machine), attempts, *map(Text, (*notes, stopped, files)))
 
 
 def plan_table(report: RunReport) -> Group:
-    """Return why each unit and layer was changed or left alone, by the attempt that the best model came from."""
+    """Return why each unit and layer was changed or left alone, by the best model's attempt."""
     attempt = subject_of(report)
     if attempt is None:
         return Group(Text("no plan was carried out"))
@@ -75,21 +75,21 @@ def plan_table(report: RunReport) -> Group:
     units = folded_table("what can be pruned", "unit", "width", "kept", "why")
     for row in choices(report, attempt):
         units.add_row(Text(row.unit), str(row.width), str(row.kept), Text(row.reason))
-    types = folded_table("what is quantized", "layers", "type", "why")
+    quantized = folded_table("what is quantized", "layers", "type", "why")
     for rec in attempt.plan.quantization or ():
-        types.add_row(Text(rec.layer), f"{rec.quantization_type} {rec.dtype}", Text(rec.justification))
+        quantized.add_row(Text(rec.layer), f"{rec.quantization_type} {rec.dtype}", Text(rec.justification))
     expected = folded_table("predicted and measured", "", "predicted", "measured", "")
-    for told in predictions(attempt, report):
-        expected.add_row(told.what, told.predicted, told.measured, "off by more than twice" if told.is_off else "")
-    return Group(*(Text(line) for line in lines), units, types, expected)
+    for check in predictions(attempt, report):
+        expected.add_row(check.what, check.predicted, check.measured, "off by more than twice" if check.is_off else "")
+    return Group(*(Text(line) for line in lines), units, quantized, expected)
 
 
 def compare_table(reports: Mapping[str, RunReport]) -> Group:
-    """Return several runs side by side: what was asked, what came of it, who planned; and what makes times incomparable."""
+    """Return several runs next to each other, and a line for each difference that makes their times incomparable."""
     table = folded_table("runs", "", *(escape(name) for name in reports))
 
-    def row(name: str, tell: Callable[[RunReport], str]) -> None:
-        table.add_row(name, *(Text(tell(report)) for report in reports.values()))
+    def row(name: str, show: Callable[[RunReport], str]) -> None:
+        table.add_row(name, *(Text(show(report)) for report in reports.values()))
 
     row("verdict", lambda r: f"{r.verdict.outcome}{', certified' if r.verdict.certified else ''}")
     row("model", lambda r: r.request.model)
@@ -103,14 +103,14 @@ def compare_table(reports: Mapping[str, RunReport]) -> Group:
     row("params saved", lambda r: percent(1 - r.best.params / r.baseline.params))
     row("MACs saved", lambda r: percent(1 - r.best.macs / max(r.baseline.macs, 1)))
     row("deployment", lambda r: r.best.deployment.name)
-    row("attempts", lambda r: f"{len(r.attempts)}, {sum(one.accepted for one in r.attempts)} accepted")
+    row("attempts", lambda r: f"{len(r.attempts)}, {sum(attempt.accepted for attempt in r.attempts)} accepted")
     row("planned by", lambda r: r.planned_by)
     row("stopped", lambda r: str(r.stopped))
     return Group(table, *(Text(line) for line in differences(reports)))
 
 
 def approval_table(question: ApprovalQuestion) -> Group:
-    """Return a plan that waits for a person: who proposed it, what it would cut, and what that is predicted to do."""
+    """Return a plan that waits for approval: who proposed it, what it would cut, and the predicted effect."""
     lines = [
         f"attempt {question.attempt}, proposed by {question.proposed_by}{': ' if question.reason else ''}{question.reason}"
     ]
@@ -120,18 +120,18 @@ def approval_table(question: ApprovalQuestion) -> Group:
         [f"target: {percent(target.saving)} of the {target.metric}. {target.justification}".strip()] if target else []
     )
     lines += [f"left alone: {note}" for note in question.notes[:6]]
-    saved = [f"params {percent(question.params_saved)} less", f"MACs {percent(question.macs_saved)} less"]
+    savings = [f"params {percent(question.params_saved)} less", f"MACs {percent(question.macs_saved)} less"]
     if question.latency_saved is not None:
-        saved.append(f"layers' time {percent(question.latency_saved)} less")
-    saved += [f"KL {question.kl:.2g} nats"] if question.kl is not None else []
+        savings.append(f"layers' time {percent(question.latency_saved)} less")
+    savings += [f"KL {question.kl:.2g} nats"] if question.kl is not None else []
     cuts = folded_table("what would be cut", "unit", "width", "keeps", "KL alone, nats")
     for cut in question.cuts:
         cuts.add_row(Text(cut.unit), str(cut.width), str(cut.keep), "" if cut.kl is None else f"{cut.kl:.2g}")
-    return Group(*(Text(line) for line in lines), cuts, Text(f"predicted: {', '.join(saved)}"))
+    return Group(*(Text(line) for line in lines), cuts, Text(f"predicted: {', '.join(savings)}"))
 
 
 def race_table(names: Mapping[str, str], race: Race) -> Group:
-    """Return the race results of a race and who dropped out; `names` has each model's by the path in its race result."""
+    """Return the results of a race and who dropped out; `names` has each model's by its path in the results."""
     table = folded_table("race", "model", "median", "times as fast as the first")
     for race_result in race.results:
         table.add_row(Text(names[race_result.model.path]), ms(race_result.latency.median_ms), speedup(race_result))
@@ -139,72 +139,72 @@ def race_table(names: Mapping[str, str], race: Race) -> Group:
     return Group(table, *(Text(line) for line in (*lines, noise_warning(race)) if line))
 
 
-def candidates_table(found: Sequence[Measured]) -> Group:
-    """Return all that a run measured, with the numbers by which they are picked."""
+def candidates_table(candidates: Sequence[Measured]) -> Group:
+    """Return all that a run measured, with the numbers for `pick`."""
     title = "what the run measured, on search images"
     table = folded_table(title, "", "candidate", "top-1 lost", "times as fast", "bytes", "on the front", "contract")
-    whole = found[0].evaluation.footprint.size_bytes
-    for one in found:
-        own, raced = one.evaluation, one.race_result
+    baseline_bytes = candidates[0].evaluation.footprint.size_bytes
+    for candidate in candidates:
+        evaluation, race_result = candidate.evaluation, candidate.race_result
         table.add_row(
-            str(one.number),
-            Text(f"{one.name}{', returned' if one.is_judged else ''}"),
-            drop(own.drop) if own.drop else "",
-            speedup(raced) if raced else "not raced",
-            f"{size(own.footprint.size_bytes)}, {percent(own.footprint.size_bytes / whole)}",
-            "yes" if one.is_on_front else "no",
-            _holds(one),
+            str(candidate.number),
+            Text(f"{candidate.name}{', returned' if candidate.is_judged else ''}"),
+            drop(evaluation.drop) if evaluation.drop else "",
+            speedup(race_result) if race_result else "not raced",
+            f"{size(evaluation.footprint.size_bytes)}, {percent(evaluation.footprint.size_bytes / baseline_bytes)}",
+            "yes" if candidate.is_on_front else "no",
+            _holds_text(candidate),
         )
-    how = "take one home: profiling-agent pick RUN --candidate NUMBER --output FOLDER"
-    return Group(table, Text(BY_BOUND), Text(how))
+    hint = "take one home: profiling-agent pick RUN --candidate NUMBER --output FOLDER"
+    return Group(table, Text(BY_BOUND), Text(hint))
 
 
 def picked_table(picked: Measured) -> Group:
-    """Return what was measured of a candidate, what the contract says of that, and what nobody has seen."""
+    """Return a candidate's measurements, the contract's terms by them, and what was not measured."""
     terms = folded_table("contract", "term", "asked", "measured", "holds")
     for term in picked.terms:
         terms.add_row(term.name, asked(term), measured(term), "yes" if term.holds else "no")
     for name in picked.unmeasured:
         terms.add_row(name, "", "not measured", "")
-    own = picked.evaluation
+    result = picked.evaluation
     lines = [f"candidate {picked.number}: {picked.name}"]
-    seen = f"{own.predictions.num_images:,} search images"
-    lines.append(f"top-1 {percent(own.top1)} on {seen}{f', lost {drop(own.drop)}' if own.drop else ''}")
+    images = f"{result.predictions.num_images:,} search images"
+    lines.append(f"top-1 {percent(result.top1)} on {images}{f', lost {drop(result.drop)}' if result.drop else ''}")
     lines += [f"times as fast as the baseline: {speedup(picked.race_result)}"] if picked.race_result else []
     judged = "the run returned it: the contract's terms are of held-out images"
     if picked.evaluation.variant is Variant.BASELINE:
         judged = "the run returned it, which is the model that it was given: against itself it loses nothing"
-    unjudged = f"never judged on held-out images; by what was measured the contract {_holds(picked)}\n{BY_BOUND}"
+    unjudged = f"never judged on held-out images; by what was measured the contract {_holds_text(picked)}\n{BY_BOUND}"
     return Group(*map(Text, lines), terms, Text(judged if picked.is_judged else unjudged), *map(Text, picked.notes))
 
 
-def _holds(one: Measured) -> str:
-    if FAILED in one.notes:
+def _holds_text(candidate: Measured) -> str:
+    if FAILED in candidate.notes:
         return "doesn't hold (held-out images)"
-    missed = ", ".join(term.name for term in one.terms if not term.holds)
-    return {True: "holds", False: f"doesn't hold ({missed})", None: "may hold"}[one.holds]
+    failed = ", ".join(term.name for term in candidate.terms if not term.holds)
+    return {True: "holds", False: f"doesn't hold ({failed})", None: "may hold"}[candidate.holds]
 
 
-def measurement_table(measured: Measurements) -> Table:
-    """Return what models take, each with its ratio to the first in brackets."""
-    first = measured.models[0].taken
+def measurement_table(measurements: Measurements) -> Table:
+    """Return the measurements of models, each with its ratio to the first in brackets."""
+    first = measurements.models[0].taken
     rates = {row.batch_size: row.images_per_s for row in first.throughput}
-    table = folded_table("measured", "model", *(f"images/s at {size_}" for size_ in rates), "peak memory", "on disk")
-    for model in measured.models:
+    table = folded_table("measured", "model", *(f"images/s at {batch}" for batch in rates), "peak memory", "on disk")
+    for model in measurements.models:
         rows = {row.batch_size: row.images_per_s for row in model.taken.throughput}
-        through = [f"{rows[n]:.1f} ({rows[n] / rates[n]:.2f}x)" if n in rows else "can't" for n in rates]
-        own, memory = model.taken.memory, first.memory
+        throughput = [f"{rows[n]:.1f} ({rows[n] / rates[n]:.2f}x)" if n in rows else "can't" for n in rates]
+        memory, first_memory = model.taken.memory, first.memory
         table.add_row(
             Text(model.name),
-            *through,
-            f"{size(own.peak_bytes)} ({own.peak_bytes / memory.peak_bytes:.2f}x)",
-            f"{size(own.size_bytes)} ({own.size_bytes / memory.size_bytes:.2f}x)",
+            *throughput,
+            f"{size(memory.peak_bytes)} ({memory.peak_bytes / first_memory.peak_bytes:.2f}x)",
+            f"{size(memory.size_bytes)} ({memory.size_bytes / first_memory.size_bytes:.2f}x)",
         )
     return table
 
 
 def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
-    """Return the totals, the dearest layers and operators, the units that can be pruned, and what can't be, by the cause."""
+    """Return the totals, the costliest layers and operators, the units that can be pruned, and what can't be, by cause."""
     totals = Table("", "", title=profile.architecture, title_justify="left", show_header=False)
     latency = profile.headline.latency
     for name, value in (
@@ -235,7 +235,7 @@ def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
         units.add_row(Text(unit.name), unit.kind, str(unit.width), str(unit.step), count(unit.params_per_channel))
     for kind, reason in profile.absent.items():
         units.add_row(Text(reason), kind, "none", "", "")
-    stay = folded_table("what stays as it is", "cause", "layers", "the first of them")
-    for cause, named in by_cause(profile.refusals).items():
-        stay.add_row(cause, str(len(named)), Text(named[0]))
-    return totals, layers, operators, units, stay
+    unchanged = folded_table("what stays as it is", "cause", "layers", "the first of them")
+    for cause, names in by_cause(profile.refusals).items():
+        unchanged.add_row(cause, str(len(names)), Text(names[0]))
+    return totals, layers, operators, units, unchanged

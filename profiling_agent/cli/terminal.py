@@ -1,4 +1,4 @@
-"""Terminal: the console, progress, exit codes, signals, and how a run is named."""
+"""Terminal: console, progress displays, exit codes, signals, and run folders by name."""
 
 import contextlib
 import json
@@ -39,26 +39,26 @@ from profiling_agent.reporting.units import percent, points
 from profiling_agent.request import Request
 
 EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING = 0, 1, 2, 3
-# EX_SOFTWARE of sysexits.h: never one of the codes that say something of a model.
+# EX_SOFTWARE of sysexits.h, unlike every code that stands for a verdict.
 EXIT_CRASHED = 70
-# What a shell says of a program that a signal ended.
+# Shells add this to the number of the signal that ended a program.
 SIGNALLED = 128
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-MAX_SAID = 2000
-# A name of one word is a word as well: it is a field where a value follows.
-WORDS, NAMES = ("|".join(name for name in Request.model_fields if ("_" in name) is has) for has in (False, True))
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MAX_MESSAGE = 2000
+# Fields' names without and with an underscore; one without is also an ordinary word, and a field only if a value follows.
+WORDS, NAMES = ("|".join(name for name in Request.model_fields if ("_" in name) is long) for long in (False, True))
 FIELD = re.compile(rf"^(?:{WORDS})(?=: )|(?<![\w./'-])(?:(?:{NAMES})\b(?![./'])|(?:{WORDS})(?==| is '| names '))")
-# Of a command that keeps what it has done.
+# For commands that keep their completed work.
 GOES_ON = "; the same command goes on with what is complete"
-# `timeout` signals the program and then its whole group, so that one order comes twice; a person who means another takes longer.
-SAME_ORDER_S = 1.0
+# `timeout` signals the program and then its whole group, so that one signal arrives twice; a person's second one takes longer.
+SAME_SIGNAL_S = 1.0
 
 
 class _CleanConsole(Console):
-    """A console that shows what it is given as it reads: no text of a stranger's moves the cursor."""
+    """A console that escapes control characters, so that third-party text can't move the cursor."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Give the segments with their control characters as escapes; the console's own are marked as such."""
+        """Yield segments with control characters as escapes; the console's own control segments are marked as such."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=clean(segment.text, layout=True))
 
@@ -67,13 +67,13 @@ console = _CleanConsole()
 errors = _CleanConsole(stderr=True)
 
 
-def echo_json(held: Any) -> None:
-    """Write one JSON document to standard output, in ASCII, which no terminal takes for a command."""
-    typer.echo(json.dumps(held, indent=1))
+def echo_json(document: Any) -> None:
+    """Write one JSON document to standard output, in ASCII, which no terminal interprets as a command."""
+    typer.echo(json.dumps(document, indent=1))
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal that ends the program as Ctrl-C does, so that everything that listens for that is heard."""
+    """A signal that ends the program as Ctrl-C does, handled by everything that handles Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -81,37 +81,37 @@ class Stopped(KeyboardInterrupt):
 
 
 def listen_to_signals() -> None:
-    """Let SIGTERM and SIGHUP end the program as Ctrl-C does, whatever its threads wait for; one that is ignored, as nohup has it, stays ignored.
+    """Let SIGTERM and SIGHUP end the program as Ctrl-C does, whatever its threads wait for; ignored ones (nohup) stay ignored.
 
-    A signal that comes again within a second is the same order, and does not interrupt what is left to be done.
+    A signal that repeats within a second is ignored, so that it doesn't interrupt the clean-up.
     """
-    heard_s: dict[int, float] = {}
+    received_s: dict[int, float] = {}
 
     def stop(number: int, frame: FrameType | None) -> None:
         del frame
         now_s = time.monotonic()
-        # Before anything that a second call could find half done.
-        if now_s - heard_s.get(number, -math.inf) <= SAME_ORDER_S:
+        # Before anything that a second call could interrupt halfway.
+        if now_s - received_s.get(number, -math.inf) <= SAME_SIGNAL_S:
             return
-        heard_s[number] = now_s
+        received_s[number] = now_s
         ask_to_stop()
         raise Stopped(number)
 
-    for number in ENDING:
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, stop)
 
 
 def say_stopped(stop: BaseException, next_step: str = "") -> NoReturn:
-    """Say that somebody stopped the program, and what goes on from here; end with the signal's code."""
-    # Who is hung up on has nobody to say it to.
+    """Print that the program was stopped and how to continue; exit with the signal's code."""
+    # After a hang-up there is no terminal to print to.
     with contextlib.suppress(OSError):
         errors.print(f"stopped{next_step}", markup=False, soft_wrap=True)
     raise typer.Exit(SIGNALLED + (stop.number if isinstance(stop, Stopped) else signal.SIGINT))
 
 
 def stoppable(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a command be stopped without a traceback."""
+    """Wrap a command so that a stop prints no traceback."""
 
     @wraps(command)
     def wrapper(*arguments: Any, **options: Any) -> Any:
@@ -124,43 +124,43 @@ def stoppable(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write_what_can_be_written() -> None:
-    """Have what a terminal's encoding lacks (LC_ALL=C) written as escapes, rather than not at all."""
+    """Write characters that a terminal's encoding lacks (LC_ALL=C) as escapes, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue] - not every stream has it
 
 
 def with_flags(message: str) -> str:
-    """Return a message about fields of a request with each field as the flag that sets it."""
-    return FIELD.sub(lambda found: f"--{found[0].replace('_', '-')}", message)
+    """Return a message about fields of a request, with each field as the flag that sets it."""
+    return FIELD.sub(lambda match: f"--{match[0].replace('_', '-')}", message)
 
 
 def say_refused(message: str) -> None:
-    """Say in one line what was wrong."""
-    said = clean(" ".join(message.split()))
-    said = said if len(said) <= MAX_SAID else f"{said[:MAX_SAID]} ..."
-    errors.print(f"profiling-agent: {said}", style="red", markup=False, highlight=False, soft_wrap=True)
+    """Print in one line what was wrong."""
+    line = clean(" ".join(message.split()))
+    line = line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]} ..."
+    errors.print(f"profiling-agent: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def refuse(message: str) -> NoReturn:
-    """Say in one line what was wrong, and end with the code of a bad request."""
+    """Print in one line what was wrong, and exit with the code of a bad request."""
     say_refused(message)
     raise typer.Exit(EXIT_BAD_REQUEST)
 
 
-def run_folder(named: str) -> Path:
-    """Return the folder of a run that is named by its path, or by its id where it lies in the default place."""
+def run_folder(name: str) -> Path:
+    """Return a run's folder from its path, or from its id if it lies in the default place."""
     try:
-        folder, default = expanded(named), Request().output_dir / named
+        folder, default = expanded(name), Request().output_dir / name
         return default if not folder.exists() and default.exists() else folder
-    # A name that is no path: too long, a NUL in it, a user who isn't there.
+    # A name that is no path: too long, with a NUL, or of an unknown user.
     except (OSError, ValueError, RuntimeError) as error:
-        raise typer.BadParameter(f"{clean(named[:80])!r} is no folder ({clean(str(error))[:200]})") from error
+        raise typer.BadParameter(f"{clean(name[:80])!r} is no folder ({clean(str(error))[:200]})") from error
 
 
 @contextlib.contextmanager
 def refusing(next_step: str = "") -> Generator[None]:
-    """End in one line where what was asked, or what it names, can't be used; and say what goes on from here where somebody stops it."""
+    """Exit with one line on a bad request, or on a stop, whose line ends with `next_step`."""
     try:
         yield
     except ProfilingAgentError as error:
@@ -183,19 +183,19 @@ EventsOption = Annotated[bool, typer.Option("--json", help="a JSON line for each
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 
 
-# Below that, tens of seconds are told.
+# Shorter times are shown in tens of seconds.
 MINUTES_FROM_S = 90
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as minutes and seconds, with hours where there are any."""
+    """Return seconds as minutes and seconds, with hours if there are any."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def about(seconds: float) -> str:
-    """Return seconds as precisely as they are foretold."""
+    """Return seconds as precisely as they are estimated."""
     return (
         f"about {round(seconds / 60)} min"
         if seconds >= MINUTES_FROM_S
@@ -204,7 +204,7 @@ def about(seconds: float) -> str:
 
 
 def standing(event: ProgressEvent) -> str:
-    """Return where a run stands: its iteration, the time used, and the best that was accepted so far; nothing before there is any."""
+    """Return a run's iteration, time used, and best accepted attempt so far; empty as long as there is none of these."""
     parts = [f"iteration {event.iteration} of {event.iterations}"] if event.iteration else []
     if event.spent_s:
         parts.append(f"{clock(event.spent_s)}{f' of {clock(event.budget_s)}' if event.budget_s else ''}")
@@ -222,7 +222,7 @@ def standing(event: ProgressEvent) -> str:
 
 
 class Display:
-    """Shows nothing; what hears a run's events and shows them extends it."""
+    """Display that shows nothing, the base of those that show a run's events."""
 
     def __enter__(self) -> Self:
         return self
@@ -230,14 +230,14 @@ class Display:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave what was shown standing."""
+        """Leave the output in place."""
 
     def hear(self, event: ProgressEvent) -> None:
-        """Take an event."""
+        """Show an event."""
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Leave the terminal to somebody else for a while."""
+        """Release the terminal for a while."""
         yield
 
     def stage(self, name: str) -> ProgressCallback:
@@ -250,7 +250,7 @@ class Display:
 
 
 class JsonLines(Display):
-    """A line of JSON for each event."""
+    """Display of one JSON line per event."""
 
     def __init__(self, console: Console) -> None:
         self._file = console.file
@@ -262,24 +262,24 @@ class JsonLines(Display):
 
 
 class Lines(Display):
-    """A plain line when a stage begins, and when what it does changes."""
+    """Display of a plain line when a stage begins, and when its message changes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last = ("", "")
 
     def hear(self, event: ProgressEvent) -> None:
-        """Write a line, where there is something new."""
+        """Write a line if there is something new."""
         if event.message == "started":
-            told = standing(event)
-            self._console.print(f"{event.stage}{f' ({told})' if told else ''}", markup=False, soft_wrap=True)
+            status = standing(event)
+            self._console.print(f"{event.stage}{f' ({status})' if status else ''}", markup=False, soft_wrap=True)
         elif (event.stage, event.message) != self._last:
             self._console.print(f"  {event.message}", markup=False, soft_wrap=True)
         self._last = (event.stage, event.message)
 
 
-class _Headed(Progress):
-    """Bars under a line that says where the run stands."""
+class _HeadedProgress(Progress):
+    """Progress bars under a line with the run's status."""
 
     head = ""
 
@@ -290,11 +290,11 @@ class _Headed(Progress):
 
 
 class Bars(Display):
-    """One line for each stage, with what it does, how far it is and how long that takes."""
+    """Display of one line per stage, with its message, progress and time."""
 
     def __init__(self, console: Console) -> None:
         self._tasks: dict[str, TaskID] = {}
-        self._bars = _Headed(
+        self._bars = _HeadedProgress(
             SpinnerColumn(finished_text="✓"),
             TextColumn("{task.fields[stage]:<22}"),
             BarColumn(bar_width=24),
@@ -318,7 +318,7 @@ class Bars(Display):
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Take the bars away while somebody else writes."""
+        """Hide the bars while other output is written."""
         self._bars.stop()
         try:
             yield
@@ -335,7 +335,7 @@ class Bars(Display):
         self._bars.head = standing(event) or self._bars.head
         if is_new or event.stage not in self._tasks:
             self._complete(is_done=True)
-            # A stage that comes round again gets the bottom line again.
+            # A stage that is repeated moves to the bottom line.
             if event.stage in self._tasks:
                 self._bars.remove_task(self._tasks.pop(event.stage))
             self._tasks[event.stage] = self._bars.add_task("", total=None, stage=event.stage)
@@ -349,7 +349,7 @@ class Bars(Display):
 
 
 def open_display(console: Console, *, is_quiet: bool = False, is_json: bool = False) -> Display:
-    """Return what shows a run on `console`."""
+    """Return the display that shows a run on `console`."""
     if is_json:
         return JsonLines(console)
     if is_quiet:

@@ -1,1 +1,1 @@
-"""Data and models: an image classifier, its image processor and input shape, and disjoint splits of a labelled data set."""
+"""Image classifiers with their processors and input shapes, and disjoint splits of labelled data sets."""

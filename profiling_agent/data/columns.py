@@ -1,4 +1,4 @@
-"""Columns of a data set: the one of images, the one of labels, and what its labels mean to the model."""
+"""Image and label columns of a data set, and how its labels map to the model's classes."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -13,22 +13,23 @@ from profiling_agent.errors import AcquisitionError
 
 IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")
 LABEL_NAMES = ("label", "labels", "fine_label", "class", "class_label", "target", "category", "cls", "y")
-TEXT = ("string", "large_string", "string_view")
-BYTES = ("binary", "large_binary", "binary_view")
-BY_TABLE = "a table that names images is read if it is called metadata.csv, its column of paths file_name, and it lies next to the images"
-# How tables call a column of paths, besides the names of columns of images.
+STRINGS = ("string", "large_string", "string_view")
+BINARY = ("binary", "large_binary", "binary_view")
+TABLE_ADVICE = "a table that names images is read if it is called metadata.csv, its column of paths file_name, and it lies next to the images"
+# Usual names of a table's column of paths, in addition to IMAGE_NAMES.
 PATH_NAMES = ("file_name", "filename", "file", "path", "filepath", "file_path", "image_path", "img_path")
-# ImageNet-21k has 21,841; a column of more is one of captions, names or dates.
+# ImageNet-21k has 21,841 classes; a column with more values holds captions, names or dates.
 MAX_LABELS = 25_000
-# Of a stream whose labels aren't read without its images: these rows must have every name.
+# Rows to read labels from when reading them downloads the images too; every class must occur in them.
 MAX_STREAMED_LABELS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where images and labels are; `class_of` maps a raw label to the model's class, by the first of `matchings`.
+    """The image column, the label column, and `class_of`: the model's class of each raw label.
 
-    `num_classes` of the model's classes may occur. `known` are the raw labels that are allowed, None if all are.
+    `class_of` follows the first of `matchings`; `num_classes` of the model's classes may occur. `known` holds the allowed
+    raw labels, or is None if all are allowed.
     """
 
     image: str
@@ -40,9 +41,9 @@ class Columns:
     notes: tuple[str, ...] = ()
 
 
-def _listed(features: Mapping[str, Any]) -> str:
-    described = (f"{name} ({getattr(kind, 'dtype', None) or type(kind).__name__})" for name, kind in features.items())
-    return ", ".join(described) or "none"
+def _describe(features: Mapping[str, Any]) -> str:
+    columns = (f"{name} ({getattr(kind, 'dtype', None) or type(kind).__name__})" for name, kind in features.items())
+    return ", ".join(columns) or "none"
 
 
 def _dtype(kind: Any) -> str:
@@ -50,43 +51,43 @@ def _dtype(kind: Any) -> str:
 
 
 def _is_image(kind: Any) -> bool:
-    return isinstance(kind, datasets.Image) or (isinstance(kind, dict) and "bytes" in kind) or _dtype(kind) in BYTES
+    return isinstance(kind, datasets.Image) or (isinstance(kind, dict) and "bytes" in kind) or _dtype(kind) in BINARY
 
 
-def _is_whole(kind: Any) -> bool:
+def _is_integer(kind: Any) -> bool:
     return _dtype(kind).startswith(("int", "uint", "bool"))
 
 
 def _require(column: str, features: Mapping[str, Any], option: str) -> str:
     if column not in features:
         raise AcquisitionError(
-            f"{option} is {column!r}, but the data set's columns are {_listed(features)}{did_you_mean(column, list(features))}"
+            f"{option} is {column!r}, but the data set's columns are {_describe(features)}{did_you_mean(column, list(features))}"
         )
     return column
 
 
 def find_image_column(features: Mapping[str, Any], named: str | None) -> str:
-    """Return the column of images: named, of an image type, or with a usual name; AcquisitionError if there is none."""
+    """Return the image column: the named one, else by type, else by usual name; AcquisitionError if there is none."""
     if named is not None:
         if not _is_image(features[_require(named, features, "image_column")]):
-            advice = f"; {BY_TABLE}" if _dtype(features[named]) in TEXT else ""
+            advice = f"; {TABLE_ADVICE}" if _dtype(features[named]) in STRINGS else ""
             raise AcquisitionError(
-                f"image_column {named!r} holds no images: the columns are {_listed(features)}{advice}"
+                f"image_column {named!r} holds no images: the columns are {_describe(features)}{advice}"
             )
         return named
-    typed = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
-    found = typed or [name for name, kind in features.items() if _is_image(kind) and name in IMAGE_NAMES]
-    usual = [name for name in IMAGE_NAMES if name in found]
-    if not found or (len(found) > 1 and not usual):
-        several = "several image columns" if found else "no image column"
-        names_images = not found and any(_dtype(features.get(name)) in TEXT for name in (*IMAGE_NAMES, *PATH_NAMES))
-        advice = BY_TABLE if names_images else "name image_column"
-        raise AcquisitionError(f"the data set has {several}: its columns are {_listed(features)}; {advice}")
-    return usual[0] if usual else found[0]
+    by_type = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    matches = by_type or [name for name, kind in features.items() if _is_image(kind) and name in IMAGE_NAMES]
+    by_name = [name for name in IMAGE_NAMES if name in matches]
+    if not matches or (len(matches) > 1 and not by_name):
+        several = "several image columns" if matches else "no image column"
+        has_paths = not matches and any(_dtype(features.get(name)) in STRINGS for name in (*IMAGE_NAMES, *PATH_NAMES))
+        advice = TABLE_ADVICE if has_paths else "name image_column"
+        raise AcquisitionError(f"the data set has {several}: its columns are {_describe(features)}; {advice}")
+    return by_name[0] if by_name else matches[0]
 
 
 def label_candidates(data: OpenedData, split: str) -> list[list[str]]:
-    """Return columns that may hold labels: class labels, then usual names of strings, then of integers.
+    """Return tiers of columns that may hold labels: class labels, then strings with a usual name, then such integers.
 
     Raises:
         AcquisitionError: there are none, or the named one is missing or of another kind.
@@ -94,26 +95,26 @@ def label_candidates(data: OpenedData, split: str) -> list[list[str]]:
     features = data.features(split)
     if not features:
         raise AcquisitionError(
-            f"split {split!r} of {data.query.dataset!r} holds no images, as no CSV or JSON does: {BY_TABLE}"
+            f"split {split!r} of {data.query.dataset!r} holds no images, as no CSV or JSON does: {TABLE_ADVICE}"
         )
     if (named := data.query.label_column) is not None:
         kind = features[_require(named, features, "label_column")]
-        if not (isinstance(kind, datasets.ClassLabel) or _is_whole(kind) or _dtype(kind) in TEXT):
+        if not (isinstance(kind, datasets.ClassLabel) or _is_integer(kind) or _dtype(kind) in STRINGS):
             raise AcquisitionError(
                 f"label_column {named!r} holds neither class labels nor names nor whole numbers: the columns are "
-                f"{_listed(features)}"
+                f"{_describe(features)}"
             )
         return [[named]]
-    usual = [name for name in LABEL_NAMES if name in features]
+    by_name = [name for name in LABEL_NAMES if name in features]
     tiers = [
         [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)],
-        [name for name in usual if _dtype(features[name]) in TEXT],
-        [name for name in usual if _dtype(features[name]).startswith(("int", "uint"))],
+        [name for name in by_name if _dtype(features[name]) in STRINGS],
+        [name for name in by_name if _dtype(features[name]).startswith(("int", "uint"))],
     ]
     if not any(tiers):
-        advice = f", or label images by a table: {BY_TABLE}" if data.is_image_folder else ""
-        why = data.stray_image(split) or f"its columns are {_listed(features)}; name label_column{advice}"
-        raise AcquisitionError(f"the data set has no label column: {why}")
+        advice = f", or label images by a table: {TABLE_ADVICE}" if data.is_image_folder else ""
+        reason = data.stray_image(split) or f"its columns are {_describe(features)}; name label_column{advice}"
+        raise AcquisitionError(f"the data set has no label column: {reason}")
     return [tier for tier in tiers if tier]
 
 
@@ -123,21 +124,21 @@ def is_label(cell: Any) -> bool:
 
 
 def _distinct_labels(data: OpenedData, split: str, column: str) -> set[Any]:
-    """Return the different labels of a split, of its first rows only if more would download images."""
-    found = set[Any]()
+    """Return the distinct labels of a split; of its first rows only, if reading more would download images."""
+    labels = set[Any]()
     for cell in data.labels(split, column, None if data.has_cheap_labels else MAX_STREAMED_LABELS):
         if is_label(cell):
-            found.add(cell)
-        if len(found) > MAX_LABELS:
+            labels.add(cell)
+        if len(labels) > MAX_LABELS:
             raise AcquisitionError(
                 f"label column {column!r} holds more than {MAX_LABELS} different values, which are no classes: "
                 "name another with label_column"
             )
-    return found
+    return labels
 
 
 def match_column(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
-    """Return how a column's labels match the model's classes; AcquisitionError if none does."""
+    """Match the labels of a column to the model's classes; AcquisitionError if none matches."""
     kind = data.features(split)[column]
     known: Collection[Any] | None = None
     notes: tuple[str, ...] = ()
@@ -145,7 +146,7 @@ def match_column(data: OpenedData, split: str, image: str, column: str, id2label
     if isinstance(kind, datasets.ClassLabel):
         matchings = match_labels(list[str](kind.names), id2label, by=by)
         class_of: Mapping[Any, int] = matchings[0].class_of
-    elif _is_whole(kind):
+    elif _is_integer(kind):
         numbers = _distinct_labels(data, split, column)
         if not numbers:
             raise AcquisitionError(
@@ -159,7 +160,7 @@ def match_column(data: OpenedData, split: str, image: str, column: str, id2label
             )
         matchings = match_numbers(numbers, id2label, by=by)
         class_of = matchings[0].class_of
-        # The train split may hold those that this one lacks.
+        # The train split may hold labels that this split lacks.
         known = class_of.keys()
         if data.has_cheap_labels:
             return Columns(image, column, matchings, class_of, len(numbers), known, notes)
@@ -181,25 +182,25 @@ def choose_columns(data: OpenedData, split: str, id2label: Mapping[int, str]) ->
     """Return the image column and the label column that maps best to the model's classes; AcquisitionError if none does."""
 
     def score(columns: Columns) -> tuple[float, int]:
-        """Return the share of the labels that map, and how many classes are reached."""
+        """Return the share of labels that map to a class, and the number of classes reached."""
         ids = [match.model_id for match in columns.matchings[0].matches]
-        mapped = [index for index in ids if index is not None]
-        return len(mapped) / len(ids), len(set(mapped))
+        class_ids = [index for index in ids if index is not None]
+        return len(class_ids) / len(ids), len(set(class_ids))
 
     image = find_image_column(data.features(split), data.query.image_column)
     refusal: AcquisitionError | None = None
     for tier in label_candidates(data, split):
-        found: dict[str, Columns] = {}
+        matched: dict[str, Columns] = {}
         for column in tier:
             try:
-                found[column] = match_column(data, split, image, column, id2label)
+                matched[column] = match_column(data, split, image, column, id2label)
             except AcquisitionError as error:
                 refusal = refusal or error
-        if found:
-            best = max(found.values(), key=score)
-            if not (others := [repr(column) for column in tier if column != best.label]):
+        if matched:
+            best = max(matched.values(), key=score)
+            if not (unused := [repr(column) for column in tier if column != best.label]):
                 return best
-            note = f"labels are read from column {best.label!r}, which maps best to the model's classes; not used: {', '.join(others)}"
+            note = f"labels are read from column {best.label!r}, which maps best to the model's classes; not used: {', '.join(unused)}"
             return replace(best, notes=(note, *best.notes))
     assert refusal is not None, "there is a tier, and none of its columns matched"
     raise refusal

@@ -29,13 +29,13 @@ from profiling_agent.lib.io import files_root
 from profiling_agent.lib.progress import Progress
 from profiling_agent.schemas import MatchBy, Record
 
-# Where the Hub keeps a parquet copy of a data set: CONFIG/SPLIT/*.parquet, of a large split partial-SPLIT.
+# The revision of the Hub's parquet copy of a data set: CONFIG/SPLIT/*.parquet; a large split is partial-SPLIT.
 PARQUET_COPY, PARTIAL = "refs/convert/parquet", "partial-"
-CARD, ZIP, ARCHIVES = "README.md", "zip://", (".zip", ".tar")
-# What a path may not hold: `datasets` reads it as a pattern.
-PATTERN = frozenset("*?[]")
-# The words that `datasets` finds splits by, in names of folders and of tables, and which split each means.
-SPLIT_OF = {
+CARD, ZIP, ARCHIVE_EXTENSIONS = "README.md", "zip://", (".zip", ".tar")
+# Not allowed in a path: `datasets` reads them as a pattern.
+PATTERN_CHARACTERS = frozenset("*?[]")
+# The words in names of folders and tables by which `datasets` recognises a split, each with its split.
+SPLIT_BY_WORD = {
     word: words[0]
     for words in (
         ("train", "training"),
@@ -44,17 +44,17 @@ SPLIT_OF = {
     )
     for word in words
 }
-SPLIT = re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(SPLIT_OF)})(?:$|[-._ 0-9])")
-# The name of a photograph says nothing of its split: its folder is its class.
-TABLES = frozenset({".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip"})
+SPLIT_WORD = re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(SPLIT_BY_WORD)})(?:$|[-._ 0-9])")
+# Only names of these files may name a split: a photograph's name does not, and its folder is its class.
+TABLE_EXTENSIONS = frozenset({".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip"})
 BATCH_ROWS = 2048
-# A table of photographs has hundreds of megabytes in fewer rows.
+# Smaller than BATCH_ROWS: a table of photographs has hundreds of megabytes in fewer rows.
 BATCH_IMAGES = 64
 SHUFFLE_BUFFER = 1000
 
 
 class DataQuery(Record):
-    """A labelled image data set, the requested split and columns, and how much to draw."""
+    """A labelled image data set, the requested split and columns, and the number of images to draw."""
 
     dataset: str = Field(min_length=1, description="Hub id, local folder, or reference:digits")
     dataset_config: str | None = None
@@ -74,7 +74,7 @@ class DataQuery(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A folder, or a repository on the Hub at one commit; `root` is what absolute names of its files begin with."""
+    """A local folder, or a Hub repository at one commit; `root` starts the absolute names of its files."""
 
     name: str
     folder: Path | None
@@ -85,7 +85,7 @@ class Place:
     notes: tuple[str, ...] = ()
 
     def inside(self, file: str) -> str:
-        """Return the absolute name of a file of the data set; AcquisitionError if it lies elsewhere."""
+        """Return the absolute name of a file of the data set; AcquisitionError if the file is outside of it."""
         path = file.removeprefix(self.root)
         if "://" not in path and "::" not in path:
             if self.folder is None and ".." not in PurePosixPath(path).parts:
@@ -99,16 +99,16 @@ class Place:
         )
 
     def builder(self, cache: Path, config: str | None = None, **options: Any) -> Any:
-        """Return what reads the files; nothing is downloaded or copied yet."""
+        """Return the builder that reads the files; nothing is downloaded or copied yet."""
         path = self.name if self.folder is None else str(self.folder)
-        made = datasets.load_dataset_builder(path, config, revision=self.commit, cache_dir=str(cache), **options)
-        if hasattr(made.config, "decode_num_threads"):
-            # Threads would decode all images of a Hub data set, also those that aren't drawn.
-            setattr(made.config, "decode_num_threads", 0)  # noqa: B010 - only some kinds declare it
-        for files in (made.config.data_files or {}).values():
+        builder = datasets.load_dataset_builder(path, config, revision=self.commit, cache_dir=str(cache), **options)
+        if hasattr(builder.config, "decode_num_threads"):
+            # Threads would decode every image of a Hub data set, not only the drawn ones.
+            setattr(builder.config, "decode_num_threads", 0)  # noqa: B010 - only some kinds declare it
+        for files in (builder.config.data_files or {}).values():
             for file in files:
                 self.inside(str(file))
-        return made
+        return builder
 
     def names_configs(self) -> bool:
         """Return whether the data set's card lists its configs."""
@@ -123,9 +123,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedData:
-    """A data set whose splits can be read; nothing of it has been copied or downloaded yet.
+    """A data set whose splits can be read; nothing has been copied or downloaded yet.
 
-    `options` are what its builder was made with; `builder` is None for what `save_to_disk` wrote.
+    `options` are the arguments of its builder; `builder` is None for a data set written by `save_to_disk`.
     """
 
     query: DataQuery
@@ -138,17 +138,17 @@ class OpenedData:
 
     @property
     def is_local(self) -> bool:
-        """Return whether rows cost no download."""
+        """Return whether reading rows needs no download."""
         return self.place.folder is not None
 
     @property
     def is_image_folder(self) -> bool:
-        """Return whether images are files in it, labelled by their folders."""
+        """Return whether the images are files, labelled by their folders."""
         return isinstance(self.builder, ImageFolder)
 
     @property
     def has_cheap_labels(self) -> bool:
-        """Return whether labels are read without downloading images."""
+        """Return whether labels can be read without downloading images."""
         return self.is_local or self.is_image_folder or isinstance(self.builder, Parquet)
 
     def features(self, split: str) -> Mapping[str, Any]:
@@ -156,22 +156,22 @@ class OpenedData:
         return self.splits[split].features or {}
 
     def misnamed_splits(self) -> str:
-        """Return advice for top folders that name a split but for their case, or nothing."""
-        tops = self.place.top_folders.difference(SPLIT_OF, self.splits)
-        wrong = sorted(top for top in tops if top.lower() in SPLIT_OF)
-        advice = (f"its folder {top!r} isn't read as a split: call it {top.lower()!r}" for top in wrong)
+        """Return advice on top folders that would be splits if they were lower case, or an empty string."""
+        folders = self.place.top_folders.difference(SPLIT_BY_WORD, self.splits)
+        misnamed = sorted(folder for folder in folders if folder.lower() in SPLIT_BY_WORD)
+        advice = (f"its folder {folder!r} isn't read as a split: call it {folder.lower()!r}" for folder in misnamed)
         return "; ".join(advice)
 
     def stray_image(self, split: str) -> str | None:
-        """Return which image keeps folders from being labels, and what to do; None if that isn't the problem."""
+        """Return which image keeps folders from being labels, and advice; None if that is not the problem."""
         if not self.is_image_folder or self.builder.config.drop_labels or len(self.features(split)) > 1:
             return None
-        files = itertools.chain.from_iterable(_files(self.place, self.builder).values())
+        files = itertools.chain.from_iterable(_files_by_split(self.place, self.builder).values())
         return odd_depth([file for file in files if file.lower().endswith(tuple(self.builder.EXTENSIONS))])
 
     def tables(self, split: str, columns: list[str], num_rows: int = BATCH_ROWS) -> Iterator[Any]:
-        """Yield a split's rows in file order as Arrow tables of so many; of parquet, no other column is read."""
-        with reading(self.query.dataset):
+        """Yield a split's rows in file order as Arrow tables of `num_rows` rows; parquet reads no other column."""
+        with read_errors(self.query.dataset):
             if isinstance(self.builder, Parquet):
                 view: Any = self.place.builder(self.cache, **self.options, columns=columns).as_streaming_dataset(split)
             else:
@@ -179,16 +179,16 @@ class OpenedData:
             yield from view.with_format("arrow").iter(batch_size=num_rows)
 
     def labels(self, split: str, column: str, limit: int | None = None) -> Iterator[Any]:
-        """Yield the raw labels of a split's rows in file order, at most `limit`."""
+        """Yield the raw labels of a split's rows in file order, at most `limit` of them."""
         cells = (cell for table in self.tables(split, [column]) for cell in table[column].to_pylist())
         return itertools.islice(cells, limit)
 
     def stream(self, split: str, image_column: str, label_column: str, seed: int) -> Iterator[tuple[Any, Any]]:
-        """Yield (image cell, raw label) in an order shuffled by shards and a buffer, images not decoded."""
+        """Yield (image cell, raw label), shuffled by shards and in a buffer; images are not decoded."""
         view = self.splits[split].select_columns([image_column, label_column])
         if isinstance(self.features(split)[image_column], datasets.Image):
             view = view.cast_column(image_column, datasets.Image(decode=False))
-        with reading(self.query.dataset):
+        with read_errors(self.query.dataset):
             for row in view.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
                 yield row[image_column], row[label_column]
 
@@ -197,26 +197,26 @@ class OpenedData:
         data, location = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
         if data is not None or not location:
             return data if isinstance(data, bytes) else None
-        member, file = _parts(location)
-        with reading(self.query.dataset):
+        member, file = _parse_location(location)
+        with read_errors(self.query.dataset):
             path = self.place.inside(file)
             opened: Any = fsspec.open(f"{ZIP}{member}::{path}" if member else path, "rb")
             with opened as stream:
                 return stream.read()
 
     def file_name(self, cell: Any) -> str | None:
-        """Return the quoted name of the file that an image cell names, in an archive below the archive's."""
+        """Return the quoted name of the file that an image cell names, as ARCHIVE/MEMBER inside an archive; None without one."""
         location = cell.get("path") if isinstance(cell, dict) else None
         if not location:
             return None
-        member, file = _parts(location)
+        member, file = _parse_location(location)
         name = file.removeprefix(self.place.root)
         return repr(f"{name}/{member}" if member else name)
 
 
 @contextmanager
-def reading(name: str) -> Generator[None]:
-    """Raise one line for what `datasets` raises on damaged or unreachable files."""
+def read_errors(name: str) -> Generator[None]:
+    """Raise a one-line AcquisitionError for errors of `datasets` on damaged or unreachable files."""
     try:
         with hub_errors("dataset", name, None):
             yield
@@ -227,36 +227,36 @@ def reading(name: str) -> Generator[None]:
         raise AcquisitionError(f"dataset {name!r} can't be read: {type(error).__name__} ({text!r})") from error
 
 
-def _parts(location: str) -> tuple[str, str]:
-    """Return the member of an archive and the file that a location names; the first is empty for a plain file."""
+def _parse_location(location: str) -> tuple[str, str]:
+    """Return the member of an archive and the file that a location names; the member is empty for a plain file."""
     member, _, file = location.removeprefix(ZIP).rpartition("::") if location.startswith(ZIP) else ("", "", location)
     return member, file
 
 
 def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedData:
-    """Return the data set that `query` names: reference:digits, a local folder, or a Hub id to be streamed.
+    """Open the data set that `query` names: reference:digits, a local folder, or a Hub id to be streamed.
 
     Raises:
         AcquisitionError: it does not exist, is gated, needs a script or the name of a config, or can't be read.
     """
     name = query.dataset
     if name == DIGITS:
-        place = _folder(name, reference_dataset(progress))
+        place = _local_place(name, reference_dataset(progress))
     elif name.startswith(PREFIX):
         raise AcquisitionError(f"there is no reference data set {name!r}: use {DIGITS}")
     elif is_local(name):
-        place = _folder(name, local_folder(name, "dataset"))
+        place = _local_place(name, local_folder(name, "dataset"))
     else:
         progress(f"looking up {name}", 0, 0)
-        place = _repository(name, query.dataset_revision)
-    with reading(name):
-        saved = ("dataset_dict.json", "state.json")
-        if place.folder is not None and any((place.folder / file).is_file() for file in saved):
+        place = _hub_place(name, query.dataset_revision)
+    with read_errors(name):
+        marker_files = ("dataset_dict.json", "state.json")
+        if place.folder is not None and any((place.folder / file).is_file() for file in marker_files):
             loaded: Any = datasets.load_from_disk(str(place.folder))
-            is_several = isinstance(loaded, datasets.DatasetDict)
-            splits: Any = dict(loaded) if is_several else {str(loaded.split or "train"): loaded}
-            for rows in splits.values():
-                for file in rows.cache_files:
+            is_dict = isinstance(loaded, datasets.DatasetDict)
+            splits: Any = dict(loaded) if is_dict else {str(loaded.split or "train"): loaded}
+            for split in splits.values():
+                for file in split.cache_files:
                     place.inside(file["filename"])
             return OpenedData(query=query, place=place, cache=cache, splits=splits, options={}, notes=place.notes)
         builder, options = _choose_config(query.dataset_config, place, cache)
@@ -277,9 +277,9 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
         )
 
 
-def _folder(name: str, folder: Path) -> Place:
+def _local_place(name: str, folder: Path) -> Place:
     folder = folder.resolve()
-    if PATTERN & set(str(folder)):
+    if PATTERN_CHARACTERS & set(str(folder)):
         raise AcquisitionError(f"dataset {name!r} lies in a folder with one of * ? [ ] in its path: rename it")
     scripts = sorted(path.name for path in folder.glob("*.py"))
     if f"{folder.name}.py" in scripts or (scripts and not any(path.suffix != ".py" for path in folder.iterdir())):
@@ -297,8 +297,8 @@ def _folder(name: str, folder: Path) -> Place:
     )
 
 
-def _repository(name: str, revision: str | None) -> Place:
-    """Return a repository at `revision`; if it needs a script, which is never run, the Hub's parquet copy of it."""
+def _hub_place(name: str, revision: str | None) -> Place:
+    """Return a Hub repository at `revision`, or the Hub's parquet copy of it if it needs a script."""
     if datasets_config.HF_HUB_OFFLINE:
         raise AcquisitionError(
             f"dataset {name!r} is no local folder, and HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, "
@@ -310,16 +310,16 @@ def _repository(name: str, revision: str | None) -> Place:
         HfApi().auth_check(name, repo_type="dataset")
     script = f"{name.rsplit('/', maxsplit=1)[-1]}.py"
     if script in {sibling.rfilename for sibling in info.siblings or []}:
-        needs = f"dataset {name!r} needs its Python script {script!r}, which is never run"
+        problem = f"dataset {name!r} needs its Python script {script!r}, which is never run"
         if revision not in (None, "main"):
             raise AcquisitionError(
-                f"{needs}: leave out dataset_revision {revision!r} for the Hub's parquet copy of main, or give a local one"
+                f"{problem}: leave out dataset_revision {revision!r} for the Hub's parquet copy of main, or give a local one"
             )
         with hub_errors("dataset", name, PARQUET_COPY):
             try:
                 info = HfApi().dataset_info(name, revision=PARQUET_COPY)
             except RevisionNotFoundError as error:
-                raise AcquisitionError(f"{needs}, and the Hub has no parquet copy of it: give a local one") from error
+                raise AcquisitionError(f"{problem}, and the Hub has no parquet copy of it: give a local one") from error
         notes = (f"images are read from the Hub's parquet copy, {PARQUET_COPY} at {info.sha}: {script!r} is never run",)
     commit, files = info.sha or revision or "main", [sibling.rfilename for sibling in info.siblings or []]
     return Place(
@@ -336,7 +336,8 @@ def _repository(name: str, revision: str | None) -> Place:
 def _choose_config(requested: str | None, place: Place, cache: Path) -> tuple[Any, dict[str, Any]]:
     """Return a builder of the requested config, and its options.
 
-    Without a card `datasets` reads every folder named as a split into it: of a data set in three sizes, each image thrice.
+    Without a card, `datasets` reads every folder named as a split into that split: a data set in three sizes gives each image
+    three times.
     """
     if place.names_configs():
         try:
@@ -346,14 +347,14 @@ def _choose_config(requested: str | None, place: Place, cache: Path) -> tuple[An
             check_config(place.name, requested, datasets.get_dataset_config_names(path, revision=place.commit))
             raise
     builder = place.builder(cache)
-    folder = beside_others(place.name, requested, _files(place, builder))
+    folder = beside_others(place.name, requested, _files_by_split(place, builder))
     options: dict[str, Any] = {} if folder is None else {"data_dir": folder}
     if folder is not None:
         builder = place.builder(cache, **options)
     elif requested is not None:
         check_config(place.name, requested, [builder.config.name])
     if isinstance(builder, ImageFolder):
-        files = _files(place, builder)
+        files = _files_by_split(place, builder)
         tables = tuple(builder.METADATA_FILENAMES)
         has_table = any(file.endswith(tables) for names in files.values() for file in names)
         if not has_table and (patterns := each_once(files)):
@@ -362,19 +363,19 @@ def _choose_config(requested: str | None, place: Place, cache: Path) -> tuple[An
     return builder, options
 
 
-def _files(place: Place, builder: Any) -> dict[str, list[str]]:
-    """Return the files that each split is read from, by their names in the data set; of a folder of images no other files."""
-    read = ("",)
+def _files_by_split(place: Place, builder: Any) -> dict[str, list[str]]:
+    """Return the file names of each split, relative to the data set; an image folder's other files are left out."""
+    extensions = ("",)
     if isinstance(builder, ImageFolder):
-        read = (*builder.EXTENSIONS, *ARCHIVES, *builder.METADATA_FILENAMES)
+        extensions = (*builder.EXTENSIONS, *ARCHIVE_EXTENSIONS, *builder.METADATA_FILENAMES)
     return {
-        split: [str(file).removeprefix(place.root) for file in files if str(file).lower().endswith(read)]
+        split: [str(file).removeprefix(place.root) for file in files if str(file).lower().endswith(extensions)]
         for split, files in (builder.config.data_files or {}).items()
     }
 
 
 def check_config(dataset: str, requested: str | None, names: Collection[str]) -> None:
-    """Check that a config is one of `names`, or that there is only one; AcquisitionError names them."""
+    """Check that the requested config is one of `names`, or that there is only one; AcquisitionError lists them."""
     listed = ", ".join(names)
     if len(names) > 1 and requested is None:
         raise AcquisitionError(f"dataset {dataset!r} has several configs, {listed}: name one with dataset_config")
@@ -385,19 +386,19 @@ def check_config(dataset: str, requested: str | None, names: Collection[str]) ->
 
 
 def beside_others(dataset: str, requested: str | None, files: Mapping[str, Iterable[str]]) -> str | None:
-    """Return which folder to read if several lie side by side, whose splits would be of these files; None for only one.
+    """Return which of several sibling folders to read, given the files of each split; None if there is only one.
 
     Raises:
-        AcquisitionError: none was requested, or one that isn't there or has another inside.
+        AcquisitionError: no folder was requested, or one that does not exist or has another inside.
     """
-    above = [{folder for file in names if (folder := _above_split(file)) is not None} for names in files.values()]
-    folders = sorted({folder for names in above if len(names) > 1 for folder in names})
+    parents = [{folder for file in names if (folder := _split_parent(file)) is not None} for names in files.values()]
+    folders = sorted({folder for names in parents if len(names) > 1 for folder in names})
     if not folders:
         return None
 
     def has_inner(folder: str) -> bool:
-        start = f"{folder}/" if folder else ""
-        return any(other.startswith(start) for other in folders if other != folder)
+        prefix = f"{folder}/" if folder else ""
+        return any(other.startswith(prefix) for other in folders if other != folder)
 
     outer, inner = list(filter(has_inner, folders)), list(itertools.filterfalse(has_inner, folders))
     if outer and requested not in inner:
@@ -410,52 +411,52 @@ def beside_others(dataset: str, requested: str | None, files: Mapping[str, Itera
 
 
 def each_once(files: Mapping[str, Sequence[str]]) -> dict[str, list[str]] | None:
-    """Return patterns for images of which some would be read into two splits, as those of a class called train.
+    """Return file patterns that put each image into one split, if some would be read twice, as with a class called train.
 
-    Each is left to the split that its outermost folder names. None if no image is read twice, or such a folder names two splits.
+    The outermost folder that names a split decides. None if no image is read twice, or if such a folder names two splits.
     """
     counts = Counter(name for names in files.values() for name in names)
     if all(count == 1 for count in counts.values()):
         return None
     patterns: dict[str, set[str]] = {}
     for name in counts:
-        depth, parts = _depth_of_split(name), PurePosixPath(name).parts
+        depth, parts = _split_depth(name), PurePosixPath(name).parts
         if depth is None or len(parts) == depth + 1:
             return None
         folder = "/".join(parts[: depth + 1])
-        splits = {SPLIT_OF[word] for word in re.split(r"[-._ 0-9]", parts[depth]) if word in SPLIT_OF}
-        if len(splits) != 1 or PATTERN & set(folder):
+        splits = {SPLIT_BY_WORD[word] for word in re.split(r"[-._ 0-9]", parts[depth]) if word in SPLIT_BY_WORD}
+        if len(splits) != 1 or PATTERN_CHARACTERS & set(folder):
             return None
         patterns.setdefault(splits.pop(), set()).add(f"{folder}/**")
     return {split: sorted(folders) for split, folders in patterns.items()}
 
 
-def _depth_of_split(file: str) -> int | None:
-    """Return how deep the first folder or table lies that names a split; None without one."""
+def _split_depth(file: str) -> int | None:
+    """Return the depth of the first folder or table whose name names a split; None without one."""
     path = PurePosixPath(file)
-    is_table = not TABLES.isdisjoint(path.suffixes)
-    named = path.parts if is_table else path.parts[:-1]
-    return next((depth for depth, part in enumerate(named) if SPLIT.search(part)), None)
+    is_table = not TABLE_EXTENSIONS.isdisjoint(path.suffixes)
+    candidates = path.parts if is_table else path.parts[:-1]
+    return next((depth for depth, part in enumerate(candidates) if SPLIT_WORD.search(part)), None)
 
 
-def _above_split(file: str) -> str | None:
-    """Return the folder, the top as nothing, in which a folder or a table names a split; None without one."""
-    depth = _depth_of_split(file)
+def _split_parent(file: str) -> str | None:
+    """Return the parent of the first folder or table that names a split, "" for the top; None without one."""
+    depth = _split_depth(file)
     return None if depth is None else "/".join(PurePosixPath(file).parts[:depth])
 
 
 def odd_depth(images: Sequence[str]) -> str | None:
-    """Return which image lies deeper or less deep than most, and what to do; None if all lie at one depth.
+    """Return advice on the first image at another depth than most; None if all lie at one depth.
 
-    `datasets` takes folders for labels only if all do, over all splits.
+    `datasets` takes folders for labels only if the images of all splits lie at one depth.
     """
     depths = Counter(image.count("/") for image in images)
     if len(depths) < 2:
         return None
-    ((usual, num_usual),) = depths.most_common(1)
-    first = next(image for image in images if image.count("/") == usual)
-    odd = next(image for image in images if image.count("/") != usual)
+    ((usual_depth, num_usual),) = depths.most_common(1)
+    typical = next(image for image in images if image.count("/") == usual_depth)
+    odd = next(image for image in images if image.count("/") != usual_depth)
     return (
         f"folders are labels only if all images lie equally deep, and {len(images) - num_usual} of {len(images)} don't lie "
-        f"as deep as {first!r}, the first is {odd!r}: move it into its class's folder, or out of the data set"
+        f"as deep as {typical!r}, the first is {odd!r}: move it into its class's folder, or out of the data set"
     )

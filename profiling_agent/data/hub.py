@@ -1,4 +1,4 @@
-"""Names of models and data sets: local folders, ids on the Hugging Face Hub, and one line for each error of theirs."""
+"""Hugging Face Hub ids and local folders of models and data sets, and one-line errors for both."""
 
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ MODEL_FILES = [
     "model-*-of-*.safetensors",
 ]
 LOGIN = "set the HF_TOKEN environment variable or run `hf auth login`"
-# What transformers, timm and datasets raise for input that they can't use.
+# Errors that transformers, timm and datasets raise for unusable input.
 LIBRARY_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
                   TypeError, ValueError, SafetensorError, StrictDataclassError)  # fmt: skip
 MAX_TEXT = 200
@@ -40,7 +40,7 @@ Kind = Literal["model", "dataset"]
 
 
 def is_local(name: str) -> bool:
-    """Return whether `name` is meant as a path: it exists, or it doesn't look like a Hub id."""
+    """Return whether `name` is meant as a path: it exists, or does not look like a Hub id."""
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
@@ -49,33 +49,33 @@ def local_folder(name: str, kind: Kind) -> Path:
     path = Path(name).expanduser().absolute()
     if not path.is_dir():
         problem = "is a file" if path.exists() else "does not exist"
-        raise AcquisitionError(f"{kind} path {name!r} {problem}: give an existing folder or a Hub id{_near(path)}")
+        raise AcquisitionError(f"{kind} path {name!r} {problem}: give an existing folder or a Hub id{_suggest(path)}")
     return path
 
 
 def did_you_mean(name: str, names: Collection[str]) -> str:
-    """Return "; did you mean 'x'?" for a name close to `name`, else nothing."""
-    near = get_close_matches(name, names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """Return "; did you mean 'x'?" for the closest of `names`, or an empty string if none is close."""
+    matches = get_close_matches(name, names, n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-def _near(path: Path) -> str:
+def _suggest(path: Path) -> str:
     try:
-        return did_you_mean(path.name, [each.name for each in path.parent.iterdir() if each.is_dir()])
+        return did_you_mean(path.name, [folder.name for folder in path.parent.iterdir() if folder.is_dir()])
     except OSError:
         return ""
 
 
 @contextmanager
 def library_errors(before: str, after: str = "", kind: type[ProfilingAgentError] = AcquisitionError) -> Generator[None]:
-    """Raise an error of ours for what a library raises: its kind and text, between `before` and `after`."""
+    """Raise `kind` for any error of a library: its type and text, between `before` and `after`."""
     with foreign_code(lambda problem: kind(f"{before}{problem}{after}")):
         yield
 
 
 @contextmanager
 def hub_errors(kind: Kind, name: str, revision: str | None) -> Generator[None]:
-    """Raise one line for each of the Hub's errors."""
+    """Raise a one-line AcquisitionError for each kind of Hub error."""
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     try:
         yield
@@ -86,7 +86,7 @@ def hub_errors(kind: Kind, name: str, revision: str | None) -> Generator[None]:
     except RepositoryNotFoundError as error:
         raise AcquisitionError(
             f"{kind} {name!r} is neither a local folder nor a public Hub id: check the name; if it is private, {LOGIN}"
-            f"{_near(Path(name))}"
+            f"{_suggest(Path(name))}"
         ) from error
     except HFValidationError as error:
         raise AcquisitionError(
@@ -95,11 +95,11 @@ def hub_errors(kind: Kind, name: str, revision: str | None) -> Generator[None]:
     except (LocalEntryNotFoundError, HfHubHTTPError, HTTPError, ConnectionError) as error:
         raise AcquisitionError(
             f"{kind} {name!r} is no local folder and {constants.ENDPOINT} can't be reached for it "
-            f"({type(error).__name__}): check the network, or give a local folder{_near(Path(name))}"
+            f"({type(error).__name__}): check the network, or give a local folder{_suggest(Path(name))}"
         ) from error
 
 
 def fetch_model(name: str, revision: str | None) -> Path:
-    """Return the folder of a model's snapshot, named by its commit: configuration, processor and safetensors only."""
+    """Download a model's snapshot (configuration, processor, safetensors only) and return its folder, named by its commit."""
     with hub_errors("model", name, revision):
         return Path(snapshot_download(name, revision=revision, allow_patterns=MODEL_FILES))

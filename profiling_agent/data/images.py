@@ -1,4 +1,4 @@
-"""Encoded images: decoded to RGB, and stored as a split with their labels. No torch here."""
+"""Encoded images: decoding to RGB, and parquet files of images with labels. This module does not import torch."""
 
 import io
 import warnings
@@ -18,45 +18,45 @@ from PIL import Image, UnidentifiedImageError
 from profiling_agent.data.pixels import BROKEN, upright_rgb
 from profiling_agent.errors import ArtifactError, CorruptImageError
 
-# What pictures are kept in, and nothing that starts another program (EPS); Pillow has 43.
+# Usual image formats, none of which starts another program as EPS does; Pillow supports 43.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
-# What Pillow raises for damaged images, besides `BROKEN`.
-DAMAGED = (*BROKEN, RuntimeError, MemoryError, zlib.error)
-SPLIT = pa.schema({"image": pa.binary(), "label": pa.int64()})
-# A row group, of which one is in memory: so many images, or so many bytes, and at least one image.
+# Errors that Pillow raises for damaged images.
+DECODE_ERRORS = (*BROKEN, RuntimeError, MemoryError, zlib.error)
+SCHEMA = pa.schema({"image": pa.binary(), "label": pa.int64()})
+# The size of a row group: at most 64 images or 32 MiB, but at least one image. One group is in memory at a time.
 GROUP_IMAGES, GROUP_BYTES = 64, 2**25
 
 
 def decode_rgb(data: bytes) -> Image.Image:
-    """Return an image's first frame as upright 8-bit RGB; CorruptImageError if it is damaged, too large or of no format."""
+    """Decode an image's first frame as upright 8-bit RGB; CorruptImageError if it is damaged, too large or of an unknown format."""
     with warnings.catch_warnings():
-        # Pillow warns of images half as large as those that it refuses, and of odd metadata.
+        # Pillow warns about images over half of its size limit, and about odd metadata.
         warnings.simplefilter("ignore")
         try:
             with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
                 return upright_rgb(opened)
-        # Pillow's own text names an object in memory.
+        # Pillow's message names an object in memory.
         except UnidentifiedImageError as error:
             raise CorruptImageError("its beginning is damaged, or of no format that is read") from error
         except Image.DecompressionBombError as error:
             raise CorruptImageError("it has more pixels than are read") from error
-        except DAMAGED as error:
+        except DECODE_ERRORS as error:
             raise CorruptImageError(f"{type(error).__name__} ({str(error)!r})") from error
 
 
 class SplitImages:
-    """A drawn split on disk: `labels` are the model's class ids, images are read and decoded on request.
+    """A drawn split on disk: `labels` are the model's class ids; images are read and decoded on request.
 
-    One row group is in memory: images are best requested in order. ArtifactError if the file is missing or damaged.
+    One row group is in memory, so request images in order. ArtifactError if the file is missing or damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with self._reading():
+        with self._read_errors():
             self._file = pq.ParquetFile(path)
             self.labels: NDArray[np.int64] = np.asarray(self._file.read(["label"])["label"], dtype=np.int64)
         metadata = self._file.metadata
-        sizes = (metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+        sizes = (metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
         self._starts = tuple(accumulate(sizes, initial=0))
         self._group: tuple[int, pa.ChunkedArray] | None = None
 
@@ -65,20 +65,20 @@ class SplitImages:
 
     def encoded(self, row: int) -> bytes:
         """Return one image's bytes; ArtifactError if they can't be read."""
-        number = bisect_right(self._starts, row) - 1
-        if self._group is None or self._group[0] != number:
+        group = bisect_right(self._starts, row) - 1
+        if self._group is None or self._group[0] != group:
             # Two groups at once would be twice the memory.
             self._group = None
-            with self._reading():
-                self._group = number, self._file.read_row_group(number, ["image"])["image"]
-        return self._group[1][row - self._starts[number]].as_py()
+            with self._read_errors():
+                self._group = group, self._file.read_row_group(group, ["image"])["image"]
+        return self._group[1][row - self._starts[group]].as_py()
 
     def image(self, row: int) -> Image.Image:
-        """Return one image as 8-bit RGB; CorruptImageError as `decode_rgb`, ArtifactError if its bytes can't be read."""
+        """Return one image as 8-bit RGB; CorruptImageError if it can't be decoded, ArtifactError if its bytes can't be read."""
         return decode_rgb(self.encoded(row))
 
     @contextmanager
-    def _reading(self) -> Generator[None]:
+    def _read_errors(self) -> Generator[None]:
         try:
             yield
         except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
@@ -88,14 +88,14 @@ class SplitImages:
 
 
 def write_rows(path: Path, rows: Iterable[tuple[bytes, int]]) -> int:
-    """Write encoded images with their class ids as they come; return how many. Same images make the same file."""
+    """Write encoded images with their class ids and return their number; the same images give the same bytes."""
     images: list[bytes] = []
     labels: list[int] = []
-    number = size = 0
-    with pq.ParquetWriter(path, SPLIT) as writer:
+    count = size = 0
+    with pq.ParquetWriter(path, SCHEMA) as writer:
 
         def write_group() -> None:
-            writer.write_table(pa.table({"image": images, "label": labels}, schema=SPLIT))
+            writer.write_table(pa.table({"image": images, "label": labels}, schema=SCHEMA))
             images.clear()
             labels.clear()
 
@@ -106,14 +106,14 @@ def write_rows(path: Path, rows: Iterable[tuple[bytes, int]]) -> int:
             images.append(image)
             labels.append(label)
             size += len(image)
-            number += 1
+            count += 1
         if images:
             write_group()
-    return number
+    return count
 
 
 def relabel_split(path: Path, becomes: Mapping[int, int]) -> None:
-    """Write a split again with other class ids, `becomes` of each of its own."""
-    split, new = SplitImages(path), path.with_suffix(".new")
-    write_rows(new, ((split.encoded(row), becomes[int(label)]) for row, label in enumerate(split.labels)))
-    new.replace(path)
+    """Rewrite a split with new class ids: `becomes` maps each old id to its new one."""
+    split, rewritten = SplitImages(path), path.with_suffix(".new")
+    write_rows(rewritten, ((split.encoded(row), becomes[int(label)]) for row, label in enumerate(split.labels)))
+    rewritten.replace(path)

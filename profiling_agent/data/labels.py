@@ -1,4 +1,4 @@
-"""Label matching: which class of a model each label of a data set is, and whether the model's answers agree."""
+"""Label matching: the model's class of each label of a data set, and whether the model's predictions agree."""
 
 import re
 from collections import defaultdict
@@ -18,47 +18,47 @@ from profiling_agent.schemas import LabelMatch, MatchBy, MatchKind, MatchRule
 
 Classes = NDArray[np.int64]
 
-# No class has a longer number, and Python refuses to read one of thousands of digits.
-GENERIC = re.compile(r"(?:label|class)?[ _-]?(\d{1,18})", re.IGNORECASE)
+# No class has a number of more than 18 digits, and Python refuses to parse thousands of digits.
+NUMBERED_NAME = re.compile(r"(?:label|class)?[ _-]?(\d{1,18})", re.IGNORECASE)
 NUM_SHOWN = 5
-# The first class of models with one class more than ImageNet.
+# The first class of models with one class more than ImageNet-1k.
 BACKGROUND = "background"
-# How ImageNet numbers its classes, and names folders. Models have its thousand in the order of these numbers.
+# ImageNet's ids of classes, also the names of its folders. Models have the 1000 classes in the order of these ids.
 WNID = re.compile(r"n\d{8}")
 WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
-FIRST, LAST = "tench", frozenset({"toilet tissue", "toilet paper", "bathroom tissue"})
-# "without mask" and "no mask" are one name, and never "mask".
-NO = frozenset({"no", "not", "non", "without", "w/o"})
-NEGATIONS = NO | {"un", "anti", "none", "nor", "never", "cannot", "lacking", "missing", "absent", "minus", "sans"}
-# One-sided errors: of the choice between two matchings, and of "these answers are better than chance".
+FIRST_NAME, LAST_NAMES = "tench", frozenset({"toilet tissue", "toilet paper", "bathroom tissue"})
+# "without mask" and "no mask" are the same name, and differ from "mask".
+NO_WORDS = frozenset({"no", "not", "non", "without", "w/o"})
+NEGATIONS = NO_WORDS | {"un", "anti", "none", "nor", "never", "cannot", "lacking", "missing", "absent", "minus", "sans"}
+# One-sided error rates of two tests: the choice between two matchings, and predictions better than chance.
 CHOICE_ERROR, CHANCE_ERROR = 0.01, 0.05
-# With fewer images a gain of this size may be chance: of 100 its standard error is seven points at most.
-MIN_JUDGED = 100
+# With fewer images a gain of MIN_GAIN may be chance: of 100 images its standard error is at most seven points.
+MIN_JUDGED_IMAGES = 100
 MIN_GAIN = 0.2
-NUM_MOVED_SHOWN = 3
-ORDERS = ("number", "from-1", "place", "natural")
+NUM_PAIRS_SHOWN = 3
+ORDER_RULES = ("number", "from-1", "place", "natural")
 
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """One way to match all labels; `class_of` maps a label's position, or a whole number, to a class of the model."""
+    """One way to match all labels; `class_of` maps a label's position, or an integer label, to the model's class."""
 
     by: MatchKind
     matches: tuple[LabelMatch, ...]
     class_of: Mapping[int, int]
 
     def becomes(self, other: "Matching") -> dict[int, int]:
-        """Return the class that `other` has for each class of this matching."""
+        """Map each class of this matching to its class in `other`."""
         return {index: other.class_of[raw] for raw, index in self.class_of.items() if raw in other.class_of}
 
 
 def match_labels(
     labels: Sequence[str], id2label: Mapping[int, str], *, ordered: bool = True, by: MatchBy = "auto"
 ) -> tuple[Matching, ...]:
-    """Return each way in which labels fit the classes, the likeliest first.
+    """Return every way in which labels fit the classes, the likeliest first.
 
-    By id, if the names agree at every id; by number, by place or in timm's order of folders, if either side is numbers;
-    else each label by its name, synonym or wnid. A label with several candidates stays unmapped.
+    By id, if the names agree at every id. By number, by place or in timm's order of folders, if either side is numbers. Else
+    each label by its name, synonym or wnid; a label with several candidates stays unmapped.
 
     Args:
         labels: distinct names; a label's position is its id in the data set.
@@ -69,97 +69,101 @@ def match_labels(
     Raises:
         AcquisitionError: no label is a class, or none in the chosen way.
     """
-    if by_order := _by_order(labels, id2label, ordered=ordered):
+    if ids_by_rule := _match_by_order(labels, id2label, ordered=ordered):
         ways = [
             Matching(
                 by="name" if rule == "id" else rule,
                 matches=tuple(_match(label, index, id2label, rule) for label, index in zip(labels, ids, strict=True)),
                 class_of=dict(enumerate(ids)),
             )
-            for rule, ids in by_order.items()
+            for rule, ids in ids_by_rule.items()
         ]
-        return _chosen(ways, by)
-    matches = _by_names(labels, id2label)
-    class_of = {place: match.model_id for place, match in enumerate(matches) if match.model_id is not None}
+        return _select_by_kind(ways, by)
+    matches = _match_by_name(labels, id2label)
+    class_of = {position: match.model_id for position, match in enumerate(matches) if match.model_id is not None}
     if not class_of:
         raise AcquisitionError(
             f"no label of the data set is a class of the model: the data set has {shown(list(labels))}, "
             f"the model {shown([id2label[index] for index in sorted(id2label)])}; "
             "choose a model that was trained on these classes, or another label_column"
         )
-    return _chosen([Matching("name", matches, class_of)], by)
+    return _select_by_kind([Matching("name", matches, class_of)], by)
 
 
 def match_numbers(numbers: Iterable[int], id2label: Mapping[int, str], *, by: MatchBy = "auto") -> tuple[Matching, ...]:
-    """Return each way in which whole numbers fit: as names, ids, or ids from 1; AcquisitionError if not the chosen way."""
+    """Return every way in which integer labels fit: as names, ids, or ids from 1; AcquisitionError if none is of kind `by`."""
     ordered = sorted(numbers)
-    rules: dict[MatchKind, Mapping[int, int]] = {
+    class_of_by_kind: dict[MatchKind, Mapping[int, int]] = {
         "name": called_by_number(id2label),
         "number": {index: index for index in sorted(id2label)},
         "from-1": {index + 1: index for index in sorted(id2label)},
     }
     ways = [
         Matching(
-            by=rule,
-            matches=tuple(_match(str(number), class_of[number], id2label, rule) for number in ordered),
+            by=kind,
+            matches=tuple(_match(str(number), class_of[number], id2label, kind) for number in ordered),
             class_of=class_of,
         )
-        for rule, class_of in rules.items()
+        for kind, class_of in class_of_by_kind.items()
         if class_of.keys() >= set(ordered)
     ]
-    return _chosen(ways, by)
+    return _select_by_kind(ways, by)
 
 
 def _match(label: str, index: int, id2label: Mapping[int, str], rule: MatchRule) -> LabelMatch:
     return LabelMatch(dataset_label=label, model_id=index, model_label=id2label[index], rule=rule)
 
 
-def _chosen(ways: Sequence[Matching], by: MatchBy) -> tuple[Matching, ...]:
-    """Return the matchings of the chosen kind, each that differs once."""
-    chosen = [way for way in ways if by in ("auto", way.by)]
-    if not chosen:
-        fitting = " and ".join(way.by for way in ways)
-        raise AcquisitionError(f"label_match is {by!r}, but labels fit the model's classes by {fitting}: choose that")
-    different = {tuple(match.model_id for match in way.matches): way for way in reversed(chosen)}
-    return tuple(way for way in chosen if way in different.values())
+def _select_by_kind(ways: Sequence[Matching], by: MatchBy) -> tuple[Matching, ...]:
+    """Return the matchings of the chosen kind, without duplicates."""
+    candidates = [way for way in ways if by in ("auto", way.by)]
+    if not candidates:
+        kinds = " and ".join(way.by for way in ways)
+        raise AcquisitionError(f"label_match is {by!r}, but labels fit the model's classes by {kinds}: choose that")
+    first_of_each = {tuple(match.model_id for match in way.matches): way for way in reversed(candidates)}
+    return tuple(way for way in candidates if way in first_of_each.values())
 
 
 def choose_matching(matchings: Sequence[Matching], predicted: Classes, true: Classes) -> tuple[Matching, str]:
-    """Return the matching that a model's answers fit clearly best, and a note; AcquisitionError if they don't decide.
+    """Return the matching that the model's predictions support clearly best, and a note.
 
-    `predicted` are answers on images that are measured on nowhere else, `true` their classes by the first matching.
+    `predicted` are predictions on images that no accuracy is measured on, `true` their classes by the first matching.
+
+    Raises:
+        AcquisitionError: the predictions don't decide.
     """
-    becomes = {way.by: matchings[0].becomes(way) for way in matchings}
-    # Counted from 1, there is no label 0; it may be among these images, and not among those that were matched.
-    fitting = [way for way in matchings if becomes[way.by].keys() >= set(true.tolist())]
-    if len(fitting) == 1:
-        return fitting[0], guesses(fitting[0].matches) or f"labels are matched by {fitting[0].by}"
-    true_by = {way.by: np.array([becomes[way.by][index] for index in true.tolist()]) for way in fitting}
-    ranked = sorted(fitting, key=lambda way: -int(np.sum(true_by[way.by] == predicted)))
+    class_maps = {way.by: matchings[0].becomes(way) for way in matchings}
+    # A matching from 1 has no label 0, which may occur in these images although not among the matched labels.
+    candidates = [way for way in matchings if class_maps[way.by].keys() >= set(true.tolist())]
+    if len(candidates) == 1:
+        return candidates[0], guesses(candidates[0].matches) or f"labels are matched by {candidates[0].by}"
+    true_by = {way.by: np.array([class_maps[way.by][index] for index in true.tolist()]) for way in candidates}
+    ranked = sorted(candidates, key=lambda way: -int(np.sum(true_by[way.by] == predicted)))
     best, second = (true_by[way.by] == predicted for way in ranked[:2])
-    won, lost = int(np.sum(best & ~second)), int(np.sum(second & ~best))
-    is_better = won > 0 and binomtest(won, won + lost, alternative="greater").pvalue < CHOICE_ERROR
-    # A label that the two disagree on is one that a reader can check.
+    num_won, num_lost = int(np.sum(best & ~second)), int(np.sum(second & ~best))
+    is_better = num_won > 0 and binomtest(num_won, num_won + num_lost, alternative="greater").pvalue < CHOICE_ERROR
+    # Show a label that the two matchings disagree on, which a reader can check.
     pairs = enumerate(zip(ranked[0].matches, ranked[1].matches, strict=True))
-    place = next(place for place, (one, other) in pairs if one.model_id != other.model_id)
-    described = [
-        f"by {way.by} ({_pair(way.matches[place])}) {np.mean(true_by[way.by] == predicted):.0%} right" for way in ranked
+    position = next(position for position, (a, b) in pairs if a.model_id != b.model_id)
+    accuracies = [
+        f"by {way.by} ({_format_pair(way.matches[position])}) {np.mean(true_by[way.by] == predicted):.0%} right"
+        for way in ranked
     ]
-    answers = f"labels fit the classes in {len(ranked)} ways, and the model's answers on {len(true)} calibration images"
+    message = f"labels fit the classes in {len(ranked)} ways, and the model's answers on {len(true)} calibration images"
     if is_better and _is_above_chance(predicted, true_by[ranked[0].by], CHOICE_ERROR):
-        return ranked[0], f"{answers} decide: {', '.join(described)}"
-    ways = " or ".join(way.by for way in ranked)
-    raise AcquisitionError(f"{answers} don't decide: {', '.join(described)}; set label_match to {ways}")
+        return ranked[0], f"{message} decide: {', '.join(accuracies)}"
+    kinds = " or ".join(way.by for way in ranked)
+    raise AcquisitionError(f"{message} don't decide: {', '.join(accuracies)}; set label_match to {kinds}")
 
 
 def why_doubtful(predicted: Classes, true: Classes, matches: Sequence[LabelMatch]) -> str | None:
-    """Return why a baseline's answers prove nothing about accuracy; None if they are better than chance.
+    """Return why a baseline's predictions say nothing about accuracy; None if they are better than chance.
 
     Raises:
         AcquisitionError: they contradict labels that were matched by place or number only.
     """
-    if reason := _why_mislabelled(predicted, true, matches):
-        if any(match.rule in ORDERS for match in matches):
+    if reason := _mislabelling_reason(predicted, true, matches):
+        if any(match.rule in ORDER_RULES for match in matches):
             raise AcquisitionError(reason)
         return reason
     if not _is_above_chance(predicted, true, CHANCE_ERROR):
@@ -171,88 +175,86 @@ def why_doubtful(predicted: Classes, true: Classes, matches: Sequence[LabelMatch
 
 
 def _is_above_chance(predicted: Classes, true: Classes, error: float) -> bool:
-    """Test whether more is right than if answers as frequent as these knew nothing of the images."""
+    """Test whether more predictions are right than if they were independent of the images."""
     chance = sum(float(np.mean(true == index) * np.mean(predicted == index)) for index in np.unique(true))
     num_right = int(np.sum(predicted == true))
     return bool(binomtest(num_right, len(true), min(chance, 1.0), alternative="greater").pvalue < error)
 
 
-def _why_mislabelled(predicted: Classes, true: Classes, matches: Sequence[LabelMatch]) -> str | None:
-    """Return that other pairs of labels and classes would make a fifth more of the answers right; None if not.
+def _mislabelling_reason(predicted: Classes, true: Classes, matches: Sequence[LabelMatch]) -> str | None:
+    """Report that another pairing of labels and classes would make 20 points more of the predictions right; None if not.
 
-    The pairs are the best ones for every other image, and are judged on the rest, where chance gains them nothing.
+    The best pairing of one half of the images is judged on the other half, where chance gains nothing.
     """
-    has_answer = predicted >= 0
-    predicted, true = predicted[has_answer], true[has_answer]
-    if len(predicted) // 2 < MIN_JUDGED:
+    has_prediction = predicted >= 0
+    predicted, true = predicted[has_prediction], true[has_prediction]
+    if len(predicted) // 2 < MIN_JUDGED_IMAGES:
         return None
-    classes, places = np.unique(np.concatenate([predicted, true]), return_inverse=True)
-    answer, label = np.split(places, 2)
-    # A class that neither half has an answer for stays what it is.
+    classes, indices = np.unique(np.concatenate([predicted, true]), return_inverse=True)
+    prediction, label = np.split(indices, 2)
+    # Half a count on the diagonal: a class without counts keeps its label.
     counts = np.identity(len(classes)) * 0.5
-    np.add.at(counts, (label[::2], answer[::2]), 1.0)
-    _, becomes = linear_sum_assignment(counts, maximize=True)
-    right, otherwise = np.mean(answer[1::2] == label[1::2]), np.mean(answer[1::2] == becomes[label[1::2]])
-    if otherwise - right < MIN_GAIN:
+    np.add.at(counts, (label[::2], prediction[::2]), 1.0)
+    _, pairing = linear_sum_assignment(counts, maximize=True)
+    current, paired = np.mean(prediction[1::2] == label[1::2]), np.mean(prediction[1::2] == pairing[label[1::2]])
+    if paired - current < MIN_GAIN:
         return None
     label_of = {match.model_id: match.dataset_label for match in matches}
     name_of = {match.model_id: match.model_label for match in matches}
-    moved = [
-        (int(classes[place]), int(classes[becomes[place]])) for place in np.unique(label) if becomes[place] != place
-    ]
+    moves = [(int(classes[old]), int(classes[pairing[old]])) for old in np.unique(label) if pairing[old] != old]
     pairs = [
-        f"{label_of.get(index, str(index))[:MAX_QUOTED]!r} as {(name_of.get(other) or f'class {other}')[:MAX_QUOTED]!r} "
+        f"{label_of.get(index, str(index))[:MAX_QUOTED]!r} as {(name_of.get(new) or f'class {new}')[:MAX_QUOTED]!r} "
         f"and not {(name_of.get(index) or str(index))[:MAX_QUOTED]!r}"
-        for index, other in moved[:NUM_MOVED_SHOWN]
+        for index, new in moves[:NUM_PAIRS_SHOWN]
     ]
-    more = f" and {len(moved) - NUM_MOVED_SHOWN} more" if len(moved) > NUM_MOVED_SHOWN else ""
+    rest = f" and {len(moves) - NUM_PAIRS_SHOWN} more" if len(moves) > NUM_PAIRS_SHOWN else ""
     return (
-        f"the model answers {right:.0%} of the images right as labels and classes are matched, and {otherwise:.0%} with "
-        f"{', '.join(pairs)}{more}: correct the names of its classes in config.json (id2label, or timm's label_names), or "
+        f"the model answers {current:.0%} of the images right as labels and classes are matched, and {paired:.0%} with "
+        f"{', '.join(pairs)}{rest}: correct the names of its classes in config.json (id2label, or timm's label_names), or "
         "those of the data set"
     )
 
 
 def guesses(matches: Sequence[LabelMatch]) -> str | None:
-    """Return a note on labels that no class's name is equal to: each pair, and what to do if it is wrong."""
-    by_order = [
+    """Return a note on labels matched by order only: each pair, and what to do if it is wrong; None without any."""
+    by_order_only = [
         match
         for match in matches
-        if match.rule in ORDERS
-        and _number(match.dataset_label) != _number(match.model_label or "")
+        if match.rule in ORDER_RULES
+        and _parse_number(match.dataset_label) != _parse_number(match.model_label or "")
         and not _synonyms(match.dataset_label) & _synonyms(match.model_label or "")
     ]
-    if not by_order:
+    if not by_order_only:
         return None
-    are_numbers = _number(by_order[0].dataset_label) is not None
-    rest = f" and {len(by_order) - NUM_SHOWN} more alike" if len(by_order) > NUM_SHOWN else ""
+    are_numbers = _parse_number(by_order_only[0].dataset_label) is not None
+    rest = f" and {len(by_order_only) - NUM_SHOWN} more alike" if len(by_order_only) > NUM_SHOWN else ""
     return (
-        f"{', '.join(map(_pair, by_order[:NUM_SHOWN]))}{rest}, by their {'numbers' if are_numbers else 'places'} alone: if the model was trained with "
+        f"{', '.join(map(_format_pair, by_order_only[:NUM_SHOWN]))}{rest}, by their {'numbers' if are_numbers else 'places'} alone: if the model was trained with "
         "another order, right answers count as wrong, so name its classes in config.json (id2label, or timm's label_names)"
     )
 
 
-def _pair(match: LabelMatch) -> str:
+def _format_pair(match: LabelMatch) -> str:
     return f"{match.dataset_label[:MAX_QUOTED]!r} is taken for {(match.model_label or '')[:MAX_QUOTED]!r}"
 
 
 def shown(names: Sequence[str]) -> str:
-    """Return the first few of some names, quoted, and how many more there are."""
+    """Format the first few names, quoted, and the number of the rest."""
     rest = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
     return ", ".join(repr(name[:MAX_QUOTED]) for name in names[:NUM_SHOWN]) + rest
 
 
 def called_by_number(id2label: Mapping[int, str]) -> dict[int, int]:
-    """Return the class of each number that is the name of a class; none if two classes share a name."""
+    """Map each number that is the name of a class to that class; empty if two classes share a name."""
     if len(set(id2label.values())) != len(id2label):
         return {}
-    short = {name: index for index, name in id2label.items() if name.isascii() and name.isdecimal() and len(name) < 10}
-    return {int(name): index for name, index in short.items() if str(int(name)) == name}
+    digits = {name: index for index, name in id2label.items() if name.isascii() and name.isdecimal() and len(name) < 10}
+    return {int(name): index for name, index in digits.items() if str(int(name)) == name}
 
 
-def _normalised(name: str) -> str:
+def _normalise(name: str) -> str:
     words = re.split(r"[\s_\-]+", name.casefold().strip())
-    return " ".join("no" if word in NO else word for word in words)
+    return " ".join("no" if word in NO_WORDS else word for word in words)
 
 
 def _is_negated(words: Iterable[str]) -> bool:
@@ -260,99 +262,98 @@ def _is_negated(words: Iterable[str]) -> bool:
 
 
 def _synonyms(name: str) -> frozenset[str]:
-    """Return the normalised name and its comma-separated parts, ImageNet's synonyms; "mask, not worn" has none."""
-    whole, *parts = (_normalised(part) for part in (name, *name.split(",")))
+    """Return the normalised name and its comma-separated parts, ImageNet's synonyms; "mask, not worn" has no such parts."""
+    whole, *parts = (_normalise(part) for part in (name, *name.split(",")))
     are_synonyms = len({_is_negated(part.split()) for part in parts}) == 1
     return frozenset(filter(None, (whole, *(parts if are_synonyms else ()))))
 
 
-def _number(name: str) -> int | None:
-    """Return the number of a name that is nothing else, as LABEL_3 or 3."""
-    hit = GENERIC.fullmatch(name.strip())
-    return int(hit.group(1)) if hit else None
+def _parse_number(name: str) -> int | None:
+    match = NUMBERED_NAME.fullmatch(name.strip())
+    return int(match.group(1)) if match else None
 
 
-def _generic_ids(names: Sequence[str]) -> list[int] | None:
-    """Return the number in each name if the names are nothing but the numbers 0 to n-1, as in LABEL_3 or 3."""
-    numbers = [number for name in names if (number := _number(name)) is not None]
+def _parse_ids(names: Sequence[str]) -> list[int] | None:
+    """Return the numbers of all names if they are exactly 0 to n-1, as in LABEL_3 or 3; else None."""
+    numbers = [number for name in names if (number := _parse_number(name)) is not None]
     return numbers if sorted(numbers) == list(range(len(names))) else None
 
 
-def _are_moved(labels: Sequence[str], model_labels: Sequence[str]) -> bool:
-    names = set(labels)
-    return list(labels) != list(model_labels) and len(names) == len(labels) and names == set(model_labels)
+def _are_permuted(labels: Sequence[str], model_labels: Sequence[str]) -> bool:
+    label_set = set(labels)
+    return list(labels) != list(model_labels) and len(label_set) == len(labels) and label_set == set(model_labels)
 
 
-def _by_order(
+def _match_by_order(
     labels: Sequence[str], id2label: Mapping[int, str], *, ordered: bool
 ) -> dict[MatchKind | Literal["id"], list[int]]:
-    """Return each label's class by every rule that looks at the order; by id alone if the names agree at every id."""
-    first = len(id2label) - len(labels)
-    if first not in (0, 1) or not labels or sorted(id2label) != list(range(len(id2label))):
+    """Return the class of each label by every rule based on order; by id only, if the names agree at every id."""
+    offset = len(id2label) - len(labels)
+    if offset not in (0, 1) or not labels or sorted(id2label) != list(range(len(id2label))):
         return {}
-    places, numbers = list(range(len(labels))), _generic_ids(labels)
-    model_labels = [id2label[first + place] for place in places]
-    # LABEL_3, or 3, for class 3 is what libraries write for a model without names.
-    is_unnamed = first == 0 and _generic_ids(model_labels) == places
-    are_moved = _are_moved(labels, model_labels) or _are_moved(
-        [*map(_normalised, labels)], [*map(_normalised, model_labels)]
+    positions, numbers = list(range(len(labels))), _parse_ids(labels)
+    model_labels = [id2label[offset + position] for position in positions]
+    # Libraries write LABEL_3, or 3, for class 3 of a model without names.
+    is_unnamed = offset == 0 and _parse_ids(model_labels) == positions
+    are_permuted = _are_permuted(labels, model_labels) or _are_permuted(
+        [*map(_normalise, labels)], [*map(_normalise, model_labels)]
     )
-    if are_moved and not is_unnamed:
+    if are_permuted and not is_unnamed:
         return {}
-    is_first_known = first == 0 or BACKGROUND in _synonyms(id2label[0])
-    agree = all(_synonyms(ours) & _synonyms(theirs) for ours, theirs in zip(labels, model_labels, strict=True))
-    if (ordered or numbers) and is_first_known and agree:
-        return {"id": [first + place for place in places]}
-    if first == 0 and numbers is not None:
-        return {"number": numbers, "place": places}
+    is_offset_known = offset == 0 or BACKGROUND in _synonyms(id2label[0])
+    names_agree = all(_synonyms(label) & _synonyms(name) for label, name in zip(labels, model_labels, strict=True))
+    if (ordered or numbers) and is_offset_known and names_agree:
+        return {"id": [offset + position for position in positions]}
+    if offset == 0 and numbers is not None:
+        return {"number": numbers, "place": positions}
     if not is_unnamed or not ordered:
         return {}
     if list(labels) != sorted(labels):
-        return {"place": places}
+        return {"place": positions}
 
-    def natural_key(place: int) -> list[str | int]:
-        """Return what timm sorts class folders by: 2 before 10, upper case like lower case."""
-        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", labels[place].casefold())]
+    def natural_key(position: int) -> list[str | int]:
+        """Return timm's sort key of class folders: 2 before 10, upper case equal to lower case."""
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", labels[position].casefold())]
 
-    by_nature = sorted(places, key=natural_key)
-    return {"place": places, "natural": [by_nature.index(place) for place in places]}
+    natural_order = sorted(positions, key=natural_key)
+    return {"place": positions, "natural": [natural_order.index(position) for position in positions]}
 
 
-def _imagenet(id2label: Mapping[int, str]) -> Mapping[str, int]:
-    """Return the class of each of ImageNet-1k's wnids; of none if these aren't its classes, after a background or not."""
+def _wnid_classes(id2label: Mapping[int, str]) -> Mapping[str, int]:
+    """Map ImageNet-1k's wnids to the model's classes; empty if its classes aren't ImageNet's, with or without a background."""
     wnids = WNIDS.read_text(encoding="utf-8").split()
-    first = len(id2label) - len(wnids)
-    if first not in (0, 1) or sorted(id2label) != list(range(len(id2label))):
+    offset = len(id2label) - len(wnids)
+    if offset not in (0, 1) or sorted(id2label) != list(range(len(id2label))):
         return {}
-    is_background = first == 0 or BACKGROUND in _synonyms(id2label[0])
-    if is_background and FIRST in _synonyms(id2label[first]) and LAST & _synonyms(id2label[len(id2label) - 1]):
-        return {wnid: index for index, wnid in enumerate(wnids, start=first)}
+    is_valid = offset == 0 or BACKGROUND in _synonyms(id2label[0])
+    if is_valid and FIRST_NAME in _synonyms(id2label[offset]) and LAST_NAMES & _synonyms(id2label[len(id2label) - 1]):
+        return {wnid: index for index, wnid in enumerate(wnids, start=offset)}
     return {}
 
 
-def _by_names(labels: Sequence[str], id2label: Mapping[int, str]) -> tuple[LabelMatch, ...]:
-    """Match each label by the first rule with a single hit."""
+def _match_by_name(labels: Sequence[str], id2label: Mapping[int, str]) -> tuple[LabelMatch, ...]:
+    """Match each label by the first rule with exactly one candidate."""
     exact, normalised, synonyms = (defaultdict[str, set[int]](set) for _ in range(3))
     for index, name in id2label.items():
         exact[name].add(index)
-        normalised[_normalised(name)].add(index)
+        normalised[_normalise(name)].add(index)
         for synonym in _synonyms(name):
             synonyms[synonym].add(index)
-    wnids = _imagenet(id2label) if any(WNID.fullmatch(label.strip()) for label in labels) else {}
+    wnids = _wnid_classes(id2label) if any(WNID.fullmatch(label.strip()) for label in labels) else {}
 
-    def full_name(label: str) -> tuple[MatchRule, int] | None:
+    def first_single_match(label: str) -> tuple[MatchRule, int] | None:
         rules: tuple[tuple[MatchRule, set[int]], ...] = (
             ("name", exact.get(label, set())),
-            ("normalised name", normalised.get(_normalised(label), set())),
+            ("normalised name", normalised.get(_normalise(label), set())),
             ("normalised name", set[int]().union(*(synonyms.get(synonym, ()) for synonym in _synonyms(label)))),
             ("wnid", {wnids[label.strip()]} if label.strip() in wnids else set()),
         )
-        return next(((rule, min(hits)) for rule, hits in rules if len(hits) == 1), None)
+        return next(((rule, min(candidates)) for rule, candidates in rules if len(candidates) == 1), None)
 
     matches: list[LabelMatch] = []
     for label in labels:
-        if (hit := full_name(label)) is None:
+        if (result := first_single_match(label)) is None:
             matches.append(LabelMatch(dataset_label=label, model_id=None, model_label=None, rule="unmapped"))
         else:
-            matches.append(_match(label, hit[1], id2label, hit[0]))
+            matches.append(_match(label, result[1], id2label, result[0]))
     return tuple(matches)

@@ -1,4 +1,4 @@
-"""Models: an image classifier and its image processor, from the Hub, a folder or the references, and its device."""
+"""Image classifiers and their image processors from the Hub, a folder or the references; and the device to run on."""
 
 import json
 import math
@@ -26,22 +26,22 @@ from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import check_timm, is_timm, make_plain_, processor_of_timm, settled
 
 WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
-# What a saved model and exported files have besides: transformers may take their int8 weights for floats.
-OURS = ("recipe.json", "layers.json")
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-# What a clone without Git LFS holds in place of a large file.
-LFS = b"version https://git-lfs"
-# As safetensors calls them.
-HALVES = {"BF16": "bfloat16", "F16": "float16"}
+# Files of this package's saved and exported models, whose int8 weights transformers may read as floats.
+OUTPUT_FILES = ("recipe.json", "layers.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+PICKLE_EXTENSIONS = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+# The start of the pointer file that a clone without Git LFS holds in place of a large file.
+LFS_HEADER = b"version https://git-lfs"
+# Half-precision dtypes by their safetensors names.
+HALF_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A classifier in eval mode and float32 on its device.
 
-    `source` is the requested name, of a folder its absolute path; `revision` the Hub commit, None for a folder. `note` tells
-    the results' readers that weights are stored in fewer bits.
+    `source` is the requested name, or the absolute path of a folder; `revision` is the Hub commit, or None for a folder.
+    `note`, for readers of the results, is set if the weights are stored in fewer bits.
     """
 
     model: nn.Module
@@ -55,12 +55,12 @@ class LoadedModel:
 def load_model(
     name: str, *, revision: str | None = None, device: str = "cpu", progress: Progress = silent
 ) -> LoadedModel:
-    """Return the image classifier `name`: a Hub id, a local folder, or reference:vit|deit|swin|resnet.
+    """Load the image classifier `name`: a Hub id, a local folder, or reference:vit|deit|swin|resnet.
 
-    Weights come from safetensors only, images are processed by Pillow, and no code of the model's own is run.
+    Weights come from safetensors only, Pillow processes the images, and no code from the model repository is run.
 
     Raises:
-        AcquisitionError: the model can't be had, is no image classifier, or its weights are incomplete or not finite.
+        AcquisitionError: the model can't be fetched, is no image classifier, or its weights are incomplete or not finite.
     """
     with quiet():
         if name.startswith(PREFIX):
@@ -83,22 +83,22 @@ def load_model(
         source=str(folder) if is_local(name) else name,
         revision=commit,
         architecture=type(model).__name__,
-        note=_stored_note(files),
+        note=_precision_note(files),
     )
 
 
 def _read_config(folder: Path, name: str) -> Any:
-    """Return the configuration of an image classifier of transformers, with a name for every class."""
-    if any((folder / file).exists() for file in OURS):
+    """Return the configuration of a transformers image classifier, with a name for every class."""
+    if any((folder / file).exists() for file in OUTPUT_FILES):
         raise AcquisitionError(f"model {name!r} was written by profiling-agent: give the model that it was made from")
     if not (folder / "config.json").exists():
         raise AcquisitionError(f"model {name!r} has no config.json: give an ordinary Hugging Face model folder or id")
     with library_errors(f"model {name!r} has a config.json that is damaged, or can't be read: "):
         fields: dict[str, Any] = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     _check_kind(fields, name)
-    refusal = f"model {name!r} has a config.json that can't be used, "
+    problem_start = f"model {name!r} has a config.json that can't be used, "
     advice = ": correct it, or save the model again"
-    with library_errors(refusal, advice):
+    with library_errors(problem_start, advice):
         if is_timm(fields):
 
             def refuse(problem: str) -> AcquisitionError:
@@ -109,24 +109,24 @@ def _read_config(folder: Path, name: str) -> Any:
             config: Any = TimmWrapperConfig.from_dict(fields)
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    names = config.id2label
-    if not names or not all(isinstance(label, str) for label in names.values()):
-        raise AcquisitionError(f"{refusal}it has no names of classes (id2label){advice}")
-    if len(names) < 2:
+    class_names = config.id2label
+    if not class_names or not all(isinstance(label, str) for label in class_names.values()):
+        raise AcquisitionError(f"{problem_start}it has no names of classes (id2label){advice}")
+    if len(class_names) < 2:
         raise AcquisitionError(
-            f"model {name!r} has one output ({next(iter(names.values()))!r}), whose answer is the same for every image: "
+            f"model {name!r} has one output ({next(iter(class_names.values()))!r}), whose answer is the same for every image: "
             "give a classifier with an output for each of two classes or more"
         )
-    # Labels of a data set become these numbers, and are compared with the places of logits.
-    if set(names) != set(range(len(names))):
+    # Labels of a data set become these numbers, and are compared with the indices of logits.
+    if set(class_names) != set(range(len(class_names))):
         raise AcquisitionError(
-            f"{refusal}its {len(names)} names of classes (id2label) aren't numbered from 0 to {len(names) - 1}{advice}"
+            f"{problem_start}its {len(class_names)} names of classes (id2label) aren't numbered from 0 to {len(class_names) - 1}{advice}"
         )
     return config
 
 
 def _check_kind(fields: dict[str, Any], name: str) -> None:
-    """Refuse what isn't an unquantized image classifier that transformers itself implements."""
+    """Reject any model but an unquantized image classifier that transformers itself implements."""
     if fields.get("quantization_config") is not None:
         raise AcquisitionError(
             f"model {name!r} is quantized already (quantization_config): give the one it was made from"
@@ -153,7 +153,7 @@ def _check_kind(fields: dict[str, Any], name: str) -> None:
 
 
 def _weight_files(folder: Path, name: str, commit: str | None) -> list[Path]:
-    """Return the safetensors files of a model; AcquisitionError if there are none, or if they aren't in its folder."""
+    """Return the safetensors files of a model; AcquisitionError if there are none, or if they are outside its folder."""
     if (folder / ADAPTER).exists():
         raise AcquisitionError(
             f"model {name!r} is an adapter of another ({ADAPTER}): merge it into its base model, and save that"
@@ -166,22 +166,22 @@ def _weight_files(folder: Path, name: str, commit: str | None) -> list[Path]:
         if file.parent != folder or file.suffix != ".safetensors":
             raise AcquisitionError(f"model {name!r} has a {INDEX} that names {str(file)!r}, which is no safetensors file in its folder")  # fmt: skip
         if not file.exists():
-            raise _without_weights(folder, name, commit, file.name)
+            raise _missing_weights_error(folder, name, commit, file.name)
         with file.open("rb") as stream:
-            if stream.read(len(LFS)) == LFS:
+            if stream.read(len(LFS_HEADER)) == LFS_HEADER:
                 raise AcquisitionError(
                     f"model {name!r} has a {file.name} that only points to its weights (Git LFS): fetch them with `git lfs pull`"
                 )
     return files
 
 
-def _without_weights(folder: Path, name: str, commit: str | None, missing: str) -> AcquisitionError:
-    """Return why there are no weights: on the Hub or in the folder there may be a pickle, which isn't fetched."""
+def _missing_weights_error(folder: Path, name: str, commit: str | None, missing: str) -> AcquisitionError:
+    """Build the error for missing weights; it names a pickle in the folder or on the Hub, without fetching it."""
     files = [path.name for path in folder.iterdir()]
-    if commit and not any(file.endswith(PICKLES) for file in files):
+    if commit and not any(file.endswith(PICKLE_EXTENSIONS) for file in files):
         with hub_errors("model", name, commit):
             files = HfApi().list_repo_files(name, revision=commit)
-    if pickles := sorted(file for file in files if file.endswith(PICKLES)):
+    if pickles := sorted(file for file in files if file.endswith(PICKLE_EXTENSIONS)):
         reason = f"its weights only as pickle ({pickles[0]!r}), which is never loaded: convert them to safetensors"
     else:
         reason = f"no weights: {missing} is missing"
@@ -216,11 +216,11 @@ def _read_weights(folder: Path, name: str, config: Any, file: str) -> nn.Module:
 
 
 def _check_shapes(name: str, config: Any, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-    """Refuse weights of other shapes than config.json has; each is a tensor's name, its shape in the file and in the config."""
-    if not (wrong := sorted((key, tuple(stored), tuple(built)) for key, stored, built in mismatched)):
+    """Reject weights whose shapes differ from config.json; `mismatched` holds (tensor name, shape in the file, shape by the config)."""
+    if not (mismatches := sorted((key, tuple(stored), tuple(built)) for key, stored, built in mismatched)):
         return
-    (key, stored, built), num_names = wrong[0], len(config.id2label)
-    if all(by_config[:1] == (num_names,) for _, _, by_config in wrong):
+    (key, stored, built), num_names = mismatches[0], len(config.id2label)
+    if all(built_shape[:1] == (num_names,) for _, _, built_shape in mismatches):
         field, advice = ("id2label; 2 where it has none", "name each of these in id2label")
         if config.model_type == TIMM:
             field, advice = ("num_classes", "correct it there, in label_names too")
@@ -229,53 +229,53 @@ def _check_shapes(name: str, config: Any, mismatched: Iterable[tuple[str, Sequen
         )
     raise AcquisitionError(
         f"model {name!r} has weights that aren't its config.json's: {key!r} has the shape {stored}, {built} by the config, and "
-        f"{len(wrong) - 1} more differ: take both from one checkpoint"
+        f"{len(mismatches) - 1} more differ: take both from one checkpoint"
     )
 
 
 def _read_processor(folder: Path, name: str, config: Any) -> Any:
-    is_there = any((folder / file).exists() for file in PROCESSORS)
-    if not is_there and (how := getattr(config, "pretrained_cfg", None)):
+    has_processor = any((folder / file).exists() for file in PROCESSOR_FILES)
+    if not has_processor and (timm_config := getattr(config, "pretrained_cfg", None)):
 
         def refuse(problem: str) -> AcquisitionError:
             start = f"model {name!r} prepares images in a way that isn't done here"
             return AcquisitionError(f"{start} ({problem}): save an image processor into its folder")
 
-        return processor_of_timm(how, refuse)
-    before = f"model {name!r} has no image processor that can be used, as its preprocessor_config.json "
-    after = ": save the processor that it was trained with into its folder"
-    if not is_there:
-        raise AcquisitionError(f"{before}is missing{after}")
-    with library_errors(f"{before}is wrong, ", after):
+        return processor_of_timm(timm_config, refuse)
+    prefix = f"model {name!r} has no image processor that can be used, as its preprocessor_config.json "
+    advice = ": save the processor that it was trained with into its folder"
+    if not has_processor:
+        raise AcquisitionError(f"{prefix}is missing{advice}")
+    with library_errors(f"{prefix}is wrong, ", advice):
         return AutoImageProcessor.from_pretrained(
             folder,
-            # By default it looks into a config of timm's first.
-            image_processor_filename=PROCESSORS[0],
+            # By default it first looks into a timm config.
+            image_processor_filename=PROCESSOR_FILES[0],
             backend="pil",
             trust_remote_code=False,
             local_files_only=True,
         )
 
 
-def _stored_note(files: Iterable[Path]) -> str | None:
-    """Return a line for a checkpoint in half precision: it is compared with float32, of twice the bytes."""
-    numbers = Counter[str]()
+def _precision_note(files: Iterable[Path]) -> str | None:
+    """Return a note for a checkpoint in half precision, since its sizes are compared with float32, of twice the bytes."""
+    counts = Counter[str]()
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 (no mapping)
                 tensor = opened.get_slice(key)
-                numbers[tensor.get_dtype()] += math.prod(tensor.get_shape())
-    stored, num_stored = max(numbers.items(), key=lambda each: each[1], default=("", 0))
-    if stored not in HALVES:
+                counts[tensor.get_dtype()] += math.prod(tensor.get_shape())
+    dtype, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
+    if dtype not in HALF_DTYPES:
         return None
     return (
-        f"the weights are stored in {HALVES[stored]}, {2 * num_stored / 1e6:.3g} MB: the baseline is float32, of twice that, and all sizes and "
+        f"the weights are stored in {HALF_DTYPES[dtype]}, {2 * count / 1e6:.3g} MB: the baseline is float32, of twice that, and all sizes and "
         "speeds are compared with that"
     )
 
 
 def resolve_device(name: str) -> Literal["cpu", "cuda"]:
-    """Return `cpu` or `cuda` for `auto`, `cpu` or `cuda`; `auto` is the CPU, where more has been tested.
+    """Resolve `auto`, `cpu` or `cuda` to a device; `auto` is the CPU, which is better tested.
 
     Raises:
         RequestError: CUDA was requested and this machine has none, or the name is another one.
@@ -288,7 +288,7 @@ def resolve_device(name: str) -> Literal["cpu", "cuda"]:
 
 
 def device_note(name: str, *, has_cuda: bool) -> str | None:
-    """Return a line if `auto` left a CUDA device unused, else None."""
+    """Return a note if `auto` left a CUDA device unused, else None."""
     if name != "auto" or not has_cuda:
         return None
     return "a CUDA device is there and was left alone, as nothing was measured on one yet: --device cuda asks for it"

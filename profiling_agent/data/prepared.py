@@ -1,8 +1,8 @@
-"""Prepared images: decoded and processed once, then read in batches by every process of a run. Importing this imports no torch.
+"""Prepared images: decoded and processed once, then read in batches by every process of a run; imports torch only on use.
 
-`pixels.npy` holds a shard's pixel values, (n, channels, height, width), and is mapped into memory. Of 8-bit images these are
-256 values a channel: each is stored as one byte, and `labels.safetensors` has the table that turns it back, bit for bit.
-Where that can't be undone, as is checked on every pixel, the file holds float32.
+`pixels.npy` holds a shard's pixel values, (n, channels, height, width), and is memory-mapped. Pixel values of 8-bit images
+take at most 256 values a channel: each is stored as one byte, and `labels.safetensors` has the table that decodes it
+bit for bit. Every pixel is checked; if one can't be decoded, the file holds float32.
 """
 
 from bisect import bisect_right
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 
 PIXELS, LABELS = "pixels.npy", "labels.safetensors"
-# Decoded and processed at once: so many images of so many pixels, or one. Four photographs of twelve megapixels have 192 MB,
-# and a processor makes copies.
-BATCH, BATCH_PIXELS = 32, 50_000_000
+# The images decoded and processed at once, at least one. Four photographs of 12 megapixels take 192 MB, and processors copy.
+MAX_BATCH_IMAGES, MAX_BATCH_PIXELS = 32, 50_000_000
 NUM_CODES = 256
 
 Pixels = NDArray[np.float32]
@@ -38,11 +37,11 @@ Labels = NDArray[np.int64]
 
 
 class _UncodableError(Exception):
-    """Pixel values that aren't one of 256 a channel."""
+    """Pixel values with more than 256 distinct values in a channel."""
 
 
-class _Codes:
-    """Pixel values as one byte each. The processor's settings suggest a byte; what it means is learned, and checked."""
+class _ByteCodec:
+    """Pixel values as one byte each: the processor's settings suggest the byte, and the decoding table is filled and checked."""
 
     def __init__(self, processor: Any) -> None:
         self._factor = getattr(processor, "rescale_factor", 1.0) if getattr(processor, "do_rescale", False) else 1.0
@@ -52,35 +51,35 @@ class _Codes:
         self.table: Pixels | None = None
 
     def encode(self, values: Pixels) -> NDArray[np.uint8]:
-        """Return one byte a value; _UncodableError where that can't be undone."""
+        """Encode each value as one byte; _UncodableError if decoding does not give it back."""
         channels = range(values.shape[1])
         try:
             mean, deviation = (
-                np.broadcast_to(np.asarray(each, np.float32), (len(channels),))[:, None, None]
-                for each in (self._mean, self._deviation)
+                np.broadcast_to(np.asarray(setting, np.float32), (len(channels),))[:, None, None]
+                for setting in (self._mean, self._deviation)
             )
             with np.errstate(all="ignore"):
-                guessed = np.rint((values * deviation + mean) / np.float32(self._factor))
+                estimates = np.rint((values * deviation + mean) / np.float32(self._factor))
         except (TypeError, ValueError) as error:
             raise _UncodableError from error
-        if not np.isfinite(guessed).all():
+        if not np.isfinite(estimates).all():
             raise _UncodableError
-        codes = guessed.clip(0, NUM_CODES - 1).astype(np.uint8)
-        known = self.table if self.table is not None else np.full((len(channels), NUM_CODES), np.nan, np.float32)
-        learned = known.copy()
+        codes = estimates.clip(0, NUM_CODES - 1).astype(np.uint8)
+        table = self.table if self.table is not None else np.full((len(channels), NUM_CODES), np.nan, np.float32)
+        extended = table.copy()
         for channel in channels:
-            learned[channel][codes[:, channel]] = values[:, channel]
-        self.table = np.where(np.isnan(known), learned, known)
+            extended[channel][codes[:, channel]] = values[:, channel]
+        self.table = np.where(np.isnan(table), extended, table)
         for channel in channels:
             decoded = self.table[channel][codes[:, channel]]
-            # As bits: a zero has two signs.
+            # Compared as bits, since zero has two signs.
             if not np.array_equal(decoded.view(np.uint32), np.ascontiguousarray(values[:, channel]).view(np.uint32)):
                 raise _UncodableError
         return codes
 
 
 def in_its_channels(image: "Image", processor: Any) -> "Image":
-    """Return an RGB image as a processor takes it: gray where its `image_mean` is of one channel."""
+    """Convert an RGB image to the processor's channels: to gray if its `image_mean` has one channel."""
     mean = getattr(processor, "image_mean", None)
     return image.convert("L") if isinstance(mean, list | tuple) and len(mean) == 1 else image
 
@@ -88,39 +87,39 @@ def in_its_channels(image: "Image", processor: Any) -> "Image":
 def write_prepared(
     folder: Path, split: "SplitImages", rows: range, processor: Any, *, progress: Progress = silent
 ) -> tuple[tuple[int, ...], str]:
-    """Write what `processor` makes of these images into `folder`, with their labels; return the array's shape and dtype.
+    """Process these images and write them into `folder`, with their labels; return the array's shape and dtype.
 
     Raises:
         ArtifactError: the processor refuses an image, or gives images of different shapes.
         CorruptImageError: an image can't be decoded.
         OSError: the file can't be written.
     """
-    codes = _Codes(processor)
+    codec = _ByteCodec(processor)
     try:
-        shape = _write(folder / PIXELS, split, rows, processor, codes, progress)
-        table = codes.table
+        shape = _write_pixels(folder / PIXELS, split, rows, processor, codec, progress)
+        table = codec.table
     except _UncodableError:
-        shape, table = _write(folder / PIXELS, split, rows, processor, None, progress), None
+        shape, table = _write_pixels(folder / PIXELS, split, rows, processor, None, progress), None
     labels = np.ascontiguousarray(split.labels[rows.start : rows.stop])
     tables = {} if table is None else {"table": np.nan_to_num(table)}
     write_bytes(folder / LABELS, save({"labels": labels} | tables))
     return shape, "float32" if table is None else "uint8"
 
 
-def _write(
-    path: Path, split: "SplitImages", rows: range, processor: Any, codes: _Codes | None, progress: Progress
+def _write_pixels(
+    path: Path, split: "SplitImages", rows: range, processor: Any, codec: _ByteCodec | None, progress: Progress
 ) -> tuple[int, ...]:
     """Write the array batch by batch: on a full disk, writing into mapped memory would kill the process."""
     shape: tuple[int, ...] | None = None
     with replacing(path) as stream:
         done = 0
         for values in processed_batches(split, rows, processor):
-            encoded = values if codes is None else codes.encode(values)
+            encoded = values if codec is None else codec.encode(values)
             if shape is None:
                 shape = (len(rows), *values.shape[1:])
-                kind = np.lib.format.dtype_to_descr(encoded.dtype)
-                described = {"descr": kind, "fortran_order": False, "shape": shape}
-                np.lib.format.write_array_header_1_0(stream, described)
+                dtype = np.lib.format.dtype_to_descr(encoded.dtype)
+                header = {"descr": dtype, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(stream, header)
             if values.shape[1:] != shape[1:]:
                 raise ArtifactError(
                     f"the model's image processor gives images of the shapes {shape[1:]!r} and {values.shape[1:]!r}: "
@@ -134,20 +133,20 @@ def _write(
 
 
 def processed_batches(split: "SplitImages", rows: range, processor: Any) -> Iterator[Pixels]:
-    """Yield the rows' pixel values, in their order, of as many images as may be decoded at once."""
+    """Yield the pixel values of the rows, in order, in batches of as many images as may be decoded at once."""
     images: list[Image] = []
     for row in rows:
         image = in_its_channels(split.image(row), processor)
-        num_pixels = sum(each.width * each.height for each in (*images, image))
-        if images and (len(images) == BATCH or num_pixels > BATCH_PIXELS):
-            values = _processed(images, range(row - len(images), row), processor)
+        num_pixels = sum(decoded.width * decoded.height for decoded in (*images, image))
+        if images and (len(images) == MAX_BATCH_IMAGES or num_pixels > MAX_BATCH_PIXELS):
+            values = _process(images, range(row - len(images), row), processor)
             images.clear()
             yield values
         images.append(image)
-    yield _processed(images, range(rows.stop - len(images), rows.stop), processor)
+    yield _process(images, range(rows.stop - len(images), rows.stop), processor)
 
 
-def _processed(images: "Sequence[Image]", rows: range, processor: Any) -> Pixels:
+def _process(images: "Sequence[Image]", rows: range, processor: Any) -> Pixels:
     try:
         values = np.asarray(processor(images=images, return_tensors="np")["pixel_values"], np.float32)
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -163,7 +162,7 @@ def _processed(images: "Sequence[Image]", rows: range, processor: Any) -> Pixels
 
 
 def _open_shard(folder: Path) -> tuple[NDArray[np.uint8] | Pixels, Labels, Pixels | None]:
-    """Return a shard's pixels, labels, and table of values where pixels are bytes; ArtifactError if it is damaged."""
+    """Return a shard's pixels, labels, and the decoding table if pixels are bytes; ArtifactError if it is damaged."""
     try:
         pixels = np.load(folder / PIXELS, mmap_mode="r", allow_pickle=False)
         arrays = load_file(folder / LABELS)
@@ -177,10 +176,10 @@ def _open_shard(folder: Path) -> tuple[NDArray[np.uint8] | Pixels, Labels, Pixel
 
 
 class PreparedImages:
-    """The images of some shards, one shard after the other; pixels are read from disk on request."""
+    """The images of several shards, one shard after the other; pixels are read from disk on request."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Open what `write_prepared` wrote into these folders; ArtifactError if it is damaged, or shapes differ."""
+        """Open folders written by `write_prepared`; ArtifactError if one is damaged, or shapes differ."""
         self._shards = [_open_shard(folder) for folder in folders]
         shapes = {pixels.shape[1:] for pixels, _, _ in self._shards}
         if len(shapes) > 1:
@@ -196,20 +195,20 @@ class PreparedImages:
         return np.concatenate([np.empty(0, np.int64), *(labels for _, labels, _ in self._shards)])
 
     def pixel_values(self, rows: Sequence[int]) -> Pixels:
-        """Return images by their numbers, (n, channels, height, width), as the model takes them; at least one."""
+        """Return the images at `rows`, at least one, as the model takes them: (n, channels, height, width)."""
         values = np.empty((len(rows), *self._shards[0][0].shape[1:]), np.float32)
-        for place, row in enumerate(rows):
-            number = bisect_right(self._starts, row) - 1
-            (pixels, _, table), row_of_shard = self._shards[number], row - self._starts[number]
+        for index, row in enumerate(rows):
+            shard = bisect_right(self._starts, row) - 1
+            (pixels, _, table), shard_row = self._shards[shard], row - self._starts[shard]
             if table is None:
-                values[place] = pixels[row_of_shard]
+                values[index] = pixels[shard_row]
             else:
                 for channel, channel_values in enumerate(table):
-                    channel_values.take(pixels[row_of_shard, channel], out=values[place, channel], mode="clip")
+                    channel_values.take(pixels[shard_row, channel], out=values[index, channel], mode="clip")
         return values
 
     def batches(self, batch_size: int, *, limit: int | None = None) -> Iterator[tuple[Pixels, Labels]]:
-        """Yield pixel values and labels in order, with `limit` only of so many images; the last batch may be short."""
+        """Yield pixel values and labels in order, of at most `limit` images; the last batch may be smaller."""
         labels, end = self.labels, len(self) if limit is None else min(limit, len(self))
         for start in range(0, end, batch_size):
             rows = range(start, min(start + batch_size, end))
@@ -227,12 +226,12 @@ def iter_batches(
 
 
 def shuffled_batches(images: PreparedImages, *, batch_size: int, seed: int) -> "Callable[[int], Iterator[Tensor]]":
-    """Return a function of an epoch's number: pixel_values, float32 (b, c, h, w), every image once, in a seeded order."""
+    """Return a function of the epoch that yields pixel_values, float32 (b, c, h, w): every image once, in a seeded order."""
     import torch
 
-    def epoch_of(epoch: int) -> "Iterator[Tensor]":
+    def epoch_batches(epoch: int) -> "Iterator[Tensor]":
         order = np.random.default_rng([seed, epoch]).permutation(len(images)).tolist()
         for start in range(0, len(order), batch_size):
             yield torch.from_numpy(images.pixel_values(order[start : start + batch_size]))
 
-    return epoch_of
+    return epoch_batches

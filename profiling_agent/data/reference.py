@@ -1,4 +1,4 @@
-"""The embedded default: real handwritten digits, and four small classifiers trained on them on first use in half a minute."""
+"""Reference data set and models: handwritten digits, and four small classifiers trained on first use in half a minute."""
 
 import hashlib
 import io
@@ -36,13 +36,13 @@ from profiling_agent.lib.third_party import quiet
 
 PREFIX = "reference:"
 DIGITS = "reference:digits"
-# Of 1797 images, 1000 are kept for testing: half to search on, half for the verdict.
+# Of 1797 images, the other 1000 are for testing: half to search on, half for the verdict.
 NUM_TRAIN = 797
 DIGITS_VERSION = 1
 MIN_TOP1 = 0.95
 BRIGHTEST = 16
 
-# Part of the cache's key: raise it when the training below changes, so that everyone trains anew.
+# Part of the cache's key: raise it when the training below changes, so that cached models are retrained.
 TRAINING_VERSION = 2
 CLASSES = tuple(str(digit) for digit in range(10))
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {
@@ -55,7 +55,7 @@ ARCHITECTURES: dict[str, tuple[Any, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecipe:
-    """One classifier and its training: `image_size` in pixels, shifts and scales as fractions, rotations in degrees."""
+    """One classifier and its training: `image_size` in pixels, shift and scale as fractions, rotation in degrees."""
 
     family: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -83,13 +83,13 @@ class TrainingRecipe:
         names = {"id2label": dict(enumerate(CLASSES)), "label2id": {name: i for i, name in enumerate(CLASSES)}}
         model = model_type(config_type(num_channels=3, **self.config, **names))
         for name, parameter in model.named_parameters():
-            # DeiT's start at zero, and it takes half of so short a training until patches differ by their place.
+            # DeiT's start at zero, and would take half of this short training until patches differ by their position.
             if name.endswith(("position_embeddings", "_token")) and not parameter.any():
                 nn.init.trunc_normal_(parameter, std=model.config.initializer_range)
         return model
 
 
-# The libraries' default of 0.02 suits widths near 768; at these widths it costs hundreds of steps to grow out of.
+# The libraries' default initializer_range of 0.02 suits widths near 768; at these widths it costs hundreds of steps.
 TRANSFORMER = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512,
                "image_size": 16, "patch_size": 4, "initializer_range": 0.08}  # fmt: skip
 RECIPES = {
@@ -115,25 +115,25 @@ RECIPES = {
     ),
 }  # fmt: skip
 
-# About fifty steps of memory: smooths the last steps of a run of several hundred.
+# An average over about fifty steps, the last ones of a run of several hundred.
 EMA_DECAY = 0.98
 MAX_GRADIENT_NORM = 1.0
-# The usual 0.999 remembers longer than these runs last.
+# The usual beta2 of 0.999 averages over more steps than these runs have.
 BETAS = (0.9, 0.95)
 
 
 def distort(images: Tensor, recipe: TrainingRecipe, generator: torch.Generator) -> Tensor:
-    """Return each image (b, c, h, w) shifted, scaled and rotated at random, its border repeated outwards."""
+    """Shift, scale and rotate each image (b, c, h, w) at random; its border is repeated outwards."""
 
-    def spread(width: float) -> Tensor:
+    def uniform(width: float) -> Tensor:
         return (torch.rand(len(images), generator=generator) * 2 - 1) * width
 
-    angle, size = spread(math.radians(recipe.rotation)), 1 + spread(recipe.scale)
-    # The grid spans [-1, 1], so a fraction of the image is twice as much there.
-    across, down = spread(2 * recipe.shift), spread(2 * recipe.shift)
+    angle, size = uniform(math.radians(recipe.rotation)), 1 + uniform(recipe.scale)
+    # The grid spans [-1, 1], so a fraction of the image is twice as large there.
+    across, down = uniform(2 * recipe.shift), uniform(2 * recipe.shift)
     cosine, sine = size * angle.cos(), size * angle.sin()
-    rows = torch.stack([torch.stack([cosine, -sine, across], 1), torch.stack([sine, cosine, down], 1)], 1)
-    grid = F.affine_grid(rows, list(images.shape), align_corners=False)
+    matrices = torch.stack([torch.stack([cosine, -sine, across], 1), torch.stack([sine, cosine, down], 1)], 1)
+    grid = F.affine_grid(matrices, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, align_corners=False, padding_mode="border")
 
 
@@ -166,16 +166,16 @@ def _fit(model: Any, recipe: TrainingRecipe, images: Tensor, labels: Tensor, pro
 
 
 def train(recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
-    """Return the trained classifier in eval mode, the running average of its weights.
+    """Train the classifier and return it in eval mode, with the running average of its weights.
 
     Args:
-        recipe: what to build and how to train it.
+        recipe: the classifier and its training.
         images: pixel values as the model takes them, float32 (n, 3, h, w).
         labels: class ids, int64 (n,).
         progress: called after every step.
     """
     num_threads = torch.get_num_threads()
-    # Sums don't depend on the number of cores then, and at these sizes a second thread gains little.
+    # Makes sums independent of the number of cores; at these sizes a second thread gains little.
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -186,36 +186,34 @@ def train(recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Prog
 
 
 def accuracy(model: Any, images: Tensor, labels: Tensor) -> float:
-    """Return the fraction of images that the model gets right."""
+    """Return the fraction of images that the model classifies correctly."""
     with torch.inference_mode():
-        answers = torch.cat([model(pixel_values=batch).logits.argmax(1) for batch in images.split(128)])
-    return float((answers == labels).float().mean())
+        predicted = torch.cat([model(pixel_values=batch).logits.argmax(1) for batch in images.split(128)])
+    return float((predicted == labels).float().mean())
 
 
 def _write_digits(folder: Path) -> None:
-    # It takes seconds to import, once on a machine.
+    # Importing sklearn takes seconds, and is needed once on a machine.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
-    def png(digit: Any) -> bytes:
+    def encode_png(digit: Any) -> bytes:
         stream = io.BytesIO()
         Image.fromarray(np.rint(digit * (255 / BRIGHTEST)).astype(np.uint8)).save(stream, "PNG")
         return stream.getvalue()
 
-    bundled: Any = load_digits()
-    rows = train_test_split(
-        np.arange(len(bundled.target)), train_size=NUM_TRAIN, stratify=bundled.target, random_state=0
-    )
+    digits: Any = load_digits()
+    rows = train_test_split(np.arange(len(digits.target)), train_size=NUM_TRAIN, stratify=digits.target, random_state=0)
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))})
     (folder / "data").mkdir()
     for split, members in zip(("train", "test"), rows, strict=True):
         columns = {
-            "image": [{"bytes": png(bundled.images[row]), "path": None} for row in members],
-            "label": [int(bundled.target[row]) for row in members],
+            "image": [{"bytes": encode_png(digits.images[row]), "path": None} for row in members],
+            "label": [int(digits.target[row]) for row in members],
         }
         with quiet():
-            made = datasets.Dataset.from_dict(columns, features=features)
-            made.to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
+            dataset = datasets.Dataset.from_dict(columns, features=features)
+            dataset.to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
 
 
 def reference_dataset(progress: Progress = silent) -> Path:
@@ -224,17 +222,17 @@ def reference_dataset(progress: Progress = silent) -> Path:
     return cached(f"digits-{DIGITS_VERSION}", _write_digits)
 
 
-def _pixels(split: str, processor: Any, progress: Progress) -> tuple[torch.Tensor, torch.Tensor]:
+def _load_split(split: str, processor: Any, progress: Progress) -> tuple[torch.Tensor, torch.Tensor]:
     rows = pq.read_table(reference_dataset(progress) / "data" / f"{split}-00000-of-00001.parquet")
     images = [decode_rgb(cell["bytes"]) for cell in rows["image"].to_pylist()]
     return processor(images=images, return_tensors="pt")["pixel_values"], torch.tensor(rows["label"].to_pylist())
 
 
-def _train_into(folder: Path, recipe: TrainingRecipe, progress: Progress) -> None:
-    side = {"height": recipe.image_size, "width": recipe.image_size}
-    processor = ViTImageProcessorPil(size=side, image_mean=[0.5] * 3, image_std=[0.5] * 3)
-    model: Any = train(recipe, *_pixels("train", processor, progress), progress)
-    top1 = accuracy(model, *_pixels("test", processor, progress))
+def _train_and_save(folder: Path, recipe: TrainingRecipe, progress: Progress) -> None:
+    size = {"height": recipe.image_size, "width": recipe.image_size}
+    processor = ViTImageProcessorPil(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    model: Any = train(recipe, *_load_split("train", processor, progress), progress)
+    top1 = accuracy(model, *_load_split("test", processor, progress))
     if top1 < MIN_TOP1:
         raise AcquisitionError(
             f"reference:{recipe.family} was trained to {top1:.3f} top-1, below {MIN_TOP1}: this installation "
@@ -246,9 +244,9 @@ def _train_into(folder: Path, recipe: TrainingRecipe, progress: Progress) -> Non
 
 
 def reference_model(name: str, progress: Progress = silent) -> Path:
-    """Return the folder of a reference model, trained on first use; AcquisitionError if it is unknown or didn't learn."""
+    """Return the folder of a reference model, trained on first use; AcquisitionError if unknown, or below MIN_TOP1."""
     recipe = RECIPES.get(name.removeprefix(PREFIX))
     if recipe is None:
-        known = ", ".join(f"{PREFIX}{family}" for family in RECIPES)
-        raise AcquisitionError(f"there is no reference model {name!r}: use one of {known}")
-    return cached(f"{recipe.family}-{recipe.key}", lambda folder: _train_into(folder, recipe, progress))
+        names = ", ".join(f"{PREFIX}{family}" for family in RECIPES)
+        raise AcquisitionError(f"there is no reference model {name!r}: use one of {names}")
+    return cached(f"{recipe.family}-{recipe.key}", lambda folder: _train_and_save(folder, recipe, progress))

@@ -1,1 +1,1 @@
-"""Export: a model leaves its run as plain files, ONNX or a Hugging Face folder, is picked among the candidates, or is pushed to the Hub."""
+"""Export of models to ONNX, OpenVINO or Hugging Face folders, choice of a run's candidate, and push to the Hub."""

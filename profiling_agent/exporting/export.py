@@ -1,7 +1,7 @@
-"""Export of a saved model: a folder with an ONNX file, OpenVINO's graph, or a Hugging Face model, which runs without us.
+"""Export of a saved model to a folder with an ONNX file, an OpenVINO graph or a Hugging Face model, which runs without profiling-agent.
 
-Preprocessing as plain numbers: what a processor does follows from its code as much as from its settings, and some of the code is a model's own. So
-what it may do is read from the settings and tried on images: the first guess that prepares all of them as it does is the answer.
+Preprocessing is exported as plain numbers. Part of it is in a processor's code, not in its settings. So candidates are read from the settings and
+tried on images: the first that prepares all of them as the processor does is used.
 """
 
 import json
@@ -44,20 +44,20 @@ from profiling_agent.runtimes.save import HALVES
 from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_skeleton
 from profiling_agent.schemas import InputSpec, Record
 
-# In units of the prepared images, where a step of an 8-bit channel is 0.004 to 0.02.
+# Absolute, in prepared images, where a step of an 8-bit channel is 0.004 to 0.02.
 TOLERANCE = 1e-5
-# Wide, high, smaller than the model's images, and these as they are: in multiples of the model's own edges.
-PROBED = ((1.3, 1.9), (1.7, 1.2), (0.6, 0.5), (1.0, 1.0))
-# Of what was measured: float32 has no more.
+# Height and width of test images in multiples of the model's: wide, high, small, and the model's own.
+PROBE_SCALES = ((1.3, 1.9), (1.7, 1.2), (0.6, 0.5), (1.0, 1.0))
+# Significant digits of measured numbers: float32 has no more.
 DIGITS = 7
-# LeViT's own, in its code alone: 256 pixels are cropped to 224.
+# LeViT crops 256 pixels to 224, which only its code states.
 OVER_CROP = 256 / 224
 
 Size = tuple[int, int]
 
 
 class Preprocessing(Record):
-    """What becomes of an RGB image, in this order."""
+    """Operations on an RGB image, in this order."""
 
     resize: Size | int | None = Field(
         description="height and width, or the length of the shorter edge; null: not resized"
@@ -70,105 +70,102 @@ class Preprocessing(Record):
 
 
 def preprocessing_of(processor: Any, spec: InputSpec) -> Preprocessing | None:
-    """Return what `processor` does to the images of a model, found by trying it.
-
-    None if resizing, cropping in the middle and scaling RGB images can't express it.
-    """
+    """Return preprocessing that reproduces `processor` on test images, or None if resize, center crop and scaling can't."""
     if spec.channels != 3:
         return None
-    probes = list(_probes(spec))
-    wanted = [_as_prepared(processor, image) for image in probes]
-    scaled = _scale(processor, spec)
-    for guess in _guesses(processor, spec):
-        if scaled is None:
+    probes = list(_test_images(spec))
+    expected = [_prepare_with(processor, image) for image in probes]
+    scaling = _measure_scaling(processor, spec)
+    for guess in _candidates(processor, spec):
+        if scaling is None:
             break
-        found = Preprocessing(**guess, **scaled)
-        how = found.model_dump()
-        if all(_is_near(prepare([image], how), seen) for image, seen in zip(probes, wanted, strict=True)):
-            return found
+        result = Preprocessing(**guess, **scaling)
+        settings = result.model_dump()
+        if all(_is_close(prepare([image], settings), target) for image, target in zip(probes, expected, strict=True)):
+            return result
     return None
 
 
-def _probes(spec: InputSpec) -> Iterator[Image.Image]:
-    """Yield images on which ways of resizing differ: noise, coarse and fine."""
-    generator = np.random.default_rng(0)
-    for high, wide in PROBED:
-        size = max(2, round(spec.height * high)), max(2, round(spec.width * wide))
-        yield Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8))
+def _test_images(spec: InputSpec) -> Iterator[Image.Image]:
+    """Yield noise images, coarse and fine, on which ways of resizing differ."""
+    rng = np.random.default_rng(0)
+    for height, width in PROBE_SCALES:
+        size = max(2, round(spec.height * height)), max(2, round(spec.width * width))
+        yield Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8))
 
 
-def _as_prepared(processor: Any, image: Image.Image) -> NDArray[Any]:
+def _prepare_with(processor: Any, image: Image.Image) -> NDArray[Any]:
     return np.asarray(processor(images=[image], return_tensors="pt")["pixel_values"])
 
 
-def _is_near(found: NDArray[Any], wanted: NDArray[Any]) -> bool:
-    return found.shape == wanted.shape and bool(np.abs(found - wanted).max() <= TOLERANCE)
+def _is_close(actual: NDArray[Any], expected: NDArray[Any]) -> bool:
+    return actual.shape == expected.shape and bool(np.abs(actual - expected).max() <= TOLERANCE)
 
 
-def _scale(processor: Any, spec: InputSpec) -> dict[str, Any] | None:
-    """Return order, mean and std of the channels, measured: what becomes of black, of white and of red; None where it isn't that."""
+def _measure_scaling(processor: Any, spec: InputSpec) -> dict[str, Any] | None:
+    """Return order, mean and std of the channels, measured on black, white and red, or None if it isn't plain scaling."""
 
-    def colour(*value: int) -> NDArray[Any]:
-        plain = Image.new("RGB", (spec.width, spec.height), value)
-        return _as_prepared(processor, plain)[0].astype(np.float64)
+    def prepare_color(*value: int) -> NDArray[Any]:
+        image = Image.new("RGB", (spec.width, spec.height), value)
+        return _prepare_with(processor, image)[0].astype(np.float64)
 
-    black, white, red = colour(0, 0, 0), colour(255, 255, 255), colour(255, 0, 0)
+    black, white, red = prepare_color(0, 0, 0), prepare_color(255, 255, 255), prepare_color(255, 0, 0)
     if black.shape != spec.batch(1)[1:]:
         return None
-    low, high = (seen[:, spec.height // 2, spec.width // 2] for seen in (black, white))
+    low, high = (prepared[:, spec.height // 2, spec.width // 2] for prepared in (black, white))
     gain = high - low
     if not (np.isfinite(gain).all() and (gain > 0).all()):
         return None
     is_red = (red - black)[:, spec.height // 2, spec.width // 2] > gain / 2
     return {
         "channels": "BGR" if is_red[2] else "RGB",
-        "mean": tuple(_rounded(value) for value in -low / gain),
-        "std": tuple(_rounded(value) for value in 1 / gain),
+        "mean": tuple(_round_digits(value) for value in -low / gain),
+        "std": tuple(_round_digits(value) for value in 1 / gain),
     }
 
 
-def _rounded(value: float) -> float:
+def _round_digits(value: float) -> float:
     return float(f"{value:.{DIGITS}g}") + 0.0
 
 
-def _guesses(processor: Any, spec: InputSpec) -> Generator[dict[str, Any]]:
-    names = {int(number): name for name, number in RESAMPLE.items()}
-    resample = names.get(_integer(getattr(processor, "resample", None)) or 0, "bilinear")
-    own = (spec.height, spec.width)
-    edge, size = _edge(processor, "shortest_edge"), (_edge(processor, "height"), _edge(processor, "width"))
-    cropped: Any = getattr(processor, "crop_size", None)
-    high, wide = (_integer(_entry(cropped, name)) for name in ("height", "width"))
-    crop = (high, wide) if high and wide else None
+def _candidates(processor: Any, spec: InputSpec) -> Generator[dict[str, Any]]:
+    resample_names = {int(number): name for name, number in RESAMPLE.items()}
+    resample = resample_names.get(_integer_or_none(getattr(processor, "resample", None)) or 0, "bilinear")
+    model_size = (spec.height, spec.width)
+    shortest, size = _edge(processor, "shortest_edge"), (_edge(processor, "height"), _edge(processor, "width"))
+    crop_size: Any = getattr(processor, "crop_size", None)
+    height, width = (_integer_or_none(_read_entry(crop_size, name)) for name in ("height", "width"))
+    crop = (height, width) if height and width else None
     resizes: list[Size | int | None] = [None]
     if all(size):
         resizes.append((size[0] or 0, size[1] or 0))
-    if length := edge or min(own):
-        share = getattr(processor, "crop_pct", None)
-        kept = share if isinstance(share, float) and 0 < share <= 1 else 1.0
-        resizes += [length, int(length / kept), int(OVER_CROP * length), (length, length)]
+    if length := shortest or min(model_size):
+        crop_pct = getattr(processor, "crop_pct", None)
+        crop_share = crop_pct if isinstance(crop_pct, float) and 0 < crop_pct <= 1 else 1.0
+        resizes += [length, int(length / crop_share), int(OVER_CROP * length), (length, length)]
     for resize in dict.fromkeys(resizes):
-        for middle in dict.fromkeys((None, crop, own)):
-            yield {"resize": resize, "resample": resample, "crop": middle}
+        for center in dict.fromkeys((None, crop, model_size)):
+            yield {"resize": resize, "resample": resample, "crop": center}
 
 
-def _integer(value: Any) -> int | None:
+def _integer_or_none(value: Any) -> int | None:
     return int(value) if isinstance(value, int) else None
 
 
 def _edge(processor: Any, name: str) -> int | None:
     size: Any = getattr(processor, "size", None)
-    return _integer(_entry(size, name))
+    return _integer_or_none(_read_entry(size, name))
 
 
-def _entry(size: Any, name: str) -> Any:
+def _read_entry(size: Any, name: str) -> Any:
     return size.get(name) if hasattr(size, "get") else getattr(size, name, None)
 
 
 FORMATS = ("onnx", "openvino", "hf")
-# The only format that can hold the graph of a runtime that is not torch's.
+# For runtimes other than torch, the only format that can hold their graphs.
 GRAPHS = {"onnxruntime": "onnx", "openvino": "openvino"}
 SCRIPT, PREPARE, PREPROCESSING, LABELS = "run.py", "prepare.py", "preprocessing.json", "labels.json"
-MEANINGS = {
+FILE_DESCRIPTIONS = {
     ONNX: "the graph with its weights, for ONNX Runtime",
     "model.xml": "the graph, for OpenVINO",
     "model.bin": "its weights",
@@ -182,18 +179,20 @@ MEANINGS = {
 
 
 def export(source: Path, format_: str | None, output: Path, *, batch_size: int | None = None) -> str:
-    """Write the model in `source`, a run or a saved model's folder, to the folder `output`; return a line that says how it went.
+    """Export the model in `source`, a run or a saved model's folder, to the folder `output`; return a line on the result.
 
-    "onnx" takes models for ONNX Runtime as they are, and float32 models of torch, for batches of `batch_size` images or of any
-    number; "openvino" takes models for OpenVINO as they are; "hf" takes models of torch that have no int8 layers, and writes what
-    `AutoModelForImageClassification.from_pretrained` loads. None stands for the first that takes the model as it is. Each is
-    checked against the saved model before it appears.
+    - "onnx": models for ONNX Runtime as they are, and float32 models of torch, for `batch_size` images or any number.
+    - "openvino": models for OpenVINO as they are.
+    - "hf": models of torch without int8 layers, for `AutoModelForImageClassification.from_pretrained`.
+    - None: the first format that takes the model as it is.
+
+    Each is checked against the saved model before it appears.
 
     Raises:
         RequestError: there is no such format, or `batch_size` was given for a model that has its own or takes any.
         RunError: the run has no model yet.
-        ArtifactError: the saved model is damaged, `output` exists or can't be written, the format can't hold the model, or what
-            was written computes something else; nothing is left behind.
+        ArtifactError: the saved model is damaged, `output` exists or can't be written, the format can't hold the model, or the
+            exported model computes something else; nothing is left behind.
     """
     if format_ is not None and format_ not in FORMATS:
         raise RequestError(f"there is no format {format_!r}: choose one of {', '.join(FORMATS)}")
@@ -202,83 +201,83 @@ def export(source: Path, format_: str | None, output: Path, *, batch_size: int |
     format_ = format_ or GRAPHS.get(recipe.deployment.runtime, "hf")
     if batch_size is not None and (format_ != "onnx" or recipe.deployment.runtime not in TORCH):
         raise RequestError("batch_size is for models of torch in the format onnx: leave it out")
-    if refused := _refusal(recipe, format_):
-        raise ArtifactError(f"{str(folder)!r} is for {recipe.deployment.name}, {refused}")
+    if refusal := _refusal(recipe, format_):
+        raise ArtifactError(f"{str(folder)!r} is for {recipe.deployment.name}, {refusal}")
     try:
         with appearing(output) as temporary:
             if format_ == "hf":
-                checked = _write_hf(folder, recipe, temporary)
+                summary = _write_hf(folder, recipe, temporary)
             else:
-                checked, batch_size = _write_graph(folder, recipe, format_, temporary, batch_size)
+                summary, batch_size = _write_graph(folder, recipe, format_, temporary, batch_size)
             _write_card(folder, recipe, format_, temporary, batch_size)
     except OSError as error:
         raise ArtifactError(
             f"{str(output)!r} can't be written ({error.strerror or error}): choose another place"
         ) from error
-    return f"wrote {output}; {checked}. Run it without profiling-agent: python {output / SCRIPT} image.png"
+    return f"wrote {output}; {summary}. Run it without profiling-agent: python {output / SCRIPT} image.png"
 
 
 def _refusal(recipe: Recipe, format_: str) -> str | None:
-    """Return why a format can't hold a deployment and what to do, or None when it can."""
-    runtime, others = recipe.deployment.runtime, "pick another candidate (`profiling-agent pick RUN`)"
+    """Return why a format can't hold a deployment and what to do, or None if it can."""
+    runtime, hint = recipe.deployment.runtime, "pick another candidate (`profiling-agent pick RUN`)"
     if runtime not in TORCH:
-        own = GRAPHS[runtime]
-        return None if format_ == own else f"whose graph has only one format: use --format {own}, or {others}"
+        graph = GRAPHS[runtime]
+        return None if format_ == graph else f"whose graph has only one format: use --format {graph}, or {hint}"
     if any(layer.dtype == "qint8" or layer.kind == "rowwise" for layer in recipe.quantized):
-        return f"and no export format holds quantized layers of torch: {others}, or run it with `profiling_agent.load`"
+        return f"and no export format holds quantized layers of torch: {hint}, or run it with `profiling_agent.load`"
     if format_ == "openvino":
-        return f"and only models for OpenVINO are exported to openvino: use --format onnx or hf, or {others}"
+        return f"and only models for OpenVINO are exported to openvino: use --format onnx or hf, or {hint}"
     if format_ == "onnx" and (recipe.quantized or recipe.deployment.scheme != "float32"):
-        return f"and an export to onnx has to be float32: use --format hf, or {others}"
+        return f"and an export to onnx has to be float32: use --format hf, or {hint}"
     return None
 
 
 def _write_graph(
     folder: Path, recipe: Recipe, format_: str, temporary: Path, batch_size: int | None
 ) -> tuple[str, int | None]:
-    """Write the graph, the labels, the images' preparation and the script; return what was checked and the fixed batch size."""
-    spec, names, processor = recipe.input, recipe.config["id2label"], load_processor(folder)
+    """Write graph, labels, preprocessing and script; return what was checked and the fixed batch size."""
+    spec, label_names, processor = recipe.input, recipe.config["id2label"], load_processor(folder)
     if recipe.deployment.runtime in TORCH:
         distance = export_onnx(load_module(folder), temporary / ONNX, spec=spec, batch_size=batch_size, is_bare=True)
-        checked = f"ONNX Runtime's logits are {distance:.1g} from torch's (relative)"
+        summary = f"ONNX Runtime's logits are {distance:.1g} from torch's (relative)"
     else:
         session = open_session(folder)
         check_golden(session.run, folder, recipe)
-        checked, batch_size = "it gives the saved model's logits", session.fixed_size
-        if needed := needed_instructions(recipe.deployment.runtime, recipe.quantized):
-            checked += f" here; on a processor without {' or '.join(needed)} its int8 sums may saturate"
+        summary, batch_size = "it gives the saved model's logits", session.fixed_size
+        if instructions := needed_instructions(recipe.deployment.runtime, recipe.quantized):
+            summary += f" here; on a processor without {' or '.join(instructions)} its int8 sums may saturate"
         for name in recipe.model_files:
             shutil.copyfile(folder / name, temporary / name)
-    prepared = preprocessing_of(processor, spec)
-    if prepared is None:
+    preprocessing = preprocessing_of(processor, spec)
+    if preprocessing is None:
         processor.save_pretrained(temporary)
     else:
-        write_text(temporary / PREPROCESSING, prepared.model_dump_json(indent=1) + "\n")
+        write_text(temporary / PREPROCESSING, preprocessing.model_dump_json(indent=1) + "\n")
         shutil.copyfile(pixels.__file__, temporary / PREPARE)
-    labels = [names[str(number)] for number in range(len(names))]
+    labels = [label_names[str(number)] for number in range(len(label_names))]
     write_text(temporary / LABELS, json.dumps(labels, indent=1, ensure_ascii=False) + "\n")
-    script = _rendered(
+    script = _render(
         "run.py.jinja",
         format=format_,
-        is_prepared=prepared is not None,
+        is_prepared=preprocessing is not None,
         mode="L" if spec.channels == 1 else "RGB",
         batch_size=batch_size,
         precision="bf16" if recipe.deployment.scheme == "bfloat16" else "f32",
-        # With all shapes known OpenVINO takes our int8 layers apart, and is slower; all else is faster.
+        # With fixed shapes OpenVINO decomposes our int8 layers and is slower; all else is faster.
         is_reshaped=format_ == "openvino" and recipe.deployment.scheme != "static",
     )
     write_text(temporary / SCRIPT, script)
-    return checked, batch_size
+    return summary, batch_size
 
 
 def _write_hf(folder: Path, recipe: Recipe, temporary: Path) -> str:
-    """Write a model as transformers does; layers in half precision as one that is so as a whole, if that gives its logits."""
+    """Write a Hugging Face model; a model with half-precision layers in half precision as a whole, if its logits allow it."""
     scheme = recipe.deployment.scheme
     is_half = scheme in HALVES
-    plain = temporary / "plain"
+    plain_folder = temporary / "plain"
     reason = save_plain(
         load_skeleton(folder) if is_half else load_module(folder),
-        plain,
+        plain_folder,
         spec=recipe.input,
         processor=load_processor(folder),
         cuts=recipe.cuts,
@@ -286,12 +285,12 @@ def _write_hf(folder: Path, recipe: Recipe, temporary: Path) -> str:
         golden=(lambda run: golden_distance(run, folder)) if is_half else None,
     )
     if reason:
-        others = "pick another candidate (`profiling-agent pick RUN`)" if is_half else "use --format onnx"
-        raise ArtifactError(f"{str(folder)!r} is no ordinary Hugging Face model: {reason}; {others}")
-    for path in plain.iterdir():
+        hint = "pick another candidate (`profiling-agent pick RUN`)" if is_half else "use --format onnx"
+        raise ArtifactError(f"{str(folder)!r} is no ordinary Hugging Face model: {reason}; {hint}")
+    for path in plain_folder.iterdir():
         path.rename(temporary / path.name)
-    plain.rmdir()
-    write_text(temporary / SCRIPT, _rendered("run.py.jinja", format="hf"))
+    plain_folder.rmdir()
+    write_text(temporary / SCRIPT, _render("run.py.jinja", format="hf"))
     return f"from_pretrained loads it{f', in {scheme} as a whole' if is_half else ''}, with the saved model's logits"
 
 
@@ -307,34 +306,34 @@ def _write_card(folder: Path, recipe: Recipe, format_: str, temporary: Path, bat
         files={path.name: file_sha256(path) for path in sorted(temporary.iterdir())},
     )
     write_text(temporary / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
-    how = _rendered(
+    usage = _render(
         "run.md.jinja",
         requirements=_requirements(recipe, format_, is_prepared=PREPARE in manifest.files),
         script=(temporary / SCRIPT).read_text(encoding="utf-8"),
         batch_size=batch_size,
         instructions=needed_instructions(recipe.deployment.runtime, recipe.quantized),
         runtime=recipe.deployment.runtime,
-        files={name: MEANINGS.get(name, "what transformers reads") for name in (*manifest.files, MANIFEST)},
+        files={name: FILE_DESCRIPTIONS.get(name, "what transformers reads") for name in (*manifest.files, MANIFEST)},
     )
-    named = "`config.json`." if format_ == "hf" else f"`{LABELS}`."
-    card = ModelCard(f"{card_head(folder).replace('`recipe.json`.', named)}{how}", ignore_metadata_errors=True)
+    labels_file = "`config.json`." if format_ == "hf" else f"`{LABELS}`."
+    card = ModelCard(f"{card_head(folder).replace('`recipe.json`.', labels_file)}{usage}", ignore_metadata_errors=True)
     metadata: Any = card.data
-    # The Hub's names of the libraries.
+    # The Hub has its own names for the libraries.
     metadata.library_name = {"hf": "transformers"}.get(format_, format_)
     write_text(temporary / CARD, str(card))
 
 
-def _rendered(template: str, **values: Any) -> str:
+def _render(template: str, **values: Any) -> str:
     return text_templates("profiling_agent.exporting").get_template(template).render(values)
 
 
 def _requirements(recipe: Recipe, format_: str, *, is_prepared: bool) -> tuple[str, ...]:
     if format_ == "hf":
         is_timm = recipe.config.get("model_type") == TIMM
-        wanted = ("pillow", "torch", "transformers", *(TIMM_PACKAGES if is_timm else ()))
+        packages = ("pillow", "torch", "transformers", *(TIMM_PACKAGES if is_timm else ()))
     else:
-        prepared = () if is_prepared else ("torch", "transformers")
-        wanted = ("numpy", "pillow", "onnxruntime" if format_ == "onnx" else "openvino", *prepared)
-    # A local version, 2.13.0+cpu, is on no index.
-    known = {name: version.partition("+")[0] for name, version in recipe.libraries.items()}
-    return tuple(f"{name}=={known[name]}" if name in known else name for name in wanted)
+        processor_packages = () if is_prepared else ("torch", "transformers")
+        packages = ("numpy", "pillow", "onnxruntime" if format_ == "onnx" else "openvino", *processor_packages)
+    # Package indexes have no local versions such as 2.13.0+cpu.
+    versions = {name: version.partition("+")[0] for name, version in recipe.libraries.items()}
+    return tuple(f"{name}=={versions[name]}" if name in versions else name for name in packages)

@@ -1,4 +1,4 @@
-"""Plain export: a pruned model as an ordinary Hugging Face folder, where a config can say what was cut."""
+"""Export of a pruned model as an ordinary Hugging Face folder, if a config can express its cuts."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ from profiling_agent.runtimes.artifact import appearing
 from profiling_agent.runtimes.torch_artifact import config_of
 from profiling_agent.schemas import Cut, InputSpec, UnitKind
 
-# What a config calls these, over all families; which field does it is found by trying.
+# Parts of field names over all model families; trying finds the field that counts.
 HEAD_FIELDS = ("heads",)
 WIDTH_FIELDS = ("intermediate_size", "ratio", "expan", "ffn_multiplier")
 BUILD_ERRORS = (
@@ -37,9 +37,9 @@ BUILD_ERRORS = (
     AttributeError,
 )
 NUM_IMAGES = 2
-# Relative distance of the logits: the same weights in the same layers, at most through another attention kernel.
+# Relative distance of the logits: weights and layers are the same, at most the attention kernel is another.
 TOLERANCE = 1e-6
-# The same where all that lies between layers is rounded to half precision too; bfloat16 has steps of 0.8%.
+# The same if everything between layers is rounded to half precision as well; bfloat16 has steps of 0.8%.
 HALF_TOLERANCE = 2e-2
 
 Fields = dict[str, Any]
@@ -47,32 +47,32 @@ Structure = dict[str, tuple[tuple[int, ...], str]]
 
 
 def plain_config(model: nn.Module, cuts: Sequence[Cut]) -> Fields | str:
-    """Return the config from which transformers itself builds `model`, or why there is none, as a phrase.
+    """Return the config from which transformers itself builds `model`, or a phrase on why there is none.
 
-    `cuts` say from which widths the model's came. Found by trying: fields of the original config that count heads or
-    widths are scaled as the cuts were, and a config is the answer if the model that is built from it (without weights)
-    has a state dict of the same names, shapes and shared tensors.
+    `cuts` have the widths before pruning. Fields of the original config that count heads or widths are scaled as the cuts
+    were. A config is accepted if the model built from it (without weights) has a state dict of the same names, shapes and
+    shared tensors.
     """
     if any(isinstance(module, DynamicLinear) for module in model.modules()):
         return "the model is quantized, and only float32 models can be exported"
-    if uneven := _uneven(cuts):
-        return uneven
+    if reason := _uneven_cuts(cuts):
+        return reason
     config: Any = model.config
     original = config_of(model)
-    wanted = structure_of(model)
+    expected = structure_of(model)
     nearest: list[str] | None = None
-    for fields in _candidates(original, model, cuts):
+    for fields in _candidate_configs(original, model, cuts):
         try:
-            built = build(fields)
+            candidate = build(fields)
         except BUILD_ERRORS:
             continue
-        found = structure_of(built)
-        if found == wanted:
+        structure = structure_of(candidate)
+        if structure == expected:
             return fields
-        differing = [name for name in wanted | found if wanted.get(name) != found.get(name)]
-        nearest = differing if nearest is None or len(differing) < len(nearest) else nearest
-    place = f" (of {nearest[0]!r}, for one)" if nearest else ""
-    return f"no {type(config).__name__} has fields for the widths of this model{place}"
+        mismatches = [name for name in expected | structure if expected.get(name) != structure.get(name)]
+        nearest = mismatches if nearest is None or len(mismatches) < len(nearest) else nearest
+    example = f" (of {nearest[0]!r}, for one)" if nearest else ""
+    return f"no {type(config).__name__} has fields for the widths of this model{example}"
 
 
 def save_plain(
@@ -87,9 +87,9 @@ def save_plain(
 ) -> str | None:
     """Write `model` so that `AutoModelForImageClassification.from_pretrained(folder)` loads it; None if written.
 
-    Where no config can say what was cut, nothing is written, and why is returned as a phrase. The folder appears
-    complete or not at all, after it was loaded and gave the model's logits for two images. In `half` precision it is written
-    as a whole; `model` then has the numbers of one whose layers alone are, and `golden` says how far logits are from that one's.
+    If no config can express the cuts, nothing is written and the reason is returned as a phrase. The folder appears complete or
+    not at all, after it was loaded and gave the model's logits for two images. With `half` the whole model is in that precision;
+    `model` then has the weights of one with only its layers in it, and `golden` returns the distance of logits from that one's.
 
     Raises:
         ArtifactError: `folder` exists, transformers can't write and load the model, or the loaded model's logits are more than
@@ -98,39 +98,39 @@ def save_plain(
     fields = plain_config(model, cuts)
     if isinstance(fields, str):
         return fields
-    plain: Any = build(fields)
-    held = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    plain_model: Any = build(fields)
+    tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     if half is not None:
-        held = {name: tensor.to(half) if tensor.is_floating_point() else tensor for name, tensor in held.items()}
-    plain.load_state_dict(held, assign=True)
-    plain.tie_weights()
+        tensors = {name: tensor.to(half) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    plain_model.load_state_dict(tensors, assign=True)
+    plain_model.tie_weights()
     with appearing(folder) as temporary, quiet():
-        loaded = _written(plain, processor, temporary)
+        loaded = _save_and_load(plain_model, processor, temporary)
         if golden is None:
-            batch, allowed = random_batch(spec, NUM_IMAGES), TOLERANCE
+            batch, tolerance = random_batch(spec, NUM_IMAGES), TOLERANCE
             expected = logits_of(model, batch)
             distance = float((logits_of(loaded, batch) - expected).norm() / expected.norm())
         else:
-            allowed = HALF_TOLERANCE
+            tolerance = HALF_TOLERANCE
             distance = golden(lambda images: logits_of(loaded, torch.from_numpy(images).to(half)).float().numpy())
         # `not <=` so that a NaN fails.
-        if not distance <= allowed:
+        if not distance <= tolerance:
             raise ArtifactError(
                 f"the model that transformers loads from its config computes logits {distance:.2g} apart (relative), "
-                f"{allowed:g} is allowed: run it with `profiling_agent.load`, or pick another candidate"
+                f"{tolerance:g} is allowed: run it with `profiling_agent.load`, or pick another candidate"
             )
     return None
 
 
-def _written(plain: Any, processor: Any, folder: Path) -> nn.Module:
-    """Write a model and its processor as transformers does, and return what transformers loads again."""
+def _save_and_load(model: Any, processor: Any, folder: Path) -> nn.Module:
+    """Save a model and its processor with transformers, and return the model that transformers loads from there."""
 
-    def refuse(said: str) -> ArtifactError:
-        return ArtifactError(f"transformers can't write and load the model ({said}): deploy the saved folder instead")
+    def refuse(cause: str) -> ArtifactError:
+        return ArtifactError(f"transformers can't write and load the model ({cause}): deploy the saved folder instead")
 
-    # Transformers builds what it loads without initialisers, of which it takes all threads'.
+    # While loading, transformers disables initialisers in all threads.
     with ALONE, foreign_code(refuse):
-        plain.save_pretrained(folder)
+        model.save_pretrained(folder)
         processor.save_pretrained(folder)
         return AutoModelForImageClassification.from_pretrained(
             folder,
@@ -141,63 +141,63 @@ def _written(plain: Any, processor: Any, folder: Path) -> nn.Module:
 
 
 def build(fields: Fields) -> nn.Module:
-    """Return the model of a config on the meta device: names and shapes without weights."""
-    kinds = {name: value for name, value in fields.items() if name != "model_type"}
+    """Build the model of a config on the meta device: names and shapes without weights."""
+    settings = {name: value for name, value in fields.items() if name != "model_type"}
     with ALONE, torch.random.fork_rng(devices=[]), torch.device("meta"), no_init_weights(), quiet():
-        config = AutoConfig.for_model(fields["model_type"], **kinds)
+        config = AutoConfig.for_model(fields["model_type"], **settings)
         return AutoModelForImageClassification.from_config(config, trust_remote_code=False)
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """Return the shape of every tensor that is saved, and the first name under which it is held."""
-    first: dict[int, str] = {}
-    held = model.state_dict(keep_vars=True)
-    return {name: (tuple(tensor.shape), first.setdefault(id(tensor), name)) for name, tensor in held.items()}
+    """Return the shape of every saved tensor, and the first of the names that share it."""
+    first_names: dict[int, str] = {}
+    tensors = model.state_dict(keep_vars=True)
+    return {name: (tuple(tensor.shape), first_names.setdefault(id(tensor), name)) for name, tensor in tensors.items()}
 
 
-def _uneven(cuts: Iterable[Cut]) -> str | None:
-    """Say which layers of equal width were cut differently; a config has one number for them."""
-    kept: dict[tuple[UnitKind, int], int] = {}
+def _uneven_cuts(cuts: Iterable[Cut]) -> str | None:
+    """Return which layers of equal width were cut differently, or None; a config has one number for them."""
+    keeps: dict[tuple[UnitKind, int], int] = {}
     for cut in cuts:
         kind, width = cut.unit.kind, cut.unit.width
-        if (other := kept.setdefault((kind, width), cut.keep)) != cut.keep:
+        if (first_keep := keeps.setdefault((kind, width), cut.keep)) != cut.keep:
             what = "attention heads" if kind is UnitKind.HEADS else "channels"
-            return f"layers of {width} {what} keep different numbers of them ({other} and {cut.keep})"
+            return f"layers of {width} {what} keep different numbers of them ({first_keep} and {cut.keep})"
     return None
 
 
-def _candidates(original: Fields, model: nn.Module, cuts: Sequence[Cut]) -> Generator[Fields]:
-    """Yield every config that might say what was cut: each field of heads with each field of widths."""
-    heads = [cut for cut in cuts if cut.unit.kind is UnitKind.HEADS]
-    widths = [cut for cut in cuts if cut.unit.kind is not UnitKind.HEADS]
+def _candidate_configs(original: Fields, model: nn.Module, cuts: Sequence[Cut]) -> Generator[Fields]:
+    """Yield every config that may express the cuts: each field of heads with each field of widths."""
+    head_cuts = [cut for cut in cuts if cut.unit.kind is UnitKind.HEADS]
+    width_cuts = [cut for cut in cuts if cut.unit.kind is not UnitKind.HEADS]
     tensors = dict(model.named_parameters())
-    sizes = {tensors[f"{cut.unit.consumer}.weight"].shape[1] // cut.keep for cut in heads}
-    # A head keeps its size, which transformers otherwise takes from the number of heads.
-    stated = [{"head_dim": sizes.pop()}, {}] if len(sizes) == 1 else [{}]
-    for place in (
+    head_sizes = {tensors[f"{cut.unit.consumer}.weight"].shape[1] // cut.keep for cut in head_cuts}
+    # Heads keep their size, which transformers otherwise derives from the number of heads.
+    head_dims = [{"head_dim": head_sizes.pop()}, {}] if len(head_sizes) == 1 else [{}]
+    for section in (
         None,
         *(name for name, value in original.items() if isinstance(value, dict) and "model_type" in value),
     ):
-        fields = original if place is None else original[place]
-        for counted, size, scaled in itertools.product(
-            _scaled(fields, HEAD_FIELDS, heads), stated, _scaled(fields, WIDTH_FIELDS, widths)
+        fields = original if section is None else original[section]
+        for head_change, size_change, width_change in itertools.product(
+            _scale_fields(fields, HEAD_FIELDS, head_cuts), head_dims, _scale_fields(fields, WIDTH_FIELDS, width_cuts)
         ):
-            changed = fields | counted | size | scaled
-            yield changed if place is None else original | {place: changed}
+            changed_fields = fields | head_change | size_change | width_change
+            yield changed_fields if section is None else original | {section: changed_fields}
 
 
-def _scaled(fields: Fields, words: Sequence[str], cuts: Sequence[Cut]) -> list[Fields]:
-    """Return the changes that scale one of the fields whose name has one of the words as the cuts scaled widths."""
+def _scale_fields(fields: Fields, words: Sequence[str], cuts: Sequence[Cut]) -> list[Fields]:
+    """Return a change for each field whose name contains one of `words`, scaled as the cuts scaled widths."""
     if not cuts:
         return [{}]
-    # In network order, so that they fit a list of one entry a stage.
+    # In network order, to fit lists of one entry per stage.
     shares = list({cut.unit.width: Fraction(cut.keep, cut.unit.width) for cut in cuts}.values())
-    named = {name: value for name, value in fields.items() if any(word in name for word in words)}
-    return [{name: value} for name in named for value in _values(named[name], shares)]
+    matches = {name: value for name, value in fields.items() if any(word in name for word in words)}
+    return [{name: value} for name in matches for value in _scale_value(matches[name], shares)]
 
 
-def _values(value: Any, shares: Sequence[Fraction]) -> Generator[Any]:
-    """Yield what a field may be after the cuts: for a number one, for a list one a stage, as integers and as floats."""
+def _scale_value(value: Any, shares: Sequence[Fraction]) -> Generator[Any]:
+    """Yield a field's values after the cuts, for a number one, for a list one per stage: integers, floats, next floats above."""
     if isinstance(value, list) and len(value) != len(shares):
         shares = [shares[0]] * len(value) if len(set(shares)) == 1 else []
     elif not isinstance(value, list):
@@ -206,7 +206,7 @@ def _values(value: Any, shares: Sequence[Fraction]) -> Generator[Any]:
     if not shares or not all(isinstance(entry, int | float) and not isinstance(entry, bool) for entry in entries):
         return
     exact = [Fraction(entry) * share for entry, share in zip(entries, shares, strict=True)]
-    # A ratio times a width is cut down to an integer: the next float above makes up for what rounding took.
-    above = [math.nextafter(float(entry), math.inf) for entry in exact]
-    for scaled in ([int(entry) for entry in exact], [float(entry) for entry in exact], above):
+    # Transformers truncates ratio times width to an integer; the next float above makes up for rounding.
+    next_above = [math.nextafter(float(entry), math.inf) for entry in exact]
+    for scaled in ([int(entry) for entry in exact], [float(entry) for entry in exact], next_above):
         yield scaled if isinstance(value, list) else scaled[0]

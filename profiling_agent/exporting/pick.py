@@ -1,4 +1,4 @@
-"""Models to hand over: that of a folder or a run, and the choice and copy of a candidate."""
+"""Model folder of a run or a saved model, and the choice and copy of a run's candidates."""
 
 import os
 import re
@@ -20,12 +20,12 @@ from profiling_agent.search.selection import keeps_accuracy, size_ratio
 from profiling_agent.workspace import Workspace
 
 MANIFEST = "export.json"
-# Format 1 had a config.json beside weights that transformers misreads.
+# Format 1 had a config.json next to weights that transformers misreads.
 FORMAT = 2
 
 
 class ExportManifest(Record):
-    """What `export.json` holds."""
+    """Contents of `export.json`."""
 
     format: int = FORMAT
     base_model: str
@@ -47,33 +47,33 @@ class ExportManifest(Record):
 
 
 def read_exported(folder: Path) -> ExportManifest:
-    """Return what a folder of exported files is, each file compared with its hash.
+    """Return the manifest of an exported folder, after comparing each file with its hash.
 
     Raises:
-        ArtifactError: it has no manifest, a damaged one, or a file isn't the one that was exported.
+        ArtifactError: the manifest is missing or damaged, or a file isn't the one that was exported.
     """
     path = folder / MANIFEST
     try:
-        exported = read_record(ExportManifest, path)
+        manifest = read_record(ExportManifest, path)
     except OSError as error:
         raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): export the model again") from error
     except DocumentError as error:
         raise ArtifactError(f"{str(path)!r} is damaged ({error}): export the model again") from error
-    if exported.format != FORMAT:
+    if manifest.format != FORMAT:
         raise ArtifactError(f"{str(folder)!r} was exported by an earlier version: export the model again")
-    for name, sha256 in exported.files.items():
+    for name, sha256 in manifest.files.items():
         path = folder / name
         try:
-            found = file_sha256(inside(path, folder))
+            actual = file_sha256(inside(path, folder))
         except OSError as error:
             raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): export the model again") from error
-        if found != sha256:
+        if actual != sha256:
             raise ArtifactError(f"{str(path)!r} isn't the file that was exported: export the model again")
-    return exported
+    return manifest
 
 
 def model_folder(source: Path) -> Path:
-    """Return the folder of a saved model, for a run, or a fork of one, that of the model to deploy.
+    """Return the folder of a saved model; for a run, or a fork of one, that of the model to deploy.
 
     Raises:
         RunError: the run has no model yet, or its `best` leads elsewhere.
@@ -85,17 +85,17 @@ def model_folder(source: Path) -> Path:
     try:
         return inside(source / "best", run_of(source))
     except OSError as error:
-        said = f"{str(source / 'best')!r} is no model of the run ({error.strerror})"
-        raise RunError(f"{said}: name the saved model's own folder") from error
+        problem = f"{str(source / 'best')!r} is no model of the run ({error.strerror})"
+        raise RunError(f"{problem}: name the saved model's own folder") from error
 
 
 FAILED = "it failed on the held-out images, and was refused"
 
 
 class Measured(Record):
-    """One candidate: its number in the report, what was measured of it, and the terms of the contract that this answers.
+    """One candidate: its number in the report, its measurements, and the contract's terms that they answer.
 
-    `terms` are on held-out images where it `is_judged`, on search images otherwise; what was not measured has none.
+    `terms` are on held-out images if it `is_judged`, else on search images; what was not measured has none.
     """
 
     number: int
@@ -109,29 +109,29 @@ class Measured(Record):
 
     @property
     def name(self) -> str:
-        """Return what was done to it and what executes it."""
+        """Return the variant and the deployment, as in `pruned (eager float32)`."""
         return f"{self.evaluation.variant} ({self.evaluation.deployment.name})"
 
     @property
     def lost(self) -> float:
-        """Return the top-1 that it lost on search images; of the baseline nothing."""
+        """Return the top-1 lost on search images; 0 for the baseline."""
         return self.evaluation.drop.drop if self.evaluation.drop else 0.0
 
     @property
     def speedup(self) -> float:
-        """Return how many times as fast it was; 0 where nobody timed it."""
+        """Return the speedup over the baseline; 0 if it was not timed."""
         return self.race_result.speedup if self.race_result else 0.0
 
     @property
     def holds(self) -> bool | None:
-        """Return whether the contract holds, None where nothing speaks against it and not all of it was measured."""
+        """Return whether the contract holds, or None if all measured terms hold and some are unmeasured."""
         if not all(term.holds for term in self.terms):
             return False
         return None if self.unmeasured else True
 
 
 def candidates(run: str | Path) -> tuple[Measured, ...]:
-    """Return all that a finished run measured, the baseline first.
+    """Return every model that a finished run measured, the baseline first.
 
     Raises:
         RunError: the run has no report yet, or a damaged one.
@@ -140,10 +140,10 @@ def candidates(run: str | Path) -> tuple[Measured, ...]:
 
 
 def candidates_of(report: RunReport) -> tuple[Measured, ...]:
-    """Return what `candidates` does of a report that was read."""
+    """Return the candidates of a report."""
     rows, goal = report.variants, report.goal
     baseline = rows[0]
-    found: list[Measured] = []
+    result: list[Measured] = []
     for number, row in enumerate(rows):
         model = row.evaluation.model
         is_judged = model == report.heldout.model
@@ -152,7 +152,7 @@ def candidates_of(report: RunReport) -> tuple[Measured, ...]:
             terms, unmeasured = report.verdict.terms, ()
         else:
             terms, unmeasured = _terms(row.evaluation, baseline.evaluation, row.race_result, ratio, goal)
-        found.append(
+        result.append(
             Measured(
                 number=number,
                 evaluation=row.evaluation,
@@ -164,24 +164,24 @@ def candidates_of(report: RunReport) -> tuple[Measured, ...]:
                 notes=_refusals(report, row.evaluation),
             )
         )
-    return tuple(one.model_copy(update={"is_on_front": not _is_beaten(one, found)}) for one in found)
+    return tuple(entry.model_copy(update={"is_on_front": not _is_dominated(entry, result)}) for entry in result)
 
 
-def named(candidate: str, found: Sequence[Measured]) -> Measured:
+def named(candidate: str, available: Sequence[Measured]) -> Measured:
     """Return the candidate of a number, or of a name that only one has: `openvino static`, or `pruned (eager float32)`.
 
     Raises:
-        RequestError: there is none, or more than one.
+        RequestError: no candidate matches, or several do.
     """
     if candidate.isdecimal() and candidate.isascii() and len(candidate) <= 9:
-        hits = [one for one in found if one.number == int(candidate)]
+        matches = [option for option in available if option.number == int(candidate)]
     else:
-        hits = [one for one in found if candidate in (one.name, one.evaluation.deployment.name)]
-    if len(hits) == 1:
-        return hits[0]
-    said = "names none of the run's candidates" if not hits else "names several of the run's candidates"
-    listed = ", ".join(f"{one.number} {one.name}" for one in (hits or found))
-    raise RequestError(f"{candidate[:80]!r} {said}: choose a number of {listed}")
+        matches = [option for option in available if candidate in (option.name, option.evaluation.deployment.name)]
+    if len(matches) == 1:
+        return matches[0]
+    problem = "names none of the run's candidates" if not matches else "names several of the run's candidates"
+    choices = ", ".join(f"{option.number} {option.name}" for option in (matches or available))
+    raise RequestError(f"{candidate[:80]!r} {problem}: choose a number of {choices}")
 
 
 def _keeps(evaluation: Evaluation, goal: Goal) -> bool:
@@ -189,12 +189,12 @@ def _keeps(evaluation: Evaluation, goal: Goal) -> bool:
 
 
 def _terms(
-    own: Evaluation, baseline: Evaluation, race_result: RaceResult | None, memory: float | None, goal: Goal
+    evaluation: Evaluation, baseline: Evaluation, race_result: RaceResult | None, memory: float | None, goal: Goal
 ) -> tuple[tuple[Term, ...], tuple[str, ...]]:
-    """Return the terms as far as search images, one race and the disk tell, and the names of the others."""
-    lost, size = own.drop.drop if own.drop else 0.0, size_ratio(own, baseline)
-    asked = goal.max_accuracy_drop
-    terms = [Term(name="accuracy", required=asked, measured=lost, holds=_keeps(own, goal))]
+    """Return the terms that search images, one race and file sizes measure, and the names of the others."""
+    lost, size = evaluation.drop.drop if evaluation.drop else 0.0, size_ratio(evaluation, baseline)
+    max_drop = goal.max_accuracy_drop
+    terms = [Term(name="accuracy", required=max_drop, measured=lost, holds=_keeps(evaluation, goal))]
     unmeasured: list[str] = []
     if race_result is not None:
         speedup = race_result.speedup
@@ -211,40 +211,40 @@ def _terms(
     return tuple(terms), tuple(unmeasured)
 
 
-def _memory_ratio(own: RaceResult | None, baseline: RaceResult | None) -> float | None:
-    if own is None or baseline is None or not own.peak_bytes or not baseline.peak_bytes:
+def _memory_ratio(race_result: RaceResult | None, baseline: RaceResult | None) -> float | None:
+    if race_result is None or baseline is None or not race_result.peak_bytes or not baseline.peak_bytes:
         return None
-    return median(own.peak_bytes) / median(baseline.peak_bytes)
+    return median(race_result.peak_bytes) / median(baseline.peak_bytes)
 
 
 def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
-    """Return what the held-out images said against a model; of several in one deployment the run's own words say which."""
+    """Return why held-out images refused a model; among several of one deployment, the run's notes tell which."""
     if report.kept_beside == evaluation.model.path:
         return (FAILED,)
     number = next(
         (each.number for each in report.attempts if each.deployed and each.deployed.model == evaluation.model), None
     )
     if number is not None:
-        who = f"attempt {number} "
+        prefix = f"attempt {number} "
     elif evaluation.variant is Variant.QUANTIZED:
-        who = f"{evaluation.variant} "
+        prefix = f"{evaluation.variant} "
     else:
-        # An attempt's in another deployment than it was judged in; which one's, nobody noted.
-        who = r"attempt \d+ "
-    said = re.compile(who + re.escape(f"({evaluation.deployment.name}) "))
+        # An attempt in another deployment than it was judged in; the run doesn't note which attempt.
+        prefix = r"attempt \d+ "
+    pattern = re.compile(prefix + re.escape(f"({evaluation.deployment.name}) "))
     return tuple(
-        f"the run says: {note}" for note in report.notes if note.endswith("and was refused") and said.match(note)
+        f"the run says: {note}" for note in report.notes if note.endswith("and was refused") and pattern.match(note)
     )
 
 
-def _is_beaten(one: Measured, found: Sequence[Measured]) -> bool:
-    def merits(each: Measured) -> tuple[float, float, float]:
-        return -each.lost, each.speedup, -each.evaluation.footprint.size_bytes
+def _is_dominated(candidate: Measured, others: Sequence[Measured]) -> bool:
+    def merits(measured: Measured) -> tuple[float, float, float]:
+        return -measured.lost, measured.speedup, -measured.evaluation.footprint.size_bytes
 
-    own = merits(one)
+    values = merits(candidate)
     return any(
-        merits(other) != own and all(theirs >= mine for theirs, mine in zip(merits(other), own, strict=True))
-        for other in found
+        merits(other) != values and all(theirs >= mine for theirs, mine in zip(merits(other), values, strict=True))
+        for other in others
     )
 
 
@@ -255,7 +255,7 @@ UNJUDGED = (
 
 
 def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> Measured:
-    """Copy the `candidate` of that number or name of a finished run to the folder `output`, with a card of what was measured; return it.
+    """Copy a candidate of a finished run, by number or name, to the folder `output`, with a card of its measurements; return it.
 
     Every file is compared with its hash; the run itself and its `best` stay as they are.
 
@@ -276,42 +276,42 @@ def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> Measur
             if picked.is_judged and (source / CARD).is_file():
                 shutil.copyfile(source / CARD, temporary / CARD)
             else:
-                write_card(temporary, _rows(report, picked), _notes(report, picked))
+                write_card(temporary, _card_rows(report, picked), _card_notes(report, picked))
     except OSError as error:
-        said = error.strerror or error
-        raise ArtifactError(f"{str(folder)!r} can't be written ({said}): choose another folder") from error
+        reason = error.strerror or error
+        raise ArtifactError(f"{str(folder)!r} can't be written ({reason}): choose another folder") from error
     return picked
 
 
-def _rows(report: RunReport, picked: Measured) -> tuple[CardRow, ...]:
-    baseline, own = report.variants[0].evaluation, picked.evaluation
-    images = f"{own.predictions.num_images:,} search images"
+def _card_rows(report: RunReport, candidate: Measured) -> tuple[CardRow, ...]:
+    baseline, chosen = report.variants[0].evaluation, candidate.evaluation
+    images = f"{chosen.predictions.num_images:,} search images"
 
     def footprint(evaluation: Evaluation) -> tuple[str, str, str]:
-        held = evaluation.footprint
-        return count(held.params), count(held.macs), size(held.size_bytes)
+        sizes = evaluation.footprint
+        return count(sizes.params), count(sizes.macs), size(sizes.size_bytes)
 
     names = ("params", "MACs of one image", "on disk")
-    counted = zip(names, footprint(baseline), footprint(own), strict=True)
-    seen = own.drop
-    told = percent(own.top1 + seen.drop) if seen else percent(baseline.top1)
-    rows = ((f"top-1 on {images}", told, percent(own.top1)), *counted)
+    footprint_rows = zip(names, footprint(baseline), footprint(chosen), strict=True)
+    lost = chosen.drop
+    baseline_top1 = percent(chosen.top1 + lost.drop) if lost else percent(baseline.top1)
+    rows = ((f"top-1 on {images}", baseline_top1, percent(chosen.top1)), *footprint_rows)
     return tuple(CardRow(name=name, before=before, after=after) for name, before, after in rows)
 
 
-def _notes(report: RunReport, picked: Measured) -> tuple[str, ...]:
-    """Return what was measured, where, and what was not."""
-    own, here = picked.evaluation, report.environment
-    notes = [f"Top-1 lost on search images: {drop(own.drop)}."] if own.drop else []
-    if picked.race_result:
-        where = "" if len(picked.race_result.turns) > 1 else ", in the one session that chose"
-        notes.append(f"Times as fast as the baseline in eager float32: {speedup(picked.race_result)}{where}.")
+def _card_notes(report: RunReport, candidate: Measured) -> tuple[str, ...]:
+    """Return what was measured and where, and what was not measured."""
+    evaluation, env = candidate.evaluation, report.environment
+    notes = [f"Top-1 lost on search images: {drop(evaluation.drop)}."] if evaluation.drop else []
+    if candidate.race_result:
+        sessions = "" if len(candidate.race_result.turns) > 1 else ", in the one session that chose"
+        notes.append(f"Times as fast as the baseline in eager float32: {speedup(candidate.race_result)}{sessions}.")
     else:
         notes.append("How fast it is was not measured.")
-    if own.variant is not Variant.BASELINE:
+    if evaluation.variant is not Variant.BASELINE:
         notes.append(UNJUDGED)
-    notes += [f"{note[0].upper()}{note[1:]}." for note in picked.notes]
+    notes += [f"{note[0].upper()}{note[1:]}." for note in candidate.notes]
     notes.append(
-        f"Measured on {here.cpu}, {here.num_threads} threads, {here.system}, device {report.acquired.source.device}."
+        f"Measured on {env.cpu}, {env.num_threads} threads, {env.system}, device {report.acquired.source.device}."
     )
     return tuple(notes)

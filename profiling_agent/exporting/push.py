@@ -1,4 +1,4 @@
-"""Push: a saved model, or what was exported of one, becomes a repository on the Hub, with its card, and nothing else of the run."""
+"""Push of a saved or exported model, with its card and nothing else of the run, to a repository on the Hugging Face Hub."""
 
 import tempfile
 from collections.abc import Generator
@@ -23,13 +23,13 @@ from profiling_agent.runtimes.artifact import CARD, RECIPE, Recipe, named_folder
 from profiling_agent.schemas import Record
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
-# What the Hub puts into a new repository by itself.
-BY_THE_HUB = frozenset({".gitattributes"})
-NAMED = 5
+# Files that the Hub itself adds to a new repository.
+HUB_FILES = frozenset({".gitattributes"})
+MAX_NAMED_FILES = 5
 
 
 class Pushed(Record):
-    """What lies on the Hub now: the page, the commit, and the names of the files."""
+    """A pushed model on the Hub: its page, its commit, and the names of its files."""
 
     url: str
     commit: str
@@ -45,14 +45,14 @@ class _Staged(Record):
 
 
 def push(source: str | Path, repo_id: str, *, private: bool = False, update: bool = False) -> Pushed:
-    """Put a run's best model, a saved model or an exported folder on the Hub as `repo_id`, in one commit; return where it lies.
+    """Push a run's best model, a saved model or an exported folder to the Hub as `repo_id`, in one commit; return page and files.
 
-    The token is the one of `hf auth login` or of HF_TOKEN. Paths of this machine stay here. A model that was pushed by this function
-    before is replaced only with `update`, whatever else its repository holds stays, and so do earlier commits.
+    The token is that of `hf auth login` or of HF_TOKEN. Local paths aren't uploaded. A model that was pushed by this function
+    before is replaced only with `update`; other files of its repository stay, and so do earlier commits.
 
     Raises:
-        RequestError: there is no token, it isn't accepted, the repository isn't yours or holds something else, the id is none,
-            or the Hub can't be reached.
+        RequestError: the token is missing or isn't accepted, the repository isn't yours or holds something else, the id is
+            invalid, or the Hub can't be reached.
         RunError: the run has no model yet.
         ArtifactError: the model is damaged.
     """
@@ -60,7 +60,7 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
     folder = named_folder(model_folder(Path(source)))
     if not (token := get_token()):
         raise RequestError(f"a push to the Hub needs a token, and there is none: {LOGIN}")
-    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch, _hub(repo_id):
+    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch, _hub_errors(repo_id):
         staged = _stage(folder, Path(scratch))
         disable_progress_bars()
         api = HfApi(token=token)
@@ -71,26 +71,26 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
             raise RequestError(
                 f"{repo_id!r} exists on the Hub and is public: make it private there, or leave --private out"
             )
-        pushed = _pushed_before(api, repo_id, existing, Path(scratch), update=update) if existing else frozenset[str]()
+        previous = _pushed_files(api, repo_id, existing, Path(scratch), update=update) if existing else frozenset[str]()
         _add_license(api, staged)
         if existing is None:
             api.create_repo(repo_id, private=private or None)
         # Weights go up from where they lie: the system's temporary folder may be too small for a copy.
-        added = [CommitOperationAdd(name, path) for name, path in staged.files.items()]
-        gone = [CommitOperationDelete(name) for name in sorted(pushed - staged.files.keys())]
+        additions = [CommitOperationAdd(name, path) for name, path in staged.files.items()]
+        deletions = [CommitOperationDelete(name) for name in sorted(previous - staged.files.keys())]
         message = "A model by profiling-agent"
-        committed = api.create_commit(repo_id, [*added, *gone], commit_message=message, revision="main")
-    return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=committed.oid, files=tuple(staged.files))
+        commit = api.create_commit(repo_id, [*additions, *deletions], commit_message=message, revision="main")
+    return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=commit.oid, files=tuple(staged.files))
 
 
 def _check_id(repo_id: str) -> None:
-    """Refuse what is no owner and name; the Hub's own client takes a name alone too, of whoever the token is."""
+    """Require owner and name; the Hub's client also takes a name only, and then the token's owner."""
     try:
         validate_repo_id(repo_id)
-        is_whole = "/" in repo_id
+        has_owner = "/" in repo_id
     except HFValidationError:
-        is_whole = False
-    if not is_whole:
+        has_owner = False
+    if not has_owner:
         raise RequestError(
             f"{repo_id!r} is no repository on the Hub: give it as owner/name, of letters, digits, '-', '_' and '.'"
         )
@@ -99,8 +99,8 @@ def _check_id(repo_id: str) -> None:
 def _stage(folder: Path, scratch: Path) -> _Staged:
     """Check a saved model or an exported folder, and write its card to `scratch`."""
     if (folder / MANIFEST).is_file():
-        exported = read_exported(folder)
-        names, base, revision = (MANIFEST, *exported.files), exported.base_model, exported.base_revision
+        manifest = read_exported(folder)
+        names, base, revision = (MANIFEST, *manifest.files), manifest.base_model, manifest.base_revision
     else:
         recipe = open_current(folder)
         names, base, revision = (RECIPE, *recipe.files), recipe.base_model, recipe.base_revision
@@ -110,51 +110,51 @@ def _stage(folder: Path, scratch: Path) -> _Staged:
     return _Staged(files=files, base=base, revision=revision)
 
 
-def _pushed_before(api: HfApi, repo_id: str, existing: ModelInfo, scratch: Path, *, update: bool) -> frozenset[str]:
-    """Return the files that an earlier push put into a repository, which its recipe or manifest names.
+def _pushed_files(api: HfApi, repo_id: str, existing: ModelInfo, scratch: Path, *, update: bool) -> frozenset[str]:
+    """Return the files of a repository that earlier pushes put there, as its recipe or manifest names them.
 
     Raises:
-        RequestError: it holds files and none of them was pushed, or they are not to be replaced.
+        RequestError: it has files and none was pushed, or they are not to be replaced.
     """
-    present = frozenset(file.rfilename for file in existing.siblings or ()) - BY_THE_HUB
-    if not present:
-        return present
-    pushed = frozenset[str]()
+    existing_files = frozenset(file.rfilename for file in existing.siblings or ()) - HUB_FILES
+    if not existing_files:
+        return existing_files
+    pushed_files = frozenset[str]()
     for name, kind in ((RECIPE, Recipe), (MANIFEST, ExportManifest)):
-        if name in present:
-            fetched = Path(api.hf_hub_download(repo_id, name, local_dir=scratch / "fetched"))
+        if name in existing_files:
+            document = Path(api.hf_hub_download(repo_id, name, local_dir=scratch / "fetched"))
             with suppress(DocumentError):
-                pushed |= {name, CARD, *read_record(kind, fetched).files} & present
-    names = ", ".join(sorted(present)[:NAMED])
-    more = f" and {len(present) - NAMED} more" if len(present) > NAMED else ""
-    holds = f"{repo_id!r} exists on the Hub and holds {names}{more}"
-    if not pushed:
-        raise RequestError(f"{holds}, which were not pushed by profiling-agent: push to another name")
+                pushed_files |= {name, CARD, *read_record(kind, document).files} & existing_files
+    names = ", ".join(sorted(existing_files)[:MAX_NAMED_FILES])
+    rest = f" and {len(existing_files) - MAX_NAMED_FILES} more" if len(existing_files) > MAX_NAMED_FILES else ""
+    contents = f"{repo_id!r} exists on the Hub and holds {names}{rest}"
+    if not pushed_files:
+        raise RequestError(f"{contents}, which were not pushed by profiling-agent: push to another name")
     if not update:
-        raise RequestError(f"{holds}: push to another name, or replace them with --update (earlier commits stay)")
-    return pushed
+        raise RequestError(f"{contents}: push to another name, or replace them with --update (earlier commits stay)")
+    return pushed_files
 
 
 def _add_license(api: HfApi, staged: _Staged) -> None:
-    """Say in the card under which license the base model is, where the Hub knows it."""
+    """Add the base model's license to the card, if the Hub has one."""
     if staged.revision is None:
         return
     try:
-        base = api.model_info(staged.base, revision=staged.revision).card_data
+        base_card = api.model_info(staged.base, revision=staged.revision).card_data
     except (HfHubHTTPError, HFValidationError, HTTPError):
         return
     card = ModelCard(staged.files[CARD].read_text(encoding="utf-8"), ignore_metadata_errors=True)
     for name in ("license", "license_name", "license_link"):
-        if base is not None and isinstance(value := base.get(name), str):
+        if base_card is not None and isinstance(value := base_card.get(name), str):
             setattr(card.data, name, value)
     write_text(staged.files[CARD], str(card))
 
 
 @contextmanager
-def _hub(repo_id: str) -> Generator[None]:
+def _hub_errors(repo_id: str) -> Generator[None]:
 
-    def refuse(said: str) -> ProfilingAgentError:
-        return RequestError(f"{repo_id!r} can't be pushed to {constants.ENDPOINT} ({said}): nothing was committed")
+    def refuse(message: str) -> ProfilingAgentError:
+        return RequestError(f"{repo_id!r} can't be pushed to {constants.ENDPOINT} ({message}): nothing was committed")
 
     try:
         with foreign_code(refuse):

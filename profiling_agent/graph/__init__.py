@@ -1,1 +1,1 @@
-"""Graph: the agents as LangGraph nodes (`nodes.py`), their state, the run session that they share, and checkpoints."""
+"""LangGraph layer: agents as nodes, their state, the run session and checkpoints."""

@@ -1,4 +1,4 @@
-"""Checkpoints: each thread's own file inside its run folder, read by the command line and Studio alike."""
+"""Checkpoints of runs: an SQLite file in each run folder, for the command line and LangGraph Studio."""
 
 import asyncio
 import enum
@@ -37,7 +37,7 @@ from profiling_agent.search import attempt, finalize
 from profiling_agent.workspace import Workspace, storage_told
 
 MODULES: tuple[ModuleType, ...] = (
-    *(import_module(f"{schemas.__name__}.{found.name}") for found in iter_modules(schemas.__path__)),
+    *(import_module(f"{schemas.__name__}.{info.name}") for info in iter_modules(schemas.__path__)),
     request,
     attempt,
     finalize,
@@ -49,7 +49,7 @@ MODULES: tuple[ModuleType, ...] = (
 
 
 def checkpointed_types() -> tuple[type[BaseModel] | type[enum.Enum], ...]:
-    """Return every record and enum that a checkpoint may hold: all of those that our modules define."""
+    """Return every record and enum that a checkpoint may hold: all that our modules define."""
     return tuple(
         value
         for module in MODULES
@@ -59,14 +59,14 @@ def checkpointed_types() -> tuple[type[BaseModel] | type[enum.Enum], ...]:
 
 
 def strict_serde() -> JsonPlusSerializer:
-    """Return a serializer that rebuilds our own records and nothing else; never a pickle."""
+    """Return a serializer that rebuilds our own records only; never a pickle."""
     allowed = [(kind.__module__, kind.__name__) for kind in checkpointed_types()]
     return JsonPlusSerializer(allowed_msgpack_modules=allowed)
 
 
 @contextmanager
-def _reading(path: Path) -> Generator[None, None, None]:
-    """Raise RunError in one line for a damaged file, or for one that another process holds."""
+def _storage_errors(path: Path) -> Generator[None, None, None]:
+    """Raise RunError with one line for a damaged file, or one that another process uses."""
     try:
         with storage_told(path.parent):
             yield
@@ -80,7 +80,7 @@ def _reading(path: Path) -> Generator[None, None, None]:
 
 
 def _open(path: Path, serde: SerializerProtocol) -> SqliteSaver:
-    with _reading(path), ExitStack() as stack:
+    with _storage_errors(path), ExitStack() as stack:
         connection = sqlite3.connect(path, check_same_thread=False)
         stack.callback(connection.close)
         saver = SqliteSaver(connection, serde=serde)
@@ -93,7 +93,7 @@ def _open(path: Path, serde: SerializerProtocol) -> SqliteSaver:
 
 
 class RunSaver(BaseCheckpointSaver[str]):
-    """Keeps the checkpoints of thread `<id>` in `<runs>/<id>/checkpoints.sqlite`, sync and async."""
+    """Checkpoint saver that stores thread `<id>` in `<runs>/<id>/checkpoints.sqlite`, sync and async."""
 
     def __init__(self, runs: str | Path = "runs") -> None:
         super().__init__(serde=strict_serde())
@@ -102,7 +102,7 @@ class RunSaver(BaseCheckpointSaver[str]):
         self._lock = threading.Lock()
 
     def _saver(self, config: RunnableConfig | None, *, create: bool = False) -> SqliteSaver | None:
-        """Return the thread's own saver; None where it has no file and none is to be made."""
+        """Return the thread's saver; None if it has no file and `create` is false."""
         path = self._path(config)
         with self._lock:
             if path not in self._savers and (create or path.exists()):
@@ -126,7 +126,7 @@ class RunSaver(BaseCheckpointSaver[str]):
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """Return the checkpoint that `config` names, or the thread's newest."""
         saver = self._saver(config)
-        with _reading(self._path(config)):
+        with _storage_errors(self._path(config)):
             return saver.get_tuple(config) if saver else None
 
     def list(
@@ -137,7 +137,7 @@ class RunSaver(BaseCheckpointSaver[str]):
         before: RunnableConfig | None = None,
         limit: int | None = None,
     ) -> Iterator[CheckpointTuple]:
-        """Give the thread's checkpoints, newest first."""
+        """Yield the thread's checkpoints, newest first."""
         saver = self._saver(config)
         yield from saver.list(config, filter=filter, before=before, limit=limit) if saver else ()
 
@@ -157,14 +157,14 @@ class RunSaver(BaseCheckpointSaver[str]):
     def put_writes(
         self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
     ) -> None:
-        """Store what a node wrote before the step was complete."""
+        """Store a node's writes before the step is complete."""
         saver = self._saver(config, create=True)
         assert saver is not None, "asked to create"
         with storage_told(self._path(config).parent):
             saver.put_writes(config, writes, task_id, task_path)
 
     def delete_thread(self, thread_id: str) -> None:
-        """Forget a thread's checkpoints; its run folder stays."""
+        """Delete a thread's checkpoints; its run folder stays."""
         saver = self._saver({"configurable": {"thread_id": thread_id}})
         if saver:
             saver.delete_thread(thread_id)
@@ -174,7 +174,7 @@ class RunSaver(BaseCheckpointSaver[str]):
         return f"{int(current.split('.')[0]) + 1 if current else 1:032}"
 
     async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
-        """Return what `get_tuple` does."""
+        """Return the checkpoint as `get_tuple` does."""
         return await asyncio.to_thread(self.get_tuple, config)
 
     async def alist(
@@ -185,7 +185,7 @@ class RunSaver(BaseCheckpointSaver[str]):
         before: RunnableConfig | None = None,
         limit: int | None = None,
     ) -> AsyncIterator[CheckpointTuple]:
-        """Give what `list` does."""
+        """Yield checkpoints as `list` does."""
 
         def read() -> Sequence[CheckpointTuple]:
             return tuple(self.list(config, filter=filter, before=before, limit=limit))
@@ -200,20 +200,20 @@ class RunSaver(BaseCheckpointSaver[str]):
         metadata: CheckpointMetadata,
         new_versions: ChannelVersions,
     ) -> RunnableConfig:
-        """Do what `put` does."""
+        """Store a checkpoint as `put` does."""
         return await asyncio.to_thread(self.put, config, checkpoint, metadata, new_versions)
 
     async def aput_writes(
         self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
     ) -> None:
-        """Do what `put_writes` does."""
+        """Store writes as `put_writes` does."""
         await asyncio.to_thread(self.put_writes, config, writes, task_id, task_path)
 
     async def adelete_thread(self, thread_id: str) -> None:
-        """Do what `delete_thread` does."""
+        """Delete checkpoints as `delete_thread` does."""
         await asyncio.to_thread(self.delete_thread, thread_id)
 
 
 def studio_saver() -> RunSaver:
-    """Return the saver that `langgraph.json` names: the runs of the default output folder, as the command line's."""
+    """Return the saver that `langgraph.json` names, with runs in the default output folder."""
     return RunSaver(Request().output_dir)

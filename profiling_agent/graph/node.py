@@ -1,4 +1,4 @@
-"""Node: an agent as LangGraph calls it, and the compiled graph that refuses unknown terms."""
+"""LangGraph nodes: an agent wrapped as a node, and the compiled graph that rejects unknown terms."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ LOOP = ("approval", "pruning", "quantization", "evaluation")
 
 
 class Best(Record):
-    """The best accepted attempt so far, on the search images."""
+    """Best accepted attempt so far, on the search images."""
 
     attempt: int
     drop: float = Field(description="top-1 lost, as a fraction")
@@ -38,7 +38,7 @@ class Best(Record):
 
 
 class ProgressEvent(Record):
-    """What a node streams (mode `custom`) while it works; `total` is 0 where the end isn't known.
+    """Progress that a node streams (mode `custom`); `total` is 0 if unknown.
 
     `iteration` is 0 before the first plan is carried out.
     """
@@ -62,19 +62,19 @@ def run_node(
     runtime: Runtime[None],
     work: Callable[[], Update],
     standing: ProgressEvent | None = None,
-    left: Callable[[], Forecast | None] = lambda: None,
+    forecast: Callable[[], Forecast | None] = lambda: None,
 ) -> Update:
-    """Do an agent's work with its progress streamed; whatever goes wrong ends the worker and lets go of the run.
+    """Run an agent's work and stream its progress; any error ends the worker and releases the run.
 
-    `left` tells what there is still to do, once that is known.
+    `forecast` returns the remaining time, or None while it is unknown.
     """
     plain = standing or ProgressEvent(stage=stage, message="")
 
     def progress(message: str, done: int, total: int) -> None:
-        told = {"message": message, "done": done, "total": total, "spent_s": session.jobs.timesheet.spent_s}
-        if expected := left():
-            told |= {"stage_left_s": expected.stage_s, "left_s": expected.run_s}
-        runtime.stream_writer(plain.model_copy(update=told).model_dump(mode="json"))
+        fields = {"message": message, "done": done, "total": total, "spent_s": session.jobs.timesheet.spent_s}
+        if remaining := forecast():
+            fields |= {"stage_left_s": remaining.stage_s, "left_s": remaining.run_s}
+        runtime.stream_writer(plain.model_copy(update=fields).model_dump(mode="json"))
 
     session.jobs.progress = progress
     with session.working:
@@ -82,18 +82,18 @@ def run_node(
             progress("started", 0, 0)
             with storage_told(session.workspace.root):
                 update = work()
-            # What was interrupted may have come to an end that says nothing of the work, as with a compiler that heard it too.
+            # An interrupted job may end as if done, as a compiler that received the signal too does.
             end_if_asked()
             return update  # noqa: TRY300
         except BaseException as error:
-            # What a run has measured stays; nothing was begun of a request that can't be carried out.
+            # A run's measurements are kept; a request that can't be carried out leaves nothing.
             is_refused = isinstance(error, RequestError) and not isinstance(error, RunError)
             (session.discard if is_refused else session.close)()
             raise
 
 
 def standing_of(state: RunState, stage: str) -> ProgressEvent:
-    """Return an event without a message: which attempt this is, and the best that was accepted so far."""
+    """Return an event without a message: the current attempt, and the best accepted so far."""
     budget_s = state.time_budget_s
     if state.journal is None or (not state.journal.attempts and stage not in LOOP):
         return ProgressEvent(stage=stage, message="", iterations=state.max_iterations, budget_s=budget_s)
@@ -105,12 +105,12 @@ def standing_of(state: RunState, stage: str) -> ProgressEvent:
         message="",
         iteration=iteration,
         iterations=state.max_iterations,
-        best=_told(best, journal) if best else None,
+        best=_describe_best(best, journal) if best else None,
         budget_s=budget_s,
     )
 
 
-def _told(candidate: Candidate, journal: Journal) -> Best:
+def _describe_best(candidate: Candidate, journal: Journal) -> Best:
     measured, baseline = candidate.evaluation, journal.baseline
     assert candidate.attempt is not None, "only attempts are told of"
     assert measured.drop is not None, "an attempt is compared with the baseline"
@@ -147,17 +147,17 @@ def as_node(agent: Agent, sessions: Sessions) -> Node:
     return node
 
 
-def _checked_input(given: Any) -> Any:
-    """Return an input with its terms in their canonical form; TermError when one is unknown or can't be met."""
-    if isinstance(given, dict):
+def _check_input(value: Any) -> Any:
+    """Return an input with its terms in canonical form; raises TermError for an unknown or impossible one."""
+    if isinstance(value, dict):
         try:
-            # Only the given terms: a thread keeps the others that it has.
-            return Request.model_validate(given).model_dump(exclude_unset=True)
+            # Only the given terms: a thread keeps its other ones.
+            return Request.model_validate(value).model_dump(exclude_unset=True)
         except ValidationError as error:
             raise TermError(first_problem(error)) from error
-    if isinstance(given, Command):
-        _check_fields(dict(given.update) if isinstance(given.update, list) else given.update)
-    return given
+    if isinstance(value, Command):
+        _check_fields(dict(value.update) if isinstance(value.update, list) else value.update)
+    return value
 
 
 def _check_fields(*updates: Any) -> None:
@@ -167,34 +167,34 @@ def _check_fields(*updates: Any) -> None:
 
 
 class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
-    """The optimization graph; all ways to run it come through `stream` or `astream`, also those of its copies."""
+    """Optimization graph that checks every input; all calls, also on copies, go through `stream` or `astream`."""
 
     def __init__(self, *, sessions: Sessions, **compiled: Any) -> None:
         super().__init__(**compiled)
         self.sessions = sessions
 
     def stream(self, input: Any, config: RunnableConfig | None = None, **options: Any) -> Iterator[Any]:
-        """Stream a run's steps; TermError at once when the input has an unknown term."""
-        given = _checked_input(input)
-        return self._stream(self._unopened_run(given, config), given, config, **options)
+        """Stream a run's steps; raises TermError at once for an unknown term in the input."""
+        value = _check_input(input)
+        return self._stream(self._run_to_open(value, config), value, config, **options)
 
-    def _stream(self, run_id: str | None, *given: Any, **options: Any) -> Iterator[Any]:
-        parts: Any = super().stream(*given, **options)
+    def _stream(self, run_id: str | None, *args: Any, **options: Any) -> Iterator[Any]:
+        parts: Any = super().stream(*args, **options)
         try:
             for part in parts:  # noqa: UP028 - `yield from` would close `parts` before the session
                 yield part
         finally:
-            # LangGraph waits for the node that is under way, so its work ends first.
+            # LangGraph waits for the running node, so its work ends first.
             self.sessions.leave(run_id)
             parts.close()
 
     def astream(self, input: Any, config: RunnableConfig | None = None, **options: Any) -> AsyncIterator[Any]:
         """Stream a run's steps as `stream` does."""
-        given = _checked_input(input)
-        return self._astream(self._unopened_run(given, config), given, config, **options)
+        value = _check_input(input)
+        return self._astream(self._run_to_open(value, config), value, config, **options)
 
-    async def _astream(self, run_id: str | None, *given: Any, **options: Any) -> AsyncIterator[Any]:
-        parts: Any = super().astream(*given, **options)
+    async def _astream(self, run_id: str | None, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        parts: Any = super().astream(*args, **options)
         try:
             async for part in parts:
                 yield part
@@ -202,16 +202,16 @@ class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
             await asyncio.to_thread(self.sessions.leave, run_id)
             await parts.aclose()
 
-    def _unopened_run(self, given: Any, config: RunnableConfig | None) -> str | None:
-        """Return the id of the run that a stream will open, or None when its caller has opened it."""
+    def _run_to_open(self, value: Any, config: RunnableConfig | None) -> str | None:
+        """Return the id of the run that a stream will open, None if its caller has opened it."""
         configurable = ensure_config(merge_configs(self.config, config)).get("configurable", {})
         run_id = configurable.get("thread_id")
-        if run_id is None and given is not None and not isinstance(given, Command):
-            run_id = choose_run_id(given if isinstance(given, Request) else Request.model_validate(given), None)
+        if run_id is None and value is not None and not isinstance(value, Command):
+            run_id = choose_run_id(value if isinstance(value, Request) else Request.model_validate(value), None)
         return None if run_id in self.sessions.by_run else run_id
 
     def bulk_update_state(self, config: RunnableConfig, supersteps: Sequence[Sequence[StateUpdate]]) -> RunnableConfig:
-        """Update the state; TermError when an update names a field that the state hasn't."""
+        """Update the state; raises TermError for a field that the state doesn't have."""
         _check_fields(*(update.values for step in supersteps for update in step))
         return super().bulk_update_state(config, supersteps)
 

@@ -56,8 +56,8 @@ from profiling_agent.search.planners import first_proposal, milder, next_proposa
 from profiling_agent.search.selection import has_answer
 from profiling_agent.search.verdict import why_unproven
 
-# Recovery's settings were chosen with 1,000 images an epoch. Five times as many leave room for a thousand classes, and
-# bound what a stream has to fetch, since those are downloaded one by one.
+# Recovery's settings were chosen with 1,000 images an epoch. Five times as many suffice for a thousand classes, and limit what a stream has to
+# download one by one.
 MAX_RECOVERY = 5000
 
 
@@ -69,49 +69,49 @@ def choose_advisor(request: Request, advisor: Any, trusted: Collection[str]) -> 
     if request.planner == "rules":
         return {"advisor_note": "the built-in rules plan: they were requested"}
     if advisor is not None:
-        name, chosen = name_of(advisor), {"advisor_object": name_of(advisor)}
+        name, fields = name_of(advisor), {"advisor_object": name_of(advisor)}
     elif request.llm.startswith(RECORDED):
         file = str(expanded(request.llm.removeprefix(RECORDED)).resolve())
         recording = open_recording(file)
-        name, chosen = Recorded(recording, recording).name, {"recorded": file}
+        name, fields = Recorded(recording, recording).name, {"recorded": file}
     elif endpoint := choose_endpoint(request.llm, request.base_url):
         check_endpoint(endpoint, key_for(endpoint, trusted), timeout_s=request.llm_timeout_s)
-        name, chosen = endpoint.name, {"endpoint": endpoint}
+        name, fields = endpoint.name, {"endpoint": endpoint}
     elif request.planner == "llm":
         raise RequestError("planner is 'llm' but llm is 'none': name a model, as in llm=openai:MODEL")
     else:
         return {"advisor_note": "the built-in rules plan: no language model was requested"}
-    beside = " beside the built-in rules" if request.planner == "hybrid" else ""
-    return {**chosen, "advisor_note": f"{name} plans{beside}"}
+    suffix = " beside the built-in rules" if request.planner == "hybrid" else ""
+    return {**fields, "advisor_note": f"{name} plans{suffix}"}
 
 
 def acquire(request: Request, session: RunSession) -> Update:
-    """Reset every result that this thread has had before, and record what was acquired.
+    """Reset every result that this thread has had, and record what was acquired.
 
-    A plan of the user's is read here, before anything expensive, and kept: its file may be gone when a run resumes.
+    The user's own plan is read before anything expensive, and stored: its file may be gone when a run resumes.
     """
     check_runtimes(request)
     check_tracker(request)
-    chosen = choose_advisor(request, session.chat_model, session.trusted)
+    advisor_fields = choose_advisor(request, session.chat_model, session.trusted)
     plan = read_plan(request.plan, quotes=not session.is_served) if request.plan else None
-    asked = request.model_dump(include=set(AcquireTask.model_fields))
-    asked["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
-    session.jobs.progress(chosen["advisor_note"], 0, 0)
-    acquired = session.jobs.run(AcquireTask.model_validate(asked))
+    task_fields = request.model_dump(include=set(AcquireTask.model_fields))
+    task_fields["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
+    session.jobs.progress(advisor_fields["advisor_note"], 0, 0)
+    acquired = session.jobs.run(AcquireTask.model_validate(task_fields))
     if line := why_unproven(acquired, request.goal):
         session.jobs.progress(line, 0, 0)
-    blank = {name: RunState.model_fields[name].get_default() for name in RESULTS}
+    reset = {name: RunState.model_fields[name].get_default() for name in RESULTS}
     root = session.workspace.root
-    return blank | chosen | {"run_id": root.name, "run_dir": str(root), "acquired": acquired, "proposal": plan}
+    return reset | advisor_fields | {"run_id": root.name, "run_dir": str(root), "acquired": acquired, "proposal": plan}
 
 
 def _is_checkpointed() -> bool:
-    """Return whether this graph can go on after a stop; LangGraph has no public name for it."""
+    """Return whether this graph can resume; LangGraph has no public name for it."""
     return bool(get_config().get("configurable", {}).get("__pregel_checkpointer"))
 
 
 def acquisition(state: Request, *, runtime: Runtime[None], sessions: Sessions) -> Update:
-    """Validate the request and fetch what it names; the only node that reads a request and not a state."""
+    """Validate the request and fetch what it names; the only node that takes a request, not a state."""
     info = runtime.execution_info
     if state.approve != "never" and not _is_checkpointed():
         raise RequestError(
@@ -119,14 +119,14 @@ def acquisition(state: Request, *, runtime: Runtime[None], sessions: Sessions) -
             "build the graph with a checkpointer, or use approve=never"
         )
     session = sessions.begin(state, info.thread_id if info else None)
-    # Without checkpoints it can only be this call's own; with them it may be what an old one, or a stranger, left.
+    # Without checkpoints the address is from this call; with them it may be from an old call or a third party.
     if state.base_url is not None and sessions.limits is None and not _is_checkpointed():
         session.addresses.add(state.base_url)
     return run_node(session, "acquisition", runtime, partial(acquire, state, session))
 
 
 def input_shape_resolver(state: RunState, session: RunSession) -> Update:
-    """Resolve the input shape by the ordered rules, or by a language model where they disagree or don't know."""
+    """Resolve the input shape by ordered rules, or by a language model if they disagree or are uncertain."""
     assert state.acquired is not None, "acquisition comes first"
     source = state.acquired.source
     task = ResolveShapeTask(model=source.name, revision=source.revision, device=source.device)
@@ -135,7 +135,7 @@ def input_shape_resolver(state: RunState, session: RunSession) -> Update:
 
 
 def resolve_with(advisor: LanguageModel, task: ResolveShapeTask, jobs: Jobs) -> ResolvedShape:
-    """Resolve by the rules where they are certain, else by the language model, and by the rules again where it fails."""
+    """Resolve by the rules if they are certain, else by the language model, and by the rules if it fails."""
     facts = jobs.run(SurveyShapeTask(model=task.model, revision=task.revision, device=task.device))
     if facts.is_certain:
         return jobs.run(task)
@@ -143,45 +143,45 @@ def resolve_with(advisor: LanguageModel, task: ResolveShapeTask, jobs: Jobs) -> 
         return advised_shape(advisor, facts, lambda spec: jobs.run(task.model_copy(update={"stated": spec})))
     except (AdvisorError, ShapeUnresolvedError) as error:
         resolved = jobs.run(task)
-        told = resolved.input.model_copy(update={"source": f"{resolved.input.source}; {error}"})
-        return resolved.model_copy(update={"input": told})
+        noted_input = resolved.input.model_copy(update={"source": f"{resolved.input.source}; {error}"})
+        return resolved.model_copy(update={"input": noted_input})
 
 
 def profiling(state: RunState, session: RunSession) -> Update:
-    """Profile the baseline, headline numbers in a process of their own; they say how many calibration images there is time for."""
+    """Profile the baseline, headline numbers in a fresh process; they decide how many calibration images fit the time."""
     assert state.acquired is not None, "acquisition comes first"
-    asked, calibration = state.acquired.calibration, session.calibration(state)
-    if calibration == asked:
+    acquired_split, calibration = state.acquired.calibration, session.calibration(state)
+    if calibration == acquired_split:
         return {"profiled": session.measured(state, calibration)}
-    note = f"calibrated on {calibration.num_images} of {asked.num_images} images: the time budget has no room for more"
+    note = f"calibrated on {calibration.num_images} of {acquired_split.num_images} images: the time budget has no room for more"
     acquired = state.acquired.model_copy(update={"calibration": calibration, "notes": (*state.acquired.notes, note)})
     return {"acquired": acquired, "profiled": session.measured(state, calibration)}
 
 
 def deployment_search(state: RunState, session: RunSession) -> Update:
-    """Open the journal with the baseline, and with the deployments that are possible for it, made, raced and measured.
+    """Open the journal with the baseline and its possible deployments, converted, raced and measured.
 
-    What the user's own plan asks of quantization is all that is searched, once it is known to fit the model and what is installed.
+    Only what the user's own plan requests of quantization is searched, if it fits the model and the installation.
     """
     evaluator = session.evaluator(state)
     if state.proposal is not None:
         dry_run(state.proposal, evaluator.profile)
-        why = why_undeployable(state.proposal, evaluator.choices, state.goal)
-        # The paper's plans have both halves; its loop judges the pruned one in float32.
-        if why and state.goal.selection != "paper":
-            raise PlanError(why)
-    acquired = _with_checked_labels(evaluator)
+        reason = why_undeployable(state.proposal, evaluator.choices, state.goal)
+        # The paper's plans prune and quantize; its loop judges pruned models in float32.
+        if reason and state.goal.selection != "paper":
+            raise PlanError(reason)
+    acquired = _check_labels(evaluator)
     journal = open_journal(evaluator, state.proposal or Plan())
-    if state.proposal is not None and (why := _why_unmade(state.proposal, journal)):
-        raise PlanError(why)
+    if state.proposal is not None and (reason := _unmade_reason(state.proposal, journal)):
+        raise PlanError(reason)
     return {"journal": journal, "acquired": acquired}
 
 
-def _with_checked_labels(evaluator: Evaluator) -> Acquired:
-    """Return what was acquired, with the doubt that the baseline's answers on the first search images leave.
+def _check_labels(evaluator: Evaluator) -> Acquired:
+    """Return what was acquired, with any doubt from the baseline's answers on the first search images.
 
     Raises:
-        AcquisitionError: they contradict labels that were matched by place or number only.
+        AcquisitionError: they contradict labels matched by place or number only.
     """
     acquired = evaluator.acquired
     answers = evaluator.answers(evaluator.evaluate_baseline(acquired.search, range(SHARD)))
@@ -192,10 +192,10 @@ def _with_checked_labels(evaluator: Evaluator) -> Acquired:
     return acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
 
 
-def _why_unmade(plan: Plan, journal: Journal) -> str | None:
-    """Return why what the user's own plan asks of quantization fits nothing of the model; None where something was made, or nothing is asked.
+def _unmade_reason(plan: Plan, journal: Journal) -> str | None:
+    """Return why the user's own quantization fits nothing of the model; None if it does, or is not requested.
 
-    A conversion that crashed or took too long says nothing against the plan.
+    A conversion that crashed or took too long is no evidence against the plan.
     """
     options = journal.deployment_search.options if journal.deployment_search else ()
     if not schemes_of(plan.quantization or ()) or not options or not all(option.is_unfit for option in options):
@@ -216,32 +216,32 @@ def analysis(state: RunState, session: RunSession) -> Update:
 
 
 def resuming(answer: Approval) -> Command[Any]:
-    """Return what goes on with a run that waits."""
+    """Return the command that resumes a waiting run."""
     return Command(resume=answer.model_dump(mode="json"))
 
 
 def question_in(interrupts: Sequence[Any]) -> ApprovalQuestion | None:
-    """Return the question that a run waits with, None where it waits for nothing."""
+    """Return the question that a run waits with, or None."""
     return ApprovalQuestion.model_validate(interrupts[0].value) if interrupts else None
 
 
 def is_asked(state: RunState) -> bool:
-    """Return whether this plan waits for a person."""
+    """Return whether this plan needs an approval."""
     return state.approve == "each" or (state.approve == "plan" and state.is_first)
 
 
 def approval(state: RunState, session: RunSession) -> Update:
-    """Ask until an answer can be taken. Nothing is done here that a second pass would do twice."""
+    """Interrupt until the answer is valid. The node may run again, so nothing here has side effects."""
     if not is_asked(state):
         return {}
     assert state.proposal is not None, "a plan is proposed before it is approved"
     profile = session.profile(state)
     question = pose(session.workspace.root.name, state.proposal, state.origin, profile, state.journal)
     while True:
-        # Checked by ourselves and not by LangGraph, whose refusal ends the turn with a traceback.
-        said = interrupt(question.model_dump(mode="json"), response_schema=Approval.model_json_schema())
+        # Checked here: LangGraph's own check ends the turn with a traceback.
+        response = interrupt(question.model_dump(mode="json"), response_schema=Approval.model_json_schema())
         try:
-            answer = read_answer(said)
+            answer = read_answer(response)
             plan, goal = (None if answer.decision == "reject" else state.proposal), state.goal
             if answer.decision == "edit":
                 plan, goal = edited(answer, state.proposal, goal, profile)
@@ -249,12 +249,12 @@ def approval(state: RunState, session: RunSession) -> Update:
             question = question.model_copy(update={"problem": str(error)})
             continue
         decided = Decided(attempt=question.attempt, plan=plan or state.proposal, answer=answer)
-        changed = {name: getattr(goal, name) for name in (*TIGHTER, "pins", "caps")}
-        return {"proposal": plan, "decisions": (*state.decisions, decided)} | changed
+        limits = {name: getattr(goal, name) for name in (*TIGHTER, "pins", "caps")}
+        return {"proposal": plan, "decisions": (*state.decisions, decided)} | limits
 
 
 def pruning(state: RunState, session: RunSession) -> Update:
-    """Prune; a plan that fails a gate goes on as a candidate that says why."""
+    """Prune; a plan that fails a check continues as a candidate with a failure."""
     assert state.proposal is not None, "a plan is proposed before it is applied"
     evaluator, began_s = session.evaluator(state), session.jobs.timesheet.spent_s
     prepared = prune_attempt(evaluator, state.proposal)
@@ -262,11 +262,11 @@ def pruning(state: RunState, session: RunSession) -> Update:
 
 
 def quantization(state: RunState, session: RunSession) -> Update:
-    """Deploy this attempt; one that can't be deployed as its plan asks goes on as a candidate that says why."""
+    """Deploy this attempt; one that can't be deployed as planned continues as a candidate with a failure."""
     assert state.prepared is not None, "pruning comes first"
     assert state.journal is not None, "the deployment search comes first"
     evaluator = session.evaluator(state)
-    # A person, or whoever forked the run, may have changed the contract since.
+    # An edit or a fork may have changed the contract since.
     journal, began_s = reopened(evaluator, state.journal), session.jobs.timesheet.spent_s
     if state.prepared.failure is not None:
         return {"journal": journal}
@@ -280,7 +280,7 @@ def quantization(state: RunState, session: RunSession) -> Update:
 
 
 def evaluation(state: RunState, session: RunSession) -> Update:
-    """Add a measured and judged attempt to the journal."""
+    """Add the measured and judged attempt to the journal."""
     assert state.prepared is not None, "pruning comes first"
     assert state.journal is not None, "the deployment search comes first"
     began_s = session.jobs.timesheet.spent_s
@@ -299,9 +299,9 @@ def evaluation(state: RunState, session: RunSession) -> Update:
 
 
 def iterative_pruning(state: RunState, session: RunSession) -> Update:
-    """Ask the journal, and a language model where there is one, as long as the run has the time for another attempt."""
+    """Propose the next plan by rules or a language model, if the run has time for another attempt."""
     budget, has_accepted = session.evaluator(state).budget, any(attempt.accepted for attempt in state.seen.attempts)
-    # Where attempts are cheap, int8 alone is no reason to end without one; whoever asks for training asks for what takes long.
+    # If attempts are cheap, an int8 answer without pruning doesn't end the loop; a request for training accepts long attempts.
     is_answered = has_accepted or (budget.is_slow and has_answer(state.seen, state.goal))
     is_worth_it = budget.allows_attempt(state.longest_s, is_optional=is_answered and not state.recover_epochs)
     advisor = session.advisor(state) if is_worth_it else None
@@ -323,7 +323,7 @@ def iterative_pruning(state: RunState, session: RunSession) -> Update:
 
 
 def verdict(state: RunState, session: RunSession) -> Update:
-    """Choose the winner by the contract as it is now."""
+    """Choose the winner by the current contract."""
     evaluator = session.evaluator(state)
     journal = reopened(evaluator, state.seen)
     final = finalize(evaluator, journal)
@@ -331,27 +331,27 @@ def verdict(state: RunState, session: RunSession) -> Update:
 
 
 def report(state: RunState, session: RunSession) -> Update:
-    """Profile the winner, write the report, and let go of the run."""
+    """Profile the winner, write the report, and release the run."""
     assert state.acquired is not None, "acquisition comes first"
     assert state.resolved is not None, "the input shape resolver comes first"
     assert state.profiled is not None, "profiling comes first"
     assert state.stopped is not None, "the loop says why it stopped"
     assert state.final is not None, "the verdict comes first"
     evaluator, workspace, journal = session.evaluator(state), session.workspace, state.seen
-    # Whoever forked the run behind its verdict may have changed the contract.
+    # A fork after the verdict may have changed the contract.
     final = state.final if state.final.goal == state.goal else finalize(evaluator, journal)
     best = final.winner.evaluation.model
     profiles = {"baseline": (state.profiled, evaluator.profile)}
-    if (seen := torch_model(final.winner, journal, state.resolved.baseline)) != state.resolved.baseline:
+    if (torch_winner := torch_model(final.winner, journal, state.resolved.baseline)) != state.resolved.baseline:
         profiled = profile_artifact(
             session.jobs,
-            seen,
+            torch_winner,
             batch_size=state.batch_size,
             device=evaluator.device,
-            headline=raced_headline(evaluator, final.race, seen),
+            headline=raced_headline(evaluator, final.race, torch_winner),
         )
         profiles["best"] = (profiled, read_profile(session.jobs, profiled))
-    written = build_report(
+    document = build_report(
         state.request,
         final,
         Sources(
@@ -368,15 +368,15 @@ def report(state: RunState, session: RunSession) -> Update:
             times=session.jobs.timesheet.by_kind(),
         ),
     )
-    folder = results_folder(workspace.root, written)
+    folder = results_folder(workspace.root, document)
     make_folders(folder)
-    # A fork may return the model that its parent did, whose card tells of the parent's verdict.
+    # A fork may return its parent's model, whose card has the parent's verdict.
     if folder == workspace.root or not (session.jobs.path(best) / CARD).exists():
-        write_card(session.jobs.path(best), card_rows(written), card_notes(written), judged=card_judged(written))
+        write_card(session.jobs.path(best), card_rows(document), card_notes(document), judged=card_judged(document))
     workspace.point_best(best, folder)
-    write_report(written, folder)
-    if line := track(written, folder):
+    write_report(document, folder)
+    if line := track(document, folder):
         session.jobs.progress(line, 0, 0)
     session.jobs.forget_images()
     session.close()
-    return {"verdict": written.verdict, "report": written, "results_dir": str(folder)}
+    return {"verdict": document.verdict, "report": document, "results_dir": str(folder)}

@@ -1,8 +1,8 @@
-"""Run session: what one run keeps open in a process, the forecast of its stages, and the registry of sessions.
+"""Run sessions: the resources that a run keeps open in a process, its time forecast, and the registry of open runs.
 
-A stage costs passes (the baseline in eager float32 on one image) and seconds that any model costs: conversions, processes, turns of races. Both were
-taken from the timesheets of a ViT-B/16 at 224 px and of a ViT at 32 px, all runtimes, two cores of an Intel Xeon (docs/decisions/LOG.md, 2026-11-23);
-another machine may be twice as fast or slow, so that what attempts really took replaces what was expected of them.
+Forecasts add passes (the baseline in eager float32 on one image) to seconds that any model takes: conversions, processes, turns of races. Both are
+from timesheets of a ViT-B/16 at 224 px and a ViT at 32 px, all runtimes, two cores of an Intel Xeon (docs/decisions/LOG.md, 2026-11-23). Another
+machine may be twice as fast or slow, so measured attempts replace their forecasts.
 """
 
 import hashlib
@@ -49,15 +49,15 @@ from profiling_agent.workspace import (
     storage_told,
 )
 
-# A conversion with its KL, and the reference logits and layers before the first.
+# A conversion with its KL, and the reference logits and layers before the first one.
 DEPLOY_S, DEPLOY_PASSES, FIRST_DEPLOY_S = 2.5, 150, 15.0
-# A session of those that tell.
+# One session of the final speed estimate.
 SESSION_S, SESSION_PASSES = 5.0, 230
-# A test on held-out images mostly ends by then.
+# A test on held-out images usually ends by then.
 NUM_HELDOUT = 2_048
 # The winner's profile and the report.
 LAST_S, LAST_PASSES = 12.0, 200
-# What comes before the deployments are searched, what every attempt goes through, and what ends a run.
+# Stages before the deployment search, of every attempt, and at the end of a run.
 EARLY, ROUND, LAST = (
     ("acquisition", "input_shape_resolver", "profiling"),
     ("pruning", "quantization", "evaluation"),
@@ -67,7 +67,7 @@ EARLY, ROUND, LAST = (
 
 @dataclass(frozen=True)
 class Work:
-    """What a run has to do at most: its images, deployments, sessions and plans."""
+    """Upper limits of a run's work: images, deployments, sessions and plans."""
 
     num_calibration: int
     num_search: int
@@ -79,7 +79,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run is: how many attempts were measured, what the longest took, and what its stage has used so far."""
+    """Position of a run: its stage and the seconds in it, attempts measured, and the longest attempt."""
 
     stage: str
     in_stage_s: float = 0.0
@@ -89,39 +89,41 @@ class Standing:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds that the stage still takes, and the run with it."""
+    """Seconds that the stage and the run still take."""
 
     stage_s: float
     run_s: float
 
 
 def stage_seconds(work: Work, pass_s: float) -> Mapping[str, float]:
-    """Return what each stage of a run is expected to take; the deployment is chosen once, before the first round."""
-    deploy = DEPLOY_S + DEPLOY_PASSES * pass_s
-    judged = DEPLOYED * work.num_search * pass_s
-    search = 0.0
+    """Return the expected seconds of each stage; the deployment search runs once, before the first attempt."""
+    deploy_s = DEPLOY_S + DEPLOY_PASSES * pass_s
+    judge_s = DEPLOYED * work.num_search * pass_s
+    search_s = 0.0
     if work.num_deployments:
         race = race_s(pass_s)
-        others = min(NUM_MEASURED - 1, work.num_deployments - 1) * DEPLOYED * min(SHARD, work.num_search) * pass_s
-        search = FIRST_DEPLOY_S + work.num_deployments * deploy + race + work.num_search * pass_s + judged + others
-    sessions = work.num_sessions * (SESSION_S + SESSION_PASSES * pass_s)
-    heldout = min(NUM_HELDOUT, work.num_heldout) * (1 + DEPLOYED) * pass_s
+        others_s = min(NUM_MEASURED - 1, work.num_deployments - 1) * DEPLOYED * min(SHARD, work.num_search) * pass_s
+        search_s = (
+            FIRST_DEPLOY_S + work.num_deployments * deploy_s + race + work.num_search * pass_s + judge_s + others_s
+        )
+    sessions_s = work.num_sessions * (SESSION_S + SESSION_PASSES * pass_s)
+    heldout_s = min(NUM_HELDOUT, work.num_heldout) * (1 + DEPLOYED) * pass_s
     return {
         "profiling": evidence_passes(work.num_calibration, NUM_UNITS) * pass_s,
         "pruning": PRUNE_PASSES * work.num_calibration * pass_s,
-        "deployment_search": search,
-        "quantization": deploy if work.num_deployments else 0.0,
-        "evaluation": judged,
-        "verdict": race_s(pass_s) + sessions + heldout,
+        "deployment_search": search_s,
+        "quantization": deploy_s if work.num_deployments else 0.0,
+        "evaluation": judge_s,
+        "verdict": race_s(pass_s) + sessions_s + heldout_s,
         "report": LAST_S + LAST_PASSES * pass_s,
     }
 
 
 def forecast(work: Work, budget: Budget, now: Standing) -> Forecast:
-    """Return what is left; of attempts as many as the run's proportion or its limit has room for."""
+    """Return the remaining time, with as many attempts as the run's worth or its limit allows."""
     expected = stage_seconds(work, budget.pass_s)
     stage_s = max(expected.get(now.stage, 0.0) - now.in_stage_s, 0.0)
-    sure_s = stage_s + sum(expected[stage] for stage in _ahead(now.stage))
+    sure_s = stage_s + sum(expected[stage] for stage in _later_stages(now.stage))
     num_begun = now.num_measured + (now.stage != "iterative_pruning")
     num_more = 0 if now.stage in LAST else max(work.num_attempts - num_begun, 0)
     attempt_s = now.longest_s or sum(expected[stage] for stage in ROUND)
@@ -129,8 +131,7 @@ def forecast(work: Work, budget: Budget, now: Standing) -> Forecast:
     return Forecast(stage_s, max(min(sure_s + more_s, budget.left_s), stage_s))
 
 
-def _ahead(stage: str) -> tuple[str, ...]:
-    """Return the stages that are sure to come after `stage`."""
+def _later_stages(stage: str) -> tuple[str, ...]:
     if stage in LAST:
         return LAST[LAST.index(stage) + 1 :]
     if stage == "iterative_pruning":
@@ -140,9 +141,9 @@ def _ahead(stage: str) -> tuple[str, ...]:
     return (*(("deployment_search",) if stage in EARLY else ()), *ROUND, *LAST)
 
 
-# How long a node is waited for once its job was ended: it may be at what has no child, such as a download.
+# Seconds to wait for a node after its job ended: it may do work without a child process, such as a download.
 NODE_END_S = 10.0
-# What an evaluator is made of: a fork or a person's edit changes some of it, and then another one is made.
+# Fields that an evaluator depends on: a fork or an edit changes some, and a new one is built.
 EVALUATED = (
     *("acquired", "resolved", "profiled", "goal", "batch_size", "seed", "recover_epochs", "fresh_ledger"),
     *("num_sessions", "time_budget", "runtime_names", "quantize_dtype", "quantize_layers"),
@@ -151,7 +152,7 @@ EVALUATED = (
 
 
 def _has_advisor(state: RunState) -> bool:
-    return any(held is not None for held in (state.endpoint, state.advisor_object, state.recorded))
+    return any(source is not None for source in (state.endpoint, state.advisor_object, state.recorded))
 
 
 def _is_advised(state: RunState) -> bool:
@@ -159,9 +160,9 @@ def _is_advised(state: RunState) -> bool:
 
 
 class RunSession:
-    """One run in this process: its folder, the lock on it, the warm worker, and what was read and built for it.
+    """Resources of a run in this process: folder, lock, warm worker, and what was read and built.
 
-    It is closed when the run ends, fails, or waits for somebody, and by the process's end.
+    Closed when the run ends, fails or waits for an answer, and when the process ends.
     """
 
     def __init__(
@@ -172,21 +173,18 @@ class RunSession:
         addresses: Iterable[str] = (),
         created: bool = False,
     ) -> None:
-        """Take the run for this process, and clear what a killed one left.
-
-        Raises RunError where another process has it.
-        """
+        """Lock the run for this process and clean up after a killed one; raises RunError if another process has it."""
         self.workspace = workspace
         self.chat_model = chat_model
-        # Beside the environment's own: where keys may go because a person said so. Never stored.
+        # Addresses that a person allowed for keys, in addition to the environment's. Never stored.
         self.addresses = set(addresses)
-        # Whether whoever asks is somebody else than whose machine this is.
+        # Whether requests come from outside, through a server.
         self.is_served = False
-        # Whether a graph opened it by itself, to which another request may come under the same id, and no driver.
+        # Whether a graph opened it without a driver; then another request may come under the same id.
         self.is_begun = False
-        # Held by the node that is at work.
+        # Locked by the running node.
         self.working = threading.Lock()
-        # Closed in the other order: nobody else may have the run before its worker has ended.
+        # Closed in reverse order: the lock must outlast the worker.
         with storage_told(workspace.root), ExitStack() as opened:
             opened.callback(workspace.lock().release)
             workspace.sweep()
@@ -200,7 +198,7 @@ class RunSession:
         self._evaluator: tuple[dict[str, Any], Evaluator] | None = None
 
     def forecast(self, state: RunState, stage: str, in_stage_s: float) -> Forecast | None:
-        """Return what a stage and the run still take, None before the headline has said what a pass does."""
+        """Return the remaining seconds of a stage and the run, None before the headline gives the time of a pass."""
         if self.jobs.pass_s is None or state.acquired is None:
             return None
         attempts = state.journal.attempts if state.journal else ()
@@ -222,22 +220,22 @@ class RunSession:
         )
 
     def calibration(self, state: RunState) -> SplitInfo:
-        """Return the calibration images that the run has the time for; RequestError where it has none for anything."""
+        """Return the calibration images that fit the run's time; raises RequestError if the budget is too small for any run."""
         assert state.acquired is not None, "acquisition comes first"
         assert state.resolved is not None, "the input shape resolver comes first"
         split, device = state.acquired.calibration, state.acquired.source.device
         headline = measure_headline(self.jobs, state.resolved.baseline, batch_size=state.batch_size, device=device)
-        affordable = affordable_images(
+        num_affordable = affordable_images(
             state.time_budget_s,
             headline.pass_s,
             split.num_images,
             headline.quietest_pass_s,
             num_heldout=state.acquired.heldout.num_images,
         )
-        return split.model_copy(update={"num_images": affordable})
+        return split.model_copy(update={"num_images": num_affordable})
 
     def measured(self, state: RunState, calibration: SplitInfo) -> Profiled:
-        """Return where the baseline's profile lies, measured where it isn't there."""
+        """Return the reference to the baseline's profile, measured if missing."""
         assert state.acquired is not None, "acquisition comes first"
         assert state.resolved is not None, "the input shape resolver comes first"
         return profile_artifact(
@@ -245,7 +243,7 @@ class RunSession:
             state.resolved.baseline,
             batch_size=state.batch_size,
             device=state.acquired.source.device,
-            # Without it widths are those that the weights and the plan alone say.
+            # Without calibration, widths depend on the weights and the plan only.
             calibration=calibration if state.calibrate else None,
             seed=state.seed,
             cache=state.cache,
@@ -260,11 +258,11 @@ class RunSession:
 
     @property
     def trusted(self) -> frozenset[str]:
-        """Return the addresses that keys of the environment may go to."""
+        """Return the addresses that the environment's keys may go to."""
         return trusted_addresses(os.environ, *self.addresses)
 
     def advisor(self, state: RunState) -> LanguageModel | None:
-        """Return the language model that may plan, None where the rules plan alone."""
+        """Return the language model that may plan, None if only the rules plan; raises RunError if its object is missing."""
         if not _is_advised(state):
             return None
         if state.advisor_object is not None and self.chat_model is None:
@@ -287,11 +285,11 @@ class RunSession:
         return Chat(model, state.endpoint.name, transcript, timeout_s=state.llm_timeout_s)
 
     def spent(self, state: RunState) -> Spent | None:
-        """Return the use of the language model; None when there is none."""
+        """Return the language model's usage, None if there is none."""
         return Transcript(self.workspace.root / FILE).spent if _has_advisor(state) else None
 
     def evaluator(self, state: RunState) -> Evaluator:
-        """Return what attempts are measured with, the same one as long as it would be made of the same."""
+        """Return the evaluator of attempts, cached while its inputs are the same."""
         inputs = {name: getattr(state, name) for name in EVALUATED}
         if self._evaluator is None or self._evaluator[0] != inputs:
             self._evaluator = inputs, self._build_evaluator(state)
@@ -321,7 +319,7 @@ class RunSession:
         )
 
     def close(self) -> None:
-        """End the worker and let go of the run."""
+        """End the worker and release the run."""
         self.resources.close()
 
     def discard(self) -> None:
@@ -333,25 +331,25 @@ class RunSession:
         shutil.rmtree(self.workspace.jobs, ignore_errors=True)
         for name in (MANIFEST, SHEET, JOB_LOG, LOCK, HOLDER):
             (root / name).unlink(missing_ok=True)
-        # A checkpointer's file may lie here, and it is the checkpointer's to remove.
+        # A checkpointer's file may be here, which the checkpointer removes.
         if not any(root.iterdir()):
             root.rmdir()
 
 
 class Sessions:
-    """The runs that are open in this process, by run id.
+    """Runs that are open in this process, by run id.
 
-    A compiled graph has one of these, or is given its driver's. A run's first node opens its session, unless the
-    driver has done so. Its last node closes it, or the graph when a stream is left early.
+    A compiled graph has its own, or its driver's. A run's first node opens its session, unless the driver did. Its last node closes it, or the graph
+    when a stream is left early.
     """
 
     def __init__(
         self, chat_model: Any = None, *, addresses: Iterable[str | None] = (), limits: Limits | None = None
     ) -> None:
-        """Let runs plan with `chat_model`, which is the caller's and never stored.
+        """Plan with `chat_model`, if given; it is the caller's and never stored.
 
-        `addresses` are those that a person gave in this call: keys of the environment may go there. With `limits`,
-        requests come from outside, and what they may name is checked before anything is opened.
+        `addresses` are given by a person in this call: keys of the environment may go there. With `limits`, requests come from outside, and what they
+        name is checked before anything is opened.
         """
         self.chat_model = chat_model
         self.addresses = frozenset(url for url in addresses if url) | (limits.addresses if limits else frozenset())
@@ -359,41 +357,41 @@ class Sessions:
         self.by_run: dict[str, RunSession] = {}
 
     def open(self, workspace: Workspace, *, created: bool = False) -> RunSession:
-        """Return the run's session; RunError where another process has the run, or this one has its namesake."""
+        """Return the run's session; raises RunError if another process has it, or this one a run of the same id."""
         run_id = workspace.root.name
-        if (known := self.by_run.get(run_id)) is None:
-            known = RunSession(workspace, chat_model=self.chat_model, addresses=self.addresses, created=created)
-            known.is_served = self.limits is not None
-            known.resources.callback(self.by_run.pop, run_id)
-            self.by_run[run_id] = known
-        if known.workspace.root.resolve() != workspace.root.resolve():
+        if (session := self.by_run.get(run_id)) is None:
+            session = RunSession(workspace, chat_model=self.chat_model, addresses=self.addresses, created=created)
+            session.is_served = self.limits is not None
+            session.resources.callback(self.by_run.pop, run_id)
+            self.by_run[run_id] = session
+        if session.workspace.root.resolve() != workspace.root.resolve():
             raise RunError(f"a run called {run_id!r} is under way in this process: choose another run_id")
-        return known
+        return session
 
     def begin(self, request: Request, thread: str | None) -> RunSession:
-        """Start, or start again, the run that the request asks for; RequestError where this server's limits forbid it."""
-        self._check(request)
+        """Start or restart the requested run; raises RequestError if this server's limits forbid it."""
+        self._check_limits(request)
         run_id = choose_run_id(request, thread)
-        known, root = self.by_run.get(run_id), request.output_dir / run_id
-        if known is not None and not known.is_begun:
-            # Its driver has compared the requests, and knows where a run that was moved lies.
-            return known
-        if known is not None and not _is_same(known.workspace.root, root):
+        session, root = self.by_run.get(run_id), request.output_dir / run_id
+        if session is not None and not session.is_begun:
+            # Its driver has compared the requests, and has the folder of a run that was moved.
+            return session
+        if session is not None and not _is_same_path(session.workspace.root, root):
             return self.open(Workspace(root))
         created = not (root / MANIFEST).exists()
         workspace = open_workspace(request, run_id)
-        session = self.open(workspace, created=created)
-        session.is_begun = True
-        return session
+        new_session = self.open(workspace, created=created)
+        new_session.is_begun = True
+        return new_session
 
-    def _check(self, request: Request) -> None:
+    def _check_limits(self, request: Request) -> None:
         if self.limits is not None:
             self.limits.check(request)
 
     def get_session(self, state: RunState, thread: str | None) -> RunSession:
-        """Return the session of a run that is under way, opening it where this process has none yet.
+        """Return the session of a run under way, opened if this process has none yet.
 
-        `thread` is the checkpointer's, if there is one: a state that it kept opens that thread's own run and no other.
+        `thread` is the checkpointer's, if any: its state opens that thread's own run only.
         """
         root = Path(state.run_dir)
         if state.schema_version != SCHEMA_VERSION:
@@ -401,11 +399,11 @@ class Sessions:
                 f"run {root.name!r} was checkpointed with schema version {state.schema_version}, this version reads "
                 f"{SCHEMA_VERSION}: resume it with the version that wrote it"
             )
-        self._check(state)
+        self._check_limits(state)
         run_id = thread or root.name
         known = self.by_run.get(run_id)
-        is_own = root.name == run_id and (known is not None or _is_same(root, state.output_dir / run_id))
-        if not is_own:
+        is_own_folder = root.name == run_id and (known is not None or _is_same_path(root, state.output_dir / run_id))
+        if not is_own_folder:
             raise RunError(
                 f"the checkpoint of run {run_id!r} names the folder {state.run_dir!r}, which isn't its own: start a new run"
             )
@@ -417,7 +415,7 @@ class Sessions:
         return session
 
     def _check_key(self, state: RunState, session: RunSession) -> None:
-        """Raise RunError at once, and not when it is first asked, where the language model's server mustn't have the key."""
+        """Raise RunError at once, not at the first call, if the language model's server must not have the key."""
         if state.endpoint is not None and self.chat_model is None:
             try:
                 key_for(state.endpoint, session.trusted)
@@ -426,7 +424,7 @@ class Sessions:
                 raise
 
     def leave(self, run_id: str | None) -> None:
-        """Close a run's session, if it is open: its job is ended, and its node waited for, which may be in another thread."""
+        """Close a run's session, if open: end its job, and wait for its node, which may run in another thread."""
         if run_id is not None and (session := self.by_run.get(run_id)):
             session.jobs.close()
             if session.working.acquire(timeout=NODE_END_S):
@@ -439,22 +437,22 @@ class Sessions:
             session.close()
 
 
-def _is_same(one: Path, other: Path) -> bool:
+def _is_same_path(first: Path, second: Path) -> bool:
     try:
-        return resolved(one) == resolved(other)
+        return resolved(first) == resolved(second)
     except OSError:
         return False
 
 
 def choose_run_id(request: Request, thread: str | None) -> str:
-    """Return the run's name: the request's, the checkpointer's thread's, or one made from the request itself."""
+    """Return the run's id: the request's, the checkpointer thread's, or a hash of the request."""
     if thread is not None and request.run_id not in (None, thread):
         raise RunError(
             f"run_id is {request.run_id!r} but the checkpointer's thread_id is {thread!r}: "
             "a run's id is its thread's, so leave one out"
         )
-    made_up = hashlib.sha256(request.model_dump_json().encode()).hexdigest()[:12]
-    run_id = request.run_id or thread or f"run-{made_up}"
+    digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()[:12]
+    run_id = request.run_id or thread or f"run-{digest}"
     if not RUN_ID.fullmatch(run_id):
         raise RunError(f"thread_id {run_id!r} can't name a folder: use letters, digits, '.', '_' and '-', at most 100")
     return run_id

@@ -1,7 +1,7 @@
-"""State that travels between the agents, and the limits of what a request may name.
+"""State of a run that travels between the agents, and a server's limits on requests.
 
-Everything large is on disk; the state holds records and references, so any moment can be checkpointed.
-The operator of a served graph names folders and addresses in the environment. Hub ids and reference models need no leave.
+Large data is on disk; the state holds records and references, so it can be checkpointed at any moment. A served graph's operator names allowed
+folders and addresses in the environment. Hub ids and reference models need no permission.
 """
 
 import os
@@ -40,9 +40,9 @@ from profiling_agent.workspace import SCHEMA_VERSION
 
 
 class RunState(Request):
-    """The state of a run. Acquisition resets everything below; no field needs a reducer."""
+    """State of a run; acquisition resets all fields below, and no field needs a reducer."""
 
-    # A checkpoint gives records back as records, a server as plain JSON; both are read.
+    # A checkpoint returns records, a server plain JSON; both are accepted.
     model_config = ConfigDict(strict=False)
 
     schema_version: int = SCHEMA_VERSION
@@ -72,12 +72,12 @@ class RunState(Request):
 
     @property
     def request(self) -> Request:
-        """Return the request alone."""
+        """Return the request's fields only."""
         return Request.model_validate({name: getattr(self, name) for name in Request.model_fields})
 
     @property
     def goal(self) -> Goal:
-        """Return the contract, with what a person has demanded since."""
+        """Return the contract, with a person's later demands."""
         return super().goal.model_copy(update={"pins": self.pins, "caps": self.caps})
 
     @property
@@ -92,7 +92,7 @@ class RunState(Request):
 
     @property
     def seen(self) -> Journal:
-        """Return the journal by the contract as it is now: an edit or a fork may have changed it since."""
+        """Return the journal judged by the current contract, which an edit or a fork may have changed."""
         assert self.journal is not None, "the deployment search opens it"
         return rejudged(self.journal, self.goal).model_copy(update={"rejected": self.rejected})
 
@@ -101,7 +101,7 @@ RESULTS = tuple(name for name in RunState.model_fields if name not in Request.mo
 
 
 class RunResult(BaseModel):
-    """What `invoke` returns."""
+    """Result of `invoke`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -148,32 +148,32 @@ def trusted_addresses(environment: Mapping[str, str], *named: str | None) -> fro
 
 
 def is_trusted(url: str | None, trusted: Collection[str]) -> bool:
-    """Return whether an address is the provider's own (None) or one of these."""
+    """Return whether an address is the provider's own (None) or trusted."""
     return url is None or url.rstrip("/") in trusted
 
 
 def key_for(endpoint: Endpoint, trusted: Collection[str], environment: Mapping[str, str] = os.environ) -> str:
-    """Return the key for an endpoint, or NO_KEY; raises RunError when there is one and the address isn't trusted."""
-    url, held = endpoint.base_url, [name for name in SECRETS if environment.get(name, "") not in ("", NO_KEY)]
-    if held and not is_trusted(url, trusted):
+    """Return the key for an endpoint, or NO_KEY; raises RunError if there is one and the address isn't trusted."""
+    url, names = endpoint.base_url, [name for name in SECRETS if environment.get(name, "") not in ("", NO_KEY)]
+    if names and not is_trusted(url, trusted):
         raise RunError(
-            f"{held[0]} would go to {url!r}, an address from the run and not from this call: allow it with "
+            f"{names[0]} would go to {url!r}, an address from the run and not from this call: allow it with "
             f"`profiling-agent resume RUN --base-url {url}` (in Python resume(run, base_url=...); for a graph "
-            f"build_graph(addresses=[...])), or name it in {URLS[0]}, or unset {held[0]}"
+            f"build_graph(addresses=[...])), or name it in {URLS[0]}, or unset {names[0]}"
         )
     return environment.get(KEY) or NO_KEY
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Folders that may be read and written below, addresses of language models, and whether a tracker was named."""
+    """Folders that may be read and written, addresses of language models, and whether a tracker is configured."""
 
     folders: tuple[Path, ...]
     addresses: frozenset[str]
     has_tracker: bool
 
     def check(self, request: Request) -> None:
-        """Raise RequestError where a request, or a run's state, names a file or a server that the operator hasn't."""
+        """Raise RequestError if a request, or a run's state, names a file or a server that the operator hasn't allowed."""
         self._check_folder("output", request.output)
         if request.plan is not None:
             self._check_folder("plan", request.plan)
@@ -186,21 +186,21 @@ class Limits:
             raise RequestError(
                 f"tracker is {request.tracker!r}: this server's operator has to name where, in {TRACKER}"
             )
-        # Of a checkpoint, or of what somebody wrote into one through the server.
+        # From a checkpoint, which a client of the server may have written to.
         if isinstance(request, RunState):
             if request.acquired is not None:
                 self._check_source("model", request.acquired.source.name)
             self._check_address(request.endpoint.base_url if request.endpoint else None)
 
-    def _check_source(self, what: str, name: str) -> None:
+    def _check_source(self, field: str, name: str) -> None:
         if name.startswith(REFERENCE) or (HUB_ID.fullmatch(name) and not Path(name).exists()):
             return
-        self._check_folder(what, name)
+        self._check_folder(field, name)
 
-    def _check_folder(self, what: str, named: str) -> None:
-        if not any(_is_inside(named, folder) for folder in self.folders):
+    def _check_folder(self, field: str, path: str) -> None:
+        if not any(_is_inside(path, folder) for folder in self.folders):
             raise RequestError(
-                f"{what} is {named!r}, outside of the folders of this server: its operator can add others to {FOLDERS}"
+                f"{field} is {path!r}, outside of the folders of this server: its operator can add others to {FOLDERS}"
             )
 
     def _check_address(self, url: str | None) -> None:
@@ -210,20 +210,20 @@ class Limits:
             )
 
 
-def _is_inside(named: str, folder: Path) -> bool:
+def _is_inside(path: str, folder: Path) -> bool:
     try:
-        inside(expanded(named), folder)
+        inside(expanded(path), folder)
     except OSError:
         return False
     return True
 
 
 def operators_limits(environment: Mapping[str, str]) -> Limits:
-    """Return what an environment allows: the working folder and those it names, the addresses it names, one with commas between."""
-    named = [Path(folder).expanduser() for folder in environment.get(FOLDERS, "").split(pathsep) if folder]
+    """Return the limits in an environment: the working folder and named folders, and comma-separated addresses."""
+    folders = [Path(folder).expanduser() for folder in environment.get(FOLDERS, "").split(pathsep) if folder]
     addresses = [url.strip() for url in environment.get(ADDRESSES, "").split(",")]
     return Limits(
-        folders=(Path(), *named),
+        folders=(Path(), *folders),
         addresses=trusted_addresses(environment, *addresses),
         has_tracker=bool(environment.get(TRACKER)),
     )

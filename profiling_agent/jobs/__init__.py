@@ -1,1 +1,1 @@
-"""Jobs: expensive work in child processes, with limits; each result is kept on disk and computed once."""
+"""Jobs: expensive work in child processes with limits, each result computed once and stored on disk."""

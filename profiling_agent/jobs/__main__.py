@@ -1,4 +1,4 @@
-"""Worker: the process that does jobs, one order after another, until its parent is gone."""
+"""Worker process: does jobs, one order after another, until its parent exits."""
 
 import errno
 import sys
@@ -22,18 +22,18 @@ from profiling_agent.workspace import storage_error
 
 
 def main() -> None:
-    """Serve orders one after another."""
+    """Serve orders until the parent exits."""
     parent = Parent()
-    # Warnings are for us, not for the user's screen; they stay in the worker's log.
+    # Warnings go to the worker's log, not to the user's screen.
     warnings.simplefilter("default")
-    handler, kept = "", dict[str, Any]()
+    handler, cache = "", dict[str, Any]()
     while True:
-        order, answer = parent.receive(Order), Message(kind="done")
+        order, reply = parent.receive(Order), Message(kind="done")
         if order.handler != handler:
-            # An opened model, say, which isn't to take memory from another kind of job.
-            handler, kept = order.handler, {}
+            # Drop what the last kind of job cached: an opened model, say, would take memory from this one.
+            handler, cache = order.handler, {}
         try:
-            with _job_folder(order, parent, kept) as job:
+            with _job_folder(order, parent, cache) as job:
                 task = order.read()
                 if order.torch:
                     import torch
@@ -42,26 +42,26 @@ def main() -> None:
 
                     pin_threads()
                     torch.manual_seed(0)
-                work = resolve_name(order.handler)
+                handle = resolve_name(order.handler)
                 if config := sys.modules.get("datasets.config"):
-                    # At the end of each stream of parquet it waits for five seconds, lest Arrow's threads meet a Python that
-                    # shuts down (apache/arrow#45214), which a worker never does: its end is `_exit`.
+                    # After each stream of parquet it sleeps five seconds, in case Python shuts down under Arrow's threads
+                    # (apache/arrow#45214). A worker ends by `_exit`, so it needn't.
                     setattr(config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # noqa: B010 - a module's
-                result = work(task, job)
+                result = handle(task, job)
                 write_text(job.folder / TASK, task.model_dump_json(indent=1))
                 write_text(job.folder / RESULT, result.model_dump_json(indent=1))
                 write_hashes(job.folder)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result
-            answer = _failure(error, Path(order.root))
-        # Let go of what torch holds of a device for its next tensors: what is timed next is another process.
+            reply = _failure(error, Path(order.root))
+        # Free the device memory that torch caches: what is timed next is another process.
         imported: Any = sys.modules.get("torch")
         if imported is not None and imported.cuda.is_initialized():
             imported.cuda.empty_cache()
-        parent.send(answer)
+        parent.send(reply)
 
 
 def _failure(error: Exception, root: Path) -> Message:
-    """Return what to say of a job that raised; what is no error that we raise on purpose leaves its traceback in the log."""
+    """Return the message of a job that raised; print the traceback of an error that isn't ours to the log."""
     if isinstance(error, ProfilingAgentError):
         return Message(kind="failed", error=type(error).__name__, text=str(error))
     if is_out_of_memory(error):
@@ -69,7 +69,7 @@ def _failure(error: Exception, root: Path) -> Message:
     traceback.print_exception(error)
     if isinstance(error, ValidationError):
         return Message(kind="failed", error="JobError", text=f"a stage returned a broken record: {error}")
-    # A full disk ends the run, which can go on, and no candidate.
+    # A full disk ends the run, which can be resumed; it rejects no candidate.
     if isinstance(error, OSError) and error.errno in NO_SPACE | {errno.EROFS, errno.EIO}:
         problem = storage_problem(error)
         assert problem is not None, "these are what a disk has against being written"
@@ -78,15 +78,15 @@ def _failure(error: Exception, root: Path) -> Message:
 
 
 @contextmanager
-def _job_folder(order: Order, parent: Parent, kept: dict[str, Any]) -> Generator[JobContext]:
-    """Give a temporary folder, which is renamed when the job is done; a job is either whole or not there."""
+def _job_folder(order: Order, parent: Parent, cache: dict[str, Any]) -> Generator[JobContext]:
+    """Yield a context in a temporary folder, renamed when the job is done: a job is complete or absent."""
 
     def progress(message: str, done: int, total: int) -> None:
         parent.send(Message(kind="progress", text=message, done=done, total=total))
 
     root, final = Path(order.root), f"jobs/{order.key}"
     with appearing(root / final) as folder:
-        yield JobContext(root=root, folder=folder, final=final, progress=progress, given=order.given, kept=kept)
+        yield JobContext(root=root, folder=folder, final=final, progress=progress, given=order.given, kept=cache)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Context of a job: what its handler is given besides its task."""
+"""Context of a job: its folders, the jobs that it needs, and a cache that the next job shares."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ from profiling_agent.workspace import Workspace
 
 @dataclass(frozen=True)
 class JobContext:
-    """Where one job works: it writes under `folder`, which becomes `final` (relative to `root`) when it is done.
+    """Context of one job, which writes under `folder`; that becomes `final` (relative to `root`) when it is done.
 
-    `given` has the keys of the jobs that its task needs, by name. What a handler puts into `kept` is there for the next job
-    of its process, if that is one of the same kind.
+    `given` has the keys of the jobs that its task needs, by name. What a handler stores in `kept` is there for the next job
+    of the process, if that is of the same kind.
     """
 
     root: Path
@@ -29,7 +29,7 @@ class JobContext:
     kept: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def path(self, ref: ArtifactRef) -> Path:
-        """Return where an artifact of an earlier job lies; ArtifactError where that isn't in the run folder."""
+        """Return the path of an earlier job's artifact; ArtifactError if that isn't in the run folder."""
         return Workspace(self.root).path(ref)
 
     def folders(self, name: str) -> list[Path]:
@@ -37,7 +37,7 @@ class JobContext:
         return [Workspace(self.root).jobs / key for key in self.given[name]]
 
     def images(self, name: str) -> PreparedImages:
-        """Return the images that the task needs under this name; ArtifactError where they can't be read."""
+        """Return the images that the task needs under this name; ArtifactError if they can't be read."""
         return PreparedImages(self.folders(name))
 
     def ref(

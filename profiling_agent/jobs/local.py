@@ -1,4 +1,4 @@
-"""Child processes of a run: most jobs in one warm worker, isolated ones in a process of their own, one at a time on a machine."""
+"""Child processes of a run: one warm worker for most jobs, a new process for each isolated batch, one at a time on a machine."""
 
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -30,11 +30,11 @@ from profiling_agent.schemas import Record
 from profiling_agent.workspace import Workspace
 
 PROGRAM, JOB_LOG = "profiling_agent.jobs", "worker.log"
-# How long a run waits for a quieter moment, in all, and how often it looks: on a machine that is never quiet it goes on.
+# Seconds that a run waits for an idle machine, in all, and between two checks. On one that is never idle it goes on.
 PATIENCE_S, LOOK_S = 60.0, 1.0
-# The imports take 0.5 GB, and a full-size model with what a job needs of it another. A profile with gradients holds several for good.
+# Bytes: imports take 0.5 GB, a full-size model and its job another 0.5. A profile with gradients never frees several GB.
 MAX_RESIDENT = 2 * 2**30
-# What the worker may hold while another process does an isolated job: a race of a ViT-B/16 in six deployments takes gigabytes itself.
+# Bytes that the idle worker may hold during an isolated job: a race of a ViT-B/16 in six deployments takes gigabytes.
 MAX_WAITING = 2**30
 WORDING = Wording(
     process="the child process",
@@ -45,10 +45,10 @@ WORDING = Wording(
 
 
 class Batch(Record):
-    """Orders of one kind, which one process does one after the other, and what it may take for each.
+    """Orders of one kind, which one process does in turn, and the limits of each.
 
-    An `isolated` one has a process of its own. `secrets` are variables of the environment that it may see; where it starts `anew` it
-    measures its own process; what is `timed` waits for a quieter moment. Nothing is begun where less than `least_bytes` of memory are free.
+    An `isolated` batch gets a process of its own, and `anew` one that isn't forked, as it measures itself. `secrets` are environment
+    variables that it may see. A `timed` batch waits for an idle machine. None begins with less than `least_bytes` of free memory.
     """
 
     orders: tuple[Order, ...]
@@ -60,7 +60,7 @@ class Batch(Record):
     least_bytes: int = Field(default=0, ge=0)
 
 
-# Called after each job with its key, the seconds from its order to its end (the start of its process included), and its error.
+# Called after each job with its key, the seconds from its order to its end (the start of its process included), and its error or None.
 Listener = Callable[[str, float, ProfilingAgentError | None], None]
 
 
@@ -72,30 +72,30 @@ class LocalEngine:
     ) -> None:
         """Work in `workspace`; nothing is started before the first job.
 
-        `available` tells the bytes of memory that are free; `log` is the file where the processes and their libraries print.
+        `available` returns the bytes of free memory; `log` names the file to which the processes and their libraries print.
         """
         self.workspace = workspace
         self._log = workspace.root / log
         self._available_bytes = available
         self._worker: Child[Message] | None = None
-        self._at_work: Child[Message] | None = None
+        self._running: Child[Message] | None = None
         self._is_closed = False
-        self._given: dict[str, str] = {}
+        self._worker_variables: dict[str, str] = {}
         self._servers = ExitStack()
         self._copied: dict[str | None, OwnForkServer | None] = {}
         self._patience_s = PATIENCE_S
 
     def carry_out(self, batches: Sequence[Batch], progress: Progress, ended: Listener) -> None:
-        """Do one batch after the other; raises the first job's error, and RunError where too little memory is free to begin."""
+        """Do batches in turn; raises the first job's error, or RunError if too little memory is free to begin."""
         for batch in batches:
-            # Others wait no longer than one batch takes.
+            # Locked by batch, so that another run waits for one batch at most.
             with machine_lock(progress, f"run {self.workspace.root.name!r}"):
                 self._check_open()
                 self._check_memory(batch)
-                self._do(batch, progress, ended)
+                self._run_batch(batch, progress, ended)
 
-    def _do(self, batch: Batch, progress: Progress, ended: Listener) -> None:
-        """Do one batch; raises the first job's error."""
+    def _run_batch(self, batch: Batch, progress: Progress, ended: Listener) -> None:
+        """Do one batch; a job whose process was killed is done once more. Raises the first job's error."""
         orders, was_killed, started = list(batch.orders), False, time.monotonic()
         while orders:
             error: ProfilingAgentError | None = None
@@ -103,24 +103,24 @@ class LocalEngine:
                 while orders and error is None:
                     key = orders[0].key
                     try:
-                        # It may have been done by somebody who could not say so any more.
+                        # A process that was killed may have done it without reporting.
                         if not holds(self.workspace.jobs / key):
                             process.send(orders[0])
-                            late = f"took longer than {batch.timeout_s:.0f} s"
+                            timeout_message = f"took longer than {batch.timeout_s:.0f} s"
                             deadline = time.monotonic() + batch.timeout_s
-                            while (message := process.receive(deadline, late)).kind == "progress":
+                            while (message := process.receive(deadline, timeout_message)).kind == "progress":
                                 progress(message.text, message.done, message.total)
                             if message.kind == "failed":
                                 raise ERRORS.get(message.error, JobError)(message.text)
                     except ProfilingAgentError as raised:
                         self._check_open()
-                        # Or its process ended just after it.
+                        # The process may have ended just after finishing the job.
                         error = None if holds(self.workspace.jobs / key) else raised
                     if error is None:
                         del orders[0]
                         ended(key, time.monotonic() - started, None)
                         was_killed, started = False, time.monotonic()
-            # A kill says nothing of the job, and must not count against what it measures; twice it may be the memory.
+            # One kill must not count against the candidate that the job measures; a second may be for its memory.
             if isinstance(error, KilledError) and not was_killed:
                 was_killed = True
             elif error is not None:
@@ -128,14 +128,14 @@ class LocalEngine:
                 raise error
 
     def _check_open(self) -> None:
-        """Raise RunError after `close`, which another thread may call while jobs are done."""
+        """Raise RunError after `close`, which another thread may call while a job runs."""
         if self._is_closed:
             raise RunError(f"run {self.workspace.root.name!r} was left before it ended: resume it")
 
     def _check_memory(self, batch: Batch) -> None:
-        """Refuse to begin where the job would take memory that others have.
+        """Raise RunError if the batch needs more memory than is free.
 
-        The worker's own is there for what it does itself; for a process beside it the worker ends where memory is short.
+        The worker's memory counts as free for its own jobs. If memory is short for an isolated batch, the worker is ended.
         """
         if not batch.least_bytes:
             return
@@ -153,48 +153,48 @@ class LocalEngine:
 
     @contextmanager
     def _process(self, batch: Batch, progress: Progress) -> Generator[Child[Message], None, None]:
-        """Give the process that does one batch, which ends with it where it is isolated.
+        """Yield the process that does one batch, and end it afterwards if the batch is isolated.
 
-        A worker that was given secrets does jobs that may see them, and ends before the first that may not.
+        A worker that was given secrets ends before the first batch that may not see them.
         """
-        secrets, waits = withheld(batch.secrets), self._waits(batch, progress)
-        given = secrets | waits
+        secrets, wait_variables = withheld(batch.secrets), self._wait_variables(batch, progress)
+        variables = secrets | wait_variables
         if batch.isolated:
             if self._worker is not None and self._is_bloated(self._worker, MAX_WAITING):
                 self._end_worker()
-            process = self._start(given, anew=batch.anew or bool(secrets))
+            process = self._start(variables, anew=batch.anew or bool(secrets))
         else:
-            is_fit = (
+            is_usable = (
                 self._worker is not None and self._worker.is_alive and not self._is_bloated(self._worker, MAX_RESIDENT)
             )
-            if not is_fit or given != self._given:
+            if not is_usable or variables != self._worker_variables:
                 self._end_worker()
-                self._worker, self._given = self._start(given, anew=bool(secrets)), given
+                self._worker, self._worker_variables = self._start(variables, anew=bool(secrets)), variables
             assert self._worker is not None, "it was started"
             process = self._worker
-        self._at_work = process
+        self._running = process
         try:
             self._check_open()
             yield process
         finally:
-            self._at_work = None
+            self._running = None
             if batch.isolated or self._is_closed:
                 process.end()
-            # A killed or crashed process leaves its folder. Those of other jobs are their machines' own.
+            # A killed or crashed process leaves temporary folders; other jobs' folders may be in use on another machine.
             for order in batch.orders:
                 sweep(self.workspace.jobs, order.key)
 
-    def _is_bloated(self, worker: Child[Message], most: int) -> bool:
-        """Say whether a worker holds more than `most` bytes of what it did before: a copy takes its place in a moment, without them."""
-        is_replaced = any(server is not None and server.is_alive for server in self._copied.values())
-        return is_replaced and worker.resident_bytes() > most
+    def _is_bloated(self, worker: Child[Message], max_bytes: int) -> bool:
+        """Return whether a worker holds more than `max_bytes` and a fork server can replace it within moments."""
+        is_replaceable = any(server is not None and server.is_alive for server in self._copied.values())
+        return is_replaceable and worker.resident_bytes() > max_bytes
 
-    def _start(self, given: dict[str, str], *, anew: bool) -> Child[Message]:
-        """Start a process that does jobs: as a copy of one that has imported what they need, or `anew`.
+    def _start(self, variables: dict[str, str], *, anew: bool) -> Child[Message]:
+        """Start a job process: a fork of a server that has imported what jobs need, or a new one with `anew`.
 
-        Anew where it is given secrets, which no other process is to hold.
+        Secrets need `anew`: no other process may hold them.
         """
-        environment = child_environment() | given
+        environment = child_environment() | variables
 
         def begin(stderr: IO[bytes]) -> Started:
             server = None if anew else self._fork_server(environment)
@@ -210,18 +210,18 @@ class LocalEngine:
             ) from error
 
     def _fork_server(self, environment: dict[str, str]) -> ForkServer | None:
-        """Return whom to ask for a copy; nobody where one died before it had made any, as by a library that it imported."""
-        # Threads wait as their process was told before it had any, so that there is one for each way.
-        way = environment.get(WAIT_POLICY)
-        died = self._copied.get(way)
-        if died is not None and not died.is_alive and not died.has_started:
+        """Return the fork server for an environment; None if one died before its first fork, as an imported library may make it."""
+        # A wait policy is fixed before a process has threads, so each policy has a server of its own.
+        policy = environment.get(WAIT_POLICY)
+        server = self._copied.get(policy)
+        if server is not None and not server.is_alive and not server.has_started:
             return None
-        if died is None or not died.serves(environment):
-            self._copied[way] = self._servers.enter_context(fork_server(MODULES, environment))
-        return self._copied[way]
+        if server is None or not server.serves(environment):
+            self._copied[policy] = self._servers.enter_context(fork_server(MODULES, environment))
+        return self._copied[policy]
 
-    def _waits(self, batch: Batch, progress: Progress) -> dict[str, str]:
-        """Return how the threads of a job's process are to wait, where others want the machine; what is timed waits for them a while."""
+    def _wait_variables(self, batch: Batch, progress: Progress) -> dict[str, str]:
+        """Return the variables that set how threads wait on a busy machine; a timed batch first waits for an idle one."""
         if WAIT_POLICY in child_environment() or not is_busy():
             return {}
         if not batch.timed:
@@ -234,9 +234,9 @@ class LocalEngine:
         return {}
 
     def close(self) -> None:
-        """End the worker, an isolated job, and what they were copies of unless others use that."""
+        """End the worker, a running isolated job, and the fork servers that no other run uses."""
         self._is_closed = True
-        if (process := self._at_work) is not None:
+        if (process := self._running) is not None:
             process.end()
         self._end_worker()
         self._copied.clear()

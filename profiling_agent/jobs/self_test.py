@@ -1,6 +1,6 @@
-"""Self-test of a device: `python -m profiling_agent.jobs.self_test DEVICE` takes a small model through profile, prune and evaluate there.
+"""Self-test of a device: `python -m profiling_agent.jobs.self_test DEVICE` profiles, prunes and evaluates a small model there.
 
-A process of its own, which says before each step what comes, and after it what was seen: whoever listens knows what failed by where it ends.
+It prints each step's name before it and its result after it, so that a crash of the process shows which step failed.
 """
 
 import json
@@ -31,12 +31,12 @@ from profiling_agent.runtimes.torch_artifact import load_module, load_processor,
 from profiling_agent.schemas import Cut, Deployment, ModelProfile, RuntimeName
 
 BATCH = 8
-# Float32 on another device adds in another order.
+# Another device adds float32 numbers in another order.
 MAX_DISTANCE = 1e-3
 
 
 class SelfTest:
-    """The steps, in their order; each raises whatever keeps it from working, and says what it saw."""
+    """The steps, in their order; each returns its result in words, or raises."""
 
     def __init__(self, device: str, folder: Path) -> None:
         self.device, self.folder = device, folder
@@ -50,15 +50,15 @@ class SelfTest:
 
     def find(self) -> str:
         """Find the device."""
-        found = resolve_device(self.device)
-        return torch.cuda.get_device_name() if found == "cuda" else "the CPU"
+        device = resolve_device(self.device)
+        return torch.cuda.get_device_name() if device == "cuda" else "the CPU"
 
     def profile(self) -> str:
-        """Profile a small model, units and evidence included."""
+        """Profile a small model, with units and evidence."""
         write_tiny(self.model, hidden_size=64, intermediate_size=256)
         headline = measure_headline(open_session(self.model, device=self.device), SPEC, batch_size=BATCH)
         model = on_device(load_module(self.model), self.device)
-        made = profile_model(
+        profiled = profile_model(
             model,
             SPEC,
             batch_size=BATCH,
@@ -68,26 +68,26 @@ class SelfTest:
             architecture=load_recipe(self.model).architecture,
         )
         batch = random_batch(SPEC, BATCH).to(self.device)
-        table = time_units(model, made.units, batch, file=self.folder / "latency.json")
-        evidence = measure_sensitivity(model, made.units, _calibration, table=table)
-        self._profile = made.model_copy(update={"evidence": evidence})
+        table = time_units(model, profiled.units, batch, file=self.folder / "latency.json")
+        evidence = measure_sensitivity(model, profiled.units, _calibration, table=table)
+        self._profile = profiled.model_copy(update={"evidence": evidence})
         memory_mb = headline.peak_memory_bytes / 1e6
-        return f"{headline.latency.median_ms:.2f} ms a batch of {BATCH}, {memory_mb:.0f} MB at most, {len(made.units)} units"
+        return f"{headline.latency.median_ms:.2f} ms a batch of {BATCH}, {memory_mb:.0f} MB at most, {len(profiled.units)} units"
 
     def prune(self) -> str:
-        """Cut half of every unit, make up for it, and save what comes of it."""
+        """Cut half of every unit, compensate and save the result."""
         assert self._profile is not None, "the profile comes first"
         model = on_device(load_module(self.model), self.device)
         units = self._profile.units
-        snapped = [Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in units]
-        cuts = [cut for cut in snapped if cut.keep < cut.unit.width]
-        made = prune_model(model, cuts, spec=SPEC)
-        better = compensate(model, made.model, cuts, made.keep, _calibration)
-        save_derived(better.model.cpu(), self.model, self.pruned, cuts=cuts)
-        return f"KL {better.kl_before:.2g} nats, {better.kl_after:.2g} after compensation"
+        halved = [Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in units]
+        cuts = [cut for cut in halved if cut.keep < cut.unit.width]
+        pruned = prune_model(model, cuts, spec=SPEC)
+        compensated = compensate(model, pruned.model, cuts, pruned.keep, _calibration)
+        save_derived(compensated.model.cpu(), self.model, self.pruned, cuts=cuts)
+        return f"KL {compensated.kl_before:.2g} nats, {compensated.kl_after:.2g} after compensation"
 
     def evaluate(self) -> str:
-        """Ask both models on the device and on the CPU, and deploy the pruned one in every scheme that the device has."""
+        """Compare both models' logits with the CPU's, and deploy the pruned one in every scheme of the device."""
         images = noise_batch(SPEC, BATCH)
         distances = [_distance(folder, self.device, images) for folder in (self.model, self.pruned)]
         if not max(distances) <= MAX_DISTANCE:
@@ -95,19 +95,21 @@ class SelfTest:
                 f"logits are {max(distances):.2g} from the CPU's (relative), {MAX_DISTANCE:g} is allowed"
             )
         names: tuple[RuntimeName, ...] = ("eager", "graphed")
-        made = [Deployment(runtime=name, scheme=one) for name in names for one in runtime(name).schemes(self.device)]
-        working: list[str] = []
-        for deployment in made[1:]:
+        deployments = [
+            Deployment(runtime=name, scheme=scheme) for name in names for scheme in runtime(name).schemes(self.device)
+        ]
+        outcomes: list[str] = []
+        for deployment in deployments[1:]:
             folder = self.folder / f"{deployment.runtime}-{deployment.scheme}"
             try:
                 save_deployed(self._source(images), deployment, folder)
             except QuantizationError as error:
                 # A GPU may have no float8.
-                working.append(f"{deployment.name} doesn't ({error})")
+                outcomes.append(f"{deployment.name} doesn't ({error})")
                 continue
             open_session(folder, device=self.device).run(images)
-            working.append(deployment.name)
-        return f"float32 is {max(distances):.1g} from the CPU's; what works: {', '.join(working)}"
+            outcomes.append(deployment.name)
+        return f"float32 is {max(distances):.1g} from the CPU's; what works: {', '.join(outcomes)}"
 
     def _source(self, images: Batch) -> Source:
         return Source(
@@ -121,8 +123,8 @@ class SelfTest:
 
 
 def _distance(folder: Path, device: str, images: Batch) -> float:
-    here, there = (open_session(folder, device=one).run(images) for one in (device, "cpu"))
-    return float(np.linalg.norm(here - there) / np.linalg.norm(there))
+    logits, expected = (open_session(folder, device=name).run(images) for name in (device, "cpu"))
+    return float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
 
 
 def _calibration() -> Iterator[tuple[Tensor, Tensor]]:
@@ -131,7 +133,7 @@ def _calibration() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def main(device: str) -> None:
-    """Take every step, and tell of each before and after; `auto` is CUDA where there is one, and ends at once where there is none."""
+    """Run the steps, printing JSON before and after each; `auto` is CUDA, and without CUDA runs none."""
     chosen = "cuda" if device == "auto" and torch.cuda.is_available() else device
     if chosen == "auto":
         print(json.dumps({"device": None}), flush=True)  # noqa: T201 - the protocol

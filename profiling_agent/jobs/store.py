@@ -1,7 +1,7 @@
-"""Results of jobs on disk, by key, and how long each job took.
+"""Results of jobs on disk, by key, and the timesheet of a run.
 
-What a run decides by the time that it has used has to come out the same when it is resumed. So the time is counted along the sheet: up to the
-latest job that was requested, whichever process did it and when.
+A resumed run must repeat what it decided by its used time. So time is counted along the timesheet, up to the latest job that was requested,
+whichever process did it and when.
 """
 
 import shutil
@@ -35,7 +35,7 @@ ERRORS: dict[str, type[errors.ProfilingAgentError]] = {
 
 
 class Order(Record):
-    """Parent to child: do this task in the run folder `root`, under `key`; `record` and `handler` are "module:name".
+    """Order from parent to child: do `task` in the run folder `root`, under `key`; `record` and `handler` are "module:name".
 
     `given` has the keys of the finished jobs that the task needs, by name.
     """
@@ -54,7 +54,7 @@ class Order(Record):
 
 
 class Message(Record):
-    """Child to parent: where the job is, that it is done, or why it failed."""
+    """Message from child to parent: a job's progress, its end, or its error."""
 
     kind: Literal["progress", "done", "failed"]
     text: str = ""
@@ -64,24 +64,24 @@ class Message(Record):
 
 
 TASK, RESULT, HASHES = "task.json", "result.json", "hashes.json"
-# Written anew when a run ends: the card of the model that it returns.
+# The model card, written again when a run ends, so that it isn't hashed.
 REWRITTEN = frozenset({"README.md"})
 
 
 class Hashes(Record):
-    """The sha256 of each file that a job left, by its path in the job's folder."""
+    """The sha256 of each file of a job, by its path in the job's folder."""
 
     files: dict[str, str]
 
 
 def write_hashes(folder: Path) -> None:
-    """Seal a job's folder: hash everything in it."""
-    files = {path.relative_to(folder).as_posix(): file_sha256(path) for path in _files(folder)}
+    """Seal a job's folder by hashes of all its files."""
+    files = {path.relative_to(folder).as_posix(): file_sha256(path) for path in _hashed_files(folder)}
     write_text(folder / HASHES, Hashes(files=files).model_dump_json(indent=1) + "\n")
 
 
 def holds(folder: Path) -> bool:
-    """Return whether a folder holds a job as it was left."""
+    """Return whether a folder holds a finished, unchanged job."""
     try:
         hashes = read_record(Hashes, folder / HASHES).files
         return RESULT in hashes and all(file_sha256(folder / name) == sha256 for name, sha256 in hashes.items())
@@ -89,16 +89,16 @@ def holds(folder: Path) -> bool:
         return False
 
 
-def _files(folder: Path) -> list[Path]:
+def _hashed_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in REWRITTEN]
 
 
 def artifacts_of(value: Any) -> list[ArtifactRef]:
-    """Return every reference to an artifact in a record, however deep."""
+    """Return every reference to an artifact in a record, at any depth."""
     if isinstance(value, ArtifactRef):
         return [value]
     if isinstance(value, BaseModel):
-        # A record that came out of a checkpoint may lack a field.
+        # A record from a checkpoint may lack a field.
         return [ref for name in type(value).model_fields for ref in artifacts_of(getattr(value, name, None))]
     if isinstance(value, dict):
         return [ref for item in value.values() for ref in artifacts_of(item)]
@@ -121,11 +121,11 @@ class JobStore:
         self._complete: set[str] = set()
 
     def folder(self, key: str) -> Path:
-        """Return where a job lies, or will lie."""
+        """Return the folder of a job, which need not exist yet."""
         return self._workspace.jobs / key
 
     def is_complete(self, key: str) -> bool:
-        """Return whether a job is there as it was left; each job is compared with its hashes once."""
+        """Return whether a job is finished and unchanged; each is compared with its hashes once."""
         if key not in self._complete and holds(self.folder(key)):
             self._complete.add(key)
         return key in self._complete
@@ -135,16 +135,16 @@ class JobStore:
         return self.folder(key).is_dir() and not (self.folder(key) / HASHES).exists()
 
     def mark_complete(self, key: str) -> None:
-        """Trust a job that this process has just seen done."""
+        """Mark a job that has just ended as complete, without comparing hashes."""
         self._complete.add(key)
 
     def remove(self, key: str) -> None:
-        """Remove a job that is damaged."""
+        """Remove a damaged job."""
         self._complete.discard(key)
         shutil.rmtree(self.folder(key), ignore_errors=True)
 
     def delete_output(self, key: str, name: str) -> None:
-        """Remove one file of a job, which is done again when it is next needed."""
+        """Delete one file of a job, which is then done again when next needed."""
         self._complete.discard(key)
         (self.folder(key) / name).unlink(missing_ok=True)
 
@@ -157,7 +157,7 @@ SHEET = "timesheet.jsonl"
 
 
 class Entry(Record):
-    """One job: its key, the seconds from its order to its end, the start of its process included, and what the run had used by then."""
+    """One job: its key, seconds from order to end (start of the process included), and the run's seconds up to its end."""
 
     key: str
     seconds: float
@@ -165,19 +165,19 @@ class Entry(Record):
 
 
 class Timesheet:
-    """The timesheet of one run folder; a line that can't be read counts nothing."""
+    """Timesheet of one run folder; a line that can't be read counts nothing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._up_to: dict[str, float] = {}
         self.spent_s = 0.0
-        for entry in _entries(path):
+        for entry in _read_entries(path):
             self._up_to[entry.key] = entry.up_to
 
     def note(self, key: str, seconds: float) -> None:
-        """Write down that a job was done, or tried.
+        """Record the time of a job that ended or failed.
 
-        One that is done again, as its artifact was damaged, was counted; one that failed last of all and is tried again takes longer.
+        A job that is done again because its artifact was damaged isn't counted again, unless it is the last: that adds to its time.
         """
         if key not in self._up_to or key == next(reversed(self._up_to)):
             before = max(self.spent_s, self._up_to.get(key, 0.0))
@@ -195,31 +195,31 @@ class Timesheet:
         self.reach(key)
 
     def reach(self, key: str) -> None:
-        """Take a job for asked: the run has used the time up to it."""
+        """Count the time up to a requested job as used."""
         self.go_on_from(self._up_to.get(key, 0.0))
 
     def go_on_from(self, spent_s: float) -> None:
-        """Take so much for used, as by the stages before the one that is gone on with."""
+        """Count `spent_s` as used, as by the stages before the one that is resumed."""
         self.spent_s = max(self.spent_s, spent_s)
 
     def by_kind(self) -> dict[str, tuple[int, float]]:
-        """Return for each kind of job how many were done, and the seconds that they took."""
-        told: dict[str, tuple[int, float]] = {}
-        for entry in _entries(self._path):
+        """Return the count and the seconds of each kind of job, longest first."""
+        totals: dict[str, tuple[int, float]] = {}
+        for entry in _read_entries(self._path):
             kind = entry.key.partition("-")[0]
-            count, seconds = told.get(kind, (0, 0.0))
-            told[kind] = count + 1, seconds + entry.seconds
-        return dict(sorted(told.items(), key=lambda item: -item[1][1]))
+            count, seconds = totals.get(kind, (0, 0.0))
+            totals[kind] = count + 1, seconds + entry.seconds
+        return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
 
 
-def _entries(path: Path) -> list[Entry]:
-    found: list[Entry] = []
+def _read_entries(path: Path) -> list[Entry]:
+    entries: list[Entry] = []
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
-        # Not there yet, or nobody's to read: the time before counts nothing.
-        return found
+        # Missing or unreadable: earlier time counts nothing.
+        return entries
     for line in lines:
         with suppress(DocumentError):
-            found.append(parse_record(Entry, line))
-    return found
+            entries.append(parse_record(Entry, line))
+    return entries

@@ -1,7 +1,7 @@
-"""Tasks: the jobs that a child process can do, a record in and a record out; who does each, and its limits.
+"""Tasks: inputs, results, handlers and limits of the jobs that child processes do.
 
-No torch here. Handlers are named and not imported: the parent of a run imports no torch, and a process that times a model no more than
-the model's runtime needs.
+No torch here. Handlers are named and not imported: the parent of a run imports no torch, and a process that times a model only what the
+model's runtime needs.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,31 +41,30 @@ from profiling_agent.schemas import (
 
 ResultT = TypeVar("ResultT", bound=Record)
 Device = Literal["auto", "cpu", "cuda"]
-# Each deployment is compared with its parent, and float32 takes longest of all; one that is far off is so on half of the
-# images.
+# Images on which each deployment is compared with its parent: float32 takes longest, and large errors show on half of them.
 MAX_COMPARED = 64
-# Where an artifact lies.
+# Returns the path of an artifact.
 Find = Callable[[ArtifactRef], Path]
 
 
 class Task(Record, Generic[ResultT]):
-    """One job; an `isolated` one gets a process of its own: nothing else shares its memory, its caches or its crash."""
+    """One job; an `isolated` one gets a process of its own and shares no memory, caches or crash with others."""
 
     result: ClassVar[type[Record]]
-    # Whether a runtime that need not be installed has a part in it: one that is installed later changes nothing else.
+    # Whether it uses optional runtimes: installing one changes the keys of only these jobs.
     uses_runtimes: ClassVar[bool] = False
     isolated: bool = False
 
-    def needs(self, find: Find) -> Mapping[str, tuple["Task[Any]", ...]]:  # noqa: ARG002 (those that need something look)
+    def needs(self, find: Find) -> Mapping[str, tuple["Task[Any]", ...]]:  # noqa: ARG002 (subclasses use it)
         """Return the jobs that are done before this one, by the names under which its handler finds their folders.
 
-        They follow from the task and are no part of its key: where its result is there, they aren't needed.
+        They follow from the task and are no part of its key: once it has a result, they aren't needed.
         """
         return {}
 
 
 class SourceTask(Task[ResultT], Generic[ResultT]):
-    """A job on a model and a data set where they were found."""
+    """A job on a model and a data set at their sources."""
 
     model: str
     revision: str | None = None
@@ -79,7 +78,7 @@ class SourceTask(Task[ResultT], Generic[ResultT]):
 
 
 class AcquireTask(SourceTask[Acquired]):
-    """Check that the model can be had, and draw the images."""
+    """Check that the model can be loaded, and draw the images."""
 
     result: ClassVar[type[Record]] = Acquired
     device: Device = "auto"
@@ -89,7 +88,7 @@ class AcquireTask(SourceTask[Acquired]):
 
 
 class MatchedLabels(Record):
-    """What the labels of a data set are to a model, by the split that would be evaluated on."""
+    """Match of a data set's labels with a model's classes, and the split that would be evaluated on."""
 
     split: str
     labels: tuple[LabelMatch, ...]
@@ -102,7 +101,7 @@ class MatchedLabels(Record):
 
 
 class MatchLabelsTask(SourceTask[MatchedLabels]):
-    """Look whether a model and a data set can be had and go together, before anything is drawn."""
+    """Check that a model and a data set can be loaded and match, before images are drawn."""
 
     result: ClassVar[type[Record]] = MatchedLabels
 
@@ -116,7 +115,7 @@ class ResolvedShape(Record):
 
 
 class ResolveShapeTask(Task[ResolvedShape]):
-    """Find the input shape of a model, or verify the one that is `stated`, and save the model with it."""
+    """Find the input shape of a model, or verify the `stated` one, and save the model with it."""
 
     result: ClassVar[type[Record]] = ResolvedShape
     model: str
@@ -126,7 +125,7 @@ class ResolveShapeTask(Task[ResolvedShape]):
 
 
 class SurveyShapeTask(Task[ShapeFacts]):
-    """Ask every rule for the input shape of a model, and the model about each answer."""
+    """Apply every rule for a model's input shape, and verify each result by the model."""
 
     result: ClassVar[type[Record]] = ShapeFacts
     model: str
@@ -134,12 +133,12 @@ class SurveyShapeTask(Task[ShapeFacts]):
     device: Device = "auto"
 
 
-# The folder of the run that looks at a model work in.
+# Work folder of the jobs that check one model.
 LOOKED = "looked"
 
 
 class LookTask(Task[Prunable]):
-    """Read a model, and write it whole and with a quarter off every unit."""
+    """Load a model, and save it whole and with a quarter cut off every unit."""
 
     result: ClassVar[type[Record]] = Prunable
     model: str
@@ -147,7 +146,7 @@ class LookTask(Task[Prunable]):
 
 
 class TryTask(Task[Deployability]):
-    """Export a form of the model that was looked at, bring it into the deployment of `row`, or open that again."""
+    """Export a form of the model that LookTask saved, make its deployment of `row`, or reopen that."""
 
     result: ClassVar[type[Record]] = Deployability
     uses_runtimes: ClassVar[bool] = True
@@ -157,16 +156,16 @@ class TryTask(Task[Deployability]):
 
 
 class Prepared(Record):
-    """A shard's images, decoded and processed, in the job's folder: what its array is, see `acquisition.prepared`."""
+    """A shard's images, decoded and processed, in the job's folder; `data.prepared` describes the array."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 class PrepareTask(Task[Prepared]):
-    """Decode a shard of a split and put it through an image processor, once for all that read it in a run.
+    """Decode and process the images of a shard, once for all jobs of a run that read it.
 
-    `processor` is the text of the file that describes the processor: models with the same one share the images.
+    `processor` is the text of the file that describes the image processor: models with the same one share the images.
     """
 
     result: ClassVar[type[Record]] = Prepared
@@ -176,7 +175,7 @@ class PrepareTask(Task[Prepared]):
 
 
 def prepared(split: SplitInfo, model: Path, shards: range | None = None) -> tuple[PrepareTask, ...]:
-    """Return the jobs that prepare shards of a split, by default all, as the saved model wants its images."""
+    """Return the jobs that prepare shards of a split, by default all, with the saved model's processor."""
     text = processor_text(model)
     return tuple(PrepareTask(split=split, shard=shard, processor=text) for shard in shards or split.shards())
 
@@ -188,10 +187,10 @@ class Answered(Record):
 
 
 class LogitsTask(Task[Answered]):
-    """Ask a float32 model, in eager torch, about images that others made of it are compared on.
+    """Compute a float32 model's logits, in eager torch, with which models made of it are compared.
 
-    Those are the images that compensation and recovery are judged by, or the first ones of the split. Batches are those
-    that the comparison has, so that equal models have equal logits.
+    The images are those that judge compensation and recovery, or the first of the split. Batches are as large as in the
+    comparison, so that equal models have equal logits.
     """
 
     result: ClassVar[type[Record]] = Answered
@@ -203,12 +202,12 @@ class LogitsTask(Task[Answered]):
     num_images: int | None = Field(default=None, description="at most so many of the split's first, by default all")
 
     def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
-        """Return what prepares the images."""
+        """Return the jobs that prepare the images."""
         return {"images": prepared(self.split, find(self.model))}
 
 
 class HeadlineTask(Task[Headline]):
-    """Time a model and its memory in a process that does nothing else."""
+    """Measure the latency and memory of a model in a process that does nothing else."""
 
     result: ClassVar[type[Record]] = Headline
     uses_runtimes: ClassVar[bool] = True
@@ -219,7 +218,7 @@ class HeadlineTask(Task[Headline]):
 
 
 class Profiled(Record):
-    """Where the full profile lies, and its totals."""
+    """Reference to the full profile, and its totals."""
 
     profile: ArtifactRef
     params: int
@@ -230,7 +229,7 @@ class Profiled(Record):
 
 
 class ProfileTask(Task[Profiled]):
-    """Time a model and its parts; with `times_widths` also what each of its units takes at each width."""
+    """Time a model and its layers; with `times_widths` also each unit at each width."""
 
     result: ClassVar[type[Record]] = Profiled
     model: ArtifactRef
@@ -241,7 +240,7 @@ class ProfileTask(Task[Profiled]):
 
 
 class EvidenceTask(Task[Profiled]):
-    """Add to the profile of a model how much each of its units is missed; nothing is timed, so that others may run beside it."""
+    """Add the KL divergence after pruning each unit to a profile; nothing is timed, so other jobs may run next to it."""
 
     result: ClassVar[type[Record]] = Profiled
     model: ArtifactRef
@@ -253,7 +252,7 @@ class EvidenceTask(Task[Profiled]):
     cache: bool = True
 
     def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
-        """Return the profile with its latency table, and what prepares the calibration images."""
+        """Return the job that makes the profile and latency table, and those that prepare calibration images."""
         profile = ProfileTask(
             model=self.model,
             batch_size=self.batch_size,
@@ -265,9 +264,9 @@ class EvidenceTask(Task[Profiled]):
 
 
 class PruneTask(Task[PrunedModel]):
-    """Cut units of the unpruned model, and make up for it without training unless told not to.
+    """Cut units of the unpruned model, and by default compensate without training.
 
-    `keep` has the kept channels or heads of units by name; of the others the weights alone decide.
+    `keep` has the kept channels or heads by unit name; for other units the weights decide.
     """
 
     result: ClassVar[type[Record]] = PrunedModel
@@ -281,7 +280,7 @@ class PruneTask(Task[PrunedModel]):
     device: str = "cpu"
 
     def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
-        """Return what prepares the calibration images, and what the baseline says of those that judge compensation."""
+        """Return the jobs that prepare calibration images and compute the baseline's logits on those that judge compensation."""
         judged = LogitsTask(
             model=self.baseline, split=self.calibration, batch_size=self.batch_size, device=self.device, judged=True
         )
@@ -292,9 +291,9 @@ class PruneTask(Task[PrunedModel]):
 
 
 class RecoverTask(Task[RecoveredModel]):
-    """Train a pruned float32 model to say what the unpruned one says; judged on calibration images.
+    """Train a pruned float32 model to match the unpruned one's logits, judged on calibration images.
 
-    `batch_size` is that of training and no request's: with a batch of 1 or 4096 the learning rate would be wrong.
+    `batch_size` is for training and isn't the request's: with a batch of 1 or 4096 the learning rate would be wrong.
     """
 
     result: ClassVar[type[Record]] = RecoveredModel
@@ -308,7 +307,7 @@ class RecoverTask(Task[RecoveredModel]):
     device: str = "cpu"
 
     def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
-        """Return what prepares both sets of images, and what the baseline says of those that judge the epochs."""
+        """Return the jobs that prepare both sets of images and compute the baseline's logits on those that judge the epochs."""
         baseline, calibration = find(self.baseline), self.calibration
         judged = LogitsTask(
             model=self.baseline, split=calibration, batch_size=self.batch_size, device=self.device, judged=True
@@ -321,7 +320,7 @@ class RecoverTask(Task[RecoveredModel]):
 
 
 class TuneTask(Task[Tuned]):
-    """Even out activations for int8 and find what quantizing each layer costs, on calibration images."""
+    """Even out activations for int8 and measure the KL of quantizing each layer, on calibration images."""
 
     result: ClassVar[type[Record]] = Tuned
     model: ArtifactRef
@@ -331,7 +330,7 @@ class TuneTask(Task[Tuned]):
     batch_size: int = 32
 
     def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
-        """Return what prepares the calibration images."""
+        """Return the jobs that prepare the calibration images."""
         return {"calibration": prepared(self.calibration, find(self.model))}
 
 
@@ -343,7 +342,7 @@ class Exported(Record):
 
 
 class ExportTask(Task[Exported]):
-    """Write a float32 model as ONNX, for the runtimes that read it; apart, because exporters crash."""
+    """Export a float32 model to ONNX, for the runtimes that read it; isolated, because exporters crash."""
 
     result: ClassVar[type[Record]] = Exported
     uses_runtimes: ClassVar[bool] = True
@@ -352,7 +351,7 @@ class ExportTask(Task[Exported]):
 
 
 class DeployTask(Task[DeployedModel]):
-    """Bring a float32 model into one deployment; to be isolated for any but eager torch: converters crash and hang."""
+    """Make one deployment of a float32 model; isolate any but eager torch: converters crash and hang."""
 
     result: ClassVar[type[Record]] = DeployedModel
     uses_runtimes: ClassVar[bool] = True
@@ -364,7 +363,7 @@ class DeployTask(Task[DeployedModel]):
     device: str = "cpu"
 
     def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
-        """Return what prepares the calibration images, and what the model says of the first of them, once for all deployments."""
+        """Return the jobs that prepare calibration images and compute the logits of the first, once for all deployments."""
         expected = LogitsTask(
             model=self.model,
             split=self.calibration,
@@ -379,18 +378,17 @@ class DeployTask(Task[DeployedModel]):
 
 
 class Evaluated(Record):
-    """A model's answers on a shard, and what it takes."""
+    """A model's predictions on a shard, and its footprint."""
 
     footprint: Footprint
     predictions: Predictions
 
 
 class EvaluateTask(Task[Evaluated]):
-    """Run a model over one shard of a split; to be isolated for any runtime but eager torch, as it may take its process down.
+    """Evaluate a model on one shard of a split; isolate any runtime but eager torch, as it may crash.
 
-    Whoever wants several shards of a model asks for them together (`Jobs.run_each`): they share one process, whose start
-    takes as long as hundreds of images, and the opened model, which some runtimes compile for minutes; each is a job of its
-    own none the less, and only those that the run doesn't have are done.
+    Request several shards of a model together (`Jobs.run_each`): they share one process, whose start takes as long as
+    hundreds of images, and the opened model, which some runtimes compile for minutes. Only missing shards are done.
     """
 
     result: ClassVar[type[Record]] = Evaluated
@@ -402,12 +400,12 @@ class EvaluateTask(Task[Evaluated]):
     device: str
 
     def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
-        """Return what prepares the shard's images."""
+        """Return the job that prepares the shard's images."""
         return {"images": prepared(self.split, find(self.model), range(self.shard, self.shard + 1))}
 
 
 class OpenHeldoutTask(Task[Opening]):
-    """Note that a candidate, made of the baseline, is tested on held-out images; a run that is resumed notes it once."""
+    """Record that a candidate, made of the baseline, is tested on held-out images; a resumed run records it once."""
 
     result: ClassVar[type[Record]] = Opening
     baseline: ArtifactRef
@@ -417,7 +415,7 @@ class OpenHeldoutTask(Task[Opening]):
 
 
 class RaceTask(Task[Race]):
-    """Let models take turns in one session, to choose among them; the first is the baseline."""
+    """Time models in turns in one session, to choose among them; the first is the baseline."""
 
     result: ClassVar[type[Record]] = Race
     uses_runtimes: ClassVar[bool] = True
@@ -430,14 +428,14 @@ class RaceTask(Task[Race]):
 
 
 class SessionTask(RaceTask):
-    """Hold one session of several in new processes, which tell together what a speed-up is worth, and memory where asked."""
+    """Time one of several sessions, each in a new process, that together estimate speedups, and memory if requested."""
 
     number: int
     reads_memory: bool
 
 
 class MemoryTask(Task[MemoryUse]):
-    """Read what a process holds at most that only loads and runs a model."""
+    """Measure the peak memory of a process that only loads and runs a model."""
 
     result: ClassVar[type[Record]] = MemoryUse
     uses_runtimes: ClassVar[bool] = True
@@ -448,13 +446,13 @@ class MemoryTask(Task[MemoryUse]):
 
 
 class LayerTimes(Record):
-    """Milliseconds that each layer of a deployed model takes of a pass over a batch, by its name in the model."""
+    """Milliseconds of each layer of a deployed model in a pass over a batch, by its name in the model."""
 
     layers: dict[str, float]
 
 
 class LayerTimesTask(Task[LayerTimes]):
-    """Ask a model's runtime what the parts of a pass take; `onnx` is the file that the runtime was given, where it was given one."""
+    """Measure the time of each layer by the model's runtime; `onnx` is the file that the runtime was given, if any."""
 
     result: ClassVar[type[Record]] = LayerTimes
     uses_runtimes: ClassVar[bool] = True
@@ -469,11 +467,11 @@ HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """One job: `handler` is "module:function", which takes the task and a `JobContext` and returns the task's result.
+    """One kind of job: `handler` is "module:function", which takes the task and a `JobContext` and returns the task's result.
 
-    With `torch` the process has torch's threads and seed set before. An isolated job has a time limit of its own; either is longer for a slow
-    model, by `passes` of the baseline for one image, several times what the job should need. `secrets` are variables of the environment that only processes of such jobs see. One that starts `anew` measures its own process,
-    where what others import would count; what is `timed` waits as a user's process does, and for a quieter moment.
+    With `torch` the process sets torch's threads and seed first. The time limit is at least that of `passes` of the baseline over one image,
+    several times what the job should need. `secrets` are environment variables that only processes of such jobs see. A job that starts
+    `anew` measures its own process, to which imports for other jobs would add. A `timed` job waits for an idle machine.
     """
 
     handler: str
@@ -486,15 +484,15 @@ class JobRow:
     timed: bool = False
 
     def limit_s(self, *, isolated: bool, pass_s: float | None = None) -> float:
-        """Return how long the job may take, where the baseline takes `pass_s` for an image."""
-        least = self.isolated_timeout_s if isolated else self.timeout_s
-        return max(least, self.passes * (pass_s or 0.0))
+        """Return the job's time limit in seconds, if the baseline takes `pass_s` for an image."""
+        base_s = self.isolated_timeout_s if isolated else self.timeout_s
+        return max(base_s, self.passes * (pass_s or 0.0))
 
 
 Table = Mapping[type[Task[Any]], JobRow]
 
 TABLE: Table = {
-    # All these read the model where it was found, which may be the Hub.
+    # These read the model at its source, which may be the Hub.
     MatchLabelsTask: JobRow(handler="profiling_agent.jobs.handlers.models:match_labels", secrets=HUB),
     AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.models:acquire", secrets=HUB),
     SurveyShapeTask: JobRow(handler="profiling_agent.jobs.handlers.models:survey_shape", secrets=HUB),
@@ -506,7 +504,7 @@ TABLE: Table = {
     ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.models:profile", timed=True),
     EvidenceTask: JobRow(handler="profiling_agent.jobs.handlers.models:add_evidence", passes=100_000),
     PruneTask: JobRow(handler="profiling_agent.jobs.handlers.models:prune"),
-    # What is cut off goes on after its last epoch, but a hundred epochs may take a day.
+    # An interrupted recovery continues after its last epoch, but a hundred epochs may take a day.
     RecoverTask: JobRow(handler="profiling_agent.jobs.handlers.models:recover", timeout_s=24 * HOUR, passes=1_000_000),
     TuneTask: JobRow(handler="profiling_agent.jobs.handlers.models:tune"),
     ExportTask: JobRow(handler="profiling_agent.jobs.handlers.models:export", isolated_timeout_s=HOUR / 2),
@@ -528,7 +526,7 @@ TABLE: Table = {
     LayerTimesTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:layer_times", torch=False, timed=True),
 }
 
-# What programs of jobs import: all handlers, and what those import only when they need it, as nearly every run does.
+# What job processes import at their start: all handlers, and modules that handlers import late but nearly every run needs.
 MODULES = (
     "torch",
     "transformers.models.auto.modeling_auto",

@@ -1,1 +1,1 @@
-"""Library: files, the machine, third-party code and progress; it knows nothing of models."""
+"""Library without knowledge of models: files, the machine, third-party code and progress."""

@@ -1,6 +1,6 @@
-"""Files: written whole or not at all, paths that stay in their folder, JSON as records, and the cache.
+"""Files: atomic writes, paths confined to a folder, JSON records, and the cache.
 
-A value is quoted in an error only where the document is the reader's own.
+An error quotes a value only if the document is the user's own.
 """
 
 import errno
@@ -24,41 +24,41 @@ from pydantic import BaseModel, ValidationError
 
 from profiling_agent.errors import AcquisitionError
 
-# Prefix of what is half-written; whatever has it once the folder's lock is held was left by a killed process.
+# Prefix of half-written files; one that exists once the folder's lock is taken was left by a killed process.
 TEMPORARY = ".tmp-"
-# The disk is full, the user's quota is, or the file is larger than files may be.
+# The disk is full, the user's quota is, or the file exceeds the size limit.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# Why the disk can't be written, and what helps, by the system's number and by SQLite's primary one.
-FULL = "there is no space left: free some"
-LOCKED = "it is read-only: choose a folder that can be written"
-FOREIGN = "it isn't yours to write: take it over, or choose another folder"
-FAILING = "the disk reports an input/output error: look at the disk"
-STORAGE = {
-    **dict.fromkeys(NO_SPACE, FULL),
-    errno.EROFS: LOCKED,
-    errno.EACCES: FOREIGN,
-    errno.EPERM: FOREIGN,
-    errno.EIO: FAILING,
+# Why the disk can't be written, and the remedy, by errno and by SQLite's primary code.
+DISK_FULL = "there is no space left: free some"
+READ_ONLY = "it is read-only: choose a folder that can be written"
+NO_PERMISSION = "it isn't yours to write: take it over, or choose another folder"
+IO_FAILURE = "the disk reports an input/output error: look at the disk"
+ERRNO_REASONS = {
+    **dict.fromkeys(NO_SPACE, DISK_FULL),
+    errno.EROFS: READ_ONLY,
+    errno.EACCES: NO_PERMISSION,
+    errno.EPERM: NO_PERMISSION,
+    errno.EIO: IO_FAILURE,
 }
-SQLITE_STORAGE = {
-    sqlite3.SQLITE_FULL: FULL,
-    sqlite3.SQLITE_READONLY: LOCKED,
-    sqlite3.SQLITE_CANTOPEN: FOREIGN,
-    sqlite3.SQLITE_IOERR: FAILING,
+SQLITE_REASONS = {
+    sqlite3.SQLITE_FULL: DISK_FULL,
+    sqlite3.SQLITE_READONLY: READ_ONLY,
+    sqlite3.SQLITE_CANTOPEN: NO_PERMISSION,
+    sqlite3.SQLITE_IOERR: IO_FAILURE,
 }
 
 
 class FileRefusedError(OSError):
-    """A path that isn't used; `strerror` is the reason, as in the system's own errors."""
+    """A path that is refused; `strerror` is the reason, as in the system's own errors."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(errno.EPERM, reason, str(path))
 
 
-def expanded(named: str) -> Path:
-    """Return a path given by a user, `~` followed; FileRefusedError where there is no such home folder, or a NUL in it."""
-    path = Path(named)
-    if "\0" in named:
+def expanded(text: str) -> Path:
+    """Return a user's path with `~` expanded; FileRefusedError if the home folder is unknown, or for a NUL."""
+    path = Path(text)
+    if "\0" in text:
         raise FileRefusedError(path, "it holds a NUL character")
     try:
         return path.expanduser()
@@ -67,17 +67,17 @@ def expanded(named: str) -> Path:
 
 
 def storage_problem(error: BaseException) -> str | None:
-    """Return why the disk can't be written, and what helps; None for an error of another kind."""
+    """Return why the disk can't be written, and the remedy; None for other errors."""
     if isinstance(error, FileRefusedError):
         return None
     if isinstance(error, sqlite3.Error):
-        # An extended code has the primary one in its low byte.
-        return SQLITE_STORAGE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
-    return STORAGE.get(error.errno or 0) if isinstance(error, OSError) else None
+        # The low byte of an extended code is the primary one.
+        return SQLITE_REASONS.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+    return ERRNO_REASONS.get(error.errno or 0) if isinstance(error, OSError) else None
 
 
 def resolved(path: Path) -> Path:
-    """Return `path` with all links followed; FileRefusedError where it holds a NUL or links that form a loop."""
+    """Return `path` with all links followed; FileRefusedError for a NUL or links that form a loop."""
     try:
         return path.resolve()
     except (ValueError, RuntimeError) as error:
@@ -85,15 +85,15 @@ def resolved(path: Path) -> Path:
 
 
 def inside(path: Path, folder: Path) -> Path:
-    """Return `path` with all links followed; FileRefusedError where that is not under `folder`, or no path at all."""
-    found = resolved(path)
-    if not found.is_relative_to(resolved(folder)):
+    """Return `path` with all links followed; FileRefusedError if it is not under `folder`, or invalid."""
+    target = resolved(path)
+    if not target.is_relative_to(resolved(folder)):
         raise FileRefusedError(path, f"it leads out of {str(folder)!r}")
-    return found
+    return target
 
 
 def files_root(folder: Path) -> Path:
-    """Return the folder that links in `folder` may lead to: itself, or the repository of a snapshot in the Hub's cache."""
+    """Return where links in `folder` may lead: the folder itself, or the repository of a Hub cache's snapshot."""
     is_snapshot = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
     return folder.parent.parent if is_snapshot else folder
 
@@ -105,18 +105,18 @@ def file_sha256(path: Path) -> str:
 
 
 def make_folders(folder: Path) -> None:
-    """Make a folder and those above it, where they aren't there; FileExistsError where there is something else of that name."""
+    """Create a folder and its parents if missing; FileExistsError if something else has the name."""
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def _beside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY}{path.name[:50]}-{uuid4().hex[:12]}")
 
 
 @contextmanager
 def replacing(path: Path) -> Generator[IO[bytes], None, None]:
-    """Give a new file beside `path`, which it replaces when the block ends; it is removed if the block raises."""
-    temporary = _beside(path)
+    """Yield a new file next to `path`, which it replaces when the block ends; remove it on an error."""
+    temporary = _temporary_path(path)
     try:
         with temporary.open("xb") as stream:
             yield stream
@@ -128,22 +128,22 @@ def replacing(path: Path) -> Generator[IO[bytes], None, None]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write so that a reader and a crash leave the old file or the new one, and nothing between."""
+    """Write atomically: a reader or a crash finds the old file or the new one."""
     with replacing(path) as stream:
         stream.write(data)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text as `write_bytes` does; what can't be encoded is escaped."""
+    """Write UTF-8 text as `write_bytes` does; characters that can't be encoded are escaped."""
     write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file, which is made where it isn't there; a line that doesn't fit on the disk is not begun."""
+    """Append a line to a file, created if missing; a line that doesn't fit on the disk is removed."""
     with path.open("a+b", buffering=0) as stream:
         size = stream.seek(0, os.SEEK_END)
         data = line.encode("utf-8", errors="backslashreplace") + b"\n"
-        # A line that was cut off by a kill must not take this one with it.
+        # A line that a kill cut off must not take this one with it.
         if size and os.pread(stream.fileno(), 1, size - 1) != b"\n":
             data = b"\n" + data
         if stream.write(data) != len(data):
@@ -154,10 +154,10 @@ def append_line(path: Path, line: str) -> None:
 
 @contextmanager
 def appearing(folder: Path) -> Generator[Path, None, None]:
-    """Give a new folder beside `folder`, whose name it takes when the block ends; it is removed if the block raises.
+    """Yield a new folder next to `folder`, whose name it takes when the block ends; remove it on an error.
 
     Raises:
-        FileExistsError: there is something of that name.
+        FileExistsError: something has that name.
     """
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
@@ -165,7 +165,7 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
         make_folders(folder.parent)
     except FileExistsError as error:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder.parent)) from error
-    temporary = _beside(folder)
+    temporary = _temporary_path(folder)
     temporary.mkdir()
     try:
         yield temporary
@@ -175,7 +175,7 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
 
 
 def sweep(folder: Path, name: str = "") -> None:
-    """Remove what a killed process left half-written in a folder, of files so named alone; for the holder of their lock."""
+    """Remove half-written files of killed processes, by default of any name; the caller holds their lock."""
     for leftover in folder.glob(f"{TEMPORARY}{glob.escape(name[:50])}*"):
         if leftover.is_dir() and not leftover.is_symlink():
             # Another process may be removing it too.
@@ -185,43 +185,43 @@ def sweep(folder: Path, name: str = "") -> None:
 
 
 MAX_QUOTED = 80
-# What moves a terminal's cursor or turns the direction of text round; a line break and a tab are layout.
-LAYOUT = frozenset("\n\t")
-HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+# Unicode categories that move a terminal's cursor or reverse the text; a line break and a tab are layout.
+LAYOUT_CHARACTERS = frozenset("\n\t")
+HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class DocumentError(ValueError):
-    """JSON that isn't read, in words that follow "the file is damaged: "."""
+    """JSON that can't be read; the message follows "the file is damaged: "."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the content of a JSON document; DocumentError where it is none."""
+    """Return the content of a JSON document; DocumentError if it is none."""
     try:
         return json.loads(text)
-    # JSONDecodeError, UnicodeDecodeError, and a whole number of thousands of digits.
+    # JSONDecodeError, UnicodeDecodeError, and an integer of thousands of digits.
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"it is no JSON ({error})") from None
 
 
 def first_problem(error: ValidationError, *, quotes: bool = True) -> str:
-    """Return the first thing wrong as `where: what (got value)`, on one line; without the value unless it `quotes`."""
+    """Return the first error as `where: what (got value)`, on one line; without the value unless it `quotes`."""
     problem = error.errors(include_url=False, include_context=False)[0]
     if problem["type"] == "json_invalid":
         return f"it is no JSON ({problem['msg'].removeprefix('Invalid JSON: ')})"
-    worded = problem["msg"].removeprefix("Value error, ")
+    message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"] and problem["type"] == "value_error" and quotes:
-        # From a rule of ours over several fields, which names them and their values.
-        return worded
-    where = clean(".".join(str(part) for part in problem["loc"])[:MAX_QUOTED]) or "document"
-    # Only rules of ours put values into their messages.
-    what = worded if quotes or problem["type"] != "value_error" else "not a value that is allowed"
-    return f"{where}: {what} (got {str(problem['input'])[:MAX_QUOTED]!r})" if quotes else f"{where}: {what}"
+        # From our validator of several fields, which names them and their values.
+        return message
+    location = clean(".".join(str(part) for part in problem["loc"])[:MAX_QUOTED]) or "document"
+    # Only our own validators put values into their messages.
+    reason = message if quotes or problem["type"] != "value_error" else "not a value that is allowed"
+    return f"{location}: {reason} (got {str(problem['input'])[:MAX_QUOTED]!r})" if quotes else f"{location}: {reason}"
 
 
 def parse_record(kind: type[ModelT], text: str | bytes, *, strict: bool | None = None, quotes: bool = False) -> ModelT:
-    """Return the record in a JSON document; DocumentError where it holds none."""
+    """Return the record in a JSON document; DocumentError if it holds none."""
     try:
         return kind.model_validate_json(text, strict=strict)
     except ValidationError as error:
@@ -229,35 +229,35 @@ def parse_record(kind: type[ModelT], text: str | bytes, *, strict: bool | None =
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; OSError where it can't be opened, DocumentError where it is no JSON."""
+    """Return the content of a JSON file; OSError if it can't be opened, DocumentError if it is no JSON."""
     return parse_json(path.read_bytes())
 
 
 def read_record(kind: type[ModelT], path: Path) -> ModelT:
-    """Return the record in a JSON file; OSError and DocumentError as `read_json`."""
+    """Return the record in a JSON file; OSError and DocumentError as in `read_json`."""
     return parse_record(kind, path.read_bytes())
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says, the name of its kind where it says nothing."""
+    """Return the first line of an exception's message, or its type's name if there is none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def clean(text: str, *, layout: bool = False) -> str:
-    """Return text that shows as it reads: control, format and unassigned characters as escapes, in `layout` but for \\n and \\t."""
+    """Escape control, format and unassigned characters; `layout` keeps \\n and \\t."""
     if text.isprintable():
         return text
-    kept = LAYOUT if layout else frozenset[str]()
+    allowed = LAYOUT_CHARACTERS if layout else frozenset[str]()
     return "".join(
         character
-        if character in kept or unicodedata.category(character) not in HIDDEN
+        if character in allowed or unicodedata.category(character) not in HIDDEN_CATEGORIES
         else character.encode("unicode_escape").decode("ascii")
         for character in text
     )
 
 
 def inert(text: str) -> str:
-    """Return text for a Markdown page in which it opens no link, fetches no picture and is no HTML; other marks stay."""
+    """Escape text for a Markdown page so that it holds no link, picture or HTML; other marks stay."""
     return clean(text, layout=True).replace("](", "] (").replace("![", "! [").replace("<", "&lt;")
 
 
@@ -265,12 +265,12 @@ VARIABLE = "PROFILING_AGENT_CACHE"
 
 
 def cache_folder() -> Path:
-    """Return the folder named by PROFILING_AGENT_CACHE, or the user's cache folder; OSError as `user_folder`."""
+    """Return the folder named by PROFILING_AGENT_CACHE, or the user's cache folder; OSError as in `user_folder`."""
     return user_folder(VARIABLE, platformdirs.user_cache_path)
 
 
 def kept_folder(name: str) -> Path | None:
-    """Return where what a later run may use again is kept, in the cache folder; None where that isn't known, and nothing is."""
+    """Return the cache's folder for what later runs reuse; None if the cache folder is unknown, and nothing is stored."""
     try:
         return cache_folder() / name
     except OSError:
@@ -278,24 +278,24 @@ def kept_folder(name: str) -> Path | None:
 
 
 def user_folder(variable: str, default: Callable[[str], Path]) -> Path:
-    """Return the folder that a variable of the environment names, or the `default` one of a program of our name.
+    """Return the folder that an environment variable names, or the `default` one for our program's name.
 
     Raises:
-        OSError: it lies in a home folder that can't be found, as in a container whose user has neither HOME nor an
-            entry among the system's users; `strerror` names the variable.
+        OSError: it lies in an unknown home folder, as in a container whose user has neither HOME nor an entry among the system's users;
+            `strerror` names the variable.
     """
-    named = os.environ.get(variable)
+    value = os.environ.get(variable)
     try:
-        return Path(named).expanduser().absolute() if named else default("profiling-agent")
+        return Path(value).expanduser().absolute() if value else default("profiling-agent")
     except RuntimeError as error:
         reason = f"the home folder can't be found: set {variable} to an absolute path"
-        raise FileRefusedError(Path(named or "~"), reason) from error
+        raise FileRefusedError(Path(value or "~"), reason) from error
 
 
 def cached(name: str, build: Callable[[Path], None]) -> Path:
-    """Return the cache's folder `name`, built once by `build`, which is given an empty folder to fill.
+    """Return the cache's folder `name`, built once by `build`, which gets an empty folder to fill.
 
-    Processes that ask at the same time wait for one another. A folder is there whole or not at all.
+    Concurrent callers wait for one another. The folder is complete or absent.
 
     Raises:
         AcquisitionError: the cache can't be written.
@@ -311,8 +311,8 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
         with FileLock(folder.parent / f"{name}.lock"):
             if not folder.is_dir():
                 sweep(folder.parent, name)
-                with appearing(folder) as made:
-                    build(made)
+                with appearing(folder) as temporary:
+                    build(temporary)
     except OSError as error:
         raise AcquisitionError(
             f"cache folder {str(folder.parent)!r} can't be written ({error.strerror}): set {VARIABLE} to another"
@@ -320,19 +320,19 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-MAX_LINE = 300
+MAX_HOLDER_CHARACTERS = 300
 
 
 def note_holder(path: Path, what: str) -> None:
-    """Note that this process has the lock, and what it does; nothing happens where that can't be written, as nothing depends on it."""
+    """Write that this process holds the lock, and what for; ignore errors, as nothing depends on it."""
     with suppress(OSError):
         write_text(path, f"{what} (process {os.getpid()}, since {time.strftime('%H:%M:%S')})")
 
 
 def holder_said(path: Path) -> str:
-    """Return the line about who has a lock, "another process" where there is none."""
+    """Return the line about a lock's holder, or "another process" if there is none."""
     try:
-        line = path.read_text(encoding="utf-8")[:MAX_LINE]
+        line = path.read_text(encoding="utf-8")[:MAX_HOLDER_CHARACTERS]
     except (OSError, UnicodeDecodeError):
         return "another process"
     return "another graph of this process" if f"(process {os.getpid()}, " in line else line

@@ -1,7 +1,6 @@
-"""Progress of long work, and the request to stop it.
+"""Progress callbacks of long work, and the request to stop it.
 
-A graph's nodes run in LangGraph's threads, which it waits for when the main thread is stopped; only the main thread receives a signal. So a thread that
-waits has to look. The request to stop belongs to the whole process, as signals do.
+Only the main thread receives signals. Threads that wait, such as LangGraph's nodes, poll this request, which holds for the process.
 """
 
 import signal
@@ -10,52 +9,52 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
-# Called now and then by long work with what it does, and how much of how much is done; the last is 0 where the end isn't known.
+# Called by long work with a message, how much is done, and the total, which is 0 if unknown.
 Progress = Callable[[str, int, int], None]
 
 
 def silent(message: str, done: int, total: int) -> None:
-    """Say nothing."""
+    """Report nothing."""
 
 
-_asked = threading.Event()
+_stop_requested = threading.Event()
 
 
-class _Heard:
-    """Whether the main thread was interrupted. No Event: its lock isn't one that a handler, which may interrupt itself, can take twice."""
+class _Interrupt:
+    """Whether the main thread was interrupted; no Event, as a handler interrupted by another signal can't take its lock twice."""
 
     interrupted = False
 
 
 def ask_to_stop() -> None:
-    """Have whatever waits in this process end; there is no way back."""
-    _asked.set()
+    """Make everything that waits in this process end; this can't be undone."""
+    _stop_requested.set()
 
 
 def end_if_asked() -> None:
-    """Raise KeyboardInterrupt in this thread where the process was told to end."""
-    if _asked.is_set() or _Heard.interrupted:
+    """Raise KeyboardInterrupt in this thread if the process has to stop."""
+    if _stop_requested.is_set() or _Interrupt.interrupted:
         raise KeyboardInterrupt
 
 
 @contextmanager
 def interruptible() -> Generator[None]:
-    """Have an interrupt of the main thread, as a notebook sends it, end what waits in other threads too; once this is left, the process goes on as before.
+    """Let an interrupt of the main thread, such as a notebook's, end waits in other threads too.
 
-    Whoever else handles SIGINT still does. Elsewhere than in the main thread, which alone hears of signals, nothing changes.
+    The previous SIGINT handler still runs; after the block the process continues as before. Does nothing outside the main thread.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    previous_handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous_handler):
         yield
         return
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        _Heard.interrupted = True
-        before(number, frame)
+    def handle_interrupt(number: int, frame: FrameType | None) -> None:
+        _Interrupt.interrupted = True
+        previous_handler(number, frame)
 
-    signal.signal(signal.SIGINT, hear)
+    signal.signal(signal.SIGINT, handle_interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        _Heard.interrupted = False
+        signal.signal(signal.SIGINT, previous_handler)
+        _Interrupt.interrupted = False

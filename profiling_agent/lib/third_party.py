@@ -1,6 +1,6 @@
-"""Third-party code: kept quiet while it runs, and its exceptions as errors of ours.
+"""Third-party code: its logs and telemetry silenced, its exceptions turned into ours.
 
-Importing this imports no torch: runtimes that have none use it as well.
+Importing this imports no torch: runtimes without torch use it too.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-# CUDA libraries that no CPU has, and a deprecation between torchao and torch: nothing that a user of ours could mend.
+# CUDA libraries that no CPU has, and a deprecation between torchao and torch: users can mend neither.
 UNWANTED = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass and is now natively supported"}
 TELEMETRY, ORT_SWITCH = "openvino_telemetry", "ORT_DISABLE_TELEMETRY"
-# Held while settings of the whole process are changed for a while: of two threads that overlap, the second would find what the
-# first had set, and put that back for good. A fork server has no other thread, so that its copies find it free.
+# Held while process-wide settings are changed temporarily: of two threads that overlap, the second would save the first's change and
+# restore it for good. A fork server has no other thread, so its copies find it free.
 ALONE = threading.RLock()
 
 
@@ -36,9 +36,9 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 
 def silence_torchao() -> None:
-    """Filter out two messages that torchao logs on every import, and nothing else; once, before torch is imported.
+    """Filter out two messages that torchao logs on every import; call once, before torch is imported.
 
-    transformers imports torchao wherever it is installed.
+    transformers imports torchao if it is installed.
     """
     for name in UNWANTED:
         logger = logging.getLogger(name)
@@ -48,7 +48,7 @@ def silence_torchao() -> None:
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Turn off the log lines and progress bars of Hugging Face's libraries, and turn back on what was on."""
+    """Turn off the logs and progress bars of Hugging Face's libraries, and restore them after the block."""
     import datasets
     import transformers
     from huggingface_hub import logging as hub_logging
@@ -77,26 +77,26 @@ def quiet() -> Generator[None]:
 
 
 def hide_telemetry() -> None:
-    """Hide the package through which OpenVINO and NNCF report their use: its import, each call; both fall back on stubs."""
+    """Hide the package through which OpenVINO and NNCF report their import and each call; both fall back on stubs."""
     sys.modules[TELEMETRY] = None  # pyright: ignore[reportArgumentType] - the import system's own way to say "not there"
 
 
 def import_openvino() -> ModuleType:
-    """Return `openvino`, which then sends nothing."""
+    """Import `openvino` without telemetry."""
     hide_telemetry()
     return importlib.import_module("openvino")
 
 
 def import_onnxruntime() -> ModuleType:
-    """Return `onnxruntime` without telemetry: from 1.31 on its import writes an id of the machine into the user's cache."""
+    """Import `onnxruntime` without telemetry: from 1.31 on, importing it stores a machine id in the user's cache."""
     os.environ.setdefault(ORT_SWITCH, "1")
     return importlib.import_module("onnxruntime")
 
 
 @contextmanager
 def muted(*loggers: str) -> Generator[None]:
-    """Mute loggers, warnings and what is printed, by all threads; a second thread that mutes waits."""
-    found = [logging.getLogger(name) for name in loggers]
+    """Mute loggers, warnings and prints of all threads; a second thread that mutes waits."""
+    targets = [logging.getLogger(name) for name in loggers]
     with (
         ALONE,
         warnings.catch_warnings(),
@@ -104,19 +104,19 @@ def muted(*loggers: str) -> Generator[None]:
         contextlib.redirect_stderr(io.StringIO()),
     ):
         warnings.simplefilter("ignore")
-        levels = [logger.level for logger in found]
-        for logger in found:
+        levels = [logger.level for logger in targets]
+        for logger in targets:
             logger.setLevel(logging.CRITICAL)
         try:
             yield
         finally:
-            for logger, level in zip(found, levels, strict=True):
+            for logger, level in zip(targets, levels, strict=True):
                 logger.setLevel(level)
 
 
 MAX_TEXT = 200
-# What torch's allocator for CPUs puts in a plain RuntimeError.
-NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+# The message of the plain RuntimeError that torch's CPU allocator raises.
+CPU_ALLOCATOR_FAILURE = "DefaultCPUAllocator: can't allocate memory"
 
 Refuse = Callable[[str], ProfilingAgentError]
 
@@ -125,7 +125,7 @@ Refuse = Callable[[str], ProfilingAgentError]
 def foreign_code(refuse: Refuse) -> Generator[None]:
     """Raise `refuse("KeyError ('its text')")` from any exception in the block.
 
-    Errors that we raise on purpose and a lack of memory (a device's too) or disk go through as they are.
+    Our own errors and a lack of memory (a device's too) or disk pass unchanged.
     """
     try:
         yield
@@ -135,31 +135,30 @@ def foreign_code(refuse: Refuse) -> Generator[None]:
         if is_out_of_memory(error) or (isinstance(error, OSError) and error.errno in NO_SPACE):
             raise
         cause: BaseException = error
-        # A lazy import names the module that it wanted, and the reason is its cause.
+        # A lazy import's error names only the module; its cause has the reason.
         while isinstance(cause, ImportError) and cause.__cause__ is not None:
             cause = cause.__cause__
-        raise refuse(_named(cause)) from error
+        raise refuse(_describe(cause)) from error
 
 
 @contextmanager
 def compiled_code(refuse: Refuse) -> Generator[None]:
-    """Do as `foreign_code` for what torch compiles in the block, by what was raised first: torch wraps it several times."""
+    """Raise as `foreign_code` does, for code that torch compiles, from the innermost exception: torch wraps it several times."""
     try:
         yield
     except Exception as error:
         cause = _innermost(error)
-        is_short = isinstance(cause, OSError) or is_out_of_memory(cause) or NO_MEMORY in str(cause)
-        if is_short or isinstance(cause, ProfilingAgentError):
+        lacks_resources = isinstance(cause, OSError) or is_out_of_memory(cause) or CPU_ALLOCATOR_FAILURE in str(cause)
+        if lacks_resources or isinstance(cause, ProfilingAgentError):
             raise cause from (None if cause is error else error)
-        raise refuse(_named(cause)) from error
+        raise refuse(_describe(cause)) from error
 
 
-def _named(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__} ({' '.join(str(error).split())[:MAX_TEXT]!r})"
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Return what torch's compilers wrapped, some of them without naming the cause."""
     seen = {id(error)}
     while (inner := getattr(error, "inner_exception", None) or error.__cause__) and id(inner) not in seen:
         seen.add(id(inner))
@@ -168,39 +167,39 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory was short, the machine's or a device's, for which torch has an error of its own."""
+    """Return whether memory ran out, the machine's or a device's, for which torch has its own exception."""
     return isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
 
 
 def checked_logits(model: "nn.Module", images: "Tensor", refuse: Refuse) -> "Tensor":
-    """Return the logits that a user's model gives for images (b, c, h, w).
+    """Return the logits of a user's model for images (b, c, h, w).
 
     Raises:
-        ProfilingAgentError: `refuse` of what the model raised, or of what it returned instead of logits.
+        ProfilingAgentError: `refuse` with the model's exception, or with what it returned instead of logits.
     """
     from torch import Tensor
 
     with foreign_code(refuse):
-        answer: Any = model(pixel_values=images)
-    logits = getattr(answer, "logits", None)
+        output: Any = model(pixel_values=images)
+    logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
-        raise refuse(f"an answer without logits ({type(answer).__name__!r})")
+        raise refuse(f"an answer without logits ({type(output).__name__!r})")
     return logits
 
 
 def private_stdout() -> TextIO:
-    """Return standard output for ourselves alone; what else this process writes there goes to standard error."""
+    """Reserve standard output for the caller; all other writes to it go to standard error."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     return channel
 
 
 def keep_stdout() -> None:
-    """Leave standard output to Python's prints, to the end: scipy's HiGHS now and then says a line there, which is no JSON.
+    """Reserve standard output for Python's prints: scipy's HiGHS now and then prints a line there, which is no JSON.
 
     For good, as C flushes its buffer when the process ends.
     """
-    # A stream that somebody put in its place, as a test's, gets nothing from C.
+    # A stream that replaced it, such as a test's, gets nothing from C.
     if sys.stdout is sys.__stdout__:
         sys.stdout.flush()
         sys.stdout = private_stdout()

@@ -1,4 +1,4 @@
-"""timm's checkpoints: their config.json as transformers reads it, and their preparation of images. Importing this imports no torch."""
+"""timm checkpoints: config.json for transformers, and the image processor. Importing this imports no torch."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
 
 MODEL_TYPE, EXTRA, PACKAGES = "timm_wrapper", "timm", ("timm", "torchvision")
-# Arguments of `timm.create_model` that load weights, or make something else than a classifier.
-NOT_OF_AN_ARCHITECTURE = frozenset(
+# Arguments of `timm.create_model` that load weights, or build something else than a classifier.
+NON_ARCHITECTURE_ARGUMENTS = frozenset(
     {"model_name", "checkpoint_path", "cache_dir", "scriptable", "exportable", "no_jit"}
     | {"features_only", "feature_cfg", "out_indices", "kwargs_filter"}
     | {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict"}
 )
-NUM_CLASSES, NAMES, OLD_NAMES, ARGUMENTS = "num_classes", "label_names", "labels", "model_args"
-LINEAR = "timm.layers.linear"
+NUM_CLASSES, LABEL_NAMES, OLD_LABEL_NAMES, MODEL_ARGS = "num_classes", "label_names", "labels", "model_args"
+LINEAR_MODULE = "timm.layers.linear"
 
 Refuse = Callable[[str], Exception]
 
 
 def is_timm(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of a timm model: as transformers writes it, or as timm, without model_type."""
+    """Return whether a config.json is a timm model's: transformers' format, or timm's own without model_type."""
     return config.get("model_type", MODEL_TYPE if "pretrained_cfg" in config else None) == MODEL_TYPE
 
 
@@ -34,60 +34,60 @@ def settled(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     timm's exports repeat the number of classes among the arguments, and may number the names of classes.
 
     Raises:
-        Exception: `refuse` of names that aren't one for each class.
+        Exception: `refuse` with the reason, if the names aren't one for each class.
     """
-    fields, arguments = dict(config), config.get(ARGUMENTS) or {}
+    fields, arguments = dict(config), config.get(MODEL_ARGS) or {}
     if NUM_CLASSES in arguments:
         fields.setdefault(NUM_CLASSES, arguments[NUM_CLASSES])
         if fields[NUM_CLASSES] == arguments[NUM_CLASSES]:
-            fields[ARGUMENTS] = {name: value for name, value in arguments.items() if name != NUM_CLASSES}
-    names, count = fields.get(NAMES) or fields.get(OLD_NAMES), fields.get(NUM_CLASSES)
+            fields[MODEL_ARGS] = {name: value for name, value in arguments.items() if name != NUM_CLASSES}
+    names, count = fields.get(LABEL_NAMES) or fields.get(OLD_LABEL_NAMES), fields.get(NUM_CLASSES)
     if isinstance(names, dict):
-        numbered = {int(number): name for number, name in names.items() if number.isdecimal()}
-        if len(numbered) < len(names) or max(numbered) >= (count or len(names)):
+        names_by_number = {int(number): name for number, name in names.items() if number.isdecimal()}
+        if len(names_by_number) < len(names) or max(names_by_number) >= (count or len(names)):
             raise refuse(
-                f"its {NAMES} don't number its classes from 0: give them as a list, in the order of the model's outputs"
+                f"its {LABEL_NAMES} don't number its classes from 0: give them as a list, in the order of the model's outputs"
             )
-        names = [numbered.get(number, f"LABEL_{number}") for number in range(count or len(names))]
+        names = [names_by_number.get(number, f"LABEL_{number}") for number in range(count or len(names))]
     if names:
-        # transformers would take none of them, and number the classes.
+        # transformers would ignore all names, and number the classes.
         if count is not None and len(names) != count:
-            raise refuse(f"it has {count} classes and {len(names)} {NAMES}: name each class")
-        fields[NAMES] = names
+            raise refuse(f"it has {count} classes and {len(names)} {LABEL_NAMES}: name each class")
+        fields[LABEL_NAMES] = names
     return fields
 
 
 def check_timm(config: Mapping[str, Any], refuse: Refuse) -> None:
-    """Check that a timm model's config names an architecture of the installed timm, and only arguments of it.
+    """Check that a timm model's config names an architecture of the installed timm, and only its arguments.
 
     Raises:
-        Exception: `refuse` of what is wrong, or of what isn't installed.
+        Exception: `refuse` with what is wrong or not installed.
     """
-    architecture, arguments = str(config.get("architecture")), config.get(ARGUMENTS) or {}
-    # timm reads a name with a scheme as an address, of the Hub or of a folder.
+    architecture, arguments = str(config.get("architecture")), config.get(MODEL_ARGS) or {}
+    # timm treats a name with a scheme as an address on the Hub or of a folder.
     if ":" in architecture:
         raise refuse("it names another model as its architecture, which is never fetched")
     if NUM_CLASSES in arguments:
         raise refuse(
             f"its model_args have {arguments[NUM_CLASSES]} classes, and the model {config.get(NUM_CLASSES)}: leave one out"
         )
-    if wrong := sorted(NOT_OF_AN_ARCHITECTURE & set(arguments)):
-        raise refuse(f"its model_args set {wrong[0]!r}, which is no setting of an architecture: leave it out")
+    if forbidden := sorted(NON_ARCHITECTURE_ARGUMENTS & set(arguments)):
+        raise refuse(f"its model_args set {forbidden[0]!r}, which is no setting of an architecture: leave it out")
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise refuse(f"it is one of timm's, and {missing[0]} isn't installed: pip install 'profiling-agent[{EXTRA}]'")
-    timm = _timm(refuse)
+    timm = _import_timm(refuse)
     if not timm.is_model(architecture):
-        near = get_close_matches(architecture, timm.list_models())
-        similar = f" (near: {', '.join(near)})" if near else ""
+        matches = get_close_matches(architecture, timm.list_models())
+        suggestion = f" (near: {', '.join(matches)})" if matches else ""
         raise refuse(
-            f"timm {timm.__version__} has no architecture {architecture!r}{similar}: name one of its own, or install a newer timm"
+            f"timm {timm.__version__} has no architecture {architecture!r}{suggestion}: name one of its own, or install a newer timm"
         )
 
 
-def _timm(refuse: Refuse) -> Any:
+def _import_timm(refuse: Refuse) -> Any:
     try:
         import timm  # pyright: ignore[reportMissingImports] - an extra
-    # A torchvision of another torch raises a RuntimeError.
+    # A torchvision built for another torch raises a RuntimeError.
     except (ImportError, RuntimeError) as error:
         raise refuse(
             f"it is one of timm's, which can't be imported: {type(error).__name__} ({str(error)!r})"
@@ -96,44 +96,44 @@ def _timm(refuse: Refuse) -> Any:
 
 
 def make_plain_(model: "nn.Module") -> None:
-    """Make timm's linear layers torch's: they differ for TorchScript only."""
+    """Replace timm's linear layers by torch's, in place: they differ for TorchScript only."""
     from torch import nn
 
     for module in model.modules():
-        if isinstance(module, nn.Linear) and type(module).__module__ == LINEAR:
+        if isinstance(module, nn.Linear) and type(module).__module__ == LINEAR_MODULE:
             module.__class__ = nn.Linear
 
 
 def processor_of_timm(pretrained_cfg: Mapping[str, Any], refuse: Refuse) -> Any:
-    """Return an image processor of transformers that prepares images as timm does for evaluation.
+    """Return a transformers image processor that prepares images as timm's evaluation does.
 
-    Both give the same pixels, to the rounding of float32, if an even number is cropped from an edge. Of an odd number timm's
-    crop may lie one pixel lower or further right.
+    Both give the same pixels, up to float32 rounding, if an even number is cropped from an edge. For an odd number timm's crop may be one
+    pixel lower or further right.
 
     Raises:
-        Exception: `refuse` of a preparation that this processor can't do.
+        Exception: `refuse` with a setting that this processor doesn't support.
     """
     from PIL.Image import Resampling
     from timm.data.config import resolve_data_config  # pyright: ignore[reportMissingImports] - an extra
     from transformers import CLIPImageProcessorPil
 
-    how = resolve_data_config(pretrained_cfg=dict(pretrained_cfg))
-    channels, height, width = how["input_size"]
-    interpolation, crop_mode = how["interpolation"].upper(), how["crop_mode"]
-    if channels != len(how["mean"]) or channels != 3:
+    config = resolve_data_config(pretrained_cfg=dict(pretrained_cfg))
+    channels, height, width = config["input_size"]
+    interpolation, crop_mode = config["interpolation"].upper(), config["crop_mode"]
+    if channels != len(config["mean"]) or channels != 3:
         raise refuse(f"pretrained_cfg.input_size has {channels} channels, 3 are read")
     if interpolation not in Resampling.__members__:
-        raise refuse(f"pretrained_cfg.interpolation is {how['interpolation']!r}")
+        raise refuse(f"pretrained_cfg.interpolation is {config['interpolation']!r}")
     # `border` keeps the whole picture and pads it.
     if crop_mode not in ("center", "squash"):
         raise refuse(f"pretrained_cfg.crop_mode is {crop_mode!r}")
     if crop_mode == "center" and height != width:
         raise refuse(f"pretrained_cfg.input_size: {height}x{width} is no square, which crop_mode 'center' needs")
-    scaled = {"height": math.floor(height / how["crop_pct"]), "width": math.floor(width / how["crop_pct"])}
+    size = {"height": math.floor(height / config["crop_pct"]), "width": math.floor(width / config["crop_pct"])}
     return CLIPImageProcessorPil(
-        size=scaled if crop_mode == "squash" else {"shortest_edge": scaled["height"]},
+        size=size if crop_mode == "squash" else {"shortest_edge": size["height"]},
         resample=Resampling[interpolation],
         crop_size={"height": height, "width": width},
-        image_mean=list(how["mean"]),
-        image_std=list(how["std"]),
+        image_mean=list(config["mean"]),
+        image_std=list(config["std"]),
     )

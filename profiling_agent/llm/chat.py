@@ -1,4 +1,4 @@
-"""The chat model: requests by LangChain's clients, and how an answer is read out of a reply."""
+"""Chat model: requests by LangChain's clients, and parsing of answers from replies."""
 
 import json
 import re
@@ -20,8 +20,8 @@ from profiling_agent.llm.transcript import Advice, Answer, Check, Question, Tool
 from profiling_agent.schemas import Record, unprinted
 
 OPENAI_URL, DEFAULT_MODEL = "https://api.openai.com/v1", "gpt-5.5"
-# How servers answer a request with tools or a response format that they don't know.
-UNSUPPORTED = (400, 404, 422, 501)
+# Status codes of servers that don't support tools or a response format.
+UNSUPPORTED_STATUS = (400, 404, 422, 501)
 TOO_LONG = re.compile(r"context (length|window|size)|context_length|prompt is too long", re.IGNORECASE)
 MAX_RETRIES, MAX_TOOL_ROUNDS, MAX_CALLS, MAX_QUOTED = 2, 4, 8, 4000
 TAGS = r"(?:think|thinking|thought|reasoning)"
@@ -30,7 +30,7 @@ CLOSING = re.compile(rf"</{TAGS}>|\[/THINK\]|<\|channel\|>final", re.IGNORECASE)
 
 
 class Endpoint(Record):
-    """A model behind an OpenAI-compatible server, without its key; without an address it is OpenAI's own."""
+    """A model on an OpenAI-compatible server, without its key; OpenAI's own server without an address."""
 
     model: str
     base_url: str | None = None
@@ -69,24 +69,24 @@ def open_model(endpoint: Endpoint, key: str, *, timeout_s: float) -> BaseChatMod
 
 
 def name_of(model: Any) -> str:
-    """Return the name for reports of a chat model object; raises RequestError for anything else."""
+    """Return a chat model's name for reports; raises RequestError for any other object."""
     if not isinstance(model, BaseChatModel):
         raise RequestError(f"advisor is of type {type(model).__name__}: pass a LangChain chat model")
-    named = getattr(model, "model_name", None) or getattr(model, "model", None)
-    return f"{type(model).__name__}:{named}" if isinstance(named, str) else type(model).__name__
+    model_name = getattr(model, "model_name", None) or getattr(model, "model", None)
+    return f"{type(model).__name__}:{model_name}" if isinstance(model_name, str) else type(model).__name__
 
 
 def check_endpoint(endpoint: Endpoint, key: str, *, timeout_s: float) -> None:
-    """Ask for one word; raises RequestError when the server, the key or the model doesn't work."""
-    where, model = endpoint.base_url or OPENAI_URL, open_model(endpoint, key, timeout_s=timeout_s)
+    """Request one word; raises RequestError if the server, the key or the model doesn't work."""
+    address, model = endpoint.base_url or OPENAI_URL, open_model(endpoint, key, timeout_s=timeout_s)
     try:
-        _invoke(model, [HumanMessage("Answer with the word: ready")], f"{endpoint.name} at {where}", "check")
+        _invoke(model, [HumanMessage("Answer with the word: ready")], f"{endpoint.name} at {address}", "check")
     except AdvisorError as error:
         raise RequestError(f"{error}: check the address, the model's name and the key, or use llm=none") from error
 
 
 class _UnsupportedError(AdvisorError):
-    """The server knows no such response format, or no tools."""
+    """The server doesn't support the response format, or tools."""
 
 
 def _invoke(model: Any, messages: Sequence[BaseMessage], name: str, agent: str) -> AIMessage:
@@ -97,17 +97,17 @@ def _invoke(model: Any, messages: Sequence[BaseMessage], name: str, agent: str) 
         text = f"{name} gave no answer ({type(error).__name__}: {clean(transcript.redacted(first_line(error)))[:200]})"
         if isinstance(error, ContextOverflowError) or TOO_LONG.search(str(error)):
             raise ContextTooLongError(text) from error
-        if getattr(error, "status_code", None) in UNSUPPORTED or isinstance(error, NotImplementedError):
+        if getattr(error, "status_code", None) in UNSUPPORTED_STATUS or isinstance(error, NotImplementedError):
             raise _UnsupportedError(text) from error
         raise AdvisorError(text) from error
     return cast("AIMessage", reply["raw"] if isinstance(reply, dict) else reply)
 
 
 class Chat(transcript.LanguageModel):
-    """A LangChain chat model that answers typed questions by the response formats and tools that its server knows."""
+    """A LangChain chat model that answers typed questions by the response formats and tools that its server supports."""
 
     def __init__(self, model: BaseChatModel, name: str, written: Transcript, *, timeout_s: float) -> None:
-        """`timeout_s` bounds a question: no request begins after it."""
+        """`timeout_s` limits a question: no request begins after it."""
         super().__init__(name, written)
         self._model, self._timeout_s, self._deadline = model, timeout_s, 0.0
         self._methods, self._knows_tools = ["json_schema", "json_mode", "plain"], True
@@ -122,7 +122,7 @@ class Chat(transcript.LanguageModel):
         complaint: str | None = None
         for repair in range(transcript.MAX_REPAIRS + 1):
             try:
-                reply = reply or self._structured(messages, answer_type.model_json_schema(), agent)
+                reply = reply or self._request_json(messages, answer_type.model_json_schema(), agent)
             except AdvisorError:
                 if usable is None:
                     raise
@@ -134,15 +134,15 @@ class Chat(transcript.LanguageModel):
                 if complaint is None:
                     return usable
             self._transcript.add("complaint", agent=agent, text=complaint)
-            again = f"That can't be used: {complaint}\nAnswer again, with one JSON object of the same schema and nothing else."
-            messages += [AIMessage(reply.text[:MAX_QUOTED]), HumanMessage(again)]
+            repair_prompt = f"That can't be used: {complaint}\nAnswer again, with one JSON object of the same schema and nothing else."
+            messages += [AIMessage(reply.text[:MAX_QUOTED]), HumanMessage(repair_prompt)]
             reply = None
         if usable is None:
             raise AdvisorError(f"{self.name} gave no valid answer in {transcript.MAX_REPAIRS + 1} turns ({complaint})")
         return usable
 
-    def _structured(self, messages: Sequence[BaseMessage], schema: dict[str, Any], agent: str) -> AIMessage:
-        """Request JSON of this schema; a method that the server doesn't know is not used again."""
+    def _request_json(self, messages: Sequence[BaseMessage], schema: dict[str, Any], agent: str) -> AIMessage:
+        """Request JSON of this schema; a method that the server doesn't support is not used again."""
         while True:
             model: Any = self._model
             try:
@@ -155,24 +155,24 @@ class Chat(transcript.LanguageModel):
                 self._methods.pop(0)
 
     def _use_tools(self, messages: list[BaseMessage], tools: Sequence[Tool], agent: str) -> AIMessage | None:
-        """Let the model call tools; returns its reply without calls, or None with the results added to the evidence."""
-        known = {
+        """Let the LLM call tools; return its reply without calls, or add the results to the evidence and return None."""
+        tools_by_name = {
             tool.__name__: StructuredTool.from_function(tool, handle_validation_error=first_problem) for tool in tools
         }
         history, results = list(messages), list[str]()
         for _ in range(MAX_TOOL_ROUNDS if self._knows_tools else 0):
             try:
-                reply = self._request(self._model.bind_tools([*known.values()]), history, agent, "tools")
+                reply = self._request(self._model.bind_tools([*tools_by_name.values()]), history, agent, "tools")
             except (NotImplementedError, _UnsupportedError):
                 self._knows_tools = False
                 break
-            calls = (reply.tool_calls or calls_in(reply.text, known))[:MAX_CALLS]
+            calls = (reply.tool_calls or calls_in(reply.text, tools_by_name))[:MAX_CALLS]
             if not calls:
                 return reply
             history.append(reply.model_copy(update={"tool_calls": calls}))
             for call in calls:
-                tool = known.get(call["name"])
-                text = str(tool.invoke(call["args"])) if tool else f"no such tool; there are {', '.join(known)}"
+                tool = tools_by_name.get(call["name"])
+                text = str(tool.invoke(call["args"])) if tool else f"no such tool; there are {', '.join(tools_by_name)}"
                 history.append(ToolMessage(text[:MAX_QUOTED], tool_call_id=call["id"] or ""))
                 results.append(f"{call['name']}({json.dumps(call['args'])}): {text[:MAX_QUOTED]}")
         if results:
@@ -181,43 +181,43 @@ class Chat(transcript.LanguageModel):
         return None
 
     def _request(self, model: Any, messages: Sequence[BaseMessage], agent: str, method: str) -> AIMessage:
-        """Make one request and write it down; raises AdvisorError, also when no budget or time is left."""
+        """Make one request and record it; raises AdvisorError, also if no budget or time is left."""
         self._transcript.check_budget()
         if time.monotonic() > self._deadline:
             raise AdvisorError(f"{self.name} took longer than {self._timeout_s:g} s: llm_timeout_s gives it longer")
-        asked = [{"role": message.type, "text": message.text} for message in messages]
-        turn: dict[str, Any] = {"agent": agent, "model": self.name, "mode": method, "asked": asked}
+        request = [{"role": message.type, "text": message.text} for message in messages]
+        turn: dict[str, Any] = {"agent": agent, "model": self.name, "mode": method, "asked": request}
         try:
             reply = _invoke(model, messages, self.name, agent)
         except AdvisorError as error:
             self._transcript.add("turn", **turn, error=str(error), input_tokens=0, output_tokens=0)
             raise
         counts = {name: (reply.usage_metadata or {}).get(name) for name in ("input_tokens", "output_tokens")}
-        beside = {name: text for name, text in reply.additional_kwargs.items() if isinstance(text, str)}
-        self._transcript.add("turn", **turn, text=reply.text, calls=reply.tool_calls, beside=beside, **counts)
+        extra_texts = {name: text for name, text in reply.additional_kwargs.items() if isinstance(text, str)}
+        self._transcript.add("turn", **turn, text=reply.text, calls=reply.tool_calls, beside=extra_texts, **counts)
         if refusal := reply.additional_kwargs.get("refusal"):
             raise AdvisorError(f"{self.name} refuses to answer: {clean(str(refusal))[:200]}")
         return reply
 
 
 def after_reasoning(text: str) -> str:
-    """Return what follows the reasoning: some servers cut off its first tag, and without tokens there is no last one."""
+    """Return the text after the reasoning: some servers drop its first tag, and the last is missing if tokens ran out."""
     return OPENING.split(CLOSING.split(text)[-1])[0]
 
 
 def objects_in(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield each JSON object with its start and end, those inside others after these."""
+    """Yield each JSON object with its start and end, nested ones after those that contain them."""
     decoder, start = json.JSONDecoder(), text.find("{")
     while start >= 0:
         with suppress(ValueError):
-            found, end = decoder.raw_decode(text, start)
-            yield found, start, end
+            document, end = decoder.raw_decode(text, start)
+            yield document, start, end
         start = text.find("{", start + 1)
 
 
 def calls_in(text: str, known: Collection[str]) -> list[ToolCall]:
     """Return the calls of known tools that are written as text."""
-    calls = [found for found, *_ in objects_in(after_reasoning(text)) if str(found.get("name")) in known]
+    calls = [document for document, *_ in objects_in(after_reasoning(text)) if str(document.get("name")) in known]
     return [
         ToolCall(name=call["name"], args=call.get("arguments") or call.get("parameters") or {}, id=f"call_{number}")
         for number, call in enumerate(calls)
@@ -228,16 +228,16 @@ def read_answer(reply: AIMessage, answer_type: type[Answer]) -> tuple[Answer | N
     """Return the last answer after the reasoning, or what is wrong with it; objects of other kinds don't count."""
     text, reasoning = after_reasoning(reply.text), str(reply.additional_kwargs.get("reasoning_content") or "").strip()
     if not text.strip():
-        # Some servers take the whole answer for reasoning.
+        # Some servers return the whole answer as reasoning.
         whole = reasoning if reasoning.startswith(("{", "```")) else ""
         text = json.dumps(reply.tool_calls[-1]["args"]) if reply.tool_calls else whole
-    value, complaint, answered = None, "there is no JSON object: answer with one complete object and nothing else", 0
-    for found, start, end in objects_in(unprinted(text)):
-        if start < answered:
+    value, complaint, answer_end = None, "there is no JSON object: answer with one complete object and nothing else", 0
+    for document, start, end in objects_in(unprinted(text)):
+        if start < answer_end:
             continue
         try:
-            value, complaint, answered = answer_type.model_validate(found), None, end
+            value, complaint, answer_end = answer_type.model_validate(document), None, end
         except ValidationError as error:
-            if found.keys() & answer_type.model_fields.keys():
-                value, complaint, answered = None, first_problem(error), end
+            if document.keys() & answer_type.model_fields.keys():
+                value, complaint, answer_end = None, first_problem(error), end
     return value, complaint

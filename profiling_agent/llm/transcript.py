@@ -1,6 +1,6 @@
-"""Questions to a language model, and `llm.jsonl`, the transcript of a run, from which answers are replayed.
+"""Typed questions to the LLM, and `llm.jsonl`, the transcript of a run, from which answers are replayed.
 
-Nothing here imports LangChain, so that stages can ask without it. A line of the transcript is a JSON object with a `kind`:
+Nothing here imports LangChain, so that stages needn't. A line of the transcript is a JSON object with a `kind`:
 `turn` (one request), `complaint`, `answer` or `failure`.
 """
 
@@ -21,11 +21,11 @@ from profiling_agent.lib.io import append_line, expanded
 from profiling_agent.schemas import Record, Spent
 
 FILE, RECORDED = "llm.jsonl", "recorded:"
-# Per question: how often an answer that can't be used goes back; per run: how many requests are made.
+# Repairs of a question's unusable answers, and requests of a run.
 MAX_REPAIRS, MAX_REQUESTS = 2, 500
-# For servers that count no tokens.
+# Estimate for servers that count no tokens.
 CHARACTERS_A_TOKEN = 4
-# Servers on one's own machine want a key, and don't read it.
+# Local servers require a key, and don't read it.
 NO_KEY = "EMPTY"
 # Everything that the OpenAI client reads from the environment and sends to its server.
 SECRETS = ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "OPENAI_CUSTOM_HEADERS")
@@ -42,7 +42,7 @@ def quoted(text: str, max_length: int = 200) -> str:
 
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Replace the keys of the environment by their variables' names: some servers quote them in their errors."""
+    """Replace keys from the environment by their variables' names: some servers quote keys in errors."""
     for name in SECRETS:
         if (key := environment.get(name, "")) not in ("", NO_KEY):
             text = text.replace(key, f"({name})")
@@ -54,12 +54,12 @@ class Transcript:
 
     def __init__(self, path: Path, *, max_tokens: int = 0) -> None:
         self._path, self._max_tokens, self._lines = path, max_tokens, list[dict[str, Any]]()
-        texts = [text for text in path.read_bytes().split(b"\n") if text.strip()] if path.is_file() else []
-        for text in texts:
+        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()] if path.is_file() else []
+        for line in lines:
             with suppress(ValueError):
-                line: Any = json.loads(text)
-                self._lines += [line] if isinstance(line, dict) and "kind" in line else []
-        self._num_damaged = len(texts) - len(self._lines)
+                record: Any = json.loads(line)
+                self._lines += [record] if isinstance(record, dict) and "kind" in record else []
+        self._num_damaged = len(lines) - len(self._lines)
 
     @property
     def spent(self) -> Spent:
@@ -75,14 +75,14 @@ class Transcript:
         )
 
     def check_budget(self) -> None:
-        """Raise AdvisorError when the run may make no further request."""
-        turns, used = self.of("turn"), 0
+        """Raise AdvisorError if the run may make no further request."""
+        turns, num_tokens = self.of("turn"), 0
         for turn in turns:
-            counted = _total([turn], "input_tokens", "output_tokens")
-            used += len(json.dumps(turn)) // CHARACTERS_A_TOKEN if counted is None else counted
+            count = _total([turn], "input_tokens", "output_tokens")
+            num_tokens += len(json.dumps(turn)) // CHARACTERS_A_TOKEN if count is None else count
         if len(turns) >= MAX_REQUESTS:
             raise AdvisorError(f"the run has made {MAX_REQUESTS} requests, which is the most")
-        if used >= self._max_tokens:
+        if num_tokens >= self._max_tokens:
             raise AdvisorError(f"the budget of {self._max_tokens} tokens is spent: raise llm_tokens")
 
     def add(self, kind: str, **fields: Any) -> None:
@@ -102,7 +102,7 @@ def _total(turns: Iterable[dict[str, Any]], *names: str) -> int | None:
 
 
 class Question(Record):
-    """The agent that asks, its instructions, and the evidence."""
+    """An agent's question: its instructions and the evidence."""
 
     agent: str
     instructions: str
@@ -111,7 +111,7 @@ class Question(Record):
 
 @dataclass(frozen=True)
 class Advice(Generic[Answer]):
-    """A valid answer; `complaint` is what the question's own check finds wrong with it."""
+    """A valid answer; `complaint` is what the question's check found wrong with it, or None."""
 
     value: Answer
     complaint: str | None
@@ -119,7 +119,7 @@ class Advice(Generic[Answer]):
 
 
 class LanguageModel(ABC):
-    """Answers typed questions; outcomes are in the transcript, from which they are replayed."""
+    """LLM that answers typed questions; outcomes are recorded in the transcript and replayed from it."""
 
     def __init__(self, name: str, transcript: Transcript) -> None:
         self.name, self._transcript = name, transcript
@@ -132,13 +132,13 @@ class LanguageModel(ABC):
         check: Check[Answer] | None = None,
         tools: Sequence[Tool] = (),
     ) -> Advice[Answer]:
-        """Return a valid answer, or raise AdvisorError; outcomes of the same question before are replayed.
+        """Return a valid answer, or raise AdvisorError; earlier outcomes of the same question are replayed.
 
-        A complaint of `check` goes back to the model as a validation error does.
+        A complaint of `check` goes back to the LLM as a validation error does.
         After MAX_REPAIRS the last valid answer is returned with its complaint.
         """
-        asked = [self.name, question.instructions, question.evidence, answer_type.model_json_schema()]
-        key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:20]
+        key_parts = [self.name, question.instructions, question.evidence, answer_type.model_json_schema()]
+        key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()[:20]
         for line in self._transcript.of("answer", "failure", question=key):
             if line["kind"] == "failure":
                 raise AdvisorError(str(line["reason"]))
@@ -160,7 +160,7 @@ class LanguageModel(ABC):
 
 
 def validated(document: Any, answer_type: type[Answer]) -> Answer | None:
-    """Return a document as an answer, or None when it isn't one."""
+    """Return a document as an answer, or None if it isn't one."""
     try:
         return answer_type.model_validate(document)
     except ValidationError:
@@ -168,11 +168,11 @@ def validated(document: Any, answer_type: type[Answer]) -> Answer | None:
 
 
 def open_recording(file: str) -> Transcript:
-    """Return the transcript of another run; raises RequestError when it has no answers."""
+    """Return the transcript of another run; raises RequestError if it has no answers."""
     recording = Transcript(expanded(file))
     if not recording.of("turn") or not recording.of("answer", "failure"):
-        wanted = f"give the {FILE} of a run that one planned, as in llm={RECORDED}runs/first/{FILE}"
-        raise RequestError(f"{file!r} has no answers of a language model: {wanted}")
+        hint = f"give the {FILE} of a run that one planned, as in llm={RECORDED}runs/first/{FILE}"
+        raise RequestError(f"{file!r} has no answers of a language model: {hint}")
     return recording
 
 

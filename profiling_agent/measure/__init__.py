@@ -1,1 +1,1 @@
-"""Measurement: races, throughput, memory and the latency table, each model in a process of its own; intervals of accuracy."""
+"""Measurement of models, each in a process of its own: races, throughput, memory, latency table and accuracy intervals."""

@@ -1,20 +1,20 @@
-"""Intervals of the accuracy lost: paired, corrected for choices, and valid whenever they are looked at.
+"""Intervals of the accuracy drop: paired, corrected for selection, and valid at any look.
 
-Sequential test: of each image d is 1 where the baseline alone is right, -1 where the candidate alone is, and 0 else; the drop is the mean of
-d. Against "the drop is at least m" a gambler stakes the share s of what he has, image after image, and comes to the product
-of 1 - s (d - m). Were that so, the mean of what a few such gamblers have would be a supermartingale, which ever exceeds
-1 / error with a probability of at most `error` (Ville's inequality; I. Waudby-Smith and A. Ramdas, Journal of the Royal
-Statistical Society B 86, 2024, 1-27). So the test may be looked at after any image, and stopped by its result: the error
-and the interval stay what they are. What gamblers have depends on the counts alone, whatever order they came in.
+Sequential test: of each image d is 1 if only the baseline is right, -1 if only the candidate is, and 0 else; the drop is
+the mean of d. Against "the drop is at least m" a gambler stakes the share s of the wealth, image after image, and comes to
+the product of 1 - s (d - m). Were the drop that large, the mean wealth of a few such gamblers would be a supermartingale,
+which ever exceeds 1 / error with a probability of at most `error` (Ville's inequality; I. Waudby-Smith and A. Ramdas,
+Journal of the Royal Statistical Society B 86, 2024, 1-27). So the test may be looked at after any image, and stopped by
+its result: the error and the interval stay valid. The wealth depends only on the counts, in whatever order they came.
 
-Interval: two models answer the same images, so only the discordant ones (right for one model alone) carry information. It is
+Interval: two models answer the same images, so only the discordant ones (right for one model only) carry information. It is
 the adjusted Wald interval for a difference of paired proportions: one image is added to each discordant
 cell before the usual formula (D. G. Bonett and R. M. Price, Journal of Educational and Behavioral Statistics 37, 2012,
-479-488). Unlike a bootstrap or the plain Wald interval it keeps a width where no image is discordant.
+479-488). Unlike a bootstrap or the plain Wald interval it keeps a width if no image is discordant.
 
-Where next to none is gained and the error that is allowed is small, it claims more than it knows: 289 images of which none is answered otherwise would show
-a point at an error of 2%, and are seen in 5.5% of models that lose one. What is certified is bounded by the score test as well (T. Tango, Statistics in
-Medicine 17, 1998, 891-908), which takes 418 of them there.
+If next to none is gained and the allowed error is small, it is too narrow: 289 images of which none is discordant would
+show a point at an error of 2%, and are seen in 5.5% of models that lose one. Certification is bounded by the score test as
+well (T. Tango, Statistics in Medicine 17, 1998, 891-908), which takes 418 images there.
 """
 
 import math
@@ -31,9 +31,9 @@ from profiling_agent.schemas import AccuracyDrop
 
 # The best stake is the distance from m over the share of discordant images: a point over 1% of them, over 30%, and between.
 STAKES: NDArray[np.float64] = np.array([0.98, 0.6, 0.36, 0.22, 0.13, 0.08, 0.05, 0.03])
-# What can be staked whatever m is from -1 to 1.
-SAFE = 0.5
-# Bounds are found this exactly: a hundredth of an image in ten thousand.
+# The stake that is safe for any m from -1 to 1.
+SAFE_STAKE = 0.5
+# Precision of the bounds: a hundredth of an image in ten thousand.
 PRECISION = 1e-6
 
 Decision = Literal["kept", "lost", "undecided"]
@@ -41,55 +41,55 @@ Decision = Literal["kept", "lost", "undecided"]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What was seen so far: images that the baseline alone had right, the candidate alone, and all."""
+    """Counts so far: images that only the baseline got right, only the candidate, and all."""
 
     num_lost: int
     num_gained: int
     num_images: int
 
     def with_more(self, num_lost: int, num_gained: int, num_images: int) -> "Counts":
-        """Return what was seen after so many more."""
+        """Return the counts after this many more images."""
         return Counts(self.num_lost + num_lost, self.num_gained + num_gained, self.num_images + num_images)
 
 
 def upper_bound(counts: Counts, error: float) -> float:
-    """Return what the drop is below, but for an error of `error` over all the times that this is asked."""
+    """Return the upper bound of the drop, with an error of `error` over all looks together."""
     if not _is_refuted(counts, 1.0, error):
         return 1.0
     if not _is_refuted(counts, 0.0, error):
-        return _bisected(counts, error, accepted=0.0, refuted=1.0)
-    return _bisected(counts, error, accepted=-1.0, refuted=0.0)
+        return _bisect(counts, error, accepted=0.0, refuted=1.0)
+    return _bisect(counts, error, accepted=-1.0, refuted=0.0)
 
 
 def lower_bound(counts: Counts, error: float) -> float:
-    """Return what the drop is above, but for an error of `error` over all the times that this is asked."""
+    """Return the lower bound of the drop, with an error of `error` over all looks together."""
     return -upper_bound(Counts(counts.num_gained, counts.num_lost, counts.num_images), error)
 
 
 def no_difference(counts: Counts) -> float:
-    """Return the p-value of a drop of 0: the smallest error, both sides together, at which an interval leaves it out."""
+    """Return the p-value of a drop of 0: the smallest two-sided error at which an interval excludes it."""
     mirrored = Counts(counts.num_gained, counts.num_lost, counts.num_images)
     return min(1.0, 2 * math.exp(-max(_log_wealth(counts, 0.0), _log_wealth(mirrored, 0.0))))
 
 
 def decide(counts: Counts, max_drop: float, error: float) -> Decision:
-    """Say whether the drop is shown to be below `max_drop`, above it, or neither yet, each with an error of `error`."""
+    """Return whether the drop is shown below `max_drop`, above it, or neither yet, each with an error of `error`."""
     if upper_bound(counts, error) <= max_drop:
         return "kept"
     return "lost" if lower_bound(counts, error) > max_drop else "undecided"
 
 
 def images_until_kept(counts: Counts, max_drop: float, error: float) -> int | None:
-    """Return about how many images would show the drop below `max_drop`, were all of them like those seen.
+    """Estimate how many images, all like those seen, would show the drop below `max_drop`.
 
-    None where no number would: the drop that was seen isn't below it, or not by more than noise.
+    None if no number would: the measured drop isn't below it, or not by more than noise.
     """
     if counts.num_lost - counts.num_gained >= max_drop * counts.num_images:
         return None
 
-    def suffices(times: float) -> bool:
-        more = Counts(*(round(times * count) for count in (counts.num_lost, counts.num_gained, counts.num_images)))
-        return upper_bound(more, error) <= max_drop
+    def suffices(factor: float) -> bool:
+        scaled = Counts(*(round(factor * count) for count in (counts.num_lost, counts.num_gained, counts.num_images)))
+        return upper_bound(scaled, error) <= max_drop
 
     many = 1.0
     while not suffices(many):
@@ -104,12 +104,12 @@ def images_until_kept(counts: Counts, max_drop: float, error: float) -> int | No
 
 
 def can_be_shown(counts: Counts, num_more: int, max_drop: float, error: float) -> bool:
-    """Return whether so many more images, as discordant as those seen, would show the drop below `max_drop` if they lost nothing on net."""
-    each = num_more * (counts.num_lost + counts.num_gained) / counts.num_images / 2
-    return upper_bound(counts.with_more(round(each), round(each), num_more), error) <= max_drop
+    """Return whether `num_more` images, as discordant as those seen, would show the drop below `max_drop` at no net loss."""
+    num_each = num_more * (counts.num_lost + counts.num_gained) / counts.num_images / 2
+    return upper_bound(counts.with_more(round(num_each), round(num_each), num_more), error) <= max_drop
 
 
-def _bisected(counts: Counts, error: float, accepted: float, refuted: float) -> float:
+def _bisect(counts: Counts, error: float, accepted: float, refuted: float) -> float:
     while refuted - accepted > PRECISION:
         middle = (accepted + refuted) / 2
         if _is_refuted(counts, middle, error):
@@ -120,26 +120,26 @@ def _bisected(counts: Counts, error: float, accepted: float, refuted: float) -> 
 
 
 def _is_refuted(counts: Counts, drop: float, error: float) -> bool:
-    """Say whether the gamblers against a drop of at least `drop` have 1 / error; if so, then at any larger one too."""
+    """Return whether the gamblers against a drop of at least `drop` have 1 / error; monotonic in `drop`."""
     return _log_wealth(counts, drop) >= -math.log(error)
 
 
 def _log_wealth(counts: Counts, drop: float) -> float:
-    """Return the logarithm of what all gamblers have together, of 1 that they began with."""
-    # Who could lose more than he has doesn't play: below 0 they are those whose stake is safe whatever the drop.
-    stakes = STAKES if drop >= 0 else STAKES[STAKES <= SAFE]
-    each = (
+    """Return the logarithm of all gamblers' wealth together, which begins at 1."""
+    # Gamblers who could lose more than they have don't play: below 0 only those with a stake that is safe at any drop do.
+    stakes = STAKES if drop >= 0 else STAKES[STAKES <= SAFE_STAKE]
+    log_wealths = (
         counts.num_lost * np.log1p(-stakes * (1 - drop))
         + counts.num_gained * np.log1p(stakes * (1 + drop))
         + (counts.num_images - counts.num_lost - counts.num_gained) * np.log1p(stakes * drop)
     )
-    return float(np.logaddexp.reduce(each)) - math.log(len(STAKES))
+    return float(np.logaddexp.reduce(log_wealths)) - math.log(len(STAKES))
 
 
 CONFIDENCE = 0.95
 # No data set has more.
 MOST_IMAGES = 1e9
-# Of a bias of half a point this many draws leave 0.01 points of noise.
+# This many draws leave 0.01 points of noise in a bias of half a point.
 NUM_DRAWS = 2_000
 
 
@@ -168,11 +168,11 @@ def compare(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[np.b
     num_gained = int(np.sum(~baseline_correct & candidate_correct))
     num_images, discordant = len(baseline_correct), num_lost + num_gained
     centre, error = _centre_and_error(num_lost, num_gained, num_images)
-    reach = _normal_quantile(0.5 + CONFIDENCE / 2) * error
+    margin = _normal_quantile(0.5 + CONFIDENCE / 2) * error
     return AccuracyDrop(
         drop=(num_lost - num_gained) / num_images,
-        low=max(centre - reach, -1.0),
-        high=min(centre + reach, 1.0),
+        low=max(centre - margin, -1.0),
+        high=min(centre + margin, 1.0),
         p_value=float(stats.binomtest(num_lost, discordant).pvalue) if discordant else 1.0,
         num_lost=num_lost,
         num_gained=num_gained,
@@ -181,7 +181,7 @@ def compare(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[np.b
 
 
 def at_a_look(counts: Counts, num_looks: int) -> AccuracyDrop:
-    """Return the drop after so many looks, with the interval and the p-value of the sequential test."""
+    """Return the drop after `num_looks` looks, with the interval and the p-value of the sequential test."""
     error = (1 - CONFIDENCE) / 2
     return AccuracyDrop(
         drop=(counts.num_lost - counts.num_gained) / counts.num_images,
@@ -196,12 +196,12 @@ def at_a_look(counts: Counts, num_looks: int) -> AccuracyDrop:
 
 
 def counts_of(drop: AccuracyDrop) -> Counts:
-    """Return what a drop was told from."""
+    """Return the counts behind a drop."""
     return Counts(drop.num_lost, drop.num_gained, drop.num_images)
 
 
 def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
-    """Return the value that the true drop stays below with this confidence, by the same method as the interval."""
+    """Return the upper bound of the true drop at this confidence, by the same method as the interval."""
     if drop.num_looks > 1:
         return upper_bound(counts_of(drop), 1 - confidence)
     centre, error = _centre_and_error(drop.num_lost, drop.num_gained, drop.num_images)
@@ -209,7 +209,7 @@ def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
 
 
 def certain_bound(drop: AccuracyDrop, confidence: float) -> float:
-    """Return the value that the true drop is certain to stay below with this confidence: the larger of `one_sided_bound` and the score test's."""
+    """Return the upper bound that certifies a drop: the larger of `one_sided_bound` and the score test's."""
     if drop.num_looks > 1:
         return one_sided_bound(drop, confidence)
     return _certain_bound(drop.num_lost, drop.num_gained, drop.num_images, _normal_quantile(confidence))
@@ -222,53 +222,53 @@ def _certain_bound(num_lost: float, num_gained: float, num_images: float, quanti
 
 def _score_bound(num_lost: float, num_gained: float, num_images: float, quantile: float) -> float:
     """Return the largest drop that Tango's score test doesn't reject at this quantile of the normal distribution."""
-    seen = (num_lost - num_gained) / num_images
+    measured = (num_lost - num_gained) / num_images
 
-    def beyond(drop: float) -> float:
-        # The probability of a gained image that is likeliest at this drop: the root of a quadratic equation.
+    def excess(drop: float) -> float:
+        # The likeliest probability of a gained image at this drop: the root of a quadratic equation.
         linear = (2 * num_images - num_lost + num_gained) * drop - num_lost - num_gained
         root = math.sqrt(linear**2 + 8 * num_images * num_gained * drop * (1 - drop))
         gained = (root - linear) / (4 * num_images)
         variance = num_images * (2 * gained + drop * (1 - drop))
-        return num_images * (drop - seen) - quantile * math.sqrt(max(variance, 0.0))
+        return num_images * (drop - measured) - quantile * math.sqrt(max(variance, 0.0))
 
-    # Below nothing the formula has no meaning, and no contract lies there; nothing itself is a second root where no image is lost or gained.
-    least = max(seen, 1e-12)
-    if beyond(least) >= 0:
+    # Below 0 the formula has no meaning, and no contract lies there; 0 itself is a second root if no image is lost or gained.
+    lowest = max(measured, 1e-12)
+    if excess(lowest) >= 0:
         return -1.0
-    if beyond(1.0) <= 0:
+    if excess(1.0) <= 0:
         return 1.0
-    root: Any = brentq(beyond, least, 1.0)
+    root: Any = brentq(excess, lowest, 1.0)
     return float(root)
 
 
 def likelihood(drop: AccuracyDrop, max_drop: float) -> float:
-    """Return how likely the true drop is at most `max_drop`, from 0 to 1, by the normal distribution of the interval, whatever the number of looks."""
+    """Return the probability that the true drop is at most `max_drop`, by the interval's normal distribution at any look."""
     centre, error = _centre_and_error(drop.num_lost, drop.num_gained, drop.num_images)
     return float(stats.norm.cdf((max_drop - centre) / error))
 
 
 def largest_shown(max_drop: float, changed: float, num_images: int, confidence: float) -> float:
-    """Return the largest measured drop that is shown to be at most `max_drop`, where a share `changed` of the images is answered right by one model alone.
+    """Return the largest measured drop that shows at most `max_drop` if a share `changed` of the images is discordant.
 
     At least minus that share, which no drop is below.
     """
-    either = changed * num_images
-    for net in range(math.floor(min(max_drop * num_images, either)), math.floor(-either), -1):
-        centre, error = _centre_and_error((either + net) / 2, (either - net) / 2, num_images)
+    discordant = changed * num_images
+    for net in range(math.floor(min(max_drop * num_images, discordant)), math.floor(-discordant), -1):
+        centre, error = _centre_and_error((discordant + net) / 2, (discordant - net) / 2, num_images)
         if centre + _normal_quantile(confidence) * error <= max_drop:
             return net / num_images
     return -changed
 
 
 def selection_bias(drops: Sequence[AccuracyDrop]) -> float:
-    """Return by how much the least of several measured drops is expected to lie below its own true value.
+    """Return how far the smallest of several measured drops is expected to lie below its own true value.
 
-    A parametric bootstrap: every drop is drawn again around what was measured, independently of the others.
+    A parametric bootstrap: every drop is drawn again around its measurement, independently of the others.
     """
     if len(drops) < 2:
         return 0.0
-    centres, errors = np.array([_centre_and_error(one.num_lost, one.num_gained, one.num_images) for one in drops]).T
+    centres, errors = np.array([_centre_and_error(drop.num_lost, drop.num_gained, drop.num_images) for drop in drops]).T
     drawn = centres + errors * np.random.default_rng(0).standard_normal((NUM_DRAWS, len(drops)))
     return float(np.mean(centres[drawn.argmin(axis=1)] - drawn.min(axis=1)))
 
@@ -286,7 +286,7 @@ def pooled_error(search: AccuracyDrop, heldout: AccuracyDrop) -> float:
 
 
 def one_sided_lower_bound(drop: AccuracyDrop, confidence: float) -> float:
-    """Return the value that the true drop stays above with this confidence, by the same method as the interval."""
+    """Return the lower bound of the true drop at this confidence, by the same method as the interval."""
     if drop.num_looks > 1:
         return lower_bound(counts_of(drop), 1 - confidence)
     centre, error = _centre_and_error(drop.num_lost, drop.num_gained, drop.num_images)
@@ -296,7 +296,7 @@ def one_sided_lower_bound(drop: AccuracyDrop, confidence: float) -> float:
 def images_to_certify(drop: AccuracyDrop, max_drop: float, confidence: float = CONFIDENCE) -> int | None:
     """Return how many images would bring `certain_bound` down to `max_drop`, at the discordance seen.
 
-    None where the drop that was seen isn't below `max_drop`: then no number of images would.
+    None if the measured drop isn't below `max_drop`: then no number of images would.
     """
     if drop.num_looks > 1:
         return images_until_kept(counts_of(drop), max_drop, 1 - confidence)
@@ -319,20 +319,20 @@ def images_to_certify(drop: AccuracyDrop, max_drop: float, confidence: float = C
 
 
 def perfect_bound(num_images: int, confidence: float) -> float:
-    """Return the bound where not one of so many images is answered differently: no smaller drop can be shown of them."""
+    """Return the bound if none of the images is answered differently: the smallest drop that they can show."""
     centre, error = _centre_and_error(0, 0, num_images)
     return min(centre + _normal_quantile(confidence) * error, 1.0)
 
 
 def certain_perfect_bound(num_images: int, confidence: float) -> float:
-    """Return `certain_bound` where not one of so many images is answered differently."""
+    """Return `certain_bound` if none of the images is answered differently."""
     return _certain_bound(0, 0, num_images, _normal_quantile(confidence))
 
 
 def least_images(max_drop: float, confidence: float) -> int | None:
-    """Return how few images can show a drop of at most `max_drop`, if none is answered differently.
+    """Return the fewest images that can show a drop of at most `max_drop`, if none is answered differently.
 
-    None where none can, or no data set has as many.
+    None if none can, or no data set has as many.
     """
     # The bound of n images is z sqrt(2) / (n + 2).
     spread = _normal_quantile(confidence) * math.sqrt(2)
@@ -340,7 +340,7 @@ def least_images(max_drop: float, confidence: float) -> int | None:
 
 
 def least_certain_images(max_drop: float, confidence: float) -> int | None:
-    """Return how few images can bring `certain_bound` down to `max_drop`, looked at once, if none is answered differently; None where no data set has as many."""
+    """Return `least_images` for `certain_bound` at a single look; None if no data set has as many."""
     if (least := least_images(max_drop, confidence)) is None:
         return None
     # The score test's bound of n images is z^2 / (n + z^2).

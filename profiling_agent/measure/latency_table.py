@@ -1,6 +1,6 @@
-"""Latency table: what each unit takes at each width on this machine, every distinct shape timed once.
+"""Latency table: milliseconds of each unit at each width on this machine, every distinct shape timed once.
 
-Samples are kept raw, repeat by repeat: what is drawn from them later, medians or differences within a repeat, isn't decided when they are taken.
+Raw samples are stored repeat by repeat: medians and differences within a repeat are computed later.
 """
 
 import hashlib
@@ -33,12 +33,12 @@ from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Record, Unit, UnitKind
 
 VERSION = 2
-# With one call of each width to warm up, nine calls a width where nothing disturbs.
+# With one warm-up call, nine calls a width if nothing disturbs them.
 NUM_REPEATS, MAX_REPEATS = 8, 24
-# Calls beside which a core was free spread by 0.005 to 0.05 and waited for nothing; beside two spinning processes they spread by
-# 0.04 to 0.4, or waited for 30 to 70% of the time (docs/facts.md, "A latency table on a busy machine").
+# Calls with a free core spread by 0.005 to 0.05 and waited for nothing; next to two spinning processes they spread by 0.04
+# to 0.4, or waited for 30 to 70% of the time (docs/facts.md, "A latency table on a busy machine").
 MAX_SPREAD, MAX_WAITED = 0.05, 0.1
-# Processor and libraries are in the file's name; drivers, cooling and neighbours change within weeks.
+# The file's name covers processor and libraries; drivers, cooling and neighbours change within weeks.
 MAX_AGE_S = 30 * 24 * 3600.0
 # Of normal samples the median's standard error is 1.253 / sqrt(n) standard deviations, and the quartiles are 1.349 apart.
 ERROR_BY_QUARTILES = 0.93
@@ -51,7 +51,7 @@ Sample = Annotated[float, Field(strict=True, ge=MIN_MS, le=MAX_MS)]
 
 
 class WidthSamples(Record):
-    """Milliseconds of one shape by width, a sample for each repeat: the widths of one repeat were timed right after another."""
+    """Milliseconds of one shape by width, a sample per repeat; each repeat times all widths one after another."""
 
     taken: Number = Field(description="seconds since 1970, by the machine's clock")
     waited: Share = Field(
@@ -68,76 +68,76 @@ class WidthSamples(Record):
 
     @classmethod
     def taken_now(cls, ms: Mapping[int, Sequence[float]], *, waited: float) -> Self:
-        """Return samples as taken just now, on the machine as it is now."""
-        bounded = {width: tuple(min(max(one, MIN_MS), MAX_MS) for one in samples) for width, samples in ms.items()}
+        """Return samples taken just now, on the machine as it is now."""
+        bounded = {width: tuple(min(max(value, MIN_MS), MAX_MS) for value in samples) for width, samples in ms.items()}
         return cls(taken=time.time(), waited=waited, ms=bounded)
 
     @property
     def is_fresh(self) -> bool:
-        """Return whether they are of the last thirty days: a time to come was told by a clock that was wrong."""
+        """Return whether they are of the last thirty days; a date in the future comes from a wrong clock."""
         return 0 <= time.time() - self.taken <= MAX_AGE_S
 
     @property
     def spread(self) -> float:
-        """Return the standard error of a width's median by its quartiles, relative to it; the median of all widths."""
+        """Return the relative standard error of a width's median by its quartiles; the median over widths."""
         low, middle, high = np.quantile(list(self.ms.values()), (0.25, 0.5, 0.75), axis=1)
         count = len(next(iter(self.ms.values())))
         return float(np.median(ERROR_BY_QUARTILES * (high - low) / (math.sqrt(count) * middle)))
 
     @property
     def is_disturbed(self) -> bool:
-        """Return whether most calls waited for a core: times then tell more of the scheduler than of the widths."""
+        """Return whether most calls waited for a core: times then depend more on the scheduler than on the widths."""
         return self.waited > MAX_WAITED
 
     @property
     def is_steady(self) -> bool:
-        """Return whether there is no need to time it again: neither disturbed nor of a wide spread."""
+        """Return whether they needn't be timed again: not disturbed, and of a small spread."""
         return not self.is_disturbed and self.spread <= MAX_SPREAD
 
 
-class _File(Record):
+class _SamplesFile(Record):
     version: Literal[2]
     shapes: dict[str, Any]
 
 
 def read_samples(path: Path) -> dict[str, WidthSamples]:
-    """Return the fresh samples of a file, by shape; a file that is damaged, or of another version, knows nothing."""
+    """Return the fresh samples of a file by shape, none if it is damaged or of another version."""
     try:
-        found = read_record(_File, path).shapes
+        shapes = read_record(_SamplesFile, path).shapes
     except (OSError, DocumentError):
         return {}
-    known: dict[str, WidthSamples] = {}
-    for shape, value in found.items():
+    fresh: dict[str, WidthSamples] = {}
+    for shape, value in shapes.items():
         try:
             samples = WidthSamples.model_validate(value)
         except ValidationError:
             continue
         if samples.is_fresh:
-            known[shape] = samples
-    return known
+            fresh[shape] = samples
+    return fresh
 
 
 def add_samples(path: Path, shape: str, samples: WidthSamples) -> None:
-    """Add the samples of a shape to the file; where it can't be written, they are taken again next time."""
+    """Add the samples of a shape to the file; if it can't be written, they are taken again next time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
             sweep(path.parent, path.name)
-            known = _File(version=VERSION, shapes=read_samples(path) | {shape: samples})
-            write_text(path, known.model_dump_json())
+            content = _SamplesFile(version=VERSION, shapes=read_samples(path) | {shape: samples})
+            write_text(path, content.model_dump_json())
     except OSError:
         return
 
 
-# Widths of one shape that are timed, the full one among them; those between are interpolated. A second call still takes a
-# fifth longer than later ones, which the median of eight doesn't feel.
+# Timed widths of one shape, the full one among them; those between are interpolated. A second call still takes a fifth
+# longer than later ones, which doesn't affect the median of eight.
 NUM_TIMED, WARM_UP = 9, 1
-# On a GPU each call is held so many times by a graph, and the widths are gone through so often before they are timed.
-CAPTURED, GPU_WARM_UP = 20, 5
+# On a GPU: repeats of each call in a graph, and rounds through the widths before they are timed.
+GRAPH_REPEATS, GPU_WARM_UP = 20, 5
 # A width is an option only if it brings at least this share of what time proportional to the width would: on a
-# staircase (oneDNN blocks 16 channels) the widths inside a step bring nothing (docs/facts.md, "Widths that bring time").
+# staircase (oneDNN blocks 16 channels) the widths within a step bring nothing (docs/facts.md, "Widths that bring time").
 MIN_GAIN = 0.25
-# How often a width that brings just so much is ruled out by chance: 1 of 8 repeats may speak for it, 4 of 16, 7 of 24.
+# Probability of ruling out by chance a width that brings just that: 1 of 8 repeats may support it, 4 of 16, 7 of 24.
 MAX_ERROR = 0.05
 
 Times = Mapping[int, float]
@@ -148,8 +148,7 @@ Shape = tuple[int, int, int, int]
 class LatencyTable:
     """Milliseconds of one batch by unit and width, falling with the width.
 
-    `ruled_out` has the widths that were shown to bring less than MIN_GAIN, `unsteady` the units that the machine was too
-    busy to time well.
+    `ruled_out` has the widths shown to bring less than MIN_GAIN, `unsteady` the units timed while the machine was too busy.
     """
 
     times: Mapping[str, Times]
@@ -157,14 +156,14 @@ class LatencyTable:
     unsteady: frozenset[str] = frozenset()
 
     def of(self, unit: Unit) -> float | None:
-        """Return what `unit` takes unpruned; None if untimed."""
+        """Return the milliseconds of `unit` unpruned; None if untimed."""
         times = self.times.get(unit.name)
         return times[unit.width] if times else None
 
     def saved(self, unit: Unit, keep: int) -> float | None:
-        """Return what cutting `unit` to `keep` saves, 0 where that is shown to be too little to pay; None if untimed.
+        """Return the milliseconds saved by cutting `unit` to `keep`, 0 if shown to be too few; None if untimed.
 
-        Where nothing is shown it is at least the least that pays: noise that hides a saving must not forbid it.
+        Otherwise it is at least the smallest saving that pays: noise that hides a saving must not forbid it.
         """
         times = self.times.get(unit.name)
         if times is None:
@@ -184,7 +183,7 @@ def write_table(path: Path, table: LatencyTable) -> None:
 
 
 def read_table(path: Path) -> LatencyTable:
-    """Return the table in a file; ArtifactError where it isn't what `write_table` wrote."""
+    """Return the table in a file; ArtifactError if `write_table` didn't write it."""
     try:
         return _TABLE.validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
@@ -194,52 +193,50 @@ def read_table(path: Path) -> LatencyTable:
 def time_units(
     model: nn.Module, units: Sequence[Unit], batch: Tensor, *, file: Path | None = None, progress: Progress = silent
 ) -> LatencyTable:
-    """Return the times of `units` at their aligned widths, for a batch of the size of `batch` (b, c, h, w).
+    """Return the times of `units` at their aligned widths, for batches of the shape of `batch` (b, c, h, w).
 
-    Layers of the same shapes are built anew and timed alone, without the rest of the model. What has been timed before
-    on this machine is read from `file`, by default in the cache folder, and trusted only as far as it is a time. It is
-    timed again where it is older than thirty days or of a time to come, and where it isn't steady; then the better of both
-    is used. `model` is left as it was found.
+    Layers of the same shapes are built anew and timed without the rest of the model. Earlier samples of this machine are
+    read from `file`, by default in the cache folder, and only trusted to be times. They are taken again if they are older
+    than thirty days, of a future date or not steady; in the last case the better of both is used. `model` isn't changed.
     """
-    path = file or _kept_file(batch.device)
-    known, shapes = read_samples(path) if path else {}, _shapes(model, units, batch)
-    settled: dict[str, WidthSamples] = {}
-    rows: dict[str, WidthSamples] = {}
+    path = file or _cache_file(batch.device)
+    known, shapes = read_samples(path) if path else {}, _input_shapes(model, units, batch)
+    samples: dict[str, WidthSamples] = {}
+    samples_by_unit: dict[str, WidthSamples] = {}
     for number, unit in enumerate(units):
         parts = _parts(model, unit, shapes)
         key = json.dumps([unit.width, unit.step, *(part.key for part in parts)])
-        # Timed once a run, steady or not.
-        if key not in settled:
-            settled[key] = _settled(known.get(key), unit, parts, batch)
-            if path and settled[key] is not known.get(key):
-                add_samples(path, key, settled[key])
-        rows[unit.name] = settled[key]
+        # Each shape is timed once a run, steady or not.
+        if key not in samples:
+            samples[key] = _reuse_or_time(known.get(key), unit, parts, batch)
+            if path and samples[key] is not known.get(key):
+                add_samples(path, key, samples[key])
+        samples_by_unit[unit.name] = samples[key]
         progress("timing widths", number + 1, len(units))
-    return draw_table(units, rows)
+    return draw_table(units, samples_by_unit)
 
 
-def _kept_file(device: torch.device) -> Path | None:
-    """Return where this machine's times are kept; None without a cache folder."""
+def _cache_file(device: torch.device) -> Path | None:
     here = environment(device.type)
-    said: list[Any] = [here.cpu, here.cpu_flags, torch.get_num_threads(), here.libraries["torch"]]
+    fields: list[Any] = [here.cpu, here.cpu_flags, torch.get_num_threads(), here.libraries["torch"]]
     if here.gpu:
-        said += [here.gpu.model_dump(), str(_dtype(device)), CAPTURED]
+        fields += [here.gpu.model_dump(), str(_dtype(device)), GRAPH_REPEATS]
     folder = kept_folder("latency")
-    return folder / f"{hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]}.json" if folder else None
+    return folder / f"{hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]}.json" if folder else None
 
 
 def draw_table(units: Sequence[Unit], samples: Mapping[str, WidthSamples]) -> LatencyTable:
-    """Return the table that the samples of `units`, by name, give: medians, and what differences within a repeat show."""
+    """Return the table from the samples of `units` by name: medians, and what differences within a repeat show."""
     return LatencyTable(
-        times={unit.name: _drawn(unit, samples[unit.name]) for unit in units},
-        ruled_out={unit.name: _ruled_out(unit, samples[unit.name]) for unit in units},
+        times={unit.name: _interpolate(unit, samples[unit.name]) for unit in units},
+        ruled_out={unit.name: _widths_ruled_out(unit, samples[unit.name]) for unit in units},
         unsteady=frozenset(unit.name for unit in units if not samples[unit.name].is_steady),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A layer of a unit: the shape that it reads, and which of its sides shrinks with the unit."""
+    """A layer of a unit: the shape of its input, and which of its sides shrinks with the unit."""
 
     layer: nn.Linear | nn.Conv2d
     shape: tuple[int, ...]
@@ -257,30 +254,30 @@ class _Part:
         shape[axis] = round(shape[axis] * share) if self.columns else shape[axis]
         rows = round(len(layer.weight) * share) if self.rows else len(layer.weight)
         has_bias = dict(layer.named_parameters()).get("bias") is not None
-        made: Any
+        resized: Any
         if isinstance(layer, nn.Linear):
-            made = nn.Linear(shape[axis], rows, bias=has_bias)
+            resized = nn.Linear(shape[axis], rows, bias=has_bias)
         else:
             groups = round(layer.groups * share) if layer.groups > 1 and self.columns else layer.groups
-            like: dict[str, Any] = {name: getattr(layer, name) for name in ("stride", "padding", "dilation")}
+            geometry: dict[str, Any] = {name: getattr(layer, name) for name in ("stride", "padding", "dilation")}
             kernel: Any = layer.kernel_size
-            made = nn.Conv2d(shape[axis], rows, kernel, groups=groups, bias=has_bias, **like)
+            resized = nn.Conv2d(shape[axis], rows, kernel, groups=groups, bias=has_bias, **geometry)
         inputs = torch.randn(shape, device=device, dtype=_dtype(device))
-        made = made.to(device, _dtype(device))
+        resized = resized.to(device, _dtype(device))
         if device.type == "cuda" and len(shape) == 4:
-            # As convolutions are deployed there.
-            return made.to(memory_format=torch.channels_last), inputs.contiguous(memory_format=torch.channels_last)
-        return made, inputs
+            # The layout of deployed convolutions on CUDA.
+            return resized.to(memory_format=torch.channels_last), inputs.contiguous(memory_format=torch.channels_last)
+        return resized, inputs
 
 
-def _shapes(model: nn.Module, units: Sequence[Unit], batch: Tensor) -> dict[str, tuple[int, ...]]:
+def _input_shapes(model: nn.Module, units: Sequence[Unit], batch: Tensor) -> dict[str, tuple[int, ...]]:
     names = {name for unit in units for name in unit.members}
     shapes: dict[str, tuple[int, ...]] = {}
 
-    def note(name: str, given: Tensor) -> None:
-        shapes.setdefault(name, tuple(given.shape))
+    def record(name: str, inputs: Tensor) -> None:
+        shapes.setdefault(name, tuple(inputs.shape))
 
-    with left_as_found(model), torch.inference_mode(), watching(model, names, before=note):
+    with left_as_found(model), torch.inference_mode(), watching(model, names, before=record):
         model.eval()
         model(pixel_values=batch)
     return shapes
@@ -292,75 +289,75 @@ def _parts(model: nn.Module, unit: Unit, shapes: Mapping[str, tuple[int, ...]]) 
     for name in (*unit.producers, *unit.inner, *readers):
         layer, shape = model.get_submodule(name), shapes.get(name)
         if isinstance(layer, (nn.Linear, nn.Conv2d)) and shape is not None:
-            # On the way to the consumer, only a layer in groups reads the unit's channels; others make weights for them.
+            # On the way to the consumer only a grouped layer reads the unit's channels; others compute weights for them.
             grouped = name in unit.inner and isinstance(layer, nn.Conv2d) and layer.groups > 1
             parts.append(_Part(layer, shape, rows=name not in readers, columns=name in readers or grouped))
     return parts
 
 
-def _chosen(unit: Unit) -> list[int]:
+def _timed_widths(unit: Unit) -> list[int]:
     widths = aligned_widths(unit.width, unit.step)[::-1]
     count = min(NUM_TIMED - 1, len(widths))
     return [unit.width, *(widths[(index + 1) * len(widths) // count - 1] for index in range(count))]
 
 
-def _settled(known: WidthSamples | None, unit: Unit, parts: Sequence[_Part], batch: Tensor) -> WidthSamples:
-    """Return what is known of a shape if it is steady, or the better one of that and of what is timed now."""
-    if known is None or known.ms.keys() != set(_chosen(unit)):
-        return _timed(unit, parts, batch)
+def _reuse_or_time(known: WidthSamples | None, unit: Unit, parts: Sequence[_Part], batch: Tensor) -> WidthSamples:
+    """Return the known samples of a shape if they are steady, else the better of them and new ones."""
+    if known is None or known.ms.keys() != set(_timed_widths(unit)):
+        return _time_widths(unit, parts, batch)
     if known.is_steady:
         return known
-    return min(_timed(unit, parts, batch), known, key=lambda one: (one.is_disturbed, one.spread))
+    return min(_time_widths(unit, parts, batch), known, key=lambda samples: (samples.is_disturbed, samples.spread))
 
 
-def _timed(unit: Unit, parts: Sequence[_Part], batch: Tensor) -> WidthSamples:
-    """Time some widths of one unit, one after another in each repeat, until they are steady or MAX_REPEATS are made."""
-    prepare = _clock_of_gpu if batch.is_cuda else _clock_of_cpu
+def _time_widths(unit: Unit, parts: Sequence[_Part], batch: Tensor) -> WidthSamples:
+    """Time some widths of one unit, one after another in each repeat, until they are steady or after MAX_REPEATS."""
+    prepare = _gpu_clock if batch.is_cuda else _cpu_clock
     with torch.inference_mode():
-        clocks = {width: prepare(list(_runs(unit, parts, width, batch.device))) for width in _chosen(unit)}
+        clocks = {width: prepare(list(_calls(unit, parts, width, batch.device))) for width in _timed_widths(unit)}
         ms: dict[int, list[float]] = {width: [] for width in clocks}
         waited: list[float] = []
         for clock in [*clocks.values()] * (GPU_WARM_UP if batch.is_cuda else WARM_UP):
             clock()
         while True:
             for width, clock in [*clocks.items()] * NUM_REPEATS:
-                taken_ms, share = clock()
-                ms[width].append(taken_ms)
+                elapsed_ms, share = clock()
+                ms[width].append(elapsed_ms)
                 waited.append(share)
             samples = WidthSamples.taken_now(ms, waited=float(np.median(waited)))
             if samples.is_steady or len(ms[unit.width]) == MAX_REPEATS:
                 return samples
 
 
-def _clock_of_cpu(calls: Sequence[Callable[[], Any]]) -> Callable[[], tuple[float, float]]:
-    """Return a function that returns the milliseconds of the calls, and the share in which this thread had no core or waited.
+def _cpu_clock(calls: Sequence[Callable[[], Any]]) -> Callable[[], tuple[float, float]]:
+    """Return a function that returns the calls' milliseconds, and the share in which this thread had no core or waited.
 
-    Torch's threads wait for one another by spinning, which uses a core, unless one of them isn't let run for long.
+    Torch's threads wait for one another by spinning, which uses a core, unless one of them isn't scheduled for long.
     """
 
     def clock() -> tuple[float, float]:
         used, started = time.thread_time(), time.perf_counter()
         for call in calls:
             call()
-        taken = max(time.perf_counter() - started, 1e-9)
+        elapsed = max(time.perf_counter() - started, 1e-9)
         used = time.thread_time() - used
-        return taken * 1e3, max(1 - used / taken, 0.0)
+        return elapsed * 1e3, max(1 - used / elapsed, 0.0)
 
     return clock
 
 
-def _clock_of_gpu(calls: Sequence[Callable[[], Any]]) -> Callable[[], tuple[float, float]]:
-    """Return a function that returns the milliseconds of the calls by events, from a CUDA graph that holds them 20 times.
+def _gpu_clock(calls: Sequence[Callable[[], Any]]) -> Callable[[], tuple[float, float]]:
+    """Return a function that returns the calls' milliseconds by events, from a CUDA graph that repeats them 20 times.
 
-    Launched one by one, small layers take as long at every width: what the graph leaves out is what deployed graphs leave
-    out. Where the calls can't be captured they are enqueued without waiting.
+    Launched one by one, small layers take as long at every width; deployed graphs have no such overhead either. Calls that
+    can't be captured are enqueued without waiting.
     """
 
     def enqueue() -> None:
-        for call in [*calls] * CAPTURED:
+        for call in [*calls] * GRAPH_REPEATS:
             call()
 
-    replay = _captured(enqueue, calls) or enqueue
+    replay = _capture(enqueue, calls) or enqueue
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def clock() -> tuple[float, float]:
@@ -368,19 +365,19 @@ def _clock_of_gpu(calls: Sequence[Callable[[], Any]]) -> Callable[[], tuple[floa
         replay()
         end.record()
         end.synchronize()
-        # What a GPU computes needs no core of this machine.
-        return begin.elapsed_time(end) / CAPTURED, 0.0
+        # The GPU's work needs no core of this machine.
+        return begin.elapsed_time(end) / GRAPH_REPEATS, 0.0
 
     return clock
 
 
-def _captured(enqueue: Callable[[], None], calls: Sequence[Callable[[], Any]]) -> Callable[[], None] | None:
-    """Return what replays a graph of the work that `enqueue` launches; None where it can't be captured."""
+def _capture(enqueue: Callable[[], None], calls: Sequence[Callable[[], Any]]) -> Callable[[], None] | None:
+    """Return a function that replays a graph of the work of `enqueue`; None if it can't be captured."""
     current = torch.cuda.current_stream()
     side = torch.cuda.Stream()
     side.wait_stream(current)
     with torch.cuda.stream(side):
-        # Libraries choose kernels and allocate workspaces in their first calls, which no capture allows.
+        # In their first calls libraries choose kernels and allocate workspaces, which no capture allows.
         for call in [*calls] * 3:
             call()
     current.wait_stream(side)
@@ -389,7 +386,7 @@ def _captured(enqueue: Callable[[], None], calls: Sequence[Callable[[], Any]]) -
         with torch.cuda.graph(graph):
             enqueue()
     except RuntimeError as error:
-        # A capture that failed leaves its own stream current.
+        # A failed capture leaves its stream current.
         torch.cuda.set_stream(current)
         torch.cuda.synchronize()
         warnings.warn(f"layers are timed without a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
@@ -397,59 +394,59 @@ def _captured(enqueue: Callable[[], None], calls: Sequence[Callable[[], Any]]) -
     return partial(_replay, graph, enqueue)
 
 
-def _replay(graph: torch.cuda.CUDAGraph, _kept: Callable[[], None]) -> None:
-    """Replay a graph; weights and inputs must live as long as it, which holds only their addresses."""
+def _replay(graph: torch.cuda.CUDAGraph, _tensors_owner: Callable[[], None]) -> None:
+    """Replay a graph and keep the weights and inputs alive, of which it holds only the addresses."""
     graph.replay()
 
 
-def _runs(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device) -> Iterator[Callable[[], Any]]:
+def _calls(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device) -> Iterator[Callable[[], Any]]:
     for part in parts:
         layer, inputs = part.at(width / unit.width, device)
         yield partial(layer, inputs)
     if unit.kind is UnitKind.HEADS:
-        queries, keys = _attended(unit, parts, width)
+        queries, keys = _attention_shapes(unit, parts, width)
         heads = tuple(torch.randn(shape, device=device, dtype=_dtype(device)) for shape in (queries, keys))
         yield partial(F.scaled_dot_product_attention, heads[0], heads[1], heads[1])
 
 
 def _dtype(device: torch.device) -> torch.dtype:
-    """Return the precision that is timed: on a GPU the one that is deployed, of whose units float32's times say nothing."""
+    """Return the timed precision: on a GPU the deployed one, which float32's times don't predict."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _attended(unit: Unit, parts: Sequence[_Part], width: int) -> tuple[Shape, Shape]:
+def _attention_shapes(unit: Unit, parts: Sequence[_Part], width: int) -> tuple[Shape, Shape]:
     """Return the shapes of queries and of keys, (images or windows, heads, tokens, channels), at a number of heads.
 
-    The last producer makes the values: where attention reduces their tokens, as PVT's, the consumer reads more of them.
+    The last producer makes the values: if attention reduces their tokens, as PVT's, the consumer reads more of them.
     """
     *outer, tokens, channels = parts[-1].shape
     rows, size = math.prod(outer), max(channels // unit.width, 1)
-    attended = max(math.prod(parts[len(unit.producers) - 1].shape[:-1]) // rows, 1)
-    return (rows, width, tokens, size), (rows, width, attended, size)
+    num_keys = max(math.prod(parts[len(unit.producers) - 1].shape[:-1]) // rows, 1)
+    return (rows, width, tokens, size), (rows, width, num_keys, size)
 
 
-def _drawn(unit: Unit, samples: WidthSamples) -> dict[int, float]:
-    """Return a time for every aligned width, made to rise with the width: what falls is noise."""
+def _interpolate(unit: Unit, samples: WidthSamples) -> dict[int, float]:
+    """Return a time for every aligned width, made to rise with the width: any fall is noise."""
     widths = sorted(samples.ms)
     rising = isotonic_regression([np.median(samples.ms[width]) for width in widths]).x
-    wanted = [*aligned_widths(unit.width, unit.step), unit.width]
-    return dict(zip(wanted, map(float, np.interp(wanted, widths, rising)), strict=True))
+    all_widths = [*aligned_widths(unit.width, unit.step), unit.width]
+    return dict(zip(all_widths, map(float, np.interp(all_widths, widths, rising)), strict=True))
 
 
-def _ruled_out(unit: Unit, samples: WidthSamples) -> frozenset[int]:
+def _widths_ruled_out(unit: Unit, samples: WidthSamples) -> frozenset[int]:
     """Return the widths that bring less than MIN_GAIN by a sign test on the differences within each repeat.
 
-    What slows a whole repeat falls out of them, and a call that was interrupted counts for one repeat, however long it took.
-    Where most calls were, nothing is shown.
+    A slow repeat cancels out in them, and an interrupted call counts as one repeat, however long it took. If most calls
+    were interrupted, nothing is shown.
     """
     if samples.is_disturbed:
         return frozenset()
     widths = sorted(samples.ms)
     repeats = np.array([samples.ms[width] for width in widths]).T
-    found: set[int] = set()
+    ruled_out: set[int] = set()
     for keep in aligned_widths(unit.width, unit.step):
         narrow = np.array([np.interp(keep, widths, repeat) for repeat in repeats])
         enough = repeats[:, -1] * (1 - MIN_GAIN * (1 - keep / unit.width))
         if stats.binom.cdf(np.count_nonzero(narrow <= enough), len(repeats), 0.5) <= MAX_ERROR:
-            found.add(keep)
-    return frozenset(found)
+            ruled_out.add(keep)
+    return frozenset(ruled_out)

@@ -1,8 +1,8 @@
-"""Predictions on disk, and the ledger of how often held-out images were opened. No torch here.
+"""Predictions on disk, and the ledger of tests on held-out images. Imports no torch.
 
 Testing candidate after candidate on the same images until one passes will see one pass: of those that lose exactly
-what is allowed 5% in one run, 34% in twenty. So every test is noted, with the images that it may look at and the model that
-it is for, and has a share of the error that all of them together may make.
+what is allowed, 5% in one run and 34% in twenty. So every test is recorded with its images and its model, and gets a share
+of the error allowed to all of them together.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from profiling_agent.schemas import Opening, Record
 
 Classes = NDArray[np.int64]
 FIELDS = ("predicted", "true")
-# What is predicted where the logits name no class.
+# Predicted class if the logits have none.
 NO_CLASS = -1
 
 
@@ -41,7 +41,7 @@ NO_CLASS = -1
 class Answers:
     """Predicted and true class ids, one of each per image.
 
-    An image one of whose logits is NaN or positive infinity has no answer: it counts as wrong, its class is NO_CLASS.
+    An image with a NaN or positive infinite logit has no answer: it counts as wrong, and its class is NO_CLASS.
     """
 
     predicted: Classes
@@ -49,15 +49,15 @@ class Answers:
 
     @property
     def right(self) -> NDArray[np.bool_]:
-        """Return which images were answered right."""
+        """Return which images were answered correctly."""
         return self.predicted == self.true
 
 
 def answers_of(logits: NDArray[np.float32], true: Classes) -> Answers:
-    """Return what logits (images, classes) say of images with these true class ids.
+    """Return the answers of logits (images, classes) for images with these true class ids.
 
     Raises:
-        ValueError: these aren't as many rows of logits, of one class at least, as there are class ids.
+        ValueError: there aren't as many rows of logits as class ids, or there is no class.
     """
     if logits.ndim != 2 or logits.shape[1] < 1 or true.shape != (len(logits),):
         raise ValueError(f"logits {logits.shape!r} for {true.shape!r} labels: give a row for each image")
@@ -68,7 +68,7 @@ def answers_of(logits: NDArray[np.float32], true: Classes) -> Answers:
 
 
 def joined(parts: list[Answers]) -> Answers:
-    """Return the answers of some sets of images, at least one, as those of one set, in the order given."""
+    """Return the answers of one or more sets of images as those of one set, in the order given."""
     return Answers(*(np.concatenate([getattr(part, name) for part in parts]) for name in FIELDS))
 
 
@@ -78,10 +78,10 @@ def write_predictions(path: Path, answers: Answers) -> None:
 
 
 def read_predictions(path: Path) -> Answers:
-    """Return the answers in a file; ArtifactError where it is missing or damaged."""
+    """Return the answers in a file; ArtifactError if it is missing or damaged."""
     try:
-        held = load_file(path)
-        return Answers(*(held[name] for name in FIELDS))
+        tensors = load_file(path)
+        return Answers(*(tensors[name] for name in FIELDS))
     except (OSError, SafetensorError, KeyError) as error:
         raise ArtifactError(
             f"the predictions in {str(path)!r} can't be read ({first_line(error)}): evaluate again"
@@ -89,14 +89,14 @@ def read_predictions(path: Path) -> Answers:
 
 
 VARIABLE = "PROFILING_AGENT_DATA"
-# Of the SHA-256 of an image, in hexadecimal: among ten thousand images, two that differ are taken for one another once in
-# a hundred sets, and then an opening more is counted.
+# Hexadecimal digits of an image's SHA-256. Among ten thousand images two different ones share them in one of a hundred
+# sets, and then one opening too many is counted.
 DIGITS = 8
 FIRST_SHARE = 0.8
 
 
 class _Test(Record):
-    """One test: of which candidate, on which images, and why none before it is to count, where somebody said so."""
+    """A test of a candidate on images; `fresh` is the reason not to count earlier tests, if any was given."""
 
     candidate: str
     images: str
@@ -104,7 +104,7 @@ class _Test(Record):
 
 
 class _Ledger(Record):
-    """All tests of what was made of one model, in their order."""
+    """All tests of what was made of one model, in order."""
 
     tests: tuple[_Test, ...] = Field(default=())
 
@@ -115,66 +115,66 @@ def data_folder() -> Path:
 
 
 def share(number: int) -> float:
-    """Return what the test of this number, from 1, has of the error; all shares there can be add up to 1."""
+    """Return the share of the error for the test of this number, from 1; all shares add up to 1."""
     return FIRST_SHARE if number == 1 else (1 - FIRST_SHARE) / (number * (number - 1))
 
 
 def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str | None = None) -> Opening:
-    """Note that a candidate, made of the model with this hash, is tested on these encoded images; return which test it is.
+    """Record the test of a candidate, made of the model with this hash, on encoded images; return its number.
 
-    Tests are counted that share an image with this one; the same test again is no other one. `fresh` says why those before
-    are not to count. Where no ledger can be kept, that is said in the opening's note, and the run goes on.
+    Only tests that share an image with this one count; the same test again isn't another one. `fresh` is the reason not to
+    count earlier tests. If no ledger can be kept, the opening's note says why, and the run goes on.
     """
-    own = {hashlib.sha256(image).hexdigest()[:DIGITS] for image in images}
+    image_ids = {hashlib.sha256(image).hexdigest()[:DIGITS] for image in images}
     try:
         path = data_folder() / "heldout" / f"{model}.json"
     except OSError as error:
-        return _uncounted(f"({error.strerror})", fresh)
+        return _uncounted_opening(f"({error.strerror})", fresh)
     try:
         make_folders(path.parent)
-        # One lock for all ledgers: whoever holds it may sweep up what a power loss left of any.
+        # One lock for all ledgers, so that its holder may sweep up what a power loss left of any.
         with FileLock(path.parent / "ledgers.lock"):
             sweep(path.parent)
-            return _noted(path, candidate, own, fresh)
+            return _record_test(path, candidate, image_ids, fresh)
     except OSError as error:
-        return _uncounted(f"in {str(path.parent)!r} ({error.strerror}): set {VARIABLE}", fresh)
+        return _uncounted_opening(f"in {str(path.parent)!r} ({error.strerror}): set {VARIABLE}", fresh)
 
 
-def _uncounted(why: str, fresh: str | None) -> Opening:
-    note = f"openings of the held-out images can't be counted {why}"
+def _uncounted_opening(reason: str, fresh: str | None) -> Opening:
+    note = f"openings of the held-out images can't be counted {reason}"
     return Opening(number=1, share=share(1), fresh=fresh, note=note)
 
 
-def _noted(path: Path, candidate: str, own: set[str], fresh: str | None) -> Opening:
-    ledger, note = _read(path)
-    begun = 0 if fresh is None else len(ledger.tests)
-    begun = max([begun, *(place for place, test in enumerate(ledger.tests) if test.fresh is not None)])
-    before = [test for test in ledger.tests[begun:] if not own.isdisjoint(_images(test))]
-    again = next(
-        (place for place, test in enumerate(before) if test.candidate == candidate and _images(test) == own), None
+def _record_test(path: Path, candidate: str, ids: set[str], fresh: str | None) -> Opening:
+    ledger, note = _read_ledger(path)
+    start = 0 if fresh is None else len(ledger.tests)
+    start = max([start, *(index for index, test in enumerate(ledger.tests) if test.fresh is not None)])
+    earlier = [test for test in ledger.tests[start:] if not ids.isdisjoint(_image_ids(test))]
+    same = next(
+        (index for index, test in enumerate(earlier) if test.candidate == candidate and _image_ids(test) == ids), None
     )
-    number = 1 + (len(before) if again is None else again)
-    if again is None:
-        added = _Test(candidate=candidate, images="".join(sorted(own)), fresh=fresh)
-        write_text(path, _Ledger(tests=(*ledger.tests, added)).model_dump_json())
-    reason = fresh or next((test.fresh for test in ledger.tests[begun : begun + 1]), None)
+    number = 1 + (len(earlier) if same is None else same)
+    if same is None:
+        new_test = _Test(candidate=candidate, images="".join(sorted(ids)), fresh=fresh)
+        write_text(path, _Ledger(tests=(*ledger.tests, new_test)).model_dump_json())
+    reason = fresh or next((test.fresh for test in ledger.tests[start : start + 1]), None)
     return Opening(number=number, share=share(number), fresh=reason, note=note)
 
 
-def _read(path: Path) -> tuple[_Ledger, str | None]:
-    """Return the ledger; one that can't be read is set aside, and that is said."""
+def _read_ledger(path: Path) -> tuple[_Ledger, str | None]:
+    """Return the ledger and no note; a damaged one is set aside, with a note and an empty ledger."""
     try:
         return read_record(_Ledger, path), None
     except FileNotFoundError:
         return _Ledger(), None
     except DocumentError as error:
-        aside = path.with_suffix(".damaged")
-        path.replace(aside)
+        damaged_path = path.with_suffix(".damaged")
+        path.replace(damaged_path)
         return (
             _Ledger(),
-            f"the ledger of openings was damaged ({error}) and lies in {str(aside)!r}: none before is counted",
+            f"the ledger of openings was damaged ({error}) and lies in {str(damaged_path)!r}: none before is counted",
         )
 
 
-def _images(test: _Test) -> set[str]:
+def _image_ids(test: _Test) -> set[str]:
     return {test.images[start : start + DIGITS] for start in range(0, len(test.images), DIGITS)}

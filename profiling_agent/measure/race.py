@@ -1,7 +1,7 @@
-"""Race: models take turns on one machine, one process each, and each gets a speed-up with an interval. No torch here.
+"""Race: models take turns on one machine, one process each, for speed-ups with intervals. Imports no torch.
 
-One session chooses (`screen`); what the chosen are worth is told by several others (`hold_race`), as who is chosen for its
-times in a session is a little slower than it was there.
+One session chooses (`screen`). The speed-ups of the chosen are measured by several others (`hold_race`): a model chosen for
+its times in a session is a little slower than it was there.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -21,18 +21,18 @@ from profiling_agent.processes.child import ForkServer
 from profiling_agent.runtimes.artifact import TORCH, open_folder
 from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Dropped, Race, RaceResult, Variant
 
-# A process may be killed from outside; one that dies again and again is no accident.
+# A process may be killed from outside; repeated deaths are no accident.
 MAX_VOID = 2
-# A session in which the baseline takes so many times as long as in its best one was held beside something else; so many are held again.
+# A session whose baseline takes this many times as long as in the best one ran next to other work; at most so many are repeated.
 MAX_SLOWDOWN, MAX_AGAIN = 1.25, 3
-# Of five sessions so many tell something, if the others were held beside something else.
+# Of five sessions this many suffice, if the others ran next to other work.
 MIN_STEADY = 3
-# Five sessions have little use for more turns each.
+# Five sessions gain little from more turns each.
 SHORT = SessionLimits(seconds_per_turn=0.2, seconds_per_model=1.0)
-# A race that can't tell apart what differs by less than this is worth a warning.
+# A race that can't tell apart models that differ by this much gets a warning.
 TOO_NOISY = 0.05
 
-# What a process of one of torch's runtimes imports.
+# Imports of a process of one of torch's runtimes.
 TIMED = (
     "profiling_agent.measure.worker",
     "profiling_agent.runtimes.torch_eager",
@@ -46,7 +46,7 @@ Entries = Sequence[tuple[Variant, ArtifactRef]]
 
 @dataclass(slots=True)
 class RaceOutcome:
-    """How a race ended, by the models' places; those that dropped out have no times.
+    """Outcome of a race by the models' places; those that dropped out have no times.
 
     `ratios` are log(first's time / its time) of every turn, by session.
     """
@@ -64,7 +64,7 @@ class RaceOutcome:
     @property
     def scores(self) -> dict[int, Score]:
         """Return each model's score against the first."""
-        return {index: _score(own) for index, own in sorted(self.ratios.items())}
+        return {index: _score(ratios) for index, ratios in sorted(self.ratios.items())}
 
     @property
     def detectable(self) -> float:
@@ -72,9 +72,9 @@ class RaceOutcome:
         return detectable([score for index, score in self.scores.items() if index])
 
     def add(self, session: RaceSession) -> None:
-        """Count a session, or the part of one that others had no memory for."""
-        for index, own in session.samples.items():
-            self.samples_ms.setdefault(index, []).extend(pass_ms for sample in own for pass_ms in sample)
+        """Add a session, or the part of one for which the others left no memory."""
+        for index, samples in session.samples.items():
+            self.samples_ms.setdefault(index, []).extend(pass_ms for sample in samples for pass_ms in sample)
             self.ratios.setdefault(index, []).append(session.ratios[index])
             if index in session.peak_bytes:
                 self.peak_bytes.setdefault(index, []).append(session.peak_bytes[index])
@@ -92,13 +92,13 @@ def against(own: Sequence[Ratios], others: Sequence[Ratios]) -> Score:
 
 
 def _score(sessions: Sequence[Ratios]) -> Score:
-    """Return the score of log ratios by session; who is compared with itself is equal, and no interval is assumed."""
+    """Return the score of log ratios by session; a model against itself is equal, without the assumed interval."""
     return score(sessions) if any(map(np.any, sessions)) else EQUAL
 
 
 def compare(own: RaceResult, other: RaceResult) -> Score:
     """Return how many times as fast one model of a race is as another."""
-    return against(*([np.log(turns) for turns in one.turns] for one in (own, other)))
+    return against(*([np.log(turns) for turns in result.turns] for result in (own, other)))
 
 
 def screen(
@@ -111,52 +111,52 @@ def screen(
 ) -> RaceOutcome:
     """Return each model's score against the first in one session, which is good enough to choose with.
 
-    Where memory doesn't hold them all at once they take turns in parts, the first in each; who was killed has another try in the last of them.
+    If memory doesn't hold them all at once, they take turns in parts, each with the first; killed models are retried in the last.
 
     Raises:
         JobError: the first model crashed or hung.
     """
-    outcome, waiting, again = RaceOutcome(), tuple(range(1, num_models)), set[int]()
+    outcome, waiting, retried = RaceOutcome(), tuple(range(1, num_models)), set[int]()
     while True:
         try:
             with start_session((0, *waiting)) as processes:
                 session = run_session(processes, limits=limits or SessionLimits(), seed=seed, progress=progress)
         except JobError:
-            # What others have shown stands, whatever becomes of another try.
-            if again.isdisjoint(waiting):
+            # The results of the others stand, whatever becomes of a retry.
+            if retried.isdisjoint(waiting):
                 raise
             outcome.num_sessions = 1
             return outcome
         if outcome.num_sessions:
-            # The first one's times against itself are there already.
+            # The first model's times against itself were added before.
             del session.ratios[0], session.samples[0]
         for index in session.samples:
             outcome.dropped.pop(index, None)
         outcome.add(session)
         waiting = session.waiting
         if not waiting:
-            waiting = tuple(sorted(outcome.killed - again))
-            again |= outcome.killed
+            waiting = tuple(sorted(outcome.killed - retried))
+            retried |= outcome.killed
         if not waiting:
             outcome.num_sessions = 1
             return outcome
 
 
 def hold_sessions(hold: Callable[[int], SessionT], num_sessions: int) -> tuple[list[SessionT], tuple[str, ...]]:
-    """Return as many sessions as are asked for, and why others are void: a process died, which costs that session alone.
+    """Return `num_sessions` sessions, and why others are void: a process that dies costs only its session.
 
     Raises:
         JobError: more than two were void.
     """
-    held, void = list[SessionT](), tuple[str, ...]()
-    while len(held) < num_sessions:
+    sessions, void = list[SessionT](), tuple[str, ...]()
+    while len(sessions) < num_sessions:
         try:
-            held.append(hold(len(held) + len(void)))
+            sessions.append(hold(len(sessions) + len(void)))
         except JobError as error:
             void = (*void, str(error))
             if len(void) > MAX_VOID:
                 raise
-    return held, void
+    return sessions, void
 
 
 def hold_race(
@@ -168,14 +168,14 @@ def hold_race(
     seed: int = 0,
     progress: Progress = silent,
 ) -> RaceOutcome:
-    """Return each model's score against the first over so many sessions, each of new processes.
+    """Return each model's score against the first over `num_sessions` sessions, each of new processes.
 
     Raises:
         JobError: more than two sessions were void, as a process crashed or hung.
     """
 
     def hold(number: int) -> RaceSession:
-        return _hold(start_session, num_models, limits=limits, seed=seed + number, progress=progress)
+        return _run(start_session, num_models, limits=limits, seed=seed + number, progress=progress)
 
     sessions, void = hold_sessions(hold, num_sessions)
     outcome = RaceOutcome(void=void)
@@ -184,7 +184,7 @@ def hold_race(
     return outcome
 
 
-def _hold(
+def _run(
     start_session: StartSession, num_models: int, *, limits: SessionLimits, seed: int, progress: Progress
 ) -> RaceSession:
     with start_session(range(num_models)) as processes:
@@ -198,9 +198,9 @@ def session_starter(
     servers: Mapping[int, ForkServer] | None = None,
     pass_s: float = 0.0,
 ) -> StartSession:
-    """Return what makes a process for each of the chosen `commands`, and ends them all after the session.
+    """Return a function that makes a process for each of the chosen `commands`, and ends them all after the session.
 
-    Those that have a server are copies of a process that has imported what they need. `pass_s` is what a batch is known to take.
+    Those with a server are copies of a process that has imported what they need. `pass_s` is the known duration of a batch.
     """
     by_place = servers or {}
 
@@ -219,10 +219,10 @@ def session_starter(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """Where saved models race, and how: paths are relative to `root`.
+    """Conditions of a race of saved models; paths are relative to `root`.
 
-    Where there is a `server`, those of torch are copies of one that has imported it: ready seconds earlier, as fast, and
-    with a peak memory that says nothing and isn't kept.
+    With a `server`, processes of torch are copies of one that has imported it: ready seconds earlier and as fast, but their
+    peak memory means nothing and is dropped.
     """
 
     root: Path
@@ -234,12 +234,12 @@ class Track:
     server: ForkServer | None = None
 
     def starter(self, entries: Entries) -> StartSession:
-        """Return what starts a process for each entry."""
+        """Return the function that starts a session with a process for each entry."""
         start = Start(batch_size=self.batch_size, device=self.device, num_threads=self.num_threads)
         folders = [self.root / ref.path for _, ref in entries]
         servers: dict[int, ForkServer] = {}
         for place, folder in enumerate(folders if self.server is not None else ()):
-            # What can't be opened says so in its turn.
+            # A model that can't be opened fails in its turn.
             with suppress(ArtifactError):
                 if self.server is not None and open_folder(folder, verify=False).deployment.runtime in TORCH:
                     servers[place] = self.server
@@ -248,13 +248,13 @@ class Track:
 
 
 def choose(entries: Entries, track: Track, *, limits: SessionLimits | None = None, progress: Progress = silent) -> Race:
-    """Return one race result per entry that lasted, in their order, of one session; the first is the baseline.
+    """Race all entries in one session; return a result for each that lasted, in order. The first is the baseline.
 
-    Every model loads in a process of its own; then they take turns, one at a time, in a shuffled order at each repeat. A
+    Every model loads in its own process; then they take turns, one at a time, in a shuffled order at each repeat. A
     speed-up is the median over turns of baseline time over candidate time at the same turn.
 
     Raises:
-        JobError: the baseline crashed or hung; says what it said last.
+        JobError: the baseline crashed or hung; with its last output.
     """
     limits = (limits or SessionLimits()).on(track.device)
     outcome = screen(track.starter(entries), len(entries), limits=limits, seed=track.seed, progress=progress)
@@ -264,14 +264,14 @@ def choose(entries: Entries, track: Track, *, limits: SessionLimits | None = Non
 def hold_one(
     entries: Entries, track: Track, number: int, *, limits: SessionLimits = SHORT, progress: Progress = silent
 ) -> Race:
-    """Return session `number` of an estimate, to be pooled with others; everybody in it from beginning to end.
+    """Return session `number` of an estimate, to be pooled with others; all models take part to the end.
 
     Raises:
         JobError: a process crashed or hung, so the session is void.
     """
     seed, outcome = track.seed + number, RaceOutcome()
     outcome.add(
-        _hold(track.starter(entries), len(entries), limits=limits.on(track.device), seed=seed, progress=progress)
+        _run(track.starter(entries), len(entries), limits=limits.on(track.device), seed=seed, progress=progress)
     )
     return _as_race(entries, outcome, track)
 
@@ -279,24 +279,24 @@ def hold_one(
 def hold_steady_sessions(
     hold: Callable[[int], Race], num_sessions: int, has_time: Callable[[], bool] = lambda: True
 ) -> Race:
-    """Return the race over so many sessions in which the baseline was about as fast as in its best one; slower ones are held again.
+    """Return the race over `num_sessions` sessions with a steady baseline; sessions slower than its best one are repeated.
 
-    Where even after MAX_AGAIN more too few are left, the race says why it is `unsteady`.
+    If even after MAX_AGAIN more too few are left, the race's `unsteady` gives the reason.
 
     Raises:
         JobError: more than two sessions were void, as a process crashed or hung.
     """
     sessions, void = hold_sessions(hold, num_sessions)
-    most = num_sessions + MAX_AGAIN
+    max_sessions = num_sessions + MAX_AGAIN
     while True:
         best_ms = min(map(_baseline_ms, sessions))
         steady = [session for session in sessions if _baseline_ms(session) <= MAX_SLOWDOWN * best_ms]
-        if len(steady) >= num_sessions or len(sessions) >= most or not has_time():
+        if len(steady) >= num_sessions or len(sessions) >= max_sessions or not has_time():
             break
         try:
             sessions.append(hold(len(sessions) + len(void)))
         except JobError as error:
-            void, most = (*void, str(error)), most - 1
+            void, max_sessions = (*void, str(error)), max_sessions - 1
     slow = [_baseline_ms(session) for session in sessions if session not in steady]
     reasons = tuple(f"the baseline took {took_ms:.3g} ms, in its best session {best_ms:.3g}" for took_ms in slow)
     race = pool(steady, (*void, *reasons))
@@ -311,9 +311,9 @@ def _baseline_ms(session: Race) -> float:
 
 
 def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
-    """Return one race of sessions that had the same entries, in the same order."""
-    results = [_pooled([race.results[place] for race in sessions]) for place in range(len(sessions[0].results))]
-    intervals = [Score(one.speedup, one.speedup_low, one.speedup_high) for one in results[1:]]
+    """Return one race from sessions with the same entries, in the same order."""
+    results = [_pool_results([race.results[place] for race in sessions]) for place in range(len(sessions[0].results))]
+    intervals = [Score(result.speedup, result.speedup_low, result.speedup_high) for result in results[1:]]
     return Race(
         results=tuple(results),
         num_repeats=sum(race.num_repeats for race in sessions),
@@ -324,26 +324,26 @@ def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
     )
 
 
-def _pooled(results: Sequence[RaceResult]) -> RaceResult:
-    first, turns = results[0], tuple(turns for one in results for turns in one.turns)
-    ratios = [np.log(one) for one in turns]
-    found = _score(ratios)
+def _pool_results(results: Sequence[RaceResult]) -> RaceResult:
+    first, turns = results[0], tuple(turns for result in results for turns in result.turns)
+    ratios = [np.log(turn) for turn in turns]
+    pooled = _score(ratios)
     return RaceResult(
         variant=first.variant,
         model=first.model,
         latency=latency_stats(
-            [pass_ms for one in results for pass_ms in one.latency.samples_ms], first.latency.batch_size
+            [pass_ms for result in results for pass_ms in result.latency.samples_ms], first.latency.batch_size
         ),
-        speedup=found.speedup,
-        speedup_low=found.low,
-        speedup_high=found.high,
+        speedup=pooled.speedup,
+        speedup_low=pooled.low,
+        speedup_high=pooled.high,
         turns=turns,
-        peak_bytes=tuple(peak for one in results for peak in one.peak_bytes),
+        peak_bytes=tuple(peak for result in results for peak in result.peak_bytes),
     )
 
 
 def noise_warning(race: Race) -> str | None:
-    """Return a line that says what difference the race could not have seen, None where it could tell 5% apart."""
+    """Return a line on the difference that the race can't detect, or None if it could tell 5% apart."""
     if race.detectable <= TOO_NOISY:
         return None
     return (
@@ -358,13 +358,13 @@ def _as_race(entries: Entries, outcome: RaceOutcome, track: Track) -> Race:
             variant=entries[index][0],
             model=entries[index][1],
             latency=latency_stats(outcome.samples_ms[index], track.batch_size),
-            speedup=found.speedup,
-            speedup_low=found.low,
-            speedup_high=found.high,
+            speedup=model_score.speedup,
+            speedup_low=model_score.low,
+            speedup_high=model_score.high,
             turns=tuple(tuple(np.exp(ratios).tolist()) for ratios in outcome.ratios[index]),
             peak_bytes=tuple(outcome.peak_bytes.get(index, ())) if track.server is None else (),
         )
-        for index, found in outcome.scores.items()
+        for index, model_score in outcome.scores.items()
     ]
     dropped = [
         Dropped(variant=entries[index][0], model=entries[index][1], reason=reason)

@@ -1,4 +1,4 @@
-"""Session: all processes of a race, started once, which load, take turns in a shuffled order, and end."""
+"""Session of a race: processes that are started once, load, take turns in a shuffled order, and end."""
 
 import random
 import time
@@ -17,10 +17,10 @@ from profiling_agent.measure.statistics import NUM_RESAMPLES, Ratios, log_ratios
 from profiling_agent.measure.worker import NO_NVML, Reply, SampleRequest, Start, free_bytes, gpu_runs
 from profiling_agent.processes.child import Child, ForkServer, Started, Wording, child_command, child_environment, start
 
-# Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever. A turn is ten passes at most, of a slow
-# model one or two, and what is to be slower than the baseline by more than that is not worth waiting for.
+# Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever. A turn is ten passes at
+# most, of a slow model one or two, and a model slower than the baseline by more than that isn't worth waiting for.
 LOAD_TIMEOUT_S, SAMPLE_TIMEOUT_S, MAX_PASSES = 600.0, 300.0, 20
-# A turn under a slowdown of the GPU is void; it is taken again so often, after a pause to cool down.
+# A turn under a slowdown of the GPU is void: it is repeated at most this often, after a pause to cool down.
 MAX_VOID_TURNS, COOL_S = 3, 2.0
 
 
@@ -41,24 +41,22 @@ class TimedProcess:
         pass_s: float = 0.0,
         cool_s: float = COOL_S,
     ) -> None:
-        """Note what to run; nothing runs before `start` or `wait_until_ready`. `pass_s` is what a batch is known to take.
+        """Prepare the process, which `start` or `wait_until_ready` starts; `pass_s` is the known duration of a batch.
 
-        A GPU that was slowed down rests for `cool_s` before a turn is measured again.
-
-        The allocator's settings are those that a process has which loads the model for its own use, though others would
-        be steadier (docs/decisions/0016). A copy that a `server` makes, which has imported more than the model needs, takes
-        as long for a pass and is ready seconds earlier, but holds more memory.
+        A GPU that was slowed down rests for `cool_s` before a turn is measured again. The allocator has the settings of a
+        process that loads the model for use, though others would be steadier (docs/decisions/0016). A `server` makes a copy
+        that has imported more than the model needs: as fast, ready seconds earlier, but with more memory.
         """
         self._command, self._first, self._server = command, first, server
         self._sample_timeout_s = max(SAMPLE_TIMEOUT_S, MAX_PASSES * pass_s)
         self._cool_s = cool_s
         self._started: Child[Reply] | None = None
         self.device_bytes: int | None = None
-        # What disturbed its samples, each once.
+        # Disturbances of its samples, each once.
         self.notes: dict[str, None] = {}
 
     def start(self) -> None:
-        """Start the process, once; it loads while others do."""
+        """Start the process, once; it loads while others run."""
         if self._started is not None:
             return
         name = self._command[-1]
@@ -88,12 +86,12 @@ class TimedProcess:
         return pid
 
     def wait_until_ready(self, timeout_s: float = LOAD_TIMEOUT_S) -> None:
-        """Wait until the model is loaded; JobError where the child crashes, takes too long or too much memory."""
+        """Wait until the model is loaded; JobError if the child crashes, takes too long or too much memory."""
         self.start()
         self._receive(timeout_s)
 
     def take_sample(self, runs: int, timeout_s: float | None = None) -> list[float]:
-        """Return the milliseconds of `runs` forward passes; JobError where the child crashes or takes too long."""
+        """Return the milliseconds of `runs` forward passes; JobError if the child crashes or takes too long."""
         void = 0
         while True:
             self._child.send(SampleRequest(runs=runs))
@@ -117,9 +115,9 @@ class TimedProcess:
         self.notes[text] = None
 
     def peak_bytes(self) -> int | None:
-        """Return the most that the child has held of its device, or else resident, of a copy what it holds by itself; None where nobody tells.
+        """Return the child's peak memory on its device, else resident, of a copy its own; None if not reported.
 
-        Of a device it is known once a sample was taken.
+        On a device it is known once a sample was taken.
         """
         if self.device_bytes is not None:
             return self.device_bytes
@@ -141,28 +139,28 @@ class TimedProcess:
             self._started.end()
 
 
-# A session that only chooses ends once every interval is this narrow, relative to its speed-up. What equal processes differ
-# by makes an interval about twice that wide, so the bound is on the part that more turns can narrow.
+# A session that only chooses ends once every interval is this narrow, relative to its speed-up. The spread between equal
+# processes makes an interval about twice as wide, so the bound is on the part that more turns can narrow.
 NARROW, NARROW_REPEATS, MAX_REPEATS = 0.04, 6, 40
-# Forty samples of ten passes keep 400 times a model at most.
+# Forty samples of ten passes are at most 400 times a model.
 MAX_RUNS = 10
-# Whose best turn takes longer than the worst of the fastest, this many times as long, is far behind; by turns of each.
+# By turns so far: a model is far behind if its best turn takes this many times as long as the worst of the fastest.
 FAR_BEHIND: Mapping[int, float] = {2: 2.0, 4: 1.3}
-# Of the machine's memory, and of what is free of it, what the processes of a session may hold together, and at most; six deployments of a ViT-B/16 hold 3 GB.
+# Shares of the machine's memory and of its free memory for the processes of a session, and the most; six deployments of a ViT-B/16 hold 3 GB.
 MEMORY_FRACTION, FREE_FRACTION, MAX_MEMORY = 0.5, 0.7, 4 * 2**30
 # On a GPU each process holds a context as well as the model.
 CONTEXT_BYTES = 2**29
-# Between turns the machine waits, and an interval is only asked whether it is narrow.
+# The machine waits while they are drawn between turns, only to check whether an interval is narrow.
 NUM_ROUGH_RESAMPLES = NUM_RESAMPLES // 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """How long one session may take.
+    """Limits of one session.
 
-    A turn has as many passes as fit in `seconds_per_turn`, and at least one; a session ends when those who are left have
-    been timed for `seconds_per_model` each, on average, but not before `min_repeats` turns of each. `memory_bytes` is by default half of the machine's,
-    seven tenths of what is free, and 4 GiB at most.
+    A turn has as many passes as fit in `seconds_per_turn`, and at least one. A session ends when its remaining models have
+    been timed for `seconds_per_model` each, on average, but not before `min_repeats` turns of each. `memory_bytes` is by
+    default half of the machine's, seven tenths of what is free, and 4 GiB at most.
     """
 
     seconds_per_turn: float = 0.25
@@ -172,7 +170,7 @@ class SessionLimits:
     on_gpu: bool = False
 
     def on(self, device: str) -> Self:
-        """Return the limits for a device: on a GPU turns are long enough for its clocks, and the memory is its own."""
+        """Return the limits for a device; a GPU has its own memory, and turns long enough for its clocks."""
         if device != "cuda":
             return self
         free = free_bytes()
@@ -180,14 +178,14 @@ class SessionLimits:
         return replace(self, on_gpu=True, memory_bytes=room)
 
     def runs_of_turn(self, pass_ms: float) -> int:
-        """Return how many passes make a turn, where one takes `pass_ms`."""
+        """Return the number of passes in a turn, if one takes `pass_ms`."""
         if self.on_gpu:
             return gpu_runs(pass_ms)
         return max(1, min(MAX_RUNS, int(self.seconds_per_turn * 1e3 / pass_ms)))
 
 
 def room_bytes(total: int, free: int) -> int:
-    """Return how much of so much memory, of which so much is free, the processes of a session may hold."""
+    """Return the bytes that the processes of a session may hold of `total` memory, of which `free` is free."""
     return min(int(MEMORY_FRACTION * total), int(FREE_FRACTION * free), MAX_MEMORY)
 
 
@@ -199,24 +197,24 @@ class Timed(Protocol):
         ...
 
     def wait_until_ready(self) -> None:
-        """Wait until it can be timed; JobError where it never will."""
+        """Wait until it can be timed; JobError if it never will."""
         ...
 
     def take_sample(self, runs: int) -> list[float]:
-        """Return the milliseconds of `runs` passes; JobError where it crashed or hung."""
+        """Return the milliseconds of `runs` passes; JobError if it crashes or hangs."""
         ...
 
     def peak_bytes(self) -> int | None:
-        """Return the most its process has held resident; None where this system doesn't tell."""
+        """Return the peak resident memory of its process; None if this system doesn't report it."""
         ...
 
 
 @dataclass(slots=True)
 class RaceSession:
-    """What one session brought, by model: its samples, and log(first's time / its time) of each of its turns.
+    """Results of one session by model: samples, and log(first's time / its time) of each of its turns.
 
-    `far_behind` stopped early, `lost` failed, with why, and `waiting` did not begin, for want of memory. Of the lost some were
-    `killed` by somebody else, as the system does where memory is short, which says nothing of the model.
+    Models `far_behind` stopped early, the `lost` failed, with the reason, and the `waiting` had no memory to begin. Some of the
+    lost were `killed` from outside, as by the system when memory is short, which isn't the model's fault.
     """
 
     samples: dict[int, list[list[float]]] = field(default_factory=dict[int, list[list[float]]])
@@ -238,26 +236,26 @@ def run_session(
     chooses: bool = True,
     progress: Progress = silent,
 ) -> RaceSession:
-    """Let `processes` take turns; number 0 is the baseline, and all others are compared with it.
+    """Let `processes` take turns; number 0 is the baseline, with which all others are compared.
 
-    A session that `chooses` lets go of whoever is far behind, and goes on without whoever fails; what it has no memory for
-    waits. Any other session is all of them from beginning to end.
+    A session that `chooses` drops models that are far behind or fail; those that it has no memory for wait. In any other
+    session all models take part from beginning to end.
 
     Raises:
-        JobError: the baseline crashed or hung, or anybody did where the session doesn't choose.
+        JobError: the baseline crashed or hung, or in a session that doesn't choose any model.
     """
     session, shuffle = RaceSession(), random.Random(seed)
     runs = _load(processes, session, limits, chooses=chooses)
     order = list(runs)
     session.samples = {index: [] for index in order}
     while True:
-        # Whoever always ran after the largest model would always find the caches as that one left them.
+        # A model that always ran after the largest one would always find the caches as that one left them.
         shuffle.shuffle(order)
         for index in order:
             try:
                 session.samples[index].append(processes[index].take_sample(runs[index]))
             except JobError as error:
-                _lose(index, error, session, chooses=chooses)
+                _record_failure(index, error, session, chooses=chooses)
         session.num_repeats += 1
         progress("racing", session.num_repeats, MAX_REPEATS)
         order = [index for index in order if index not in session.lost]
@@ -266,13 +264,12 @@ def run_session(
             order = [index for index in order if index not in session.far_behind]
         if session.num_repeats >= MAX_REPEATS:
             break
-        # The time of those who are gone is not the others'.
-        # Of long turns on a GPU fewer samples are kept than there were passes.
-        took_ms = sum(runs[index] * float(np.mean(turn)) for index in order for turn in session.samples[index])
-        is_late = took_ms >= 1e3 * limits.seconds_per_model * len(order)
+        # Without the time of models that dropped out. Long turns on a GPU have fewer samples than passes.
+        timed_ms = sum(runs[index] * float(np.mean(turn)) for index in order for turn in session.samples[index])
+        is_late = timed_ms >= 1e3 * limits.seconds_per_model * len(order)
         if session.num_repeats >= limits.min_repeats and (is_late or (chooses and _is_narrow(session, order))):
             break
-    session.ratios = {index: log_ratios(own, session.samples[0]) for index, own in session.samples.items()}
+    session.ratios = {index: log_ratios(samples, session.samples[0]) for index, samples in session.samples.items()}
     peaks = {index: processes[index].peak_bytes() for index in session.samples}
     session.peak_bytes = {index: peak for index, peak in peaks.items() if peak is not None}
     notes = [note for process in processes.values() for note in getattr(process, "notes", ())]
@@ -286,29 +283,29 @@ def _far_behind(session: RaceSession, order: Sequence[int]) -> set[int]:
         return set()
     turns = {index: [float(np.median(sample)) for sample in session.samples[index]] for index in order}
     fastest = min(turns.values(), key=np.median)
-    return {index for index, own in turns.items() if index and min(own) > times_as_long * max(fastest)}
+    return {index for index, times in turns.items() if index and min(times) > times_as_long * max(fastest)}
 
 
 def _is_narrow(session: RaceSession, order: Sequence[int]) -> bool:
     if session.num_repeats < NARROW_REPEATS:
         return False
     ratios = [log_ratios(session.samples[index], session.samples[0]) for index in order if index]
-    rough = [of_one_session(own, process_spread=0.0, num_resamples=NUM_ROUGH_RESAMPLES) for own in ratios]
+    rough = [of_one_session(turns, process_spread=0.0, num_resamples=NUM_ROUGH_RESAMPLES) for turns in ratios]
     return all(score.width <= NARROW for score in rough)
 
 
 def _load(
     processes: Mapping[int, Timed], session: RaceSession, limits: SessionLimits, *, chooses: bool
 ) -> dict[int, int]:
-    """Have each load while the next one starts, and return how many passes of each make a turn.
+    """Load each model while the next one starts, and return the number of passes in a turn of each.
 
-    No more than two load at a time: converting weights takes several times what holding them does. The next is taken to
-    hold what the largest so far does; the baseline and one more are let in whatever they hold.
+    No more than two load at a time: converting weights takes several times the memory of holding them. The next model is
+    assumed to hold what the largest so far does; the baseline and one more are loaded whatever they hold.
     """
     runs: dict[int, int] = {}
-    order, held = list(processes), list[int]()
+    order, memory = list(processes), list[int]()
     for place, index in enumerate(order):
-        room = [limits.memory_bytes - sum(held) - ahead * max(held, default=0) for ahead in (1, 2)]
+        room = [limits.memory_bytes - sum(memory) - ahead * max(memory, default=0) for ahead in (1, 2)]
         if chooses and len(runs) > 1 and room[0] < 0:
             session.waiting = tuple(order[place:])
             break
@@ -318,14 +315,14 @@ def _load(
             processes[index].wait_until_ready()
             pass_ms = min(processes[index].take_sample(2))
         except JobError as error:
-            _lose(index, error, session, chooses=chooses)
+            _record_failure(index, error, session, chooses=chooses)
         else:
             runs[index] = limits.runs_of_turn(pass_ms)
-            held.append((processes[index].peak_bytes() or 0) + (CONTEXT_BYTES if limits.on_gpu else 0))
+            memory.append((processes[index].peak_bytes() or 0) + (CONTEXT_BYTES if limits.on_gpu else 0))
     return runs
 
 
-def _lose(index: int, error: JobError, session: RaceSession, *, chooses: bool) -> None:
+def _record_failure(index: int, error: JobError, session: RaceSession, *, chooses: bool) -> None:
     if index == 0 or not chooses:
         raise error
     session.lost[index] = str(error)

@@ -1,9 +1,8 @@
-"""Statistics of times: medians with intervals, and the speed-ups that the turns of a race give. No torch here.
+"""Statistics of times: medians with intervals, and speed-ups from the turns of a race. Imports no torch.
 
-Turns of one session share its processes, and two processes of equal models differ for as long as they live; sessions differ
-by what else the machine did. Neither is averaged out by more turns. So what a speed-up is worth is told by sessions in
-new processes alone (their median); of one session there is an interval that assumes what processes differ by, good
-enough to choose with and for nothing else.
+Turns of one session share its processes, and two processes of equal models differ for as long as they live. Sessions
+differ by what else the machine did. More turns average out neither. So a speed-up is estimated only by sessions in new
+processes (their median). The interval of one session assumes how much processes differ: it only serves to choose.
 """
 
 import math
@@ -19,7 +18,7 @@ from profiling_agent.schemas import LatencyStats
 NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95
 # Standard deviation of the log ratio of two processes of one model: six processes of a small ViT at batch 32 in one race,
-# two cores (docs/decisions/LOG.md). Assumed of one session alone.
+# two cores (docs/decisions/LOG.md). Assumed only for a single session.
 PROCESS_SPREAD = 0.02
 Samples = Sequence[Sequence[float]]
 Ratios = NDArray[np.float64]
@@ -27,7 +26,7 @@ Ratios = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How many times as fast one model is as another, with a 95% interval."""
+    """Speed-up of one model over another, with a 95% interval."""
 
     speedup: float
     low: float
@@ -35,17 +34,17 @@ class Score:
 
     @property
     def is_shown_slower(self) -> bool:
-        """Return whether even the upper bound says that it is slower than the other."""
+        """Return whether the upper bound shows it slower than the other."""
         return self.high < 1
 
     @property
     def is_shown_faster(self) -> bool:
-        """Return whether even the lower bound says that it is faster than the other."""
+        """Return whether the lower bound shows it faster than the other."""
         return self.low > 1
 
     @property
     def width(self) -> float:
-        """Return how wide the interval is, relative to the speed-up."""
+        """Return the width of the interval relative to the speed-up."""
         return (self.high - self.low) / self.speedup
 
 
@@ -57,23 +56,23 @@ def log_ratios(samples: Samples, baseline: Samples) -> Ratios:
 
     Times of a turn are medians taken within seconds of each other: a machine that slows down over a minute slows both.
     """
-    both = min(len(samples), len(baseline))
-    own, first = (np.array([np.median(sample) for sample in of[:both]]) for of in (samples, baseline))
-    return np.log(first / own)
+    count = min(len(samples), len(baseline))
+    ms, baseline_ms = (np.array([np.median(turn) for turn in turns[:count]]) for turns in (samples, baseline))
+    return np.log(baseline_ms / ms)
 
 
 def score(sessions: Sequence[Ratios], *, seed: int = 0) -> Score:
-    """Return the score that the log ratios of one or more sessions give: of each session the median over its turns."""
+    """Return the score of the log ratios of one or more sessions, by the median over each session's turns."""
     if len(sessions) > 1:
         return over_sessions([float(np.median(ratios)) for ratios in sessions])
     return of_one_session(sessions[0], seed=seed)
 
 
 def over_sessions(log_speedups: Sequence[float]) -> Score:
-    """Return the median of the sessions' speed-ups, with the wider end each of Student's t interval and the order statistics'.
+    """Return the median of the sessions' speed-ups, with the wider end each of Student's t and order statistics.
 
-    Next to another process single sessions are several times off: the median of five stands two of them, the interval's lower end four
-    that are too high. Takes at least two; says nothing of other machines, and of other days only as far as these sessions are like them.
+    Single sessions next to another process are several times off: the median of five withstands two of them, the interval's lower end
+    four that are too high. Takes at least two; covers no other machines, and other days only as far as these sessions are like them.
     """
     error = (1 - CONFIDENCE) / 2
     ends = (bound_over_sessions(log_speedups, sign * error) for sign in (-1, 1))
@@ -81,14 +80,14 @@ def over_sessions(log_speedups: Sequence[float]) -> Score:
 
 
 def bound_over_sessions(log_ratios: Sequence[float], error: float) -> float:
-    """Return the one-sided bound over the sessions, the upper one; where `error` is negative, the lower one.
+    """Return the one-sided upper bound over the sessions or, if `error` is negative, the lower one.
 
-    It is Student's t bound of the mean, or the order statistic that bounds the median where that is further out: of few sessions the last.
+    It is Student's t bound of the mean or, if further out, the order statistic that bounds the median: of few sessions the last.
     """
-    reach = float(stats.t.ppf(1 - abs(error), len(log_ratios) - 1)) * float(stats.sem(log_ratios))
-    place = max(int(stats.binom.ppf(abs(error), len(log_ratios), 0.5)) - 1, 0)
+    margin = float(stats.t.ppf(1 - abs(error), len(log_ratios) - 1)) * float(stats.sem(log_ratios))
+    rank = max(int(stats.binom.ppf(abs(error), len(log_ratios), 0.5)) - 1, 0)
     mean, ordered = float(np.mean(log_ratios)), sorted(log_ratios)
-    return min(mean - reach, ordered[place]) if error < 0 else max(mean + reach, ordered[-1 - place])
+    return min(mean - margin, ordered[rank]) if error < 0 else max(mean + margin, ordered[-1 - rank])
 
 
 def of_one_session(
@@ -96,7 +95,7 @@ def of_one_session(
 ) -> Score:
     """Return the median of one session's log ratios, and the middle 95% of bootstrap draws of it.
 
-    To each draw the spread between processes is added, which one session can't tell.
+    Each draw has the spread between processes added, which one session can't measure.
     """
     rng = np.random.default_rng(seed)
     chosen = rng.integers(0, len(ratios), (num_resamples, len(ratios)))
@@ -108,8 +107,8 @@ def of_one_session(
 def detectable(scores: Sequence[Score]) -> float:
     """Return the share of time by which one of two equal models would have to differ to be told apart.
 
-    It is the half width of a 95% interval of this race, the median over `scores` (the first model's not among
-    them); 0 where there are none.
+    It is the half width of a 95% interval of this race: the median over `scores`, which leave out the first model's;
+    0 if there are none.
     """
     halves = [math.sqrt(score.high / score.low) - 1 for score in scores]
     return float(np.median(halves)) if halves else 0.0

@@ -1,6 +1,6 @@
-"""Throughput, memory and headline latency of models, and saved models measured again.
+"""Throughput, memory and headline latency of models, and repeated measurements of saved models.
 
-Everything is measured in processes of their own, whatever the runtime. No torch here.
+Everything is measured in separate processes, whatever the runtime. Imports no torch.
 """
 
 from collections.abc import Sequence
@@ -45,14 +45,14 @@ MIN_RUNS, MAX_RUNS = 2, 20
 
 
 def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int) -> Headline:
-    """Time an opened model, without hooks or profiler, and read what was held at most: of a device, or resident by this process.
+    """Time an opened model without hooks or profiler, and read the peak memory of its device or this process.
 
     Two passes of warm-up, then as many as fit in 10 s, 2 to 20. On a GPU the warm-up takes 100 ms and the timed passes
     at least 50. The memory means something only in a fresh process that has loaded one model; the caller pins its threads.
     """
     images = noise_batch(spec, batch_size)
     run_once = session.bound(images)
-    # What a runtime does on its first pass, as compiling, says nothing of how many passes fit.
+    # The first pass, in which a runtime may compile, doesn't show how many passes fit.
     run_once()
     pass_ms, warm_up = run_once(), 2
     on_gpu = isinstance(session, OnDevice) and session.peak_bytes() is not None
@@ -72,9 +72,9 @@ def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int)
 
 
 BATCH_SIZES = (1, 8, 32)
-# A runtime may take another way through its kernels, and more memory, after its first pass.
+# After its first pass a runtime may use other kernels, and more memory.
 MEMORY_PASSES = 3
-# Throughput is reported, and decides nothing: fewer repeats than a race has will do.
+# Throughput is reported and decides nothing: fewer repeats than in a race suffice.
 LIMITS = SessionLimits(seconds_per_model=2.0)
 
 
@@ -91,23 +91,23 @@ def throughput(
 ) -> Throughputs:
     """Return images per second of each model at each batch size; their processes take turns.
 
-    A model that can't be run at a batch size (its files are of another one, or its process dies) has a refusal there.
+    A model that can't be run at a batch size (its files are for another one, or its process dies) has a refusal there.
     """
     rows: list[Throughput] = []
     refused: list[Refusal] = []
     for batch_size in batch_sizes:
         start = Start(batch_size=batch_size, device=device, num_threads=num_threads, enqueued=True)
-        able = list(models)
-        while able:
-            start_session = session_starter([worker_command(root / ref.path) for ref in able], start)
+        usable = list(models)
+        while usable:
+            start_session = session_starter([worker_command(root / ref.path) for ref in usable], start)
             try:
-                with start_session(range(len(able))) as timed:
+                with start_session(range(len(usable))) as timed:
                     session = run_session(timed, limits=limits.on(device), seed=seed, progress=progress)
             except JobError as error:
-                refused.append(Refusal(model=able.pop(0), batch_size=batch_size, reason=str(error)))
+                refused.append(Refusal(model=usable.pop(0), batch_size=batch_size, reason=str(error)))
                 continue
-            refused += [Refusal(model=able[i], batch_size=batch_size, reason=why) for i, why in session.lost.items()]
-            rows += [_row(able[i], batch_size, samples) for i, samples in sorted(session.samples.items())]
+            refused += [Refusal(model=usable[i], batch_size=batch_size, reason=why) for i, why in session.lost.items()]
+            rows += [_row(usable[i], batch_size, samples) for i, samples in sorted(session.samples.items())]
             break
     return Throughputs(rows=tuple(rows), refused=tuple(refused), environment=environment(device))
 
@@ -127,10 +127,10 @@ def _row(model: ArtifactRef, batch_size: int, samples: Sequence[Sequence[float]]
 def memory_use(
     model: ArtifactRef, *, root: Path, batch_size: int, device: str = "cpu", num_threads: int | None = None
 ) -> MemoryUse:
-    """Return the most that a process held that only loaded `model` and ran it: on the CPU resident, files mapped into it included; on CUDA allocated there.
+    """Return peak memory of a process that only loads and runs `model`: resident with mapped files, on CUDA allocated.
 
     Raises:
-        JobError: the process died or hung; or this system doesn't tell what a process held at most.
+        JobError: the process died or hung, or this system doesn't report peak memory.
     """
     start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
     with TimedProcess(worker_command(root / model.path), start) as process:
@@ -147,13 +147,13 @@ def memory_use(
 
 
 def taken(model: ArtifactRef, throughputs: Throughputs, memory: MemoryUse) -> Taken:
-    """Return what `model` takes, from both measurements, of one machine."""
+    """Combine the throughput and the memory of `model`, both measured on one machine."""
     return Taken(model=model, throughput=throughputs.of(model), memory=memory, environment=memory.environment)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """A saved model: the name that readers see, the variant that it is of its run, and its folder."""
+    """A saved model: its displayed name, its variant in its run, and its folder."""
 
     name: str
     variant: Variant
@@ -168,73 +168,73 @@ def race_saved(
     device: str = "cpu",
     progress: Progress = silent,
 ) -> tuple[dict[str, str], Race]:
-    """Return the race of saved models, compared with the first, and the name of each by the path in its race result.
+    """Race saved models against the first; return each one's name by its path in the results, and the race.
 
-    Every session starts all of them anew. What this machine can't run, by its runtime or in a session beforehand, has dropped out.
+    Every session starts all of them anew. Models that can't run here, by their runtime or in a session beforehand, are dropped.
 
     Raises:
-        ArtifactError: one of them isn't there, or the first one's runtime isn't installed.
+        ArtifactError: a model is missing, or the first one's runtime isn't installed.
         JobError: the first can't be run.
-        RequestError: there are fewer than two models, or nothing can be run beside the first.
+        RequestError: there are fewer than two models, or only the first can be run.
     """
     if len(models) < 2:
         raise RequestError(f"a race takes two models, {len(models)} was given: name a run, or another saved model")
     refs = [_ref(model.folder) for model in models]
     entries = [(model.variant, ref) for model, ref in zip(models, refs, strict=True)]
     runtimes: list[RuntimeName] = [open_folder(model.folder, verify=False).deployment.runtime for model in models]
-    lacking = {place: line for place, name in enumerate(runtimes) if (line := missing(name))}
-    if 0 in lacking:
-        raise ArtifactError(f"{models[0].name}, which all are compared with, can't be run here: {lacking[0]}")
-    dropped = [Dropped(variant=entries[place][0], model=refs[place], reason=line) for place, line in lacking.items()]
-    entries = [entry for place, entry in enumerate(entries) if place not in lacking]
+    problems = {index: line for index, name in enumerate(runtimes) if (line := missing(name))}
+    if 0 in problems:
+        raise ArtifactError(f"{models[0].name}, which all are compared with, can't be run here: {problems[0]}")
+    dropped = [Dropped(variant=entries[index][0], model=refs[index], reason=line) for index, line in problems.items()]
+    entries = [entry for index, entry in enumerate(entries) if index not in problems]
     with (
         machine_lock(progress, "a measurement of saved models"),
         fork_server(TIMED, child_environment()) if TORCH.intersection(runtimes) else nullcontext() as server,
     ):
         track = Track(root=Path("/"), batch_size=batch_size, device=device, server=server)
-        first = choose(entries, track, limits=SHORT, progress=progress)
-        dropped += first.dropped
-        out = [each.model for each in first.dropped]
-        entries = [entry for entry in entries if entry[1] not in out]
+        trial = choose(entries, track, limits=SHORT, progress=progress)
+        dropped += trial.dropped
+        dropped_refs = [each.model for each in trial.dropped]
+        entries = [entry for entry in entries if entry[1] not in dropped_refs]
         if len(entries) < 2:
             raise RequestError(f"none but the first can be run here: {'; '.join(each.reason for each in dropped)}")
         sessions, void = hold_sessions(lambda number: hold_one(entries, track, number, progress=progress), num_sessions)
-    held = pool(sessions, void).model_copy(update={"dropped": tuple(dropped)})
-    return {ref.path: model.name for ref, model in zip(refs, models, strict=True)}, held
+    race = pool(sessions, void).model_copy(update={"dropped": tuple(dropped)})
+    return {ref.path: model.name for ref, model in zip(refs, models, strict=True)}, race
 
 
 class MeasuredModel(Record):
-    """What one saved model takes, under the name that it was given."""
+    """Measurements of one saved model under its given name."""
 
     name: str
     taken: Taken
 
 
 class Measurements(Record):
-    """What `profiling-agent measure --json` writes."""
+    """Output of `profiling-agent measure --json`."""
 
     models: tuple[MeasuredModel, ...] = Field(min_length=1)
 
 
 def measure_saved(models: Sequence[SavedModel], *, device: str = "cpu", progress: Progress = silent) -> Measurements:
-    """Return what saved models take on this machine.
+    """Measure the throughput and memory of saved models on this machine.
 
     Raises:
-        JobError: one of them can't be run at batch size 1.
+        JobError: a model can't be run at batch size 1.
     """
     refs = [_ref(model.folder) for model in models]
     measured: list[MeasuredModel] = []
     with machine_lock(progress, "a measurement of saved models"):
-        through = throughput(refs, root=Path("/"), device=device, progress=progress)
+        throughputs = throughput(refs, root=Path("/"), device=device, progress=progress)
         for number, (ref, model) in enumerate(zip(refs, models, strict=True)):
             progress("reading memory", number, len(refs))
-            use = memory_use(ref, root=Path("/"), batch_size=1, device=device)
-            measured.append(MeasuredModel(name=model.name, taken=taken(ref, through, use)))
+            memory = memory_use(ref, root=Path("/"), batch_size=1, device=device)
+            measured.append(MeasuredModel(name=model.name, taken=taken(ref, throughputs, memory)))
     return Measurements(models=tuple(measured))
 
 
 def saved_model(source: Path) -> SavedModel:
-    """Return a saved model under the path that it was given; ArtifactError where it is none."""
+    """Return a saved model named by the given path; ArtifactError if it is none."""
     folder = named_folder(source)
     return SavedModel(f"{source} ({open_folder(folder, verify=False).deployment.name})", Variant.BASELINE, folder)
 

@@ -1,7 +1,7 @@
-"""Timed worker: one model in a process of its own, its turns, and the state of the GPU next to them.
+"""Timed worker: one model in a process of its own, timed in turns, with the state of the GPU.
 
-`python -m profiling_agent.measure.worker FOLDER` ends when its standard input does, also in the middle of a sample: a killed parent leaves no worker
-behind. It imports torch only when the model's runtime is torch's.
+`python -m profiling_agent.measure.worker FOLDER` ends with its standard input, even in the middle of a sample: a killed
+parent leaves no worker behind. It imports torch only if the model's runtime is torch's.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from profiling_agent.schemas import Energy, Record
 
 # A GPU raises its clocks within tens of milliseconds of work, and lowers them between turns.
 WARM_MS = 100.0
-# A turn on a GPU takes so long and has so many passes; of slow models as many as fit in the longest.
+# A turn on a GPU has at least this duration and number of passes; of slow models as many passes as fit in the maximum.
 MIN_TURN_MS, MIN_GPU_RUNS, MAX_TURN_MS = 50.0, 20, 1000.0
-# Of a turn with more passes, medians of so many equal parts are kept: a report isn't to hold a hundred thousand numbers.
+# Of longer turns, the medians of this many equal parts are kept: a report shouldn't hold a hundred thousand numbers.
 MAX_SAMPLES = 20
 
 
 def gpu_runs(pass_ms: float) -> int:
-    """Return the passes of a turn on a GPU, where one pass takes `pass_ms`."""
+    """Return the number of passes in a turn on a GPU, if one pass takes `pass_ms`."""
     pass_ms = max(pass_ms, 1e-3)
-    wanted = max(MIN_GPU_RUNS, math.ceil(MIN_TURN_MS / pass_ms))
-    return max(1, min(wanted, int(MAX_TURN_MS / pass_ms)))
+    runs = max(MIN_GPU_RUNS, math.ceil(MIN_TURN_MS / pass_ms))
+    return max(1, min(runs, int(MAX_TURN_MS / pass_ms)))
 
 
 def warm(run_once: Callable[[], float], warm_ms: float = WARM_MS) -> int:
@@ -59,8 +59,8 @@ def take_turn(run_once: Callable[[], float], runs: int) -> list[float]:
     return [median(times[begin:end]) for begin, end in itertools.pairwise(edges)]
 
 
-# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) under which a time says nothing of the model. A software power cap isn't
-# among them: large batches run under it for good.
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) under which times don't describe the model. A software power cap isn't
+# among them: large batches always run under it.
 SLOWDOWNS = {
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
@@ -70,7 +70,7 @@ SLOWDOWNS = {
 NO_NVML = "clocks and throttling of the GPU are unknown: pip install nvidia-ml-py"
 # Back-to-back passes between two readings of the clock while energy is measured.
 CHUNK_S = 0.25
-# The GPU's own clocks stay up for a moment after the last pass, and with them the power.
+# The GPU's clocks stay up for a moment after the last pass, and with them the power.
 IDLE_AFTER_S = 1.0
 
 
@@ -82,31 +82,31 @@ class GpuState(Record):
 
     @property
     def slowdowns(self) -> tuple[str, ...]:
-        """Return why the GPU computes slower than it could: heat or a failing power supply."""
+        """Return why the GPU is slowed down: heat or a failing power supply."""
         return tuple(text for bit, text in SLOWDOWNS.items() if self.reasons & bit)
 
 
 def read_state() -> GpuState | None:
     """Return the state of the GPU now; None without NVML."""
-    opened = nvml()
-    if opened is None:
+    gpu = nvml()
+    if gpu is None:
         return None
-    module, handle = opened
+    module, handle = gpu
     reasons = getattr(module, "nvmlDeviceGetCurrentClocksEventReasons", None)
     return GpuState(
-        reasons=_read(module, lambda: (reasons or module.nvmlDeviceGetCurrentClocksThrottleReasons)(handle)) or 0,
-        neighbours=_neighbours(_read(module, lambda: module.nvmlDeviceGetComputeRunningProcesses(handle)) or []),
+        reasons=_query(module, lambda: (reasons or module.nvmlDeviceGetCurrentClocksThrottleReasons)(handle)) or 0,
+        neighbours=_neighbours(_query(module, lambda: module.nvmlDeviceGetComputeRunningProcesses(handle)) or []),
     )
 
 
-def _read(module: Any, read: Callable[[], Any]) -> Any:
+def _query(module: Any, read: Callable[[], Any]) -> Any:
     with contextlib.suppress(module.NVMLError, AttributeError):
         return read()
     return None
 
 
 def _neighbours(running: list[Any]) -> tuple[str, ...]:
-    """Return the processes of other programs that use the GPU; none where a container hides whose they are."""
+    """Return the processes of other programs that use the GPU; none if a container hides their owners."""
     pids = {int(process.pid) for process in running}
     if os.getpid() not in pids:
         return ()
@@ -121,56 +121,56 @@ def _neighbours(running: list[Any]) -> tuple[str, ...]:
 
 def free_bytes() -> int | None:
     """Return the free memory of the GPU; None without NVML."""
-    opened = nvml()
-    if opened is None:
+    gpu = nvml()
+    if gpu is None:
         return None
-    module, handle = opened
-    free: int | None = _read(module, lambda: int(module.nvmlDeviceGetMemoryInfo(handle).free))
+    module, handle = gpu
+    free: int | None = _query(module, lambda: int(module.nvmlDeviceGetMemoryInfo(handle).free))
     return free
 
 
 def energy_per_image(session: Enqueues, pixel_values: Batch, seconds: float = 2.0) -> Energy | None:
-    """Return the energy of back-to-back passes over at least `seconds`; None where the driver doesn't count it."""
-    opened = nvml()
-    if opened is None:
+    """Return the energy of back-to-back passes over at least `seconds`; None if the driver doesn't count it."""
+    gpu = nvml()
+    if gpu is None:
         return None
-    module, handle = opened
+    module, handle = gpu
 
     def joules() -> float | None:
-        counted = _read(module, lambda: module.nvmlDeviceGetTotalEnergyConsumption(handle))
-        return None if counted is None else counted / 1e3
+        millijoules = _query(module, lambda: module.nvmlDeviceGetTotalEnergyConsumption(handle))
+        return None if millijoules is None else millijoules / 1e3
 
     pass_ms = max(session.enqueued(pixel_values, 3) or 0.0, 1e-3)
     time.sleep(IDLE_AFTER_S)
-    idle = _read(module, lambda: module.nvmlDeviceGetPowerUsage(handle))
+    idle = _query(module, lambda: module.nvmlDeviceGetPowerUsage(handle))
     chunk = max(1, round(CHUNK_S * 1e3 / pass_ms))
     # The first chunk raises the clocks.
     session.enqueued(pixel_values, chunk)
     before, started, passes = joules(), time.perf_counter(), 0
-    while (took := time.perf_counter() - started) < seconds:
+    while (elapsed := time.perf_counter() - started) < seconds:
         session.enqueued(pixel_values, chunk)
-        # One more warms up each call.
+        # Each call has one more pass, to warm up.
         passes += chunk + 1
     after = joules()
     if before is None or after is None or not passes:
         return None
     return Energy(
         joules_per_image=(after - before) / passes / len(pixel_values),
-        watts=(after - before) / took,
+        watts=(after - before) / elapsed,
         idle_watts=None if idle is None else idle / 1e3,
         images=passes * len(pixel_values),
     )
 
 
-# The first pass of a sample finds caches and threads as the other workers left them, which takes milliseconds to mend: it
-# isn't counted, unless passes take so long that it can't matter.
+# The first pass of a sample has the caches and threads that other workers left, which costs milliseconds. It isn't
+# counted, unless passes take so long that it can't matter.
 LONG_MS = 1000.0
-# Samples of a turn whose passes follow each other without waiting: each is the mean of its passes.
+# Samples of a turn whose passes follow each other without waiting, each the mean of its passes.
 ENQUEUED_PARTS = 5
 
 
 class Start(Record):
-    """First line to a worker: how it is to run its model."""
+    """First line to a worker: how to run its model."""
 
     batch_size: int
     device: str
@@ -179,13 +179,13 @@ class Start(Record):
 
 
 class SampleRequest(Record):
-    """Further lines to a worker: a sample of that many forward passes is wanted."""
+    """Further lines to a worker: a request for a sample of that many forward passes."""
 
     runs: int
 
 
 class Reply(Record):
-    """A worker's answer: it has loaded its model, or how long each pass took and what it has held of a device by then."""
+    """A worker's answer: its model is loaded, or the time of each pass and the peak memory on its device."""
 
     kind: Literal["ready", "times"]
     samples_ms: tuple[float, ...] = ()
@@ -195,26 +195,26 @@ class Reply(Record):
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of an opened model over a batch; what the model takes of a device can be asked."""
+    """One pass of an opened model over a batch, which also reports its memory on a device."""
 
     run_once: Callable[[], float]
     session: ModelSession
     enqueued: Callable[[int], float | None] | None = None
 
     def __call__(self) -> float:
-        """Run once; return the milliseconds that it took."""
+        """Run once; return the milliseconds."""
         return self.run_once()
 
     def peak_bytes(self) -> int | None:
-        """Return the most bytes that this process has had allocated on a device; None where it runs on the CPU."""
-        return _device_bytes(self.session)
+        """Return the peak of this process's allocations on a device; None on the CPU."""
+        return _peak_device_bytes(self.session)
 
 
 def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
     """Load a model, then answer with samples until standard input ends; never returns.
 
-    `open_model` returns a function that runs the batch once and returns the milliseconds it took; it also sees to it
-    that no more than the number of threads in `Start` are used. A function that knows what is held of a device is asked.
+    `open_model` returns a function that runs the batch once and returns the milliseconds. It also limits the threads to the
+    number in `Start`. If the function can report its memory on a device, each answer has it.
     """
     parent = Parent()
     start = parent.receive(Start)
@@ -230,11 +230,11 @@ def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
             times = [first] if first > LONG_MS and not is_first else []
             times += [run_once() for _ in range(runs - len(times))]
         is_first = False
-        parent.send(Reply(kind="times", samples_ms=tuple(times), device_bytes=_device_bytes(run_once), gpu=state))
+        parent.send(Reply(kind="times", samples_ms=tuple(times), device_bytes=_peak_device_bytes(run_once), gpu=state))
 
 
 def _gpu_sample(run_once: Callable[[], float], runs: int) -> tuple[list[float], GpuState | None]:
-    """Warm up, then take a turn; the state of the GPU is read before and after it, while its clocks are up."""
+    """Warm up, then take a turn; read the GPU's state before and after it, while its clocks are up."""
     warm(run_once)
     before = read_state()
     enqueued = run_once.enqueued if isinstance(run_once, Pass) else None
@@ -249,8 +249,8 @@ def _gpu_sample(run_once: Callable[[], float], runs: int) -> tuple[list[float], 
     return times, after.model_copy(update={"reasons": before.reasons | after.reasons})
 
 
-def _device_bytes(asked: object) -> int | None:
-    return asked.peak_bytes() if isinstance(asked, OnDevice) else None
+def _peak_device_bytes(source: object) -> int | None:
+    return source.peak_bytes() if isinstance(source, OnDevice) else None
 
 
 def open_artifact(folder: Path, start: Start) -> Pass:

@@ -1,6 +1,1 @@
-"""Tools for torch models that no stage owns.
-
-running     inference, hooks, prefix (replay from the layer that changed)
-structure   norms, layer_names (no torch)
-measures    complexity
-"""
+"""Shared tools for torch models: inference, hooks, prefix replay, batch norms, layer names and complexity."""

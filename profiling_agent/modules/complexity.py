@@ -1,8 +1,7 @@
-"""Parameters and multiply-accumulates, module by module, with ptflops; attention, which ptflops misses, is counted here.
+"""Parameters and multiply-accumulates (MACs) of each module, by ptflops; attention, which ptflops misses, is added here.
 
-What counts as a multiply-accumulate: those of linear and convolution layers, as ptflops counts them (one for each
-bias addition too: 17.58 G for ViT-B/16), and attention's two matrix products. Activations, norms, pools, softmax and
-additions do not count.
+Counted are linear and convolution layers, as ptflops counts them (one MAC for each bias addition too: 17.58 G for ViT-B/16),
+and attention's two matrix products. Activations, norms, pools, softmax and additions are not counted.
 """
 
 import math
@@ -27,21 +26,21 @@ from profiling_agent.schemas import InputSpec
 
 
 def sdpa_macs(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Return the multiply-accumulates of both matmuls: heads x L x S x (E + Ev), masked positions included.
+    """Return the MACs of both matrix products: heads x L x S x (E + Ev), masked positions included.
 
     Shapes as in torch's documentation: query (..., heads, L, E), key (..., heads, S, E), value (..., heads, S, Ev).
     """
-    *outer, target, width = query.shape
-    return math.prod(outer) * target * key.shape[-2] * (width + value.shape[-1])
+    *batch_shape, target, width = query.shape
+    return math.prod(batch_shape) * target * key.shape[-2] * (width + value.shape[-1])
 
 
-def matmul_macs(*given: Any, **named: Any) -> int:
-    """Return the multiply-accumulates of a matrix product, given torch.matmul's, mm's or bmm's own arguments."""
-    first, second = (*given, *(named[name] for name in ("input", "mat2", "other") if name in named))[:2]
+def matmul_macs(*args: Any, **kwargs: Any) -> int:
+    """Return the MACs of a matrix product, given the arguments of torch.matmul, mm or bmm."""
+    first, second = (*args, *(kwargs[name] for name in ("input", "mat2", "other") if name in kwargs))[:2]
     if first.dim() == 1 or second.dim() == 1:
         return max(first.numel(), second.numel())
-    outer = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
-    return math.prod(outer) * first.shape[-2] * first.shape[-1] * second.shape[-1]
+    batch_shape = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
+    return math.prod(batch_shape) * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
 FORMULAS: Mapping[Callable[..., Any], Callable[..., int]] = {
@@ -58,16 +57,16 @@ FORMULAS: Mapping[Callable[..., Any], Callable[..., int]] = {
 
 @contextmanager
 def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
-    """Count the products of two activations by the name of the module whose forward called them.
+    """Count the MACs of products of two activations, by the name of the module whose forward called them.
 
-    A module that is called inside another's forward owns what it does itself: attention's products belong to the
-    attention module and not to the layer around it. `torch.einsum` is not counted.
+    The innermost module counts: attention's products belong to the attention module, not to the layer around it.
+    `torch.einsum` is not counted.
     """
-    running: list[str] = []
-    counter = _MatmulCounter(running)
+    call_stack: list[str] = []
+    counter = _MatmulCounter(call_stack)
     with (
         watching(
-            model, before=lambda name, _: running.append(name), after=lambda _name, _input, _output: running.pop()
+            model, before=lambda name, _: call_stack.append(name), after=lambda _name, _input, _output: call_stack.pop()
         ),
         counter,
     ):
@@ -75,10 +74,10 @@ def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
 
 
 class _MatmulCounter(TorchFunctionMode):
-    def __init__(self, running: list[str]) -> None:
+    def __init__(self, call_stack: list[str]) -> None:
         super().__init__()
         self.macs: Counter[str] = Counter()
-        self._running = running
+        self._call_stack = call_stack
 
     def __torch_function__(
         self,
@@ -87,8 +86,8 @@ class _MatmulCounter(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._running and (formula := FORMULAS.get(func)) is not None:
-            self.macs[self._running[-1]] += formula(*args, **(kwargs or {}))
+        if self._call_stack and (formula := FORMULAS.get(func)) is not None:
+            self.macs[self._call_stack[-1]] += formula(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -105,7 +104,7 @@ COUNTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Complexity:
-    """What one module owns and does itself, without its children: `macs` are for one image."""
+    """The type, parameters and MACs of one module without its children; `macs` are for one image."""
 
     kind: str
     params: int
@@ -113,10 +112,10 @@ class Complexity:
 
 
 def count_complexity(model: nn.Module, spec: InputSpec) -> dict[str, Complexity]:
-    """Return a row for every module that owns parameters or multiplies, by module name in the model's own order.
+    """Return the complexity of every module with own parameters or MACs, by module name in the model's order.
 
-    One forward pass of one image. A tensor that several modules share is counted at the first, so the rows add up
-    to `sum(p.numel() for p in model.parameters())`. The model may lie on the meta device.
+    One forward pass of one image. A tensor that several modules share is counted at the first, so the rows add up to
+    `sum(p.numel() for p in model.parameters())`. The model may be on the meta device.
 
     Raises:
         RequestError: ptflops can't run the model on `spec`.
@@ -130,8 +129,8 @@ def count_complexity(model: nn.Module, spec: InputSpec) -> dict[str, Complexity]
 
 
 def _params(model: nn.Module) -> Counter[str]:
-    """Count each parameter at its owner; `named_parameters` names a shared one once."""
     params: Counter[str] = Counter()
+    # `named_parameters` yields a shared one once.
     for name, parameter in model.named_parameters():
         params[name.rpartition(".")[0]] += parameter.numel()
     return params
@@ -141,7 +140,7 @@ def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
     names = {module: name for name, module in model.named_modules()}
     macs: Counter[str] = Counter()
     hooks = {
-        # ptflops itself would skip a subclass of `nn.Linear`.
+        # Without its own hook, ptflops would skip a subclass of `nn.Linear`.
         type(module): partial(_add_macs, names=names, macs=macs, formula=MODULES_MAPPING[kind])
         for module in names
         if (kind := next((kind for kind in COUNTED if isinstance(module, kind)), None)) is not None
@@ -150,13 +149,13 @@ def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
         total, _ = get_model_complexity_info(
             model,
             spec.batch(1),
-            input_constructor=partial(_one_image, device_of(model)),
+            input_constructor=partial(_blank_image, device_of(model)),
             print_per_layer_stat=False,
             as_strings=False,
             backend="pytorch",
             ignore_modules=[kind for kind in MODULES_MAPPING if kind not in COUNTED],
             custom_modules_hooks=hooks,
-            # ptflops adds patched functions to the total alone; counted_matmuls counts them at their module.
+            # ptflops adds patched functions to the total only; counted_matmuls counts them at their module.
             backend_specific_config={"count_functional": False},
         )
     if total is None:
@@ -166,8 +165,8 @@ def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
     return macs + matmul_macs
 
 
-def _one_image(device: torch.device, shape: Any) -> Any:
-    """Return the image itself: ptflops declares a dict here, but prints a warning for every model given one."""
+def _blank_image(device: torch.device, shape: Any) -> Any:
+    """Return the image itself: ptflops declares a dict here, but prints a warning for every model given a dict."""
     return torch.zeros(shape, device=device)
 
 

@@ -1,8 +1,9 @@
-"""Running models: threads, random batches, faster products, and the distance between two models' logits.
+"""Inference: threads, random batches, faster matrix products on the CPU, and distances between logits.
 
-Products: torch multiplies float32 matrices by MKL, which takes a slow path on processors that aren't Intel's: of a ViT-B/16's layers on two cores of
-an AMD EPYC 98 GMAC/s, where oneDNN, which comes with torch as well, reaches 210. Convolutions are oneDNN's anyway, but it stores channels last, and
-torch puts them back in front after each one when the images come that way. All are sums of the same products, in another order.
+Products: torch multiplies float32 matrices by MKL, which is slow on processors other than Intel's. For the layers of a
+ViT-B/16 on two cores of an AMD EPYC, MKL reaches 98 GMAC/s and oneDNN, which torch includes, 210. Convolutions use oneDNN
+anyway, which works with channels last; torch moves the channels back to the front after each one if the images come that way.
+Both changes sum the same products in another order.
 """
 
 import copy
@@ -23,7 +24,7 @@ from profiling_agent.schemas import InputSpec
 
 
 def pin_threads(num_threads: int | None = None) -> int:
-    """Fix the number of compute threads of this process; by default one per core it may use."""
+    """Set the number of compute threads of this process, by default one per available core, and return it."""
     count = num_threads or available_threads()
     torch.set_num_threads(count)
     return count
@@ -36,56 +37,56 @@ def random_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> torch.Te
 
 @contextmanager
 def left_as_found(model: nn.Module) -> Generator[nn.Module]:
-    """Put back the plain attributes of every module at the end: train or eval mode, and what forward passes change.
+    """Restore the plain attributes of every module at the end: train or eval mode, and what forward passes change.
 
-    Swin shrinks its window for good when it is shown a small image, and ptflops leaves methods on the model.
-    Tensors that are changed in place are not restored.
+    Swin shrinks its window permanently when given a small image, and ptflops leaves methods on the model. Tensors changed in
+    place are not restored.
     """
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    saved = [(module, dict(vars(module))) for module in model.modules()]
     try:
         yield model
     finally:
-        for module, attributes in before:
+        for module, attributes in saved:
             vars(module).clear()
             vars(module).update(attributes)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where the model's first parameter or buffer lies, the CPU if it has none."""
+    """Return the device of the model's first parameter or buffer, or the CPU if it has none."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
 
 
 def floating_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which a model takes its images: float32, or that of a model in half precision as a whole."""
-    # Quantized layers, whose weights and scales are buffers, cast their inputs by themselves.
+    """Return the dtype of the images that a model takes: that of its parameters if they share one, else float32."""
+    # Buffers count only without parameters: quantized layers, whose weights are buffers, cast their own inputs.
     tensors = [*model.parameters()] or [*model.buffers()]
-    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    return found.pop() if len(found) == 1 else torch.float32
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 def on_device(model: nn.Module, device: str) -> nn.Module:
-    """Return `model` on a device, where float32 is then float32 for the whole process.
+    """Move `model` to a device, and make float32 exact for the whole process.
 
-    On CUDA convolutions round to ten bits of a mantissa unless they are told not to, a thousandth off: golden logits would call that another model.
+    By default, convolutions on CUDA round to a mantissa of ten bits: errors of a thousandth, too large for golden logits.
 
     Raises:
-        RunError: the device was there when the run began, and is no more; no plan is at fault.
+        RunError: the device was there when the run began, and is no longer; no plan is at fault.
     """
     if device == "cuda":
         if not torch.cuda.is_available():
             raise RunError(
                 "torch finds no CUDA device: use device cpu, or resume a run that began on one where there is one"
             )
-        # Not by `fp32_precision`, after which exporting a model is an error in torch 2.11 to 2.13: it reads the older switch.
+        # After setting `fp32_precision` instead, exporting a model fails in torch 2.11 to 2.13, as it reads the older switch.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
     return model.to(device)
 
 
 def without_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` on the meta device: its structure and shapes, no memory and no arithmetic."""
+    """Copy `model` to the meta device: its structure and shapes, without memory or arithmetic."""
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         for parameter in model.parameters()
@@ -95,7 +96,7 @@ def without_weights(model: nn.Module) -> nn.Module:
 
 
 def logits_of(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Return the logits in eval mode, in float32 on the CPU; the model's mode is left as found."""
+    """Return the logits in eval mode, in float32 on the CPU; the model's mode is restored."""
     was_training = model.training
     model.eval()
     try:
@@ -107,8 +108,8 @@ def logits_of(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
 
 def divergences(expected: Tensor, logits: Tensor) -> Tensor:
     """Return KL(softmax(expected) || softmax(logits)) of each image in nats; both are (images, classes)."""
-    target, found = (torch.log_softmax(each, dim=1) for each in (expected, logits))
-    return (target.exp() * (target - found)).sum(1)
+    log_p, log_q = (torch.log_softmax(values, dim=1) for values in (expected, logits))
+    return (log_p.exp() * (log_p - log_q)).sum(1)
 
 
 def mean_kl(expected: Tensor, logits: Tensor) -> float:
@@ -121,18 +122,18 @@ def relative_distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float32).tiny))
 
 
-# Below so many rows and columns a product is over before oneDNN has looked up how to make it.
+# For fewer rows or columns, a product takes less time than oneDNN needs to look up its kernel.
 MIN_ROWS, MIN_COLUMNS = 32, 32
-# Dimensions of images in a batch.
-BATCHED = 4
+# Dimensions of a batch of images.
+IMAGE_DIMS = 4
 INTEL = "GenuineIntel"
 
 
 @contextmanager
 def quick_products() -> Generator[None]:
-    """Let float32 layers on the CPU be quick: linear ones multiply through oneDNN where torch itself is slower, convolutions leave channels last.
+    """Speed up float32 layers on the CPU: linear ones by oneDNN if torch is slower, convolutions with channels last.
 
-    What comes out differs by rounding. Nothing is to be exported, compiled or timed meanwhile.
+    Results differ by rounding. Do not export, compile or time a model inside.
     """
     with _Quick(linear=mkl_is_slow(), convolutions=torch.backends.mkldnn.is_available()):
         yield
@@ -140,7 +141,7 @@ def quick_products() -> Generator[None]:
 
 @cache
 def mkl_is_slow() -> bool:
-    """Say whether torch multiplies by MKL on a processor that isn't Intel's, and has oneDNN as well."""
+    """Return whether torch multiplies by MKL on a processor other than Intel's, and has oneDNN as well."""
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     return has_both and cpu_vendor() not in ("", INTEL)
 
@@ -157,21 +158,21 @@ class _Quick(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._linear and func is F.linear and _fits(*args, **(kwargs or {})):
-            return _Linear.apply(*_named(*args, **(kwargs or {})))
-        if self._convolutions and args and _is_plain(args[0]) and args[0].dim() == BATCHED:
+        if self._linear and func is F.linear and _suits_onednn(*args, **(kwargs or {})):
+            return _OneDnnLinear.apply(*_positional(*args, **(kwargs or {})))
+        if self._convolutions and args and _is_plain(args[0]) and args[0].dim() == IMAGE_DIMS:
             if func is F.conv2d:
                 args = (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
             elif func is Tensor.view and args[0].is_contiguous(memory_format=torch.channels_last):
-                # Whoever views a tensor counts on the order that torch would have left it in.
+                # A caller of `view` relies on the memory order that torch would have left.
                 args = (args[0].contiguous(), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
-def _fits(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    given = (input, weight) if bias is None else (input, weight, bias)
+def _suits_onednn(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    tensors = (input, weight) if bias is None else (input, weight, bias)
     return (
-        all(map(_is_plain, given))
+        all(map(_is_plain, tensors))
         and weight.dim() == 2
         and min(weight.shape) >= MIN_COLUMNS
         and input.numel() >= MIN_ROWS * weight.shape[1]
@@ -180,26 +181,26 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
 
 
 def _is_plain(tensor: Any) -> bool:
-    return type(tensor) in PLAIN and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+    return type(tensor) in PLAIN_TYPES and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
-# What other tensors do with a layer is theirs: quantized ones, meta ones, those that are traced.
-PLAIN = (Tensor, torch.nn.Parameter)
+# Other types (quantized, meta or traced tensors) handle a layer themselves.
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def _named(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _positional(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     return input, weight, bias
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return rows W' + b, (..., outputs), for rows (..., inputs) and W (outputs, inputs), float32 on the CPU, by oneDNN.
 
-    The operator is the one that inductor has for such a product.
+    Inductor uses the same operator for such a product.
     """
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 
-class _Linear(torch.autograd.Function):
+class _OneDnnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)
@@ -208,17 +209,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (gradient,), (rows, weight) = gradients, ctx.saved_tensors
-        by_rows, by_weight, by_bias = ctx.needs_input_grad
+        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
         flat = gradient.reshape(-1, gradient.shape[-1])
         return (
-            product(gradient, weight.T) if by_rows else None,
-            product(flat.T.contiguous(), rows.reshape(-1, rows.shape[-1]).T) if by_weight else None,
-            flat.sum(0) if by_bias else None,
+            product(gradient, weight.T) if needs_rows else None,
+            product(flat.T.contiguous(), rows.reshape(-1, rows.shape[-1]).T) if needs_weight else None,
+            flat.sum(0) if needs_bias else None,
         )
 
 
 def places(model: nn.Module) -> dict[str, int]:
-    """Return in how many places the module of each name stands."""
-    named = list(model.named_modules(remove_duplicate=False))
-    count = Counter(id(module) for _, module in named)
-    return {name: count[id(module)] for name, module in named}
+    """Return the number of places in which each named module occurs."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    counts = Counter(id(module) for _, module in modules)
+    return {name: counts[id(module)] for name, module in modules}

@@ -1,4 +1,4 @@
-"""Match untrusted patterns against the model's layer names, and say which names are near when nothing matches."""
+"""Layer names that match an untrusted pattern, and similar names to suggest if none matches."""
 
 import difflib
 from collections.abc import Collection
@@ -8,11 +8,11 @@ import re2
 from profiling_agent.errors import PlanError
 
 MAX_PATTERN_LENGTH = 300
-# Room for any pattern of a sane size; RE2 refuses one that compiles to more, such as nested repetitions.
+# Enough for any reasonable pattern; RE2 rejects one that compiles to more, such as nested repetitions.
 MAX_PATTERN_MEMORY_BYTES = 256 * 1024
 NUM_NEAR_NAMES = 3
 MIN_SIMILARITY = 0.3
-# What transformers 4 called the layers, in the order in which the replacements have to be made.
+# Layer names of transformers 4 and their replacements, which must be applied in this order.
 OLD_NAMES = (
     ("attention.attention.", "attention."),
     ("attention.self.", "attention."),
@@ -26,12 +26,12 @@ OLD_NAMES = (
     ("mlp.weights_out", "mlp.down_proj"),
     ("mlp.dense", "mlp.fc"),
 )
-# Some families lost the encoder around their layers, some renamed its blocks, and some kept it.
+# In transformers 5 some families lost the encoder around their layers, some renamed its blocks, and some kept it.
 OLD_STACKS = ((r"\.encoder\.layer\.", r".layers."), (r"\.encoder\.block\.(\d+)\.(\d+)\.", r".stages.\1.blocks.\2."))
 
 
 def matching_names(pattern: str, names: Collection[str]) -> list[str]:
-    """Return those of `names` in which `pattern`, an RE2 expression, is found, in their order; linear time.
+    """Return the `names` in which `pattern`, an RE2 expression, is found, in their order; linear time.
 
     Raises:
         PlanError: the pattern is too long, not RE2 (backreferences, lookarounds), or too large once compiled.
@@ -53,20 +53,20 @@ def matching_names(pattern: str, names: Collection[str]) -> list[str]:
 
 
 def near_names(pattern: str, names: Collection[str]) -> list[str]:
-    """Return up to three of `names` that `pattern` may have meant, nearest first, or the first three if none is near.
+    """Return up to three of `names` similar to `pattern`, nearest first, or the first three if none is similar.
 
-    Names of transformers 4 are translated; families that kept them are asked for as they are.
+    Names of transformers 4 are tried in translation as well as unchanged, since some families kept them.
     """
-    near: dict[str, float] = {}
+    similarity: dict[str, float] = {}
     for literal in _translations(_as_name(pattern)):
         for name in difflib.get_close_matches(literal, names, n=NUM_NEAR_NAMES, cutoff=MIN_SIMILARITY):
-            near[name] = max(near.get(name, 0.0), difflib.SequenceMatcher(None, name, literal).ratio())
-    best = sorted(near, key=lambda name: near[name], reverse=True)[:NUM_NEAR_NAMES]
+            similarity[name] = max(similarity.get(name, 0.0), difflib.SequenceMatcher(None, name, literal).ratio())
+    best = sorted(similarity, key=lambda name: similarity[name], reverse=True)[:NUM_NEAR_NAMES]
     return best or list(names)[:NUM_NEAR_NAMES]
 
 
 def _translations(literal: str) -> list[str]:
-    """Return the name as it is, with its layer renamed, and with the stack around it renamed too."""
+    """Return the name unchanged, with its layer renamed, and with the stack around it renamed too."""
     renamed = literal
     for old, new in OLD_NAMES:
         renamed = renamed.replace(old, new)
@@ -74,7 +74,7 @@ def _translations(literal: str) -> list[str]:
 
 
 def _as_name(pattern: str) -> str:
-    """Return a name that looks like what `pattern` would match: numbers are 0, anchors and groups are gone."""
+    """Return a name that `pattern` would match: numbers become 0, anchors and groups are removed."""
     for number in (r"\d+", r"\d*", "[0-9]+", "[0-9]*", r"\d"):
         pattern = pattern.replace(number, "0")
     for mark in ("(?:", "^", "$", "\\", "(", ")", ".*", ".+"):

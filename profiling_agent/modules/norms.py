@@ -1,4 +1,4 @@
-"""Batch norms: found, fused into the convolution before them; and the padding of convolutions."""
+"""Batch norms: search, and fusion into the preceding convolution; and the padding of convolutions."""
 
 from collections.abc import Collection
 from typing import Any
@@ -18,86 +18,87 @@ def batch_norms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.B
 
 
 class Folded(nn.Module):
-    """What stands in the place of a batch norm that a convolution does the work of: it changes nothing, and answers as a norm that changes nothing would.
+    """The replacement of a fused batch norm: an identity that has the attributes of a norm with mean 0 and variance 1.
 
-    timm's norms have an activation in them, which stays. A model's own code may read what a norm says of itself, as of any layer.
+    timm's norms contain an activation, which stays. A model's code may read attributes of a norm, as of any layer.
     """
 
     num_features: int
     affine: bool
 
     def __init__(self, norm: nn.Module) -> None:
-        """Take over what is plain of `norm`, and the modules in it that do something."""
+        """Copy the plain attributes of `norm`, and its modules other than identities."""
         super().__init__()
-        plain = {name: held for name, held in vars(norm).items() if not name.startswith("_") and not callable(held)}
+        plain = {name: value for name, value in vars(norm).items() if not name.startswith("_") and not callable(value)}
         vars(self).update(plain | dict(norm.named_children()))
-        # Saved models name them so.
-        rest = (module for module in norm.children() if not isinstance(module, nn.Identity))
-        for number, module in enumerate(rest):
+        # Saved models use these names.
+        active = (module for module in norm.children() if not isinstance(module, nn.Identity))
+        for number, module in enumerate(active):
             self.add_module(str(number), module)
 
     @property
     def running_mean(self) -> Tensor:
-        """Return a mean of nothing."""
+        """Return zeros."""
         return torch.zeros(self.num_features)
 
     @property
     def running_var(self) -> Tensor:
-        """Return a variance of one."""
+        """Return ones."""
         return torch.ones(self.num_features)
 
     @property
     def weight(self) -> Tensor | None:
-        """Return scales of one, where the norm had any."""
+        """Return ones, or None if the norm had no weight."""
         return self.running_var if self.affine else None
 
     @property
     def bias(self) -> Tensor | None:
-        """Return shifts of nothing, where the norm had any."""
+        """Return zeros, or None if the norm had no bias."""
         return self.running_mean if self.affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x`, or its activation."""
+        """Return `x`, after the activation if there is one."""
         for module in self.children():
             x = module(x)
         return x
 
 
 def has_bias(layer: nn.Module) -> bool:
-    """Say whether `layer` adds a bias."""
+    """Return whether `layer` adds a bias."""
     return dict(layer.named_parameters(recurse=False)).get("bias") is not None
 
 
 def following_norms(model: nn.Module, consumers: Collection[str], image: Tensor) -> dict[str, str]:
-    """Return the batch norm that reads exactly what a consumer gives out, by the consumer's name, where there is one."""
+    """Return, by consumer, the batch norm whose input is that consumer's output, if there is one."""
     norms = {id(norm) for norm in batch_norms(model)}
-    named = [name for name, module in model.named_modules() if name in consumers or id(module) in norms]
-    given: list[tuple[str, Any]] = []
-    found: dict[str, str] = {}
+    names = [name for name, module in model.named_modules() if name in consumers or id(module) in norms]
+    outputs: list[tuple[str, Any]] = []
+    norm_of: dict[str, str] = {}
 
-    def read(name: str, inputs: Any) -> None:
+    def match_norm(name: str, inputs: Any) -> None:
         if name not in consumers:
-            found.update({giver: name for giver, output in given if output is inputs})
+            norm_of.update({consumer: name for consumer, output in outputs if output is inputs})
 
-    def give(name: str, _inputs: Any, output: Any) -> None:
+    def record_output(name: str, _inputs: Any, output: Any) -> None:
         if name in consumers:
-            given.append((name, output))
+            outputs.append((name, output))
 
-    with watching(model, named, before=read, after=give):
+    with watching(model, names, before=match_norm, after=record_output):
         model(pixel_values=image)
-    return found
+    return norm_of
 
 
-# Of the logits' own spread; what is left of a norm that fits its convolution is rounding, 1e-6.
+# Relative to the standard deviation of the logits; correct fusion differs by rounding only, 1e-6.
 MAX_DISTANCE = 1e-4
 
 
 @torch.no_grad()
 def fuse_norms_(model: nn.Module, images: Tensor) -> int:
-    """Fuse each batch norm into the convolution that it alone reads, in place; return how many were.
+    """Fuse each batch norm into the convolution that only it reads, in place; return the number fused.
 
-    None is where the logits of `images` (b, c, h, w) say that a convolution is read by somebody else as well, or runs twice. The model is in eval mode, float32 and nobody else's.
-    A ResNet-101's norms take a tenth of a pass: they read and write all that convolutions give, and compute next to nothing.
+    None is fused if the logits of `images` (b, c, h, w) change, as when a convolution has another reader or runs twice. The model
+    must be in eval mode, float32 and not shared. A ResNet-101's norms take a tenth of a pass: they read and write every output of
+    a convolution, and compute little.
     """
     modules = dict(model.named_modules())
     convolutions = [name for name, module in modules.items() if type(module) is nn.Conv2d]
@@ -113,8 +114,8 @@ def fuse_norms_(model: nn.Module, images: Tensor) -> int:
         fused = fuse_conv_bn_eval(modules[name], modules[norm])  # pyright: ignore[reportArgumentType]
         model.set_submodule(name, fused)
         model.set_submodule(norm, Folded(modules[norm]))
-    found = model(pixel_values=images).logits
-    if (found - expected).abs().max() <= MAX_DISTANCE * expected.std():
+    logits = model(pixel_values=images).logits
+    if (logits - expected).abs().max() <= MAX_DISTANCE * expected.std():
         return len(pairs)
     for name in (*pairs, *pairs.values()):
         model.set_submodule(name, modules[name])
@@ -122,15 +123,15 @@ def fuse_norms_(model: nn.Module, images: Tensor) -> int:
 
 
 def border_of(layer: nn.Conv2d) -> tuple[int, int, int, int]:
-    """Return how many pixels `layer` puts to the left, right, top and bottom of its input, as `functional.pad` takes them."""
+    """Return the pixels that `layer` pads at the left, right, top and bottom, as `functional.pad` takes them."""
     padding: Any = layer.padding
     if not isinstance(padding, str):
-        # torch's own code takes one number for both as well, alone or in a list.
+        # Like torch, accept one number for both sides, bare or in a list.
         sides = (padding,) if isinstance(padding, int) else tuple(padding)
         top, left = sides * (2 // len(sides))
         return left, left, top, top
     if padding == "valid":
         return 0, 0, 0, 0
-    # As torch's own "same": where they aren't equal, the last side has one more.
+    # Like torch's "same": if the sides differ, the last has one pixel more.
     height, width = (step * (size - 1) for size, step in zip(layer.kernel_size, layer.dilation, strict=True))
     return width // 2, width - width // 2, height // 2, height - height // 2

@@ -1,1 +1,1 @@
-"""Planning: from a profile to a plan, by rules or by the LLM, and a prediction of what a plan does."""
+"""Planning: plans from a profile, by rules or by the LLM, and predictions of their effect."""

@@ -1,4 +1,4 @@
-"""Allocation of widths by evidence, and what a plan is predicted to cut, save and cost."""
+"""Allocation of widths by evidence, and the predicted cuts, savings and KL of a plan."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar, get_args
@@ -28,9 +28,9 @@ from profiling_agent.schemas import (
 )
 
 MAX_ROUNDS = 12
-# Shares that differ by less are the same one, rounded.
-ENOUGH = 1e-9
-# An exact optimum isn't worth minutes: the evidence isn't that exact.
+# Shares that differ by less are equal up to rounding.
+SHARE_TOLERANCE = 1e-9
+# Limits of the solver: the evidence isn't exact enough for an exact optimum to be worth minutes.
 MAX_GAP, MAX_SECONDS = 1e-4, 10.0
 
 Choices = Mapping[str, Sequence[WidthOption | None]]
@@ -55,39 +55,39 @@ def allocate(
 ) -> tuple[Cut, ...]:
     """Return the cuts, `fixed` ones among them, that save `target.saving` of the whole at the least sum of KL.
 
-    `whole` is what the model takes of the metric: params, MACs of one image, or milliseconds of one batch. `saved`
-    counts exactly which share of it cuts save together. `caps` has the largest ratio that a unit may be cut by, 0 to
-    leave it alone. Units that are fixed keep their cut, and `fixed` may save enough alone.
+    `whole` is the model's total of the metric: params, MACs of one image, or milliseconds of one batch. `saved` returns
+    the exact share of it that cuts save together. `caps` has the largest ratio by which a unit may be cut, 0 to leave it
+    whole. Fixed cuts stay as they are, and may save enough by themselves.
 
     Raises:
-        PlanError: all that may be cut doesn't save as much.
+        PlanError: everything that may be cut saves less.
     """
     by_name = {unit.name: unit for unit in units}
-    choices = _choices(evidence, by_name, {cut.unit.name for cut in fixed}, caps or {}, target.metric)
-    everything = _narrowest(by_name, choices, fixed)
-    if (most := saved(everything)) < target.saving - ENOUGH:
+    choices = _list_choices(evidence, by_name, {cut.unit.name for cut in fixed}, caps or {}, target.metric)
+    everything = _narrowest_cuts(by_name, choices, fixed)
+    if (max_saving := saved(everything)) < target.saving - SHARE_TOLERANCE:
         raise PlanError(
             f"a saving of {target.saving:.1%} of the {target.metric} is out of reach: everything that may be cut "
-            f"saves {most:.1%}; ask for less, or exclude and cap less"
+            f"saves {max_saving:.1%}; ask for less, or exclude and cap less"
         )
-    alone = saved(fixed)
+    fixed_saving = saved(fixed)
 
-    def cuts_for(asked: float) -> list[Cut]:
-        return [*fixed, *_cuts(by_name, _solve(choices, target.metric, max(asked - alone, 0.0) * whole))]
+    def cuts_for(saving: float) -> list[Cut]:
+        return [*fixed, *_make_cuts(by_name, _solve(choices, target.metric, max(saving - fixed_saving, 0.0) * whole))]
 
-    # Cuts that cross in one layer save less together than one by one: the least sum that saves enough is searched for.
-    best, low, high = cuts_for(target.saving), target.saving, _most(choices, target.metric) / whole + alone
-    if saved(best) < target.saving - ENOUGH:
+    # Cuts that cross in one layer save less together than one by one, so bisect for the least sum that saves enough.
+    best, low, high = cuts_for(target.saving), target.saving, _max_total(choices, target.metric) / whole + fixed_saving
+    if saved(best) < target.saving - SHARE_TOLERANCE:
         best = everything
         for _ in range(MAX_ROUNDS):
             middle = (low + high) / 2
             cuts = cuts_for(middle)
-            if saved(cuts) >= target.saving - ENOUGH:
+            if saved(cuts) >= target.saving - SHARE_TOLERANCE:
                 best, high = cuts, middle
             else:
                 low = middle
-    place = {name: index for index, name in enumerate(by_name)}
-    return tuple(sorted(best, key=lambda cut: place[cut.unit.name]))
+    order = {name: index for index, name in enumerate(by_name)}
+    return tuple(sorted(best, key=lambda cut: order[cut.unit.name]))
 
 
 def narrowest(
@@ -98,42 +98,41 @@ def narrowest(
     fixed: Sequence[Cut] = (),
     caps: Mapping[str, float] | None = None,
 ) -> list[Cut]:
-    """Return the most that `allocate` could cut for a target in `metric`: all else at its narrowest beside `fixed`."""
+    """Return the most that `allocate` could cut for a target in `metric`: `fixed`, and all other units at their narrowest."""
     by_name = {unit.name: unit for unit in units}
-    choices = _choices(evidence, by_name, {cut.unit.name for cut in fixed}, caps or {}, metric)
-    return _narrowest(by_name, choices, fixed)
+    choices = _list_choices(evidence, by_name, {cut.unit.name for cut in fixed}, caps or {}, metric)
+    return _narrowest_cuts(by_name, choices, fixed)
 
 
-def _narrowest(units: Mapping[str, Unit], choices: Choices, fixed: Sequence[Cut]) -> list[Cut]:
-    return [*fixed, *_cuts(units, {name: options[-1] for name, options in choices.items()})]
+def _narrowest_cuts(units: Mapping[str, Unit], choices: Choices, fixed: Sequence[Cut]) -> list[Cut]:
+    return [*fixed, *_make_cuts(units, {name: options[-1] for name, options in choices.items()})]
 
 
-def _most(choices: Choices, metric: str) -> float:
-    """Return what all units save at their narrowest, each alone."""
+def _max_total(choices: Choices, metric: str) -> float:
     return sum(max(saving_of(option, metric) for option in options if option) for options in choices.values())
 
 
-def _choices(
+def _list_choices(
     evidence: Evidence, units: Mapping[str, Unit], fixed: set[str], caps: Mapping[str, float], metric: str
 ) -> dict[str, list[WidthOption | None]]:
-    """Return what each unit may become, None for staying whole, the narrowest last."""
-    found: dict[str, list[WidthOption | None]] = {}
+    """Return each unit's options: None for staying whole, then widths, the narrowest last."""
+    choices: dict[str, list[WidthOption | None]] = {}
     for row in evidence.units:
         if row.unit in fixed or row.unit not in units:
             continue
-        least = units[row.unit].width * (1 - caps.get(row.unit, 1.0)) - 1e-9
-        options = [option for option in row.options if option.keep >= least and gains(option)]
+        min_width = units[row.unit].width * (1 - caps.get(row.unit, 1.0)) - 1e-9
+        options = [option for option in row.options if option.keep >= min_width and gains(option)]
         if options := [option for option in options if saving_of(option, metric) > 0]:
-            found[row.unit] = [None, *options]
-    return found
+            choices[row.unit] = [None, *options]
+    return choices
 
 
 def gains(option: WidthOption) -> bool:
-    """Say whether the latency table doesn't speak against a width."""
+    """Return whether a width is faster by the latency table, or isn't in it."""
     return option.latency_saved_ms is None or option.latency_saved_ms > 0
 
 
-def _cuts(units: Mapping[str, Unit], chosen: Mapping[str, WidthOption | None]) -> list[Cut]:
+def _make_cuts(units: Mapping[str, Unit], chosen: Mapping[str, WidthOption | None]) -> list[Cut]:
     return [
         Cut(unit=units[name], keep=option.keep, requested_ratio=1 - option.keep / units[name].width)
         for name, option in chosen.items()
@@ -142,7 +141,7 @@ def _cuts(units: Mapping[str, Unit], chosen: Mapping[str, WidthOption | None]) -
 
 
 def _solve(choices: Choices, metric: str, needed: float) -> dict[str, WidthOption | None]:
-    """Choose one option for each unit: the least sum of KL that saves `needed`, or all that there is."""
+    """Choose one option for each unit: the least sum of KL that saves `needed`, or as much as possible."""
     if not choices:
         return {}
     flat = [(name, option) for name, options in choices.items() for option in options]
@@ -153,33 +152,35 @@ def _solve(choices: Choices, metric: str, needed: float) -> dict[str, WidthOptio
         (np.ones(len(flat)), ([rows[name] for name, _ in flat], range(len(flat)))), shape=(len(rows), len(flat))
     )
     scale = max(savings.max(initial=0.0), 1.0)
-    answer = milp(
+    solution = milp(
         kl / max(kl.max(initial=0.0), 1e-12),
         constraints=[
             LinearConstraint(one_each, 1, 1),
-            LinearConstraint(savings[None, :] / scale, lb=min(needed, _most(choices, metric) * (1 - 1e-12)) / scale),
+            LinearConstraint(
+                savings[None, :] / scale, lb=min(needed, _max_total(choices, metric) * (1 - 1e-12)) / scale
+            ),
         ],
         integrality=np.ones(len(flat)),
         bounds=Bounds(0, 1),
         options={"mip_rel_gap": MAX_GAP, "time_limit": MAX_SECONDS},
     )
-    if answer.x is None:
-        raise PlanError(f"no widths were found that save as much: {answer.message}; ask for less")
-    return {name: option for (name, option), picked in zip(flat, answer.x, strict=True) if picked > 0.5}
+    if solution.x is None:
+        raise PlanError(f"no widths were found that save as much: {solution.message}; ask for less")
+    return {name: option for (name, option), value in zip(flat, solution.x, strict=True) if value > 0.5}
 
 
 def dry_run(plan: Plan, profile: ModelProfile) -> DryRun:
-    """Return the cuts of `plan`, the exact params and MACs of the pruned model, and what the evidence predicts.
+    """Return the cuts of `plan`, the exact params and MACs of the pruned model, and its predicted KL and latency.
 
     Raises:
-        PlanError: a pattern is invalid, matches nothing, or hits refused layers alone; the target is out of reach, or
-            the profile has no evidence to allocate by.
+        PlanError: a pattern is invalid, matches nothing, or only refused layers; the target is out of reach, or the
+            profile has no evidence to allocate by.
     """
     resolved = resolve(plan.pruning, units=profile.units, refusals=profile.refusals)
     caps = cap_ratios(plan.caps, units=profile.units, refusals=profile.refusals)
-    cuts, notes = _limited(resolved.cuts, caps)
+    cuts, notes = _apply_caps(resolved.cuts, caps)
     if plan.target is not None:
-        cuts = _allocated(plan, profile, cuts, caps)
+        cuts = _allocate_target(plan, profile, cuts, caps)
     params, macs = params_and_macs_saved(cuts, profile.layers)
     evidence = profile.evidence
     return DryRun(
@@ -202,21 +203,20 @@ def saved_share(cuts: Sequence[Cut], profile: ModelProfile, metric: str) -> floa
 
 
 def most_saving(plan: Plan, profile: ModelProfile) -> float:
-    """Return the largest share of its target's metric that a plan could reach if its target asked for it."""
+    """Return the largest share of its target's metric that a plan could save."""
     assert plan.target is not None, "only a target can be raised"
     assert profile.evidence is not None, "a target needs evidence"
     fixed = resolve(plan.pruning, units=profile.units, refusals=profile.refusals).cuts
     caps = cap_ratios(plan.caps, units=profile.units, refusals=profile.refusals)
-    metric, fixed = plan.target.metric, _limited(fixed, caps)[0]
+    metric, fixed = plan.target.metric, _apply_caps(fixed, caps)[0]
     return saved_share(narrowest(profile.units, profile.evidence, metric, fixed=fixed, caps=caps), profile, metric)
 
 
 def whole(profile: ModelProfile, metric: str) -> float:
-    """Return what the model takes of the metric: params, MACs of one image, or milliseconds of one batch."""
+    """Return the model's total of the metric: params, MACs of one image, or milliseconds of one batch."""
     if metric != "latency":
         return float(profile.params if metric == "params" else profile.macs)
-    # What the layers would take if all of them were timed as the units are, alone: layers in the model are timed under hooks, so that only shares of
-    # one can be set against the other.
+    # Units are timed by themselves, layers in the model under hooks: only shares of the two are comparable. So scale the units' time to all layers.
     layers = sum(row.latency_ms for row in profile.layers)
     timed = sum(row.latency_ms or 0.0 for row in profile.evidence.units) if profile.evidence else 0.0
     within = {name for unit in profile.units for name in (*unit.members, unit.name)}
@@ -224,8 +224,8 @@ def whole(profile: ModelProfile, metric: str) -> float:
     return timed / share if timed and share else layers
 
 
-def _limited(cuts: Sequence[Cut], caps: Mapping[str, float]) -> tuple[list[Cut], list[str]]:
-    """Return the cuts that the caps allow, and what they took back."""
+def _apply_caps(cuts: Sequence[Cut], caps: Mapping[str, float]) -> tuple[list[Cut], list[str]]:
+    """Return the cuts within the caps, and notes on those that were changed."""
     allowed: list[Cut] = []
     notes: list[str] = []
     for cut in cuts:
@@ -241,17 +241,17 @@ def _limited(cuts: Sequence[Cut], caps: Mapping[str, float]) -> tuple[list[Cut],
     return allowed, notes
 
 
-def _allocated(plan: Plan, profile: ModelProfile, fixed: Sequence[Cut], caps: Mapping[str, float]) -> list[Cut]:
+def _allocate_target(plan: Plan, profile: ModelProfile, fixed: Sequence[Cut], caps: Mapping[str, float]) -> list[Cut]:
     target = plan.target
     assert target is not None, "only a plan with a target is allocated"
     if profile.evidence is None:
-        why = f" ({profile.evidence_note})" if profile.evidence_note else ""
-        raise PlanError(f"a target needs evidence, and the profile has none{why}: name layers and ratios instead")
+        note = f" ({profile.evidence_note})" if profile.evidence_note else ""
+        raise PlanError(f"a target needs evidence, and the profile has none{note}: name layers and ratios instead")
     if target.metric == "latency" and not any(
         o.latency_saved_ms for row in profile.evidence.units for o in row.options
     ):
         raise PlanError("a target in latency needs a latency table, and the profile has none: ask for params or macs")
-    chosen = allocate(
+    allocated = allocate(
         profile.units,
         profile.evidence,
         target,
@@ -260,17 +260,17 @@ def _allocated(plan: Plan, profile: ModelProfile, fixed: Sequence[Cut], caps: Ma
         fixed=fixed,
         caps=caps,
     )
-    return list(chosen)
+    return list(allocated)
 
 
 def params_and_macs_saved(cuts: Sequence[Cut], layers: Iterable[LayerProfile]) -> tuple[int, int]:
     """Return the params and the MACs of one image that `cuts` remove from a model of `layers`."""
     rows = {row.name: row for row in layers}
     params, macs = sum(cut.params_saved for cut in cuts), sum(cut.macs_saved for cut in cuts)
-    # Where the columns of one cut cross the rows of the next each has removed them. A layer's MACs are proportional to its params.
+    # If the columns of one cut cross the rows of the next, both count the crossing. A layer's MACs are proportional to its params.
     for crossing in crossings(cuts):
         layer = rows[crossing.layer]
-        # Kernel height times width: a bias is smaller than the product of the widths, and falls out.
+        # The quotient is kernel height times width: a bias is smaller than the product of the widths, so it drops out.
         counted_twice = layer.params // crossing.whole * crossing.gone
         params -= counted_twice
         macs -= layer.macs * counted_twice // layer.params
@@ -278,7 +278,7 @@ def params_and_macs_saved(cuts: Sequence[Cut], layers: Iterable[LayerProfile]) -
 
 
 def latency_saved_ms(cuts: Sequence[Cut], evidence: Evidence) -> float:
-    """Return the milliseconds of one batch that `cuts` save by the latency table; 0 where it has no times."""
+    """Return the milliseconds of one batch that `cuts` save by the latency table; 0 without times."""
     saved = 0.0
     for cut in cuts:
         row = evidence.of(cut.unit.name)
@@ -287,14 +287,14 @@ def latency_saved_ms(cuts: Sequence[Cut], evidence: Evidence) -> float:
 
 
 def predicted_kl(cuts: Sequence[Cut], evidence: Evidence) -> float | None:
-    """Return the sum of the KL divergences of `cuts`, each alone, in nats; None where one has no evidence."""
+    """Return the sum of each cut's own KL divergence, in nats; None if one has no evidence."""
     total = 0.0
     for cut in cuts:
         row = evidence.of(cut.unit.name)
-        found = [option.kl for option in (row.options if row else ()) if option.keep == cut.keep]
-        if not found:
+        kls = [option.kl for option in (row.options if row else ()) if option.keep == cut.keep]
+        if not kls:
             return None
-        total += found[0]
+        total += kls[0]
     return total
 
 
@@ -302,14 +302,14 @@ MAX_RATIO, MAX_SAVING = 0.75, 0.99
 
 
 def demanded(goal: Goal, pins: Sequence[PruningRecommendation], caps: Sequence[Cap]) -> Goal:
-    """Return the contract with more demands; of two for the same pattern the later counts."""
+    """Return the contract with more pins and caps; of two for the same pattern the later counts."""
     kept_pins = tuple(pin for pin in goal.pins if pin.layer not in {new.layer for new in pins})
     kept_caps = tuple(cap for cap in goal.caps if cap.layer not in {new.layer for new in caps})
     return goal.model_copy(update={"pins": (*kept_pins, *pins), "caps": (*kept_caps, *caps)})
 
 
 def obeying(plan: Plan, goal: Goal) -> Plan:
-    """Return a plan with the contract's demands: they come last, and of several ratios for a unit the last counts."""
+    """Return a plan with the contract's pins and caps last: of several ratios for a unit the last counts."""
     pruning = tuple(rec for rec in plan.pruning if rec not in goal.pins)
     caps = tuple(cap for cap in plan.caps if cap not in goal.caps)
     return plan.model_copy(update={"pruning": (*pruning, *goal.pins), "caps": (*caps, *goal.caps)})
@@ -318,30 +318,30 @@ def obeying(plan: Plan, goal: Goal) -> Plan:
 def scaled(plan: Plan, factor: float, pins: Sequence[PruningRecommendation] = ()) -> Plan:
     """Return `plan` with its target and every ratio that isn't pinned times `factor`; no ratio grows beyond MAX_RATIO."""
 
-    def of(rec: PruningRecommendation) -> PruningRecommendation:
+    def scale(rec: PruningRecommendation) -> PruningRecommendation:
         if rec in pins:
             return rec
-        most = max(rec.pruning_ratio, MAX_RATIO)
-        return rec.model_copy(update={"pruning_ratio": min(rec.pruning_ratio * factor, most)})
+        limit = max(rec.pruning_ratio, MAX_RATIO)
+        return rec.model_copy(update={"pruning_ratio": min(rec.pruning_ratio * factor, limit)})
 
     target = plan.target
     if target is not None:
         target = target.model_copy(update={"saving": min(target.saving * factor, MAX_SAVING), "justification": ""})
-    return plan.model_copy(update={"pruning": tuple(of(rec) for rec in plan.pruning), "target": target})
+    return plan.model_copy(update={"pruning": tuple(scale(rec) for rec in plan.pruning), "target": target})
 
 
-# A point of top-1 went with 0.01 to 0.02 nats on the shared models (docs/decisions/LOG.md), and sums of single KLs are
-# right within 1.5. Twice the dearer of both is more than any accepted plan had.
+# A point of top-1 corresponded to 0.01 to 0.02 nats on the shared models (docs/decisions/LOG.md), and sums of single KLs
+# are right within a factor of 1.5. Twice the larger of both (0.06 a point) is more than any accepted plan had.
 NATS_A_POINT = (0.01, 0.02)
 MAX_NATS_PER_ACCURACY, MIN_NATS = 6.0, 5e-3
-# The factor by which a plan is made milder is found to one part in so many.
-STEPS = 32
+# Resolution of the factor by which a plan is scaled down.
+SCALE_STEPS = 32
 
 Part = TypeVar("Part")
 
 
 class Guarded(Record):
-    """A plan that can be made, what it is predicted to do, and what was done to it, each with the reason."""
+    """A plan that can be made, its prediction, and what was changed in it, each with the reason."""
 
     plan: Plan
     dry_run: DryRun | None
@@ -350,7 +350,7 @@ class Guarded(Record):
 
     @property
     def complaint(self) -> str | None:
-        """Return what was wrong with the plan, for its author; None when nothing was."""
+        """Return what was wrong with the plan, for its author; None if nothing was."""
         problems = [*self.dropped, *([self.cut_back] if self.cut_back else [])]
         if not problems and self.dry_run is not None and not self.dry_run.cuts:
             problems.append(f"it cuts nothing: {'; '.join(self.dry_run.notes[:3]) or 'name layers, or a target'}")
@@ -363,101 +363,101 @@ def allowed_kl(goal: Goal) -> float:
 
 
 def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> Guarded:
-    """Return what can be made of a plan; at worst one that prunes nothing."""
+    """Return the valid parts of a plan, scaled down to the allowed KL; at worst one that prunes nothing."""
     dropped: list[str] = []
     plan = obeying(plan, goal)
 
-    def possible(**parts: object) -> str | None:
+    def problem_with(**parts: object) -> str | None:
         try:
             dry_run(Plan().model_copy(update=parts), profile)
         except PlanError as error:
             return str(error)
         return None
 
-    pruning = _kept(plan.pruning, lambda part: possible(pruning=(part,)), dropped)
-    caps = _kept(plan.caps, lambda part: possible(caps=(part,)), dropped)
+    pruning = _filter_parts(plan.pruning, lambda part: problem_with(pruning=(part,)), dropped)
+    caps = _filter_parts(plan.caps, lambda part: problem_with(caps=(part,)), dropped)
     quantization = None
     if plan.quantization is not None:
         names = [row.name for row in profile.layers]
-        kept = _kept(plan.quantization, lambda part: _unknown(part.layer, names), dropped)
-        # An empty one is an answer, float32, and not what is left where every part was wrong.
-        quantization = kept if kept or not plan.quantization else None
+        valid = _filter_parts(plan.quantization, lambda part: _pattern_problem(part.layer, names), dropped)
+        # An empty list means float32, and must not be what remains when every part was invalid.
+        quantization = valid if valid or not plan.quantization else None
     update = {"pruning": pruning, "caps": caps, "quantization": quantization}
-    plan = _with_reachable_target(plan.model_copy(update=update), profile, dropped)
+    plan = _limit_target(plan.model_copy(update=update), profile, dropped)
     try:
         dry = dry_run(plan, profile)
     except PlanError as error:
         dropped.append(str(error))
         plan = plan.model_copy(update={"pruning": goal.pins, "target": None})
         dry = dry_run(plan, profile)
-    milder = _milder(plan, dry, profile, goal)
-    if milder is None:
+    scaled_down = _scale_down(plan, dry, profile, goal)
+    if scaled_down is None:
         return Guarded(plan=plan, dry_run=dry, dropped=tuple(dropped))
-    plan, factor = milder
-    said = (
+    plan, factor = scaled_down
+    message = (
         f"its predicted KL is {dry.kl:.2g} nats where at most {allowed_kl(goal):.2g} can keep the accuracy: "
         f"ratios and target were cut back to {factor:.0%}"
     )
-    return Guarded(plan=plan, dry_run=dry_run(plan, profile), dropped=tuple(dropped), cut_back=said)
+    return Guarded(plan=plan, dry_run=dry_run(plan, profile), dropped=tuple(dropped), cut_back=message)
 
 
-def _kept(parts: Sequence[Part], why_not: Callable[[Part], str | None], dropped: list[str]) -> tuple[Part, ...]:
-    kept: list[Part] = []
+def _filter_parts(parts: Sequence[Part], check: Callable[[Part], str | None], dropped: list[str]) -> tuple[Part, ...]:
+    valid: list[Part] = []
     for part in parts:
-        if (reason := why_not(part)) is None:
-            kept.append(part)
+        if (problem := check(part)) is None:
+            valid.append(part)
         else:
-            dropped.append(reason)
-    return tuple(kept)
+            dropped.append(problem)
+    return tuple(valid)
 
 
-def _unknown(pattern: str, names: Sequence[str]) -> str | None:
+def _pattern_problem(pattern: str, names: Sequence[str]) -> str | None:
     try:
-        found = pattern == EVERYTHING or matching_names(pattern, names)
+        matches = pattern == EVERYTHING or matching_names(pattern, names)
     except PlanError as error:
         return str(error)
-    return None if found else f"the layer pattern {pattern!r} matches no layer to quantize"
+    return None if matches else f"the layer pattern {pattern!r} matches no layer to quantize"
 
 
-def _with_reachable_target(plan: Plan, profile: ModelProfile, dropped: list[str]) -> Plan:
-    """Return the plan with a target that its caps leave within reach, without one where none is."""
+def _limit_target(plan: Plan, profile: ModelProfile, dropped: list[str]) -> Plan:
+    """Return the plan with its target lowered to what its caps allow, or removed."""
     if plan.target is None:
         return plan
     if profile.evidence is None:
         dropped.append("a target needs evidence, and the profile has none: name layers and ratios instead")
         return plan.model_copy(update={"target": None})
     try:
-        most = most_saving(plan, profile)
+        max_saving = most_saving(plan, profile)
     except PlanError as error:
         dropped.append(str(error))
         return plan.model_copy(update={"target": None})
-    if plan.target.saving <= most:
+    if plan.target.saving <= max_saving:
         return plan
     dropped.append(
-        f"a saving of {plan.target.saving:.1%} of the {plan.target.metric} is out of reach: the most is {most:.1%} of it"
+        f"a saving of {plan.target.saving:.1%} of the {plan.target.metric} is out of reach: the most is {max_saving:.1%} of it"
     )
-    target = plan.target.model_copy(update={"saving": most}) if most > 0 else None
+    target = plan.target.model_copy(update={"saving": max_saving}) if max_saving > 0 else None
     return plan.model_copy(update={"target": target})
 
 
-def _milder(plan: Plan, dry: DryRun, profile: ModelProfile, goal: Goal) -> tuple[Plan, float] | None:
-    """Return the strongest plan of the same kind that is predicted to stay inside, and its factor; None where it does."""
+def _scale_down(plan: Plan, dry: DryRun, profile: ModelProfile, goal: Goal) -> tuple[Plan, float] | None:
+    """Return the plan scaled down to the allowed KL, and the factor; None if it is within already."""
     allowed = allowed_kl(goal)
     if dry.kl is None or dry.kl <= allowed:
         return None
-    # What is cut more costs more, so that the strongest lies where halves of what is left say.
-    found, mild, strong = plan.model_copy(update={"pruning": goal.pins, "target": None}), 0, STEPS
-    while strong - mild > 1:
-        middle = (mild + strong) // 2
-        candidate = scaled(plan, middle / STEPS, goal.pins)
-        if _costs_at_most(candidate, allowed, profile):
-            found, mild = candidate, middle
+    # KL grows with the factor, so bisect for the largest.
+    best, low, high = plan.model_copy(update={"pruning": goal.pins, "target": None}), 0, SCALE_STEPS
+    while high - low > 1:
+        middle = (low + high) // 2
+        candidate = scaled(plan, middle / SCALE_STEPS, goal.pins)
+        if _stays_within(candidate, allowed, profile):
+            best, low = candidate, middle
         else:
-            strong = middle
-    return found, mild / STEPS
+            high = middle
+    return best, low / SCALE_STEPS
 
 
-def _costs_at_most(plan: Plan, allowed: float, profile: ModelProfile) -> bool:
+def _stays_within(plan: Plan, allowed: float, profile: ModelProfile) -> bool:
     try:
         kl = dry_run(plan, profile).kl
     except PlanError:
@@ -468,15 +468,15 @@ def _costs_at_most(plan: Plan, allowed: float, profile: ModelProfile) -> bool:
 Metric = Literal["params", "macs", "latency"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 # A saving is below one.
-MOST = 1 - 1e-9
-# Of the most that can go. Of one model half of that costs nothing, of another a tenth is too much: what is told are the strongest of those that may be accepted,
-# the next, and the most.
+MAX_TARGET_SAVING = 1 - 1e-9
+# Shares of the largest saving. Half of it costs one model nothing, and a tenth is too much for another: the frontier has the strongest within the
+# allowed KL, the next, and the largest.
 SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 NUM_INSIDE = 4
 
 
 class Reached(Record):
-    """The least predicted KL, nats, at which `saving` of a metric goes, and what goes of all three with it, as shares of the model."""
+    """A point of the frontier: the least predicted KL, nats, for a `saving` of `metric`, and the saved shares of all three."""
 
     metric: Metric
     saving: float
@@ -488,40 +488,39 @@ class Reached(Record):
 
 
 def frontier(profile: ModelProfile, goal: Goal) -> tuple[Reached, ...]:
-    """Return points that a plan can reach beside what a person demands, of each metric the mildest first, its maximum last.
+    """Return points that a plan can reach under the contract's pins and caps, by metric, the mildest first, the maximum last.
 
-    They are the NUM_INSIDE strongest that are predicted to cost what guards allow, or fewer, one beyond, and the maximum.
-
-    Nothing without evidence; of latency nothing without times.
+    They are at most NUM_INSIDE, the strongest within the allowed KL, then one beyond, and the maximum.
+    There are none without evidence, and none of latency without times.
     """
     if profile.evidence is None or not profile.evidence.units:
         return ()
-    return tuple(point for metric in METRICS for point in _points(profile, goal, metric))
+    return tuple(point for metric in METRICS for point in _list_points(profile, goal, metric))
 
 
-def _points(profile: ModelProfile, goal: Goal, metric: Metric) -> list[Reached]:
-    found: list[Reached] = []
+def _list_points(profile: ModelProfile, goal: Goal, metric: Metric) -> list[Reached]:
+    points: list[Reached] = []
     try:
-        most = min(most_saving(_plan(goal, metric, 0.5), profile), MOST)
-        for share in SHARES if most > 0 else ():
-            found.append(_reached(profile, metric, dry_run(_plan(goal, metric, most * share), profile).cuts))
-            if found[-1].kl > allowed_kl(goal):
+        max_saving = min(most_saving(_plan_for(goal, metric, 0.5), profile), MAX_TARGET_SAVING)
+        for share in SHARES if max_saving > 0 else ():
+            points.append(_point(profile, metric, dry_run(_plan_for(goal, metric, max_saving * share), profile).cuts))
+            if points[-1].kl > allowed_kl(goal):
                 break
-        if most > 0:
-            found.append(_reached(profile, metric, dry_run(_plan(goal, metric, most), profile).cuts))
+        if max_saving > 0:
+            points.append(_point(profile, metric, dry_run(_plan_for(goal, metric, max_saving), profile).cuts))
     except PlanError:
-        # As without times: what is known by then is told.
+        # Latency without times, say: keep the points up to here.
         pass
-    inside = [point for point in found if point.kl <= allowed_kl(goal)]
-    told = [*inside[-NUM_INSIDE:], *(point for point in found if point not in inside)]
-    return list({point.cuts: point for point in told}.values())
+    inside = [point for point in points if point.kl <= allowed_kl(goal)]
+    selected = [*inside[-NUM_INSIDE:], *(point for point in points if point not in inside)]
+    return list({point.cuts: point for point in selected}.values())
 
 
-def _plan(goal: Goal, metric: Metric, saving: float) -> Plan:
+def _plan_for(goal: Goal, metric: Metric, saving: float) -> Plan:
     return Plan(pruning=goal.pins, caps=goal.caps, target=Target(metric=metric, saving=saving))
 
 
-def _reached(profile: ModelProfile, metric: Metric, cuts: Sequence[Cut]) -> Reached:
+def _point(profile: ModelProfile, metric: Metric, cuts: Sequence[Cut]) -> Reached:
     assert profile.evidence is not None, "a frontier is drawn from evidence"
     shares = {name: saved_share(cuts, profile, name) for name in METRICS}
     return Reached(
@@ -534,6 +533,6 @@ def _reached(profile: ModelProfile, metric: Metric, cuts: Sequence[Cut]) -> Reac
 
 
 def num_left_out(profile: ModelProfile) -> tuple[int, int]:
-    """Return how many widths the allocator never chooses as the latency table speaks against them, and how many there are."""
+    """Return how many widths the allocator never chooses, as the latency table has them no faster, and how many there are."""
     options = [option for row in profile.evidence.units for option in row.options] if profile.evidence else []
     return sum(not gains(option) for option in options), len(options)

@@ -1,4 +1,4 @@
-"""Digest: a profile and the attempts so far as text for a language model."""
+"""Digest: a profile and the attempts so far as text for the LLM."""
 
 import json
 import re
@@ -40,7 +40,7 @@ from profiling_agent.schemas import (
     nearest_option,
 )
 
-# A whole segment of a name: `layers.3`, but not `fc1`.
+# A number that is a whole segment of a name: `layers.3`, but not `fc1`.
 INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -57,7 +57,7 @@ class Group(Record):
 
 
 def pattern_for(names: Iterable[str]) -> str:
-    """Return the RE2 pattern that hits all of `names`, which differ in their numbers alone."""
+    """Return the RE2 pattern that matches all of `names`, which differ only in their numbers."""
     names = list(names)
     parts = INDEX.split(names[0])
     columns = zip(*(INDEX.findall(name) for name in names), strict=True)
@@ -69,7 +69,7 @@ def pattern_for(names: Iterable[str]) -> str:
     return pattern + "$"
 
 
-def _group(pattern: str, units: list[Unit], profile: ModelProfile) -> Group:
+def _make_group(pattern: str, units: list[Unit], profile: ModelProfile) -> Group:
     names = {name for unit in units for name in (*unit.members, unit.name)}
     rows = [row for row in profile.layers if row.name in names]
     latency_ms = sum(row.latency_ms for row in profile.layers) or 1.0
@@ -85,26 +85,26 @@ def _group(pattern: str, units: list[Unit], profile: ModelProfile) -> Group:
 
 
 def group_units(profile: ModelProfile) -> tuple[Group, ...]:
-    """Return the model's units folded into groups, largest share of MACs first."""
-    folded: defaultdict[tuple[UnitKind, str, int], list[Unit]] = defaultdict(list)
+    """Return the model's units in groups, largest share of MACs first."""
+    grouped: defaultdict[tuple[UnitKind, str, int], list[Unit]] = defaultdict(list)
     for unit in profile.units:
-        folded[unit.kind, INDEX.sub("#", unit.name), unit.width].append(unit)
-    groups = [_group(pattern_for(unit.name for unit in units), units, profile) for units in folded.values()]
+        grouped[unit.kind, INDEX.sub("#", unit.name), unit.width].append(unit)
+    groups = [_make_group(pattern_for(unit.name for unit in units), units, profile) for units in grouped.values()]
     return tuple(sorted(groups, key=lambda group: (-group.macs_share, group.pattern)))
 
 
 MAX_CHARACTERS = 8_200
-# Shares of a width that rows tell of, where there are such widths; what lies between costs something between.
-CUTS, HALF = (0.25, 0.5, 0.75), 0.5
-# A unit is told of by itself where it costs so many times more, or less, than the median of its group at half width.
-UNLIKE = 2.0
-# What a scheme can make int8.
+# Shares of a width that rows list, if there are such widths; those between cost something between.
+CUT_SHARES, HALF = (0.25, 0.5, 0.75), 0.5
+# A unit gets its own row if it costs so many times more, or less, than the median of its group at half width.
+OUTLIER_FACTOR = 2.0
+# Layers that a scheme can quantize to int8.
 QUANTIZED_KINDS = ("Linear", "Conv2d")
 MAX_OPERATORS, MAX_LAYERS = 6, 16
-# From this share of a pass on, launches bound a model on a GPU and not its kernels.
+# From this share of a pass on, launches limit a model on a GPU, not its kernels.
 LAUNCH_BOUND = 0.3
-# So many rows stay of sections that are shortened before others.
-FEW = 3
+# Rows that remain of sections that are shortened first.
+MIN_ROWS = 3
 GROUP_LEGEND = (
     "name of the group: pattern | kind | units x width | % of params, MACs, time in eager float32, time in the deployment that leads (what it computes "
     "between two layers counts with the first; ? where its runtime doesn't tell) | weights, activations of a batch | all of them cut by half: predicted KL "
@@ -119,7 +119,7 @@ LAYER_LEGEND = "name, # for a number | kind | how many | % of params, MACs, time
 
 
 def goal_text(goal: Goal) -> str:
-    """Return the contract in a sentence."""
+    """Return the contract in words."""
     terms = [
         f"lose at most {goal.max_accuracy_drop:.2%} of top-1",
         f"at least {goal.min_speedup:g} times as fast as the baseline",
@@ -131,18 +131,18 @@ def goal_text(goal: Goal) -> str:
 
 
 def group_rows(profile: ModelProfile, search: DeploymentSearch | None = None) -> tuple[str, ...]:
-    """Return a row for each group of units, as GROUP_LEGEND says, largest share of MACs first."""
+    """Return a row for each group of units, in the columns of GROUP_LEGEND, largest share of MACs first."""
     return tuple(f"{name}: {_group_row(group, profile, search)}" for name, group in named_groups(profile).items())
 
 
 def named_groups(profile: ModelProfile) -> dict[str, Group]:
-    """Return the groups by the names that prompts give them."""
+    """Return the groups by their names in prompts."""
     return {f"G{number}": group for number, group in enumerate(group_units(profile), start=1)}
 
 
 def _group_row(group: Group, profile: ModelProfile, search: DeploymentSearch | None) -> str:
-    held = {name for unit in group.units for name in (*unit.members, unit.name)}
-    layers = [row for row in profile.layers if row.name in held]
+    names = {name for unit in group.units for name in (*unit.members, unit.name)}
+    layers = [row for row in profile.layers if row.name in names]
     activations = sum(row.activation_bytes for row in layers)
     weights = sum(row.params for row in layers) * profile.parameter_bytes // max(profile.params, 1)
     parts = [
@@ -152,7 +152,7 @@ def _group_row(group: Group, profile: ModelProfile, search: DeploymentSearch | N
         f"{group.params_share:.1%}, {group.macs_share:.1%}, {group.latency_share:.1%}, {_leading_share(group, search)}",
         f"{_mb(weights)}, {_mb(activations)}",
     ]
-    cuts = [cut for unit in group.units if (cut := _cut(profile, unit, HALF))]
+    cuts = [cut for unit in group.units if (cut := _cut_near(profile, unit, HALF))]
     if not cuts or profile.evidence is None:
         return " | ".join((*parts, "no evidence"))
     shares = ", ".join(f"{saved_share(cuts, profile, metric):.1%}" for metric in METRICS)
@@ -160,7 +160,6 @@ def _group_row(group: Group, profile: ModelProfile, search: DeploymentSearch | N
 
 
 def _leading_share(group: Group, search: DeploymentSearch | None) -> str:
-    """Return the group's share of a pass in the deployment that leads; eager float32 leads where no other was chosen."""
     if search is None or search.chosen in (None, Deployment()):
         return f"{group.latency_share:.1%}"
     if not search.unit_times:
@@ -168,34 +167,33 @@ def _leading_share(group: Group, search: DeploymentSearch | None) -> str:
     return f"{sum(search.unit_times.get(unit.name, 0.0) for unit in group.units):.1%}"
 
 
-def _cut(profile: ModelProfile, unit: Unit, share: float) -> Cut | None:
-    """Return the cut of a unit that takes nearest to a share of it; None without evidence."""
-    row = _evidence(profile, unit.name)
+def _cut_near(profile: ModelProfile, unit: Unit, share: float) -> Cut | None:
+    row = _unit_evidence(profile, unit.name)
     if row is None:
         return None
-    return Cut(unit=unit, keep=_nearest(row, unit.width, share).keep, requested_ratio=share)
+    return Cut(unit=unit, keep=_nearest_width(row, unit.width, share).keep, requested_ratio=share)
 
 
-def _evidence(profile: ModelProfile, unit: str) -> UnitEvidence | None:
+def _unit_evidence(profile: ModelProfile, unit: str) -> UnitEvidence | None:
     row = profile.evidence.of(unit) if profile.evidence else None
     return row if row is not None and row.options else None
 
 
-def _nearest(row: UnitEvidence, width: int, cut: float) -> WidthOption:
+def _nearest_width(row: UnitEvidence, width: int, cut: float) -> WidthOption:
     return nearest_option(row.options, width, 1 - cut)
 
 
 def frontier_rows(profile: ModelProfile, goal: Goal) -> tuple[str, ...]:
-    """Return a row for each point that can be reached, as FRONTIER_LEGEND says, and last which widths are left out, and why."""
+    """Return a row for each reachable point, in the columns of FRONTIER_LEGEND, and last how many widths are left out, and why."""
     points = frontier(profile, goal)
     rows: list[str] = []
     seen: set[str] = set()
     for metric in METRICS:
-        own = list(dict.fromkeys(_point_text(point, profile) for point in points if point.metric == metric))
-        new = [text for text in own if text not in seen]
-        seen |= set(own)
-        rows += [f"{metric}{' (its maximum)' if text == own[-1] else ''} | {text}" for text in new]
-        rows += [f"{metric} | otherwise the points above are its own"] if len(new) < len(own) else []
+        texts = list(dict.fromkeys(_point_text(point, profile) for point in points if point.metric == metric))
+        new = [text for text in texts if text not in seen]
+        seen |= set(texts)
+        rows += [f"{metric}{' (its maximum)' if text == texts[-1] else ''} | {text}" for text in new]
+        rows += [f"{metric} | otherwise the points above are its own"] if len(new) < len(texts) else []
     left_out, num_widths = num_left_out(profile)
     if rows and left_out:
         rows.append(
@@ -211,19 +209,19 @@ def _point_text(point: Reached, profile: ModelProfile) -> str:
 
 
 def widths_text(cuts: Sequence[Cut], profile: ModelProfile) -> str:
-    """Return which share of their width the units of each group keep, least to most; groups that stay whole are left out."""
+    """Return the shares of their width that each group's units keep, least to most; whole groups are left out."""
     keeps = {cut.unit.name: cut.keep / cut.unit.width for cut in cuts}
-    told: list[str] = []
+    parts: list[str] = []
     for name, group in named_groups(profile).items():
         shares = [keeps.get(unit.name, 1.0) for unit in group.units]
         if min(shares) < 1:
             spread = f"{min(shares):.0%}" if min(shares) == max(shares) else f"{min(shares):.0%} to {max(shares):.0%}"
-            told.append(f"{name} {spread}")
-    return ", ".join(told) or "all whole"
+            parts.append(f"{name} {spread}")
+    return ", ".join(parts) or "all whole"
 
 
 def operator_rows(profile: ModelProfile) -> tuple[str, ...]:
-    """Return a row for each operator that takes most of a pass, as OPERATOR_LEGEND says."""
+    """Return a row for each operator that takes most of a pass, in the columns of OPERATOR_LEGEND."""
     whole = sum(row.time_ms for row in profile.operators) or 1.0
     heaviest = sorted(profile.operators, key=lambda row: -row.time_ms)[:MAX_OPERATORS]
     share = profile.launch_bound_share
@@ -236,7 +234,7 @@ def operator_rows(profile: ModelProfile) -> tuple[str, ...]:
 
 
 def launch_text(share: float, name: str) -> str:
-    """Return in words what the launch-bound share of a model on a GPU calls for."""
+    """Return advice in words for the launch-bound share of a model on a GPU."""
     if share >= LAUNCH_BOUND:
         remedy = "capturing it in CUDA graphs, or larger batches, saves that; pruning hardly shortens it"
     else:
@@ -245,20 +243,20 @@ def launch_text(share: float, name: str) -> str:
 
 
 def layer_rows(profile: ModelProfile) -> tuple[str, ...]:
-    """Return a row for each kind of linear layer and convolution, repeated ones as one, as LAYER_LEGEND says; the largest first."""
-    folded: dict[tuple[str, str], list[LayerProfile]] = {}
+    """Return a row for each group of linear layers or convolutions, in the columns of LAYER_LEGEND, the largest first."""
+    by_kind: dict[tuple[str, str], list[LayerProfile]] = {}
     for row in profile.layers:
         if row.kind in QUANTIZED_KINDS:
-            folded.setdefault((INDEX.sub("#", row.name), row.kind), []).append(row)
+            by_kind.setdefault((INDEX.sub("#", row.name), row.kind), []).append(row)
     time_ms = sum(row.latency_ms for row in profile.layers) or 1.0
-    told = sorted(folded.items(), key=lambda item: -sum(row.params for row in item[1]))
+    kinds = sorted(by_kind.items(), key=lambda item: -sum(row.params for row in item[1]))
     rows = [
         f"{quoted(name)} | {kind} | {len(rows)} | {sum(row.params for row in rows) / profile.params:.1%}, "
         f"{sum(row.macs for row in rows) / max(profile.macs, 1):.1%}, {sum(row.latency_ms for row in rows) / time_ms:.1%}"
-        for (name, kind), rows in told[:MAX_LAYERS]
+        for (name, kind), rows in kinds[:MAX_LAYERS]
     ]
-    more = [f"({len(told) - MAX_LAYERS} more kinds of layers, smaller than these)"] if len(told) > MAX_LAYERS else []
-    return (*rows, *more)
+    rest = [f"({len(kinds) - MAX_LAYERS} more kinds of layers, smaller than these)"] if len(kinds) > MAX_LAYERS else []
+    return (*rows, *rest)
 
 
 def _mb(num_bytes: int) -> str:
@@ -266,132 +264,134 @@ def _mb(num_bytes: int) -> str:
 
 
 def unit_rows(profile: ModelProfile) -> tuple[str, ...]:
-    """Return a row for each unit that is unlike its group, as UNIT_LEGEND says, the most unlike first."""
-    found: list[tuple[float, str]] = []
+    """Return a row for each unit that is unlike its group, in the columns of UNIT_LEGEND, the most unlike first."""
+    ranked: list[tuple[float, str]] = []
     for group in group_units(profile):
-        rows = {unit.name: row for unit in group.units if (row := _evidence(profile, unit.name))}
-        halves = {name: _nearest(row, group.width, 0.5).kl for name, row in rows.items()}
+        rows = {unit.name: row for unit in group.units if (row := _unit_evidence(profile, unit.name))}
+        halves = {name: _nearest_width(row, group.width, 0.5).kl for name, row in rows.items()}
         if len(halves) < 3:
             continue
         median = max(statistics.median(halves.values()), 1e-9)
         for name, kl in halves.items():
             factor = max(kl / median, median / max(kl, 1e-9))
-            if factor >= UNLIKE:
-                told = ", ".join(f"{_nearest(rows[name], group.width, cut).kl:.2g}" for cut in CUTS)
-                found.append((factor, f"{quoted(name)} | {told} | {median:.2g}"))
-    return tuple(row for _, row in sorted(found, key=lambda pair: (-pair[0], pair[1])))
+            if factor >= OUTLIER_FACTOR:
+                kls = ", ".join(f"{_nearest_width(rows[name], group.width, cut).kl:.2g}" for cut in CUT_SHARES)
+                ranked.append((factor, f"{quoted(name)} | {kls} | {median:.2g}"))
+    return tuple(row for _, row in sorted(ranked, key=lambda pair: (-pair[0], pair[1])))
 
 
 def demand_rows(goal: Goal) -> str:
-    """Return what a person has fixed for every plan, as the JSON of a plan; nothing where nothing is."""
+    """Return the user's pins and caps as the JSON of a plan, or nothing."""
     if not goal.pins and not goal.caps:
         return ""
     return f"What the user demands of every plan, and will be in yours: {plan_text(Plan(pruning=goal.pins, caps=goal.caps))}\n"
 
 
 def plan_text(plan: Plan) -> str:
-    """Return a plan as the JSON that would make it again, without its justifications."""
-    found = plan.model_dump(mode="json", exclude_none=True)
-    # An empty `quantization` is an answer (float32), an empty list of anything else is not.
-    found = {name: value for name, value in found.items() if value or name == "quantization"}
-    for recommendation in (*found.get("pruning", ()), *found.get("quantization", ()), found.get("target", {})):
+    """Return a plan as the JSON that would make it again, without justifications."""
+    fields = plan.model_dump(mode="json", exclude_none=True)
+    # An empty `quantization` means float32; any other empty list means nothing.
+    fields = {name: value for name, value in fields.items() if value or name == "quantization"}
+    for recommendation in (*fields.get("pruning", ()), *fields.get("quantization", ()), fields.get("target", {})):
         recommendation.pop("justification", None)
-    return json.dumps(found, ensure_ascii=True)
+    return json.dumps(fields, ensure_ascii=True)
 
 
 def shortened(
     sections: Mapping[str, Sequence[str]], max_characters: int = MAX_CHARACTERS, spare: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return each section's rows as text, the last rows of the longest left out, and that said, until all fit together.
+    """Return each section's rows as text; the longest lose their last rows, which are counted, until all fit together.
 
-    Rows are expected with the most useful first. Those of `spare` sections go first, until each has few.
+    Rows come with the most useful first. `spare` sections are shortened first, down to MIN_ROWS rows each.
     """
-    kept = {name: list(rows) for name, rows in sections.items()}
-    while sum(len(_section(kept[name], sections[name])) for name in kept) > max_characters:
-        long = [name for name in kept if name in spare and len(kept[name]) > FEW] or list(kept)
-        longest = max(long, key=lambda name: sum(map(len, kept[name])))
-        if len(kept[longest]) <= 1:
+    shown = {name: list(rows) for name, rows in sections.items()}
+    while sum(len(_section(shown[name], sections[name])) for name in shown) > max_characters:
+        candidates = [name for name in shown if name in spare and len(shown[name]) > MIN_ROWS] or list(shown)
+        longest = max(candidates, key=lambda name: sum(map(len, shown[name])))
+        if len(shown[longest]) <= 1:
             break
-        kept[longest].pop()
-    return {name: _section(rows, sections[name]) for name, rows in kept.items()}
+        shown[longest].pop()
+    return {name: _section(rows, sections[name]) for name, rows in shown.items()}
 
 
-def _section(kept: Sequence[str], rows: Sequence[str]) -> str:
-    gone = len(rows) - len(kept)
-    lines = [*kept, *([f"({gone} more rows were left out, to be short)"] if gone else [])]
+def _section(shown: Sequence[str], rows: Sequence[str]) -> str:
+    num_dropped = len(rows) - len(shown)
+    lines = [*shown, *([f"({num_dropped} more rows were left out, to be short)"] if num_dropped else [])]
     return "\n".join(lines) or "(nothing)"
 
 
-# A person's words on a plan; older ones are a handful of plans ago.
+# Characters of a user's reason, and the number of latest rejections.
 MAX_REASON, MAX_REJECTIONS = 1000, 4
-MAX_DEAR = 3
-# Why a deployment went no further begins with the reason.
-MAX_END = 100
+MAX_COSTLY_LAYERS = 3
+# Characters of a deployment's failure, which begins with the reason.
+MAX_FAILURE = 100
 DEPLOYMENT_LEGEND = "deployment | times as fast as the baseline | % of its bytes | KL | top-1 lost | how it ended"
 
 
 def attempt_rows(journal: Journal, profile: ModelProfile) -> tuple[str, ...]:
-    """Return each attempt as its plan, what it was predicted and what it was measured to do, and what came of it."""
+    """Return each attempt: its plan, predicted and measured effects, and outcome."""
     return tuple(_attempt_row(attempt, journal, profile) for attempt in journal.attempts)
 
 
 def _attempt_row(attempt: Attempt, journal: Journal, profile: ModelProfile) -> str:
     origin, dry = attempt.origin, attempt.dry_run
-    by = f" (by {quoted(origin.by)}{f', as: {quoted(origin.note)}' if origin.note else ''})"
-    done = [
+    author = f" (by {quoted(origin.by)}{f', as: {quoted(origin.note)}' if origin.note else ''})"
+    changes = [
         *(f"left out: {quoted(part)}" for part in origin.dropped),
         *([quoted(origin.cut_back)] if origin.cut_back else []),
     ]
     lines = [
-        f"attempt {attempt.number}{by}: {plan_text(attempt.plan)}",
-        *(f"  before it was applied, {line}" for line in done),
+        f"attempt {attempt.number}{author}: {plan_text(attempt.plan)}",
+        *(f"  before it was applied, {line}" for line in changes),
     ]
-    known = journal if journal.is_as_leading(attempt) else None
-    lines.append(f"  predicted: {predicted_text(dry, profile, known)}" if dry else "  nothing could be predicted")
-    lines.append(f"  measured: {_measured(attempt, journal)}")
+    size_journal = journal if journal.is_as_leading(attempt) else None
+    lines.append(
+        f"  predicted: {predicted_text(dry, profile, size_journal)}" if dry else "  nothing could be predicted"
+    )
+    lines.append(f"  measured: {_measured_text(attempt, journal)}")
     lines.append(f"  {'accepted' if attempt.accepted else 'refused'}: {quoted(attempt.reason)}")
     return "\n".join(lines)
 
 
 def predicted_text(dry: DryRun, profile: ModelProfile, journal: Journal | None = None) -> str:
-    """Return what a dry run says, with the widths by group, and with the bytes where it would be deployed in what leads in the journal."""
-    told = f"params {1 - dry.params / profile.params:.1%} less, MACs {1 - dry.macs / max(profile.macs, 1):.1%} less"
+    """Return a dry run in words, with widths by group, and with a journal the bytes in its leading deployment."""
+    text = f"params {1 - dry.params / profile.params:.1%} less, MACs {1 - dry.macs / max(profile.macs, 1):.1%} less"
     if journal is not None:
         search, whole = journal.deployment_search, journal.baseline.footprint.size_bytes
-        made = search.of(search.chosen).deployed if search and search.chosen else None
-        leading = made.model.size_bytes / whole if made else 1.0
-        told += f", about {leading * dry.params / profile.params:.1%} of the baseline's bytes as deployed"
+        deployed = search.of(search.chosen).deployed if search and search.chosen else None
+        size_ratio = deployed.model.size_bytes / whole if deployed else 1.0
+        text += f", about {size_ratio * dry.params / profile.params:.1%} of the baseline's bytes as deployed"
     if dry.kl is not None:
-        few, many = sorted(dry.kl / nats / 100 for nats in NATS_A_POINT)
-        told += f", KL {dry.kl:.2g} (about {few:.2%} to {many:.2%} of top-1)"
-    told += f", time {dry.latency_saved:.1%} less" if dry.latency_saved is not None else ""
-    return f"{told}; kept: {widths_text(dry.cuts, profile)}"
+        low, high = sorted(dry.kl / nats / 100 for nats in NATS_A_POINT)
+        text += f", KL {dry.kl:.2g} (about {low:.2%} to {high:.2%} of top-1)"
+    text += f", time {dry.latency_saved:.1%} less" if dry.latency_saved is not None else ""
+    return f"{text}; kept: {widths_text(dry.cuts, profile)}"
 
 
-def _measured(attempt: Attempt, journal: Journal) -> str:
-    told = [f"KL {attempt.calibration_kl:.2g}"] if attempt.calibration_kl is not None else []
+def _measured_text(attempt: Attempt, journal: Journal) -> str:
+    parts = [f"KL {attempt.calibration_kl:.2g}"] if attempt.calibration_kl is not None else []
     if attempt.deployed is not None:
         drop, size = (
             attempt.deployed.drop,
             attempt.deployed.footprint.size_bytes / journal.baseline.footprint.size_bytes,
         )
-        told += (
+        parts += (
             [f"top-1 lost {drop.drop:.2%} [{drop.low:.2%}, {drop.high:.2%}] of {drop.num_images} images"]
             if drop
             else []
         )
-        told += [f"{size:.1%} of the bytes", f"deployed in {attempt.deployed.deployment.name}"]
-    if raced := attempt.race_result:
-        told += [f"{_speed(raced)} times as fast as the baseline"]
-    return ", ".join(told) or "nothing"
+        parts += [f"{size:.1%} of the bytes", f"deployed in {attempt.deployed.deployment.name}"]
+    if race := attempt.race_result:
+        parts += [f"{_speed_text(race)} times as fast as the baseline"]
+    return ", ".join(parts) or "nothing"
 
 
-def _speed(raced: RaceResult) -> str:
-    return f"{raced.speedup:.2f} [{raced.speedup_low:.2f}, {raced.speedup_high:.2f}]"
+def _speed_text(result: RaceResult) -> str:
+    return f"{result.speedup:.2f} [{result.speedup_low:.2f}, {result.speedup_high:.2f}]"
 
 
 def kl_so_far(journal: Journal) -> str:
-    """Return what the attempts so far say of predicted and measured KL, and of how much is accepted; nothing before there are any."""
+    """Return how measured KL compares with predicted KL so far, and how much was accepted; nothing before any attempt."""
     pairs = [
         (row.dry_run.kl, row.calibration_kl, row.accepted)
         for row in journal.attempts
@@ -400,41 +400,41 @@ def kl_so_far(journal: Journal) -> str:
     if not pairs:
         return ""
     ratios = [measured / predicted for predicted, measured, _ in pairs]
-    said = f"So far the measured KL was {min(ratios):.2g} to {max(ratios):.2g} times the predicted one"
-    for accepted, which, edge in ((True, "largest accepted", max), (False, "smallest refused", min)):
-        found = [measured for _, measured, was in pairs if was is accepted]
-        said += f", the {which} {edge(found):.2g} nats" if found else ""
-    return f"{said}.\n"
+    text = f"So far the measured KL was {min(ratios):.2g} to {max(ratios):.2g} times the predicted one"
+    for accepted, label, extreme in ((True, "largest accepted", max), (False, "smallest refused", min)):
+        kls = [measured for _, measured, outcome in pairs if outcome is accepted]
+        text += f", the {label} {extreme(kls):.2g} nats" if kls else ""
+    return f"{text}.\n"
 
 
 def deployment_rows(search: DeploymentSearch | None, baseline: Evaluation) -> tuple[str, ...]:
-    """Return a row for each deployment that the unpruned model was tried in, as DEPLOYMENT_LEGEND says, the one that leads first."""
+    """Return a row for each deployment of the unpruned model, in the columns of DEPLOYMENT_LEGEND, the leading one first."""
     if search is None:
         return ()
-    tried = sorted(search.options, key=lambda option: option.deployment != search.chosen)
-    return tuple(_deployment_row(option, baseline, leads=option.deployment == search.chosen) for option in tried)
+    options = sorted(search.options, key=lambda option: option.deployment != search.chosen)
+    return tuple(_deployment_row(option, baseline, leads=option.deployment == search.chosen) for option in options)
 
 
 def _deployment_row(option: DeploymentOption, baseline: Evaluation, *, leads: bool) -> str:
-    raced, made, drop = option.race_result, option.deployed, option.evaluation.drop if option.evaluation else None
+    race, deployed, drop = option.race_result, option.deployed, option.evaluation.drop if option.evaluation else None
     parts = [
         f"{option.deployment.name}{' (leads)' if leads else ''}",
-        _speed(raced) if raced else "not timed",
-        f"{made.model.size_bytes / baseline.footprint.size_bytes:.1%}" if made else "not made",
-        f"{made.kl:.2g}" if made else "",
+        _speed_text(race) if race else "not timed",
+        f"{deployed.model.size_bytes / baseline.footprint.size_bytes:.1%}" if deployed else "not made",
+        f"{deployed.kl:.2g}" if deployed else "",
         f"{drop.drop:.2%} [{drop.low:.2%}, {drop.high:.2%}] of {drop.num_images} images" if drop else "not measured",
-        _end(option),
+        _outcome_text(option),
     ]
-    dear = sorted(option.tuned.layers, key=lambda row: -row.kl)[:MAX_DEAR] if leads and option.tuned else []
-    told = [f"{quoted(row.layer)} {row.kl:.2g} ({_layer_shares(row)})" for row in dear]
+    costly = sorted(option.tuned.layers, key=lambda row: -row.kl)[:MAX_COSTLY_LAYERS] if leads and option.tuned else []
+    layers = [f"{quoted(row.layer)} {row.kl:.2g} ({_layer_shares(row)})" for row in costly]
     return " | ".join(parts) + (
-        f"\n  of its layers these cost most KL, each alone in int8: {', '.join(told)}" if told else ""
+        f"\n  of its layers these cost most KL, each alone in int8: {', '.join(layers)}" if layers else ""
     )
 
 
-def _end(option: DeploymentOption) -> str:
+def _outcome_text(option: DeploymentOption) -> str:
     if option.evaluation is None:
-        return quoted(option.reason, MAX_END)
+        return quoted(option.reason, MAX_FAILURE)
     return "keeps the accuracy" if option.keeps_accuracy else "may keep it" if option.is_doubtful else "loses too much"
 
 
@@ -444,9 +444,9 @@ def _layer_shares(row: LayerCost) -> str:
 
 
 def rejection_rows(rejected: Sequence[Decided]) -> str:
-    """Return the last plans that a person rejected, the newest first, with the reasons; nothing where none was."""
+    """Return the last plans that the user rejected, the newest first, with the reasons; nothing if there are none."""
     if not rejected:
         return ""
     rows = [f"{plan_text(row.plan)}\n  because: {quoted(row.answer.reason, MAX_REASON)}" for row in rejected]
-    told = "\n".join(reversed(rows[-MAX_REJECTIONS:]))
-    return f"Plans that the user rejected before they were measured, the newest first:\n{told}\n"
+    text = "\n".join(reversed(rows[-MAX_REJECTIONS:]))
+    return f"Plans that the user rejected before they were measured, the newest first:\n{text}\n"

@@ -60,14 +60,14 @@ MAX_UNITS, MAX_WIDTHS = 12, 60
 
 
 def evidence_tools(profile: ModelProfile, goal: Goal, journal: Journal | None = None) -> tuple[Tool, ...]:
-    """Return the functions, bound to one profile and what was tried of it; each answers in words, whatever it is asked."""
-    known = _Known(profile, goal, journal.attempts if journal else ())
-    return (known.details, known.try_plan, known.sensitivity, known.refusal)
+    """Return the tools for one profile and its attempts; each returns text for any arguments."""
+    tools = _EvidenceTools(profile, goal, journal.attempts if journal else ())
+    return (tools.details, tools.try_plan, tools.sensitivity, tools.refusal)
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What is known of one model."""
+class _EvidenceTools:
+    """Tools that the LLM may call on one model; it is sent the methods' docstrings."""
 
     profile: ModelProfile
     goal: Goal
@@ -82,38 +82,38 @@ class _Known:
             names = matching_names(pattern, [unit.name for unit in self.profile.units])
         except PlanError as error:
             return str(error)
-        hits = [unit for unit in self.profile.units if unit.name in names]
-        told = [_told(unit, self.profile) for unit in hits[:MAX_UNITS]]
-        more = [f"({len(hits) - MAX_UNITS} more)"] if len(hits) > MAX_UNITS else []
-        return "\n".join((*told, *more)) or f"the pattern {pattern!r} hits no unit"
+        units = [unit for unit in self.profile.units if unit.name in names]
+        lines = [_format_unit(unit, self.profile) for unit in units[:MAX_UNITS]]
+        more = [f"({len(units) - MAX_UNITS} more)"] if len(units) > MAX_UNITS else []
+        return "\n".join((*lines, *more)) or f"the pattern {pattern!r} hits no unit"
 
     def try_plan(self, plan: str) -> str:
         """Return what a plan would cut, save and cost by the evidence; `plan` is a JSON object in the answer's form."""
         try:
-            asked = parse_plan(plan.encode(errors="replace"))
+            requested = parse_plan(plan.encode(errors="replace"))
         except DocumentError as error:
             return f"that is no plan: {error}"
-        found = guard(asked, self.profile, self.goal)
-        wrong = "; ".join((*found.dropped, *([found.cut_back] if found.cut_back else [])))
-        if found.dry_run is None or not found.dry_run.cuts:
-            return f"nothing would be cut: {wrong or 'name layers, or a target'}"
-        cut = f"{len(found.dry_run.cuts)} of {len(self.profile.units)} units are cut"
-        return f"{cut}, {predicted_text(found.dry_run, self.profile)}" + (f"; but {wrong}" if wrong else "")
+        guarded = guard(requested, self.profile, self.goal)
+        problems = "; ".join((*guarded.dropped, *([guarded.cut_back] if guarded.cut_back else [])))
+        if guarded.dry_run is None or not guarded.dry_run.cuts:
+            return f"nothing would be cut: {problems or 'name layers, or a target'}"
+        cut = f"{len(guarded.dry_run.cuts)} of {len(self.profile.units)} units are cut"
+        return f"{cut}, {predicted_text(guarded.dry_run, self.profile)}" + (f"; but {problems}" if problems else "")
 
     def sensitivity(self, unit: str, keep: int) -> str:
         """Return what it costs and saves to keep so many channels or heads of one unit, named in full, all others whole."""
         row = self.profile.evidence.of(unit) if self.profile.evidence else None
         if row is None or not row.options:
             return f"there is no evidence on a unit {quoted(unit)}"
-        option = min(row.options, key=lambda found: abs(found.keep - keep))
-        said = (
+        option = min(row.options, key=lambda candidate: abs(candidate.keep - keep))
+        text = (
             f"{quoted(unit)} kept at {option.keep}: KL {option.kl:.2g} nats ({'measured' if option.measured else 'interpolated'}), "
             f"{option.params_saved} params and {option.macs_saved} MACs go"
         )
         if option.latency_saved_ms is not None:
-            said += f", {option.latency_saved_ms:.3g} ms of a batch in eager float32"
-            said += "" if gains(option) else " (it isn't faster, so that no target chooses it)"
-        return said + ("" if option.keep == keep else f"; {keep} is no width that it can be cut to")
+            text += f", {option.latency_saved_ms:.3g} ms of a batch in eager float32"
+            text += "" if gains(option) else " (it isn't faster, so that no target chooses it)"
+        return text + ("" if option.keep == keep else f"; {keep} is no width that it can be cut to")
 
     def refusal(self, attempt: int) -> str:
         """Return why an attempt, by its number, was refused or accepted, and every width that it kept."""
@@ -121,12 +121,12 @@ class _Known:
         if row is None:
             return f"there was no attempt {attempt}: {len(self.attempts)} were measured"
         widths = row.dry_run.widths if row.dry_run else ()
-        told = ", ".join(f"{quoted(name)} {keep}" for name, keep in widths[:MAX_WIDTHS])
+        shown = ", ".join(f"{quoted(name)} {keep}" for name, keep in widths[:MAX_WIDTHS])
         more = f" and {len(widths) - MAX_WIDTHS} more" if len(widths) > MAX_WIDTHS else ""
-        return f"{'accepted' if row.accepted else 'refused'}: {quoted(row.reason)}; kept: {told or 'everything'}{more}"
+        return f"{'accepted' if row.accepted else 'refused'}: {quoted(row.reason)}; kept: {shown or 'everything'}{more}"
 
 
-def _told(unit: Unit, profile: ModelProfile) -> str:
+def _format_unit(unit: Unit, profile: ModelProfile) -> str:
     row = profile.evidence.of(unit.name) if profile.evidence else None
     if row is None or not row.options:
         return f"{quoted(unit.name)}: {unit.kind}, width {unit.width}, no evidence"
@@ -138,10 +138,10 @@ def _told(unit: Unit, profile: ModelProfile) -> str:
 
 
 MAX_RECOMMENDATIONS = 40
-# Shortened once more for a model that can read no more than this.
+# Characters of evidence for an LLM with a short context.
 SHORT_CHARACTERS = 5_000
-# What a plan can do without best.
-SPARE = ("units", "operators", "layers")
+# Sections that are shortened first.
+SPARE_SECTIONS = ("units", "operators", "layers")
 
 
 class PlanAnswer(Record):
@@ -159,15 +159,15 @@ class PlanAnswer(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_the_paper_has_it(cls, document: Any) -> Any:
-        found = in_arrays(document)
-        # The paper's answers have a justification of each part and no reason of the whole.
-        is_the_papers = isinstance(found, dict) and bool({PRUNING[1], QUANTIZATION[1]} & set(found))
-        return {"reason": "", **found} if is_the_papers else found
+    def _accept_paper_format(cls, document: Any) -> Any:
+        fields = in_arrays(document)
+        # The paper's answers justify each part, and have no reason for the whole.
+        is_from_paper = isinstance(fields, dict) and bool({PRUNING[1], QUANTIZATION[1]} & set(fields))
+        return {"reason": "", **fields} if is_from_paper else fields
 
     @property
     def plan(self) -> Plan:
-        """Return the plan alone."""
+        """Return the plan without its reason."""
         return Plan(pruning=self.pruning, target=self.target, caps=self.caps, quantization=self.quantization)
 
 
@@ -182,7 +182,7 @@ class Setting:
     """The machine and the rules of a plan, for the prompt.
 
     `schemes` are the runtimes and schemes that a plan may name, `rule` is when an attempt is accepted, `admission` is which
-    plans are measured. `undeployable` returns why no runtime can do what a plan asks of quantization, or None.
+    plans are measured. `undeployable` returns why no runtime supports a plan's quantization, or None.
     """
 
     machine: str = "this one"
@@ -197,7 +197,7 @@ UNKNOWN = Setting()
 
 @dataclass(frozen=True)
 class Advised:
-    """The answer of a language model: a guarded plan, None for the advice to stop, and the objection to measuring it."""
+    """The LLM's answer: a guarded plan, or None for the advice to stop, and the objection to measuring it."""
 
     guarded: Guarded | None
     objection: str | None
@@ -215,29 +215,29 @@ def ask_for_plan(
     *,
     may_stop: bool,
 ) -> Advised:
-    """Return a plan, checked once; `question` takes the most characters of evidence.
+    """Return a checked plan; `question` takes the maximum of characters of evidence.
 
     Raises:
         AdvisorError: no valid answer came.
     """
     guarded: Guarded | None = None
-    objected: str | None = None
+    current_objection: str | None = None
 
     def check(answer: PlanAnswer) -> str | None:
-        nonlocal guarded, objected
+        nonlocal guarded, current_objection
         if isinstance(answer, NextAnswer) and answer.stop:
-            guarded, objected = None, None
+            guarded, current_objection = None, None
             return None
         guarded = guard(answer.plan, profile, goal)
-        objected = objection(guarded)
-        return guarded.complaint or objected
+        current_objection = objection(guarded)
+        return guarded.complaint or current_objection
 
     answer_type, tools = NextAnswer if may_stop else PlanAnswer, evidence_tools(profile, goal, journal)
     try:
         advice = advisor.ask(question(MAX_CHARACTERS), answer_type, check=check, tools=tools)
     except ContextTooLongError:
         advice = advisor.ask(question(SHORT_CHARACTERS), answer_type, check=check, tools=tools)
-    return Advised(guarded, objected, advice.value.reason, advice.repairs)
+    return Advised(guarded, current_objection, advice.value.reason, advice.repairs)
 
 
 def plan_question(
@@ -260,9 +260,9 @@ def plan_question(
         "operators": operator_rows(profile),
         "layers": layer_rows(profile),
     }
-    agent, more = "analysis", dict[str, object]()
+    agent, extra = "analysis", dict[str, object]()
     if attempts_left is not None and journal is not None:
-        agent, more = "iterative_pruning", {"attempts_left": attempts_left, "kl_so_far": kl_so_far(journal)}
+        agent, extra = "iterative_pruning", {"attempts_left": attempts_left, "kl_so_far": kl_so_far(journal)}
         sections = {"attempts": tuple(reversed(attempt_rows(journal, profile))), **sections}
     form = render("plan_form", schemes=", ".join(setting.schemes) or "none, leave it null")
     evidence = render(
@@ -284,25 +284,24 @@ def plan_question(
         layer_legend=LAYER_LEGEND,
         rules=_rules_text(rules, profile, journal) if rules else "to stop",
         rejected=rejection_rows(journal.rejected if journal else ()),
-        **shortened(sections, max_characters, SPARE),
-        **more,
+        **shortened(sections, max_characters, SPARE_SECTIONS),
+        **extra,
     )
     instructions = render(f"{agent}_role", form=form, examples=render(f"{agent}_examples"))
     return Question(agent=agent, instructions=instructions, evidence=evidence)
 
 
 def _rules_text(plan: Plan, profile: ModelProfile, journal: Journal | None) -> str:
-    """Return the rules' plan with its dry run."""
     try:
         dry = dry_run(plan, profile)
     except PlanError as error:
         return f"{plan_text(plan)}\n  which can't be made: {quoted(str(error))}"
-    known = journal if plan.quantization is None else None
-    return f"{plan_text(plan)}\n  predicted: {predicted_text(dry, profile, known)}"
+    size_journal = journal if plan.quantization is None else None
+    return f"{plan_text(plan)}\n  predicted: {predicted_text(dry, profile, size_journal)}"
 
 
-# Settings are numbers and short lists; nothing longer says anything about a shape.
-MAX_LINES, MAX_ROW = 80, 500
+# Lines, and characters of each: settings are numbers and short lists, and longer ones don't describe a shape.
+MAX_LINES, MAX_LINE_LENGTH = 80, 500
 Accepted = TypeVar("Accepted")
 
 
@@ -316,7 +315,7 @@ class ShapeAnswer(Record):
 
 
 def advised_shape(advisor: LanguageModel, facts: ShapeFacts, accept: Callable[[InputSpec], Accepted]) -> Accepted:
-    """Return what `accept` makes of the shape that the language model names; it is told why one is refused.
+    """Return `accept`'s result for the LLM's shape; the reason of a refusal goes back to the LLM.
 
     Raises:
         AdvisorError: no valid answer came.
@@ -325,7 +324,7 @@ def advised_shape(advisor: LanguageModel, facts: ShapeFacts, accept: Callable[[I
     accepted: dict[InputSpec, Accepted] = {}
 
     def check(answer: ShapeAnswer) -> str | None:
-        spec = _spec(answer, advisor.name)
+        spec = _input_spec(answer, advisor.name)
         try:
             accepted[spec] = accept(spec)
         except ShapeUnresolvedError as error:
@@ -335,21 +334,21 @@ def advised_shape(advisor: LanguageModel, facts: ShapeFacts, accept: Callable[[I
     advice = advisor.ask(shape_question(facts), ShapeAnswer, check=check)
     if advice.complaint is not None:
         raise ShapeUnresolvedError(f"{advisor.name}: {advice.complaint}")
-    return accepted[_spec(advice.value, advisor.name)]
+    return accepted[_input_spec(advice.value, advisor.name)]
 
 
 def shape_question(facts: ShapeFacts) -> Question:
-    """Return what the input shape resolver asks."""
+    """Return the question of the input shape resolver."""
     return Question(
         agent="input_shape_resolver",
         instructions=render("input_shape_resolver_role"),
-        evidence=render("input_shape_resolver", config=_lines(facts.settings), rules=_lines(facts.findings)),
+        evidence=render("input_shape_resolver", config=_bullets(facts.settings), rules=_bullets(facts.findings)),
     )
 
 
-def _spec(answer: ShapeAnswer, name: str) -> InputSpec:
+def _input_spec(answer: ShapeAnswer, name: str) -> InputSpec:
     return InputSpec(channels=answer.channels, height=answer.height, width=answer.width, source=name)
 
 
-def _lines(rows: tuple[str, ...]) -> str:
-    return "\n".join(f"- {quoted(row, MAX_ROW)}" for row in rows[:MAX_LINES]) or "- (nothing)"
+def _bullets(rows: tuple[str, ...]) -> str:
+    return "\n".join(f"- {quoted(row, MAX_LINE_LENGTH)}" for row in rows[:MAX_LINES]) or "- (nothing)"

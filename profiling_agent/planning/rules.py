@@ -1,4 +1,4 @@
-"""Built-in rules and plan files: a plan from the profile or from the user, with no language model."""
+"""Built-in rules and plan files: a plan from the profile or from the user, without the LLM."""
 
 import json
 from typing import Literal
@@ -21,9 +21,9 @@ from profiling_agent.schemas import (
 
 
 def parse_plan(text: bytes, *, strict: bool | None = None, quotes: bool = True) -> Plan:
-    """Return the plan that a text holds: a JSON object of ours, or the paper's Figure 4, in arrays or as it is printed; DocumentError where it holds none.
+    """Return the plan in a text: our JSON object, or the paper's Figure 4, in arrays or as printed; DocumentError if there is none.
 
-    What is wrong is quoted only if it `quotes`, and only of a JSON object.
+    The error quotes the text only with `quotes`, and only if it is a JSON object.
     """
     try:
         document = parse_json(unprinted(text.decode("utf-8")))
@@ -35,10 +35,10 @@ def parse_plan(text: bytes, *, strict: bool | None = None, quotes: bool = True) 
 
 
 def read_plan(path: str, *, quotes: bool = True) -> Plan:
-    """Return the plan in a JSON file, as `parse_plan` reads it; PlanError where it is none.
+    """Return the plan in a JSON file, as `parse_plan` reads it; PlanError if it is none.
 
-    What is wrong in it is quoted only if it `quotes`, for whoever may read the file, and only of a JSON object: whatever
-    else a path leads to was never meant as a plan.
+    The error quotes the file only with `quotes`, for a caller who may read it, and only if it is a JSON object: any other
+    file was never meant as a plan.
     """
     try:
         plan = parse_plan(expanded(path).read_bytes(), strict=True, quotes=quotes)
@@ -46,21 +46,21 @@ def read_plan(path: str, *, quotes: bool = True) -> Plan:
         raise PlanError(f"plan file {path!r} can't be read ({error.strerror}): check the path") from error
     except DocumentError as error:
         raise PlanError(f"plan file {path!r} is no valid plan: {error}") from error
-    for recommended in (*(plan.pruning or ()), *(plan.quantization or ())):
-        # Minutes before a model is there to look for it in.
-        matching_names(recommended.layer, ())
+    for recommendation in (*(plan.pruning or ()), *(plan.quantization or ())):
+        # Reject a bad pattern now, minutes before there is a model to match.
+        matching_names(recommendation.layer, ())
     return plan
 
 
-# Heads are left to plans that ask for them: at equal params they cost several times the accuracy of MLP channels
+# Heads are cut only by plans that name them: at equal params they cost several times the accuracy of MLP channels
 # when nothing compensates for them (docs/decisions/LOG.md).
 KINDS = (UnitKind.MLP, UnitKind.CONV_INNER, UnitKind.INVERTED_RESIDUAL)
 MIN_MACS_SHARE = 0.02
-# The mildest of these that removes MIN_PARAMS_SAVED of the params: less isn't worth an evaluation.
+# The first plan has the mildest of these that removes MIN_PARAMS_SAVED of the params: less isn't worth an evaluation.
 FIRST_RATIOS = (0.125, 0.1875, 0.25, 0.375, 0.5)
 MIN_PARAMS_SAVED = 0.05
-# With evidence the first plan is the strongest of these that is predicted to stay inside. A point of top-1 went with
-# 0.01 to 0.02 nats on the shared models (docs/decisions/LOG.md); half of that leaves room for what isn't additive.
+# With evidence the first plan is the strongest of these within the allowed KL. A point of top-1 corresponded to 0.01 to
+# 0.02 nats on the shared models (docs/decisions/LOG.md); half of that leaves room, as KLs don't add up exactly.
 FIRST_SAVINGS = tuple(percent / 100 for percent in range(5, 80, 5))
 NATS_PER_ACCURACY, MIN_NATS = 0.5, 1e-4
 
@@ -78,7 +78,7 @@ def _recommend(group: Group, ratio: float) -> PruningRecommendation:
 
 
 def recommend_pruning(profile: ModelProfile) -> tuple[PruningRecommendation, ...]:
-    """Return the first cut of every group that is worth one; empty where the model has none."""
+    """Return the first cut of every group that is worth one; empty if there is none."""
     groups = [g for g in group_units(profile) if g.kind in KINDS and g.macs_share >= MIN_MACS_SHARE]
     plan: tuple[PruningRecommendation, ...] = ()
     for ratio in FIRST_RATIOS if groups else ():
@@ -89,10 +89,10 @@ def recommend_pruning(profile: ModelProfile) -> tuple[PruningRecommendation, ...
 
 
 def recommend_target(profile: ModelProfile, goal: Goal) -> Target | None:
-    """Return the largest saving that the evidence predicts to cost a part of the accuracy that may go; None without it."""
+    """Return the largest saving predicted to cost a part of the allowed accuracy drop; None without evidence."""
     if profile.evidence is None or not profile.evidence.units:
         return None
-    metric = _metric(profile, goal)
+    metric = _choose_metric(profile, goal)
     allowed = max(goal.max_accuracy_drop * NATS_PER_ACCURACY, MIN_NATS)
     best: Target | None = None
     for saving in FIRST_SAVINGS:
@@ -102,17 +102,17 @@ def recommend_target(profile: ModelProfile, goal: Goal) -> Target | None:
             break
         if best is not None and (dry.kl is None or dry.kl > allowed):
             break
-        said = (
+        justification = (
             f"the least KL to the unpruned model at which {saving:.0%} of the {metric} go is predicted to be "
             f"{dry.kl or 0.0:.2g} nats, at most {allowed:.2g} are taken as a start; {len(dry.cuts)} of "
             f"{len(profile.units)} units are cut, chosen from {profile.evidence.num_images} calibration images"
         )
-        best = Target(metric=metric, saving=saving, justification=said)
+        best = Target(metric=metric, saving=saving, justification=justification)
     return best
 
 
-def _metric(profile: ModelProfile, goal: Goal) -> Literal["params", "macs", "latency"]:
-    """Return what the contract is shortest of: time where a speed-up is asked for, bytes otherwise."""
+def _choose_metric(profile: ModelProfile, goal: Goal) -> Literal["params", "macs", "latency"]:
+    """Return the metric to save: params without a required speedup, else latency, or MACs if the evidence has no times."""
     if goal.min_speedup <= 1:
         return "params"
     assert profile.evidence is not None, "only evidence knows times"
@@ -121,9 +121,9 @@ def _metric(profile: ModelProfile, goal: Goal) -> Literal["params", "macs", "lat
 
 
 def analyse(profile: ModelProfile, goal: Goal) -> Plan:
-    """Return the rules' plan for a profiled model: by its evidence, and by its shares of work where there is none.
+    """Return the rules' plan for a profiled model: by its evidence, or by its shares of work without any.
 
-    It leaves quantization open: which scheme and runtime are best is measured, not predicted.
+    It leaves quantization open: the best scheme and runtime are measured, not predicted.
     """
     target = recommend_target(profile, goal)
     return Plan(target=target) if target else Plan(pruning=recommend_pruning(profile))

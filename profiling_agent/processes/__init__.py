@@ -1,1 +1,1 @@
-"""Child processes: started or forked, spoken to in records, limited and ended."""
+"""Child processes: started or forked, exchanging records, limited in time and memory, and ended."""

@@ -1,4 +1,4 @@
-"""Fork server's program: it imports the modules that it is given, serves, and in each copy runs what was asked for."""
+"""Fork server's program: imports the given modules, serves, and in each copy runs the requested module."""
 
 import runpy
 import sys
@@ -10,5 +10,5 @@ if __name__ == "__main__":
     copy = Server().serve()
     become(copy)
     assert copy.asked.module is not None, "a copy runs something"
-    # Here, where no function of ours is on the stack.
+    # Run here, so that no function of ours is on the stack.
     runpy.run_module(copy.asked.module, run_name="__main__", alter_sys=True)

@@ -1,11 +1,11 @@
-"""Fork server: a process that has imported modules, and becomes each of the programs that are asked of it in a copy of itself.
+"""Fork server: a process with imported modules that runs each requested program in a copy of itself.
 
     python -m profiling_agent.processes MODULE...
 
-Importing torch and transformers takes a process 4 to 10 s of a core, a copy of one that has done so a twentieth of a
-second. The server computes nothing and starts no thread, so that a copy is as isolated as a process of its own. What it is
-asked comes by the socket that is its standard input; when nobody can ask by that any more, it ends. Each copy can ask as
-well, by a socket of its own. The side of whoever asks is `started`.
+Importing torch and transformers takes a process 4 to 10 s of a core, a copy of one that has done so a twentieth of a second. The server
+computes nothing and starts no thread, so a copy is as isolated as a new process. Requests come through the socket that is its standard
+input; the server ends when all other ends of it are closed. Each copy can send requests too, through its own socket. The client is
+`processes/child.py`.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-# What one message may hold; Linux takes three times as much.
+# Limit of one message; Linux allows three times as much.
 MAX_BYTES = 2**16
-# Standard input, output and error of the program, and where is told what becomes of it.
+# The program's standard input, output and error, and the pipe for its status.
 NUM_DESCRIPTORS = 4
-# Variables that nothing reads when it is imported begin with this.
+# Prefix of the variables that no import reads.
 OWN = "PROFILING_AGENT_"
 # CUDA_ERROR_NOT_INITIALIZED of cuda.h: what every call returns before cuInit.
 CUDA_NOT_INITIALIZED = 3
@@ -35,7 +35,7 @@ CUDA_NOT_INITIALIZED = 3
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a server is asked: to run a module as a program, or to kill the program of that number.
+    """A request to a fork server: run a module as a program, or kill the program of that number.
 
     `environment` has our own variables; all others are the server's.
     """
@@ -47,13 +47,13 @@ class Asked:
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def encoded(self) -> bytes:
-        """Return it as one message; texts that are no UTF-8 arrive as they are."""
+        """Return the request as one message; text that is no UTF-8 arrives unchanged."""
         return json.dumps(asdict(self)).encode()
 
 
 @dataclass(slots=True)
 class _Running:
-    asked_by: socket.socket
+    client: socket.socket
     number: int
     pid: int
     status: int
@@ -61,65 +61,65 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What a copy is to become, its standard streams, and the socket by which it can ask for others."""
+    """The request that a copy runs, its standard streams, and its socket for requests to the server."""
 
     asked: Asked
     streams: Sequence[int]
     control: socket.socket
 
 
-# The file of the socket by which this process can ask the server that it is a copy of.
+# The descriptor of this process's socket to the server that it is a copy of, if any.
 _control: list[int] = []
 
 
 def control() -> int | None:
-    """Return by what file this process can ask the server that it is a copy of; None where it was started anew."""
+    """Return the descriptor of the socket to the server of this copy; None if this process was started anew."""
     return _control[0] if _control else None
 
 
 class Server:
-    """What the process is until it is a copy: it forks, buries what ended, and kills what it is told to."""
+    """The server's loop: forks copies, reaps programs that ended, and kills programs on request."""
 
     def __init__(self) -> None:
         self._parent = socket.socket(fileno=os.dup(0))
         self._controls = [self._parent]
-        self._woken, self._wakes = os.pipe()
-        for end in (self._woken, self._wakes):
+        self._wakeup_read, self._wakeup_write = os.pipe()
+        for end in (self._wakeup_read, self._wakeup_write):
             os.set_blocking(end, False)
         self._running: list[_Running] = []
-        # A program that ends wakes the server up, whatever whoever started it has blocked.
-        signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
-        # Unlike SIG_IGN, with which the system would bury what ends.
+        # A program's end wakes the server, whatever signals its parent has blocked.
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        # Unlike SIG_IGN, with which the system would reap the programs.
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-        self._blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        # Ctrl-C in a terminal is its parent's business, and a copy's as far as it was the server's.
-        self._interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._signal_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        # The parent handles a terminal's Ctrl-C; a copy handles it as the server did before.
+        self._sigint_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def serve(self) -> Copy:
-        """Do what is asked; returns in a copy alone, with what that is to become."""
+        """Handle requests; returns only in a copy, with what the copy has to run."""
         while True:
-            readable, _, _ = select.select([*self._controls, self._woken], [], [])
-            if self._woken in readable:
-                os.read(self._woken, MAX_BYTES)
-            self._running = [program for program in self._running if not _has_ended(program)]
+            readable, _, _ = select.select([*self._controls, self._wakeup_read], [], [])
+            if self._wakeup_read in readable:
+                os.read(self._wakeup_read, MAX_BYTES)
+            self._running = [program for program in self._running if not _reap(program)]
             for control in [control for control in self._controls if control in readable]:
-                if (copy := self._answer(control)) is not None:
+                if (copy := self._handle_message(control)) is not None:
                     return copy
 
-    def _answer(self, control: socket.socket) -> Copy | None:
-        """Do what one message asks; returns a copy in the copy alone."""
+    def _handle_message(self, control: socket.socket) -> Copy | None:
+        """Handle one message; returns a copy only in the copy itself."""
         try:
             message, descriptors, _, _ = socket.recv_fds(control, MAX_BYTES, NUM_DESCRIPTORS)
         except ConnectionResetError:
             message, descriptors = b"", []
         if message:
-            asked = Asked(**json.loads(message))
-            if asked.module is None:
-                return self._kill(control, asked.number)
+            request = Asked(**json.loads(message))
+            if request.module is None:
+                return self._kill(control, request.number)
             try:
-                return self._fork(control, asked, descriptors)
+                return self._fork(control, request, descriptors)
             except OSError:
-                # No process or file more: whoever asked hears of it as the end of a program that never was.
+                # Out of processes or files: the client sees the end of a program that never started.
                 for descriptor in descriptors:
                     os.close(descriptor)
                 return None
@@ -129,7 +129,7 @@ class Server:
         control.close()
         return None
 
-    def _fork(self, control: socket.socket, asked: Asked, descriptors: list[int]) -> Copy | None:
+    def _fork(self, control: socket.socket, request: Asked, descriptors: list[int]) -> Copy | None:
         if len(descriptors) < NUM_DESCRIPTORS:
             raise OSError("there was no room for the files that came with the message")
         *streams, status = descriptors
@@ -143,69 +143,69 @@ class Server:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, self._interrupt)
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
-            for opened in (*self._controls, ours):
-                opened.close()
-            others = [program.status for program in self._running]
-            for descriptor in (self._woken, self._wakes, status, *others):
+            signal.signal(signal.SIGINT, self._sigint_handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._signal_mask)
+            for connection in (*self._controls, ours):
+                connection.close()
+            statuses = [program.status for program in self._running]
+            for descriptor in (self._wakeup_read, self._wakeup_write, status, *statuses):
                 os.close(descriptor)
-            return Copy(asked, streams, theirs)
+            return Copy(request, streams, theirs)
         theirs.close()
         self._controls.append(ours)
         for descriptor in streams:
             os.close(descriptor)
-        self._running.append(_Running(control, asked.number, pid, status))
-        _tell(status, f"{pid}\n")
+        self._running.append(_Running(control, request.number, pid, status))
+        _write_status(status, f"{pid}\n")
         return None
 
     def _kill(self, control: socket.socket, number: int) -> None:
-        """Kill a program that hasn't been buried: its process id is no other's yet."""
+        """Kill a program that hasn't been reaped: its process id isn't reused yet."""
         for program in self._running:
-            if program.asked_by is control and program.number == number:
+            if program.client is control and program.number == number:
                 os.kill(program.pid, signal.SIGKILL)
 
 
-def _has_ended(program: _Running) -> bool:
+def _reap(program: _Running) -> bool:
     pid, status = os.waitpid(program.pid, os.WNOHANG)
     if pid:
-        _tell(program.status, f"{os.waitstatus_to_exitcode(status)}\n")
+        _write_status(program.status, f"{os.waitstatus_to_exitcode(status)}\n")
         os.close(program.status)
     return bool(pid)
 
 
-def _tell(status: int, text: str) -> None:
+def _write_status(status: int, text: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         os.write(status, text.encode())
 
 
 def become(copy: Copy) -> None:
-    """Make of this process what an interpreter is that has just been started with these arguments."""
-    asked = copy.asked
+    """Make this process equal to an interpreter just started with the copy's arguments."""
+    request = copy.asked
     _control.append(copy.control.detach())
     for number, descriptor in enumerate(copy.streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    os.chdir(asked.folder)
+    os.chdir(request.folder)
     for name in [name for name in os.environ if name.startswith(OWN)]:
         del os.environ[name]
-    os.environ.update(asked.environment)
+    os.environ.update(request.environment)
     if not cuda_is_asleep():
         # The server's imports made a CUDA context, which no copy can use.
-        os.execv(sys.executable, [sys.executable, "-P", "-m", asked.module or "", *asked.arguments])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", request.module or "", *request.arguments])
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - standard streams, as long as the process
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     random.seed()
-    sys.argv = [asked.module or "", *asked.arguments]
-    if not hasattr(sys.modules.get(asked.module or ""), "__path__"):
-        # As a program it is another module than the one that others have imported.
-        sys.modules.pop(asked.module or "", None)
+    sys.argv = [request.module or "", *request.arguments]
+    if not hasattr(sys.modules.get(request.module or ""), "__path__"):
+        # As a program it is a different module than the one that was imported.
+        sys.modules.pop(request.module or "", None)
 
 
 def cuda_is_asleep(library: str = "libcuda.so.1") -> bool:
-    """Return whether this process can begin to use CUDA: there is no driver, or it wasn't initialized before the fork."""
+    """Return whether this process can initialize CUDA: no driver, or not initialized before the fork."""
     if not Path("/dev/nvidiactl").exists():
         return True
     try:
@@ -216,9 +216,9 @@ def cuda_is_asleep(library: str = "libcuda.so.1") -> bool:
 
 
 def import_modules(names: list[str]) -> None:
-    """Import what programs will import; what isn't there, or fails, is for the program to stumble upon."""
+    """Import what programs will import; a missing or failing module is left for the program to report."""
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    # What lives now lives on in all copies: a collector that looked at it would write to every page of it.
+    # Objects that live now stay alive in all copies: a collector that visited them would write to each of their pages.
     gc.freeze()

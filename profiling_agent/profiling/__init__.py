@@ -1,1 +1,1 @@
-"""Profiling: where the time, memory and parameters of a model are, and the evidence on its units."""
+"""Profiling: time, memory and parameters per layer of a model, and the evidence on its units."""

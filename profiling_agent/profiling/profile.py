@@ -1,4 +1,4 @@
-"""Profile of a model: counted once, then timed layer by layer and operator by operator."""
+"""Profile of a model: parameters and multiply-accumulates counted, then each layer and operator timed."""
 
 import os
 from collections.abc import Mapping
@@ -24,26 +24,26 @@ def profile_operators(
 ) -> tuple[tuple[OperatorProfile, ...], float | None]:
     """Return the operators of a pass by input shape, most own time first, and the pass's kernel time on CUDA in ms.
 
-    Times come from `passes` passes without stacks, which would slow them; one more pass gives the chrome trace at `trace_path`, with stacks, gzipped
-    if it ends in .gz. With `passes` 1, for models so slow that stacks hardly matter, that pass is the only one and gives the times too.
-    Memory is what an operator allocates less what it frees. With a CUDA batch the CUDA times are there as well.
+    Times come from `passes` passes without stacks, which would slow them; one more pass with stacks gives the chrome trace at `trace_path`, gzipped
+    if it ends in .gz. If `passes` is 1, for models so slow that stacks hardly matter, that pass is the only one and gives the times too. Memory is
+    what an operator allocates minus what it frees. A CUDA batch adds the CUDA times.
     """
-    stacked = _profiled(model, batch, passes=1, with_stack=True)
-    timed = stacked if passes == 1 else _profiled(model, batch, passes=passes, with_stack=False)
+    profile_with_stacks = _run_profiler(model, batch, passes=1, with_stack=True)
+    timed_profile = profile_with_stacks if passes == 1 else _run_profiler(model, batch, passes=passes, with_stack=False)
     if trace_path is not None:
-        stacked.export_chrome_trace(str(trace_path))
+        profile_with_stacks.export_chrome_trace(str(trace_path))
     rows = [
-        _row(event, passes, on_cuda=batch.is_cuda)
-        for event in timed.key_averages(group_by_input_shape=True)
-        # torch's operators (`aten::linear`), and not Python frames, CUDA calls and kernels.
+        _operator_row(event, passes, on_cuda=batch.is_cuda)
+        for event in timed_profile.key_averages(group_by_input_shape=True)
+        # Only torch's operators (`aten::linear`), no Python frames, CUDA calls or kernels.
         if "::" in event.key and not event.is_user_annotation and event.device_type.name == "CPU"
     ]
     rows.sort(key=lambda row: (-row.time_ms, -row.cpu_time_ms))
-    return tuple(rows), _kernel_ms(timed) / passes or None
+    return tuple(rows), _kernel_ms(timed_profile) / passes or None
 
 
 def _kernel_ms(session: profile) -> float:
-    """Return the time of all kernels and copies on the device, 0 without any.
+    """Return the time of all kernels and copies on the device, 0 if there are none.
 
     The operators' own times may be larger: torch counts a kernel again with each of the profiler's own overheads.
     """
@@ -53,8 +53,8 @@ def _kernel_ms(session: profile) -> float:
     return sum(event.time_range.elapsed_us() for event in on_device) / 1e3
 
 
-def _profiled(model: nn.Module, batch: Tensor, *, passes: int, with_stack: bool) -> profile:
-    # Otherwise its tracer prints two lines a session to the user's terminal.
+def _run_profiler(model: nn.Module, batch: Tensor, *, passes: int, with_stack: bool) -> profile:
+    # Otherwise the profiler's tracer prints two lines a session to the user's terminal.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if batch.is_cuda else [])]
     with (
@@ -68,7 +68,7 @@ def _profiled(model: nn.Module, batch: Tensor, *, passes: int, with_stack: bool)
     return session
 
 
-def _row(event: Any, passes: int, *, on_cuda: bool) -> OperatorProfile:
+def _operator_row(event: Any, passes: int, *, on_cuda: bool) -> OperatorProfile:
     memory = event.self_device_memory_usage if on_cuda else event.self_cpu_memory_usage
     return OperatorProfile(
         name=event.key,
@@ -80,13 +80,13 @@ def _row(event: Any, passes: int, *, on_cuda: bool) -> OperatorProfile:
     )
 
 
-# Time for the passes with layer hooks and for those under the profiler, and the passes that no more time improves.
+# Time limits in ms for the passes with layer hooks and for those under the profiler, and the number of passes after which more don't improve them.
 LAYERS_MS, OPERATORS_MS = 8_000, 5_000
 MAX_LAYER_PASSES, MAX_OPERATOR_PASSES = 10, 3
 NUM_STEPS = 4
 
 
-def profile_model(  # noqa: PLR0913 (what a profile says of its model has to come from somewhere)
+def profile_model(  # noqa: PLR0913 (each is a separate input of the profile)
     model: nn.Module,
     spec: InputSpec,
     *,
@@ -99,24 +99,23 @@ def profile_model(  # noqa: PLR0913 (what a profile says of its model has to com
     trace_path: Path | None = None,
     progress: Progress = silent,
 ) -> ModelProfile:
-    """Return the profile of `model`, which lies on `device`, and leave the model as it was found.
+    """Return the profile of `model`, which lies on `device`; the model is unchanged.
 
-    `skeleton` is an fp32 model of the same architecture and widths, given where `model` is quantized: parameters,
-    MACs and units are counted on it, because quantized operators have no formulas; times and activations are those
-    of `model`. There is a row for every module that owns parameters, multiplies, or runs, named as in `model`. The
-    chrome trace is written to `trace_path`; the profile's own `trace` stays None. At most 60 forward passes, those
-    of `headline` included; fewer where `headline` says that a pass is slow.
+    `skeleton` is an fp32 model of the same architecture and widths, needed if `model` is quantized: parameters, MACs and units are counted on it,
+    because quantized operators have no formulas; times and activations are those of `model`. There is a row for every module that owns parameters,
+    multiplies, or runs, named as in `model`. The chrome trace is written to `trace_path`; the profile's own `trace` stays None. At most 60 forward
+    passes are run, those of `headline` included; fewer if `headline` shows that a pass is slow.
 
     Raises:
         RequestError: the model doesn't run on `spec`.
     """
-    counted = skeleton if skeleton is not None else model
-    with left_as_found(model), left_as_found(counted), counted_passes(model, counted) as num_passes:
+    counted_model = skeleton if skeleton is not None else model
+    with left_as_found(model), left_as_found(counted_model), counted_passes(model, counted_model) as num_passes:
         progress("counting parameters, multiply-accumulates and units", 0, NUM_STEPS)
-        complexity = count_complexity(counted, spec)
-        found = find_units(counted.eval(), spec, {name: row.macs for name, row in complexity.items()})
+        complexity = count_complexity(counted_model, spec)
+        found_units = find_units(counted_model.eval(), spec, {name: row.macs for name, row in complexity.items()})
         batch = random_batch(spec, batch_size).to(torch.device(device), floating_dtype(model))
-        measured = _measure(model.eval(), batch, headline.latency.median_ms, trace_path, progress)
+        metrics = _measure_passes(model.eval(), batch, headline.latency.median_ms, trace_path, progress)
         forward_passes = headline.forward_passes + num_passes()
     return ModelProfile(
         architecture=architecture,
@@ -128,12 +127,12 @@ def profile_model(  # noqa: PLR0913 (what a profile says of its model has to com
         parameter_bytes=parameter_bytes(model),
         size_bytes=size_bytes,
         headline=headline,
-        layers=_rows(model, complexity, measured),
-        operators=measured.operators,
-        units=found.units,
-        refusals=found.refusals,
-        absent=found.absent,
-        launch_bound_share=launch_bound_share(measured.kernel_ms, headline.latency.median_ms),
+        layers=_layer_rows(model, complexity, metrics),
+        operators=metrics.operators,
+        units=found_units.units,
+        refusals=found_units.refusals,
+        absent=found_units.absent,
+        launch_bound_share=launch_bound_share(metrics.kernel_ms, headline.latency.median_ms),
         forward_passes=forward_passes,
     )
 
@@ -141,23 +140,23 @@ def profile_model(  # noqa: PLR0913 (what a profile says of its model has to com
 def launch_bound_share(kernel_ms: float | None, pass_ms: float) -> float | None:
     """Return the share of a pass in which no kernel runs; None without kernel times.
 
-    A large share calls for CUDA graphs or larger batches: pruning shortens only the kernels.
+    A large share calls for CUDA graphs or larger batches: pruning only shortens kernels.
     """
     return None if kernel_ms is None else max(0.0, 1 - kernel_ms / pass_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
+class _Metrics:
     activations: Mapping[str, int]
     latencies_ms: Mapping[str, float]
     operators: tuple[OperatorProfile, ...]
     kernel_ms: float | None
 
 
-def _measure(
+def _measure_passes(
     model: nn.Module, batch: torch.Tensor, pass_ms: float, trace_path: Path | None, progress: Progress
-) -> _Measured:
-    """Watch `model` in three kinds of passes; the one for activations comes first and warms up the others."""
+) -> _Metrics:
+    """Measure `model` in three kinds of passes; the one for activations comes first and warms up the others."""
     progress("measuring activations", 1, NUM_STEPS)
     activations = activation_bytes(model, batch)
     progress("timing layers", 2, NUM_STEPS)
@@ -166,25 +165,24 @@ def _measure(
     passes = _num_passes(OPERATORS_MS, pass_ms, MAX_OPERATOR_PASSES)
     operators, kernel_ms = profile_operators(model, batch, passes=passes, trace_path=trace_path)
     progress("profiled", NUM_STEPS, NUM_STEPS)
-    return _Measured(activations=activations, latencies_ms=latencies_ms, operators=operators, kernel_ms=kernel_ms)
+    return _Metrics(activations=activations, latencies_ms=latencies_ms, operators=operators, kernel_ms=kernel_ms)
 
 
-def _num_passes(budget_ms: float, pass_ms: float, most: int) -> int:
-    return max(1, min(most, int(budget_ms / pass_ms)))
+def _num_passes(budget_ms: float, pass_ms: float, max_passes: int) -> int:
+    return max(1, min(max_passes, int(budget_ms / pass_ms)))
 
 
-def _rows(model: nn.Module, complexity: Mapping[str, Complexity], measured: _Measured) -> tuple[LayerProfile, ...]:
-    """Join what was counted and what was measured, in the order of the model's modules."""
-    nothing = Complexity(kind="", params=0, macs=0)
+def _layer_rows(model: nn.Module, complexity: Mapping[str, Complexity], metrics: _Metrics) -> tuple[LayerProfile, ...]:
+    no_complexity = Complexity(kind="", params=0, macs=0)
     return tuple(
         LayerProfile(
             name=name,
             kind=type(module).__name__,
-            params=complexity.get(name, nothing).params,
-            macs=complexity.get(name, nothing).macs,
-            latency_ms=measured.latencies_ms.get(name, 0.0),
-            activation_bytes=measured.activations.get(name, 0),
+            params=complexity.get(name, no_complexity).params,
+            macs=complexity.get(name, no_complexity).macs,
+            latency_ms=metrics.latencies_ms.get(name, 0.0),
+            activation_bytes=metrics.activations.get(name, 0),
         )
         for name, module in model.named_modules()
-        if name in complexity or name in measured.latencies_ms
+        if name in complexity or name in metrics.latencies_ms
     )

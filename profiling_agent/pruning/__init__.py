@@ -1,8 +1,8 @@
-"""Pruning: units of a model are found, scored, cut, checked, compensated and recovered.
+"""Structured pruning: units of a model are found, scored, cut, verified, compensated and recovered.
 
-units       units, tracing, attention: what can be cut; widths: to what, and what a plan requests
+units       units, tracing, attention: what can be cut; widths: aligned widths, and the cuts that a plan requests
 score       criteria: which channels go first
-cut, gate   prune (the way in), verify: a copy is cut, and computes what the masked baseline does
-compensate  compensation: made up for without training
+cut, gate   prune (the entry point), verify: a copy is cut, and computes what the masked baseline does
+compensate  compensation: what the remaining weights make up for without training
 recover     recovery: a few epochs of training
 """

@@ -1,4 +1,4 @@
-"""Multi-head attention found by its structure: which rows, columns and tables belong to one head."""
+"""Multi-head attention modules found by structure: the rows, columns and tables that belong to each head."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from typing import cast
 
 from torch import nn
 
-# One layer may make all three, the rows of q above those of k and of v.
+# One layer may compute all three; the rows of q then come before those of k and v.
 PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("qkv",))
-# The output layer is a child, or lies in a module beside the one that holds the projections.
-OUTPUTS, OUTPUT_BESIDE = ("o_proj", "out_proj", "proj"), "output.dense"
+# The output layer is a child, or lies in a module next to the one that holds the projections.
+OUTPUTS, SIBLING_OUTPUT = ("o_proj", "out_proj", "proj"), "output.dense"
 HEAD_COUNTS, HEAD_DIMS = ("num_attention_heads", "num_heads"), ("head_dim", "attention_head_size")
-# What forward passes read beside the layers: the width of all heads, and what those of k and v are counted by where they may be fewer.
+# Attributes that forward passes read as well: the width of all heads, and the count and width of the heads of k and v, which may be fewer.
 WIDTHS, KEY_COUNT, KEY_WIDTH = ("all_head_size", "attn_dim"), "num_kv_heads", "kv_dim"
-# Parameters with one entry for each head, and the dimension that it lies in.
+# Parameters with one entry per head, and the dimension that counts heads.
 HEAD_TABLES = {"relative_position_bias_table": -1, "logit_scale": 0}
-# Norms of one head's q or k, the same for all.
+# Norms of one head's q or k, shared by all heads.
 HEAD_NORMS = ("q_norm", "k_norm")
-# A network that makes such a table: one row of its last layer for each head.
+# A network that computes such a table: its last layer has one row per head.
 TABLE_NETWORK = "continuous_position_bias_mlp"
-# What these make is read by k and v, whatever the number of heads.
+# The outputs of these are read by k and v, whatever the number of heads.
 BEFORE_KEYS = ("sequence_reduction", "layer_norm")
 
 
@@ -27,8 +27,8 @@ BEFORE_KEYS = ("sequence_reduction", "layer_norm")
 class Attention:
     """An attention module whose heads are independent: (heads * head_dim) rows of q, k, v, as many columns of o.
 
-    One layer that makes q, k and v has them in three `stacks`. Layers and tables go by their names in the model; a table's
-    dimension is that of the heads.
+    One layer that computes q, k and v together has three `stacks`. Layers and tables are named as in the model; a table's value
+    is the dimension that counts heads.
     """
 
     producers: tuple[str, ...]
@@ -53,50 +53,47 @@ class Refused:
 
 
 def find_attention(model: nn.Module) -> dict[str, Attention | Refused]:
-    """Return every attention module by the name of the module that holds its q, k and v."""
+    """Return every attention module, keyed by the name of the module that holds its q, k and v."""
     holders = {
-        name: children for name, module in model.named_modules() if (children := _projections(module)) is not None
+        name: children for name, module in model.named_modules() if (children := _projection_names(module)) is not None
     }
-    return {name: _read(model, name, children, holders) for name, children in holders.items()}
+    return {name: _inspect(model, name, children, holders) for name, children in holders.items()}
 
 
-def _projections(module: nn.Module) -> tuple[str, ...] | None:
-    """Return the names of the module's own q, k and v, None where it isn't attention."""
+def _projection_names(module: nn.Module) -> tuple[str, ...] | None:
     for names in PROJECTIONS:
         if all(isinstance(getattr(module, name, None), nn.Linear) for name in names):
             return names
     return None
 
 
-def _read(model: nn.Module, name: str, children: tuple[str, ...], holders: Collection[str]) -> Attention | Refused:
+def _inspect(model: nn.Module, name: str, children: tuple[str, ...], holders: Collection[str]) -> Attention | Refused:
     holder = model.get_submodule(name)
     producers = tuple(f"{name}.{child}".lstrip(".") for child in children)
-    consumer = _output(model, name)
-    known = producers if consumer is None else (*producers, consumer)
+    consumer = _find_output_layer(model, name)
+    layers = producers if consumer is None else (*producers, consumer)
     if consumer is None:
-        return Refused(projections=known, reason="unknown_heads: no layer is found that reads what attention makes")
-    *made, o = (cast("nn.Linear", model.get_submodule(layer)) for layer in known)
-    # Three layers, or one for all three.
-    stacks = 3 // len(made)
-    rows = made[0].out_features // stacks
-    heads = _heads(holder, rows)
-    if isinstance(heads, str):
-        return Refused(projections=known, reason=heads)
-    if {layer.out_features for layer in made} != {rows * stacks} or o.in_features != rows:
-        return Refused(projections=known, reason="unequal_heads: q, k, v and o don't have the same heads")
-    tables = _tables(model, name, known, heads, holders)
+        return Refused(projections=layers, reason="unknown_heads: no layer is found that reads what attention makes")
+    *qkv, output_layer = (cast("nn.Linear", model.get_submodule(layer)) for layer in layers)
+    stacks = 3 // len(qkv)
+    rows = qkv[0].out_features // stacks
+    head_shape = _head_shape(holder, rows)
+    if isinstance(head_shape, str):
+        return Refused(projections=layers, reason=head_shape)
+    if {layer.out_features for layer in qkv} != {rows * stacks} or output_layer.in_features != rows:
+        return Refused(projections=layers, reason="unequal_heads: q, k, v and o don't have the same heads")
+    tables = _find_tables(model, name, layers, head_shape, holders)
     if isinstance(tables, str):
-        return Refused(projections=known, reason=tables)
-    num_heads, head_dim = heads
+        return Refused(projections=layers, reason=tables)
+    num_heads, head_dim = head_shape
     return Attention(
         producers=producers, consumer=consumer, num_heads=num_heads, head_dim=head_dim, tables=tables, stacks=stacks
     )
 
 
-def _output(model: nn.Module, holder: str) -> str | None:
-    """Return the name of the layer that reads the heads: in the module that holds q, k and v, or beside it."""
+def _find_output_layer(model: nn.Module, holder: str) -> str | None:
     parent = holder.rpartition(".")[0]
-    for name in (*(f"{holder}.{child}" for child in OUTPUTS), f"{parent}.{OUTPUT_BESIDE}"):
+    for name in (*(f"{holder}.{child}" for child in OUTPUTS), f"{parent}.{SIBLING_OUTPUT}"):
         path = name.lstrip(".")
         try:
             if isinstance(model.get_submodule(path), nn.Linear):
@@ -106,62 +103,61 @@ def _output(model: nn.Module, holder: str) -> str | None:
     return None
 
 
-def _heads(holder: nn.Module, rows: int) -> tuple[int, int] | str:
-    """Return the number of heads and the rows of one, or why what the module says of them doesn't fit `rows`."""
-    count, size = _stated(holder, HEAD_COUNTS), _stated(holder, HEAD_DIMS)
-    if size is None and count is not None and rows % count == 0:
-        size = rows // count
-    if size is None or rows % size or count not in (None, rows // size):
-        return f"unknown_heads: {count} heads of {size} are stated, which don't make the {rows} outputs of q"
-    return rows // size, size
+def _head_shape(holder: nn.Module, rows: int) -> tuple[int, int] | str:
+    """Return (number of heads, rows per head), or why the module's attributes don't fit `rows`."""
+    num_heads, head_dim = _first_positive_int(holder, HEAD_COUNTS), _first_positive_int(holder, HEAD_DIMS)
+    if head_dim is None and num_heads is not None and rows % num_heads == 0:
+        head_dim = rows // num_heads
+    if head_dim is None or rows % head_dim or num_heads not in (None, rows // head_dim):
+        return f"unknown_heads: {num_heads} heads of {head_dim} are stated, which don't make the {rows} outputs of q"
+    return rows // head_dim, head_dim
 
 
-def _stated(holder: nn.Module, names: Collection[str]) -> int | None:
+def _first_positive_int(holder: nn.Module, names: Collection[str]) -> int | None:
     values = (getattr(holder, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def head_sizes(model: nn.Module) -> dict[str, int]:
-    """Return the rows of one head by the names of the modules that hold q, k and v, where what they say of them fits."""
-    held = {name: module for name, module in model.named_modules() if _projections(module) is not None}
-    heads = {name: _heads(module, _rows_of_q(module)) for name, module in held.items()}
-    return {name: found[1] for name, found in heads.items() if not isinstance(found, str)}
+    """Return the rows per head, keyed by the module that holds q, k and v, for each whose attributes fit its layers."""
+    holders = {name: module for name, module in model.named_modules() if _projection_names(module) is not None}
+    shapes = {name: _head_shape(module, _num_q_rows(module)) for name, module in holders.items()}
+    return {name: shape[1] for name, shape in shapes.items() if not isinstance(shape, str)}
 
 
 def say_heads_(model: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Make modules state as many heads as their layers have, given the rows of one.
+    """Set the attributes that state the number of heads to what the layers have, given the rows per head.
 
-    Some forward passes read the number there; for the others it is for people, exports and other code.
+    Some forward passes read them; other readers are people, exports and third-party code.
     """
     for name, size in sizes.items():
         holder = model.get_submodule(name)
-        rows = _rows_of_q(holder)
-        told = dict.fromkeys((*HEAD_COUNTS, KEY_COUNT), rows // size) | dict.fromkeys((*WIDTHS, KEY_WIDTH), rows)
-        for attribute, value in told.items():
+        rows = _num_q_rows(holder)
+        attributes = dict.fromkeys((*HEAD_COUNTS, KEY_COUNT), rows // size) | dict.fromkeys((*WIDTHS, KEY_WIDTH), rows)
+        for attribute, value in attributes.items():
             if hasattr(holder, attribute):
                 setattr(holder, attribute, value)
 
 
-def _rows_of_q(holder: nn.Module) -> int:
-    """Return how many rows q has; what stands in a layer's place states its width as well."""
+def _num_q_rows(holder: nn.Module) -> int:
     layers = ((getattr(holder, names[0], None), 3 // len(names)) for names in PROJECTIONS)
     return next(layer.out_features // stacks for layer, stacks in layers if layer is not None)
 
 
-def _tables(
-    model: nn.Module, name: str, projections: Collection[str], heads: tuple[int, int], holders: Collection[str]
+def _find_tables(
+    model: nn.Module, name: str, projections: Collection[str], head_shape: tuple[int, int], holders: Collection[str]
 ) -> dict[str, int] | str:
-    """Return the parameters that have an entry for each head, or why it isn't known which part belongs to one."""
+    """Return the parameters with an entry per head, or why it is unknown which part belongs to which head."""
     tables: dict[str, int] = {}
-    for path, is_shared in _candidates(model, name, holders):
+    for path, is_shared in _possible_tables(model, name, holders):
         if path.rpartition(".")[0] in projections:
             continue
         dim = _head_dim(model, path, name)
         parameter = model.get_parameter(path)
         is_norm = path.removeprefix(f"{name}.").partition(".")[0] in HEAD_NORMS
-        if dim is None or (is_norm and parameter.shape == heads[1:]):
+        if dim is None or (is_norm and parameter.shape == head_shape[1:]):
             continue
-        if dim == _UNKNOWN or parameter.shape[dim] != heads[0]:
+        if dim == _UNKNOWN or parameter.shape[dim] != head_shape[0]:
             return f"unknown_parameter: it is not known which part of {path!r} belongs to a head"
         if is_shared:
             return f"shared: the table {path!r} has the heads of more than one attention module"
@@ -172,22 +168,22 @@ def _tables(
 _UNKNOWN = -99
 
 
-def _candidates(model: nn.Module, name: str, holders: Collection[str]) -> Iterator[tuple[str, bool]]:
-    """Yield the parameters in attention, and the tables that lie outside but above or beside no nearer attention."""
+def _possible_tables(model: nn.Module, name: str, holders: Collection[str]) -> Iterator[tuple[str, bool]]:
+    """Yield each parameter inside the attention, and each table outside whose nearest attention this is, with whether it is shared."""
     for path, _ in model.named_parameters():
         if path.startswith(f"{name}.") or not name:
             yield path, False
         elif path.rpartition(".")[2] in HEAD_TABLES:
             scope = path.rpartition(".")[0]
-            # Without a scope all are served; a dot keeps `layer.1` out of `layer.10`.
-            while not (served := [one for one in holders if not scope or f"{one}.".startswith(f"{scope}.")]):
+            # An empty scope serves all holders; the dot keeps `layer.1` out of `layer.10`.
+            while not (served := [holder for holder in holders if not scope or f"{holder}.".startswith(f"{scope}.")]):
                 scope = scope.rpartition(".")[0]
             if name in served:
                 yield path, len(served) > 1
 
 
 def _head_dim(model: nn.Module, path: str, holder: str) -> int | None:
-    """Return the dimension of a parameter that has an entry for each head, None where heads don't matter to it."""
+    """Return the dimension with an entry per head, None for a parameter that is independent of heads."""
     if (leaf := path.rpartition(".")[2]) in HEAD_TABLES:
         return HEAD_TABLES[leaf]
     child, _, rest = path.removeprefix(f"{holder}.").partition(".")

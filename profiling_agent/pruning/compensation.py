@@ -1,4 +1,4 @@
-"""Compensation without training: least squares on second moments, and batch norms, kept when held-back images agree."""
+"""Compensation without training: least squares on second moments and batch-norm statistics, verified on held-out images."""
 
 import contextlib
 import copy
@@ -22,107 +22,105 @@ from profiling_agent.modules.norms import batch_norms, border_of, following_norm
 from profiling_agent.modules.prefix import Walk, in_order
 from profiling_agent.schemas import Cut, Unit
 
-# Pixels of one image that a convolution's statistics are taken from: more of them repeat each other.
+# Pixels per image that a convolution's statistics use: more of them are redundant.
 MAX_PIXELS = 256
 
 
 def matrix_of(layer: nn.Module) -> Tensor:
-    """Return the weight of a Linear or Conv2d as (outputs, columns), a channel's taps side by side, float32."""
+    """Return the weight of a Linear or Conv2d as (outputs, columns), a channel's taps next to each other, float32."""
     weight = layer.get_parameter("weight").detach().float()
     return weight.reshape(len(weight), -1)
 
 
 def columns_of(unit: Unit, layer: nn.Module, kept: Sequence[int]) -> list[int]:
-    """Return the columns of `matrix_of(layer)` that belong to the channels or heads `kept`, `layer` being unpruned."""
+    """Return the columns of `matrix_of(layer)` that belong to the channels or heads `kept`; `layer` is unpruned."""
     size = matrix_of(layer).shape[1] // unit.width
     return [index * size + column for index in kept for column in range(size)]
 
 
 def features(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """Return what `layer` multiplies its matrix with: (positions, columns), a position a token or an output pixel."""
+    """Return what `layer` multiplies its matrix with: (positions, columns), a position being a token or an output pixel."""
     if not isinstance(layer, nn.Conv2d):
         return inputs.reshape(-1, inputs.shape[-1])
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     padded = F.pad(inputs, border_of(layer), mode=mode)
     patches = F.unfold(padded, layer.kernel_size, layer.dilation, stride=layer.stride)
-    return _thinned(patches).transpose(1, 2).reshape(-1, patches.shape[1])
+    return _subsample_pixels(patches).transpose(1, 2).reshape(-1, patches.shape[1])
 
 
 def outputs_of(layer: nn.Module, outputs: Tensor) -> Tensor:
     """Return the outputs at the positions of `features`: (positions, outputs)."""
     if not isinstance(layer, nn.Conv2d):
         return outputs.reshape(-1, outputs.shape[-1])
-    return _thinned(outputs.flatten(2)).transpose(1, 2).reshape(-1, outputs.shape[1])
+    return _subsample_pixels(outputs.flatten(2)).transpose(1, 2).reshape(-1, outputs.shape[1])
 
 
-def _thinned(pixels: Tensor) -> Tensor:
-    """Return evenly spread ones of the pixels in the last dimension, at most MAX_PIXELS."""
+def _subsample_pixels(pixels: Tensor) -> Tensor:
     count = pixels.shape[-1]
     if count <= MAX_PIXELS:
         return pixels
-    chosen = torch.linspace(0, count - 1, MAX_PIXELS, device=pixels.device).round().long()
-    return pixels[..., chosen]
+    positions = torch.linspace(0, count - 1, MAX_PIXELS, device=pixels.device).round().long()
+    return pixels[..., positions]
 
 
-# Share of the columns' mean second moment, so that the noise of few images isn't fitted (docs/facts.md, "Calibration
-# images and ridge").
+# Share of the columns' mean second moment, so that the noise of few images isn't fitted (docs/facts.md, "Calibration images and ridge").
 RIDGE = 1e-2
-(SYRK,) = get_blas_funcs(("syrk",), dtype=np.float32)
+(BLAS_SYRK,) = get_blas_funcs(("syrk",), dtype=np.float32)
 SingularError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 
 
 def second_moment(rows: Tensor) -> Tensor:
-    """Return z'z for the rows z (positions, columns), (columns, columns).
+    """Return z'z for the rows z (positions, columns): (columns, columns).
 
-    Torch computes both halves of what is symmetric, BLAS's own routine one. Where torch is slow oneDNN computes both in less: 1,568 rows of 2,304
-    columns took 177 ms by torch, 104 to 168 by BLAS's routine and 95 by oneDNN (AMD EPYC, 2 cores, busy).
+    Torch computes both halves of a symmetric product, BLAS's syrk one. Where MKL is slow, oneDNN computes both halves in less time: 1,568 rows of
+    2,304 columns took 177 ms in torch, 104 to 168 in syrk and 95 in oneDNN (AMD EPYC, 2 cores, busy).
     """
     if rows.device.type != "cpu" or rows.dtype != torch.float32:
         return rows.T @ rows
     if mkl_is_slow():
-        across = rows.detach().T.contiguous()
-        return product(across, across)
-    # It goes down columns, so that the lower half of the transpose is what it calls the upper one.
-    lower = torch.from_numpy(SYRK(1.0, rows.detach().contiguous().numpy().T).T)
+        columns = rows.detach().T.contiguous()
+        return product(columns, columns)
+    # BLAS is column-major: the lower half of the transpose is its upper half.
+    lower = torch.from_numpy(BLAS_SYRK(1.0, rows.detach().contiguous().numpy().T).T)
     return lower.tril().add_(lower.tril(-1).T)
 
 
 def damp_(gram: Tensor, mean: Tensor, ridge: float = RIDGE) -> Tensor:
-    """Add `ridge` times `mean`, of the diagonal that is meant, to the diagonal of `gram`; return it."""
+    """Add `ridge` times `mean`, the intended mean of the diagonal, to the diagonal of `gram`; return it."""
     gram.diagonal().add_(ridge * mean)
     return gram
 
 
 def divide_(rows: Tensor, gram: Tensor) -> Tensor:
-    """Return rows gram^-1 for a symmetric `gram`, float64, in place of both: torch would hold three more of them.
+    """Return rows gram^-1 for a symmetric float64 `gram`, overwriting both: torch would need three more copies.
 
     Raises:
         SingularError: `gram` isn't positive definite.
     """
-    square, rest = gram.cpu().numpy(), rows.cpu().numpy()
+    gram_array, row_array = gram.cpu().numpy(), rows.cpu().numpy()
     try:
-        # LAPACK goes down columns: the transpose of a symmetric matrix is itself, and lies as it has to for that.
-        factor = cho_factor(square.T, overwrite_a=True, check_finite=False)
+        # LAPACK is column-major; the transpose of a symmetric matrix is itself.
+        factor = cho_factor(gram_array.T, overwrite_a=True, check_finite=False)
     except LinAlgError as error:
         raise SingularError(str(error)) from error
-    return torch.from_numpy(cho_solve(factor, rest.T, overwrite_b=True, check_finite=False).T).to(rows)
+    return torch.from_numpy(cho_solve(factor, row_array.T, overwrite_b=True, check_finite=False).T).to(rows)
 
 
 def damped_inverse(covariance: Tensor) -> Tensor:
-    """Return (C + ridge m I)^-1, m the mean variance; columns that don't vary at all get a large finite number."""
+    """Return (C + ridge m I)^-1, m the mean variance; constant columns get a large finite number."""
     mean = covariance.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
     return torch.cholesky_inverse(torch.linalg.cholesky(damp_(covariance.clone(), mean)))
 
 
-FIELDS = ("mean", "covariance", "sensitivity")
+MOMENT_FIELDS = ("mean", "covariance", "sensitivity")
 
 
 @dataclass(slots=True, kw_only=True)
 class UnitMoments:
-    """Averages for one unit; x is what its consumer multiplies, g the gradient of the loss at its output.
+    """Averages for one unit: x is what its consumer multiplies, g the gradient of the loss at its output.
 
-    The loss is the cross-entropy with labels drawn from the model's own answers, whose squared gradients are the
-    Fisher information: no labels are needed.
+    The loss is the cross-entropy with labels drawn from the model's own predictions. Its squared gradients are the Fisher information, so no
+    labels are needed.
     """
 
     mean: Tensor  # E[x], (columns,)
@@ -131,7 +129,7 @@ class UnitMoments:
 
     @property
     def is_felt(self) -> bool:
-        """Return whether gradients tell anything: those of a network whose signals all but die out have squares that float32 can't hold."""
+        """Return whether gradients are usable: squares of gradients that almost vanish don't fit into float32."""
         return bool(self.sensitivity.isfinite().all())
 
     @property
@@ -146,83 +144,81 @@ def gather_moments(
 ) -> dict[str, UnitMoments]:
     """Return the moments of every unit by name, over `batches` of pixel values (b, c, h, w).
 
-    The model has to be in eval mode; its parameters' gradients are neither needed nor touched.
+    The model must be in eval mode; its parameters' gradients are neither needed nor changed.
     """
     generator = torch.Generator().manual_seed(seed)
     sums: dict[str, UnitMoments] = {}
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-    # Where a channel stands at 1,000 and varies by 1, its square in float32 has lost what varies: moments are taken about
-    # the first batch's mean.
-    about: dict[str, Tensor] = {}
+    activations: dict[str, tuple[Tensor, Tensor]] = {}
+    # The square of a channel of mean 1,000 and deviation 1 loses the variance in float32: moments are taken about the first batch's mean.
+    origins: dict[str, Tensor] = {}
     num_images = 0
 
-    def note(name: str, inputs: Tensor, output: Tensor) -> None:
-        seen[name] = (inputs, output)
+    def record(name: str, inputs: Tensor, output: Tensor) -> None:
+        activations[name] = (inputs, output)
 
-    with torch.enable_grad(), _frozen(model), watching(model, [unit.consumer for unit in units], after=note):
+    with torch.enable_grad(), _frozen(model), watching(model, [unit.consumer for unit in units], after=record):
         for images in batches:
             logits = model(pixel_values=images.detach().requires_grad_()).logits.float()
-            drawn = torch.multinomial(logits.detach().softmax(1).cpu(), 1, generator=generator)[:, 0]
-            loss = F.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
-            gradients = torch.autograd.grad(loss, [seen[unit.consumer][1] for unit in units])
+            labels = torch.multinomial(logits.detach().softmax(1).cpu(), 1, generator=generator)[:, 0]
+            loss = F.cross_entropy(logits, labels.to(logits.device), reduction="sum")
+            gradients = torch.autograd.grad(loss, [activations[unit.consumer][1] for unit in units])
             for unit, gradient in zip(units, gradients, strict=True):
                 layer = model.get_submodule(unit.consumer)
-                z = features(layer, seen[unit.consumer][0].detach())
-                z = z - about.setdefault(unit.name, z.mean(0))
-                batch = _batch_moments(layer, len(images), z, gradient)
+                x = features(layer, activations[unit.consumer][0].detach())
+                x = x - origins.setdefault(unit.name, x.mean(0))
+                batch = _batch_moments(layer, len(images), x, gradient)
                 if (total := sums.setdefault(unit.name, batch)) is not batch:
-                    for field in FIELDS:
+                    for field in MOMENT_FIELDS:
                         getattr(total, field).add_(getattr(batch, field))
             num_images += len(images)
-            seen.clear()
+            activations.clear()
     for name, moments in sums.items():
-        for field in FIELDS:
+        for field in MOMENT_FIELDS:
             getattr(moments, field).div_(num_images)
         moments.covariance.addr_(moments.mean, moments.mean, alpha=-1)
-        moments.mean.add_(about[name])
+        moments.mean.add_(origins[name])
     return sums
 
 
 @contextmanager
 def _frozen(model: nn.Module) -> Generator[None]:
-    """Spare the gradients of parameters: only those of activations are needed."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
+    """Disable parameters' gradients: only those of activations are needed."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable:
         parameter.requires_grad = False
     try:
         yield
     finally:
-        for parameter in trained:
+        for parameter in trainable:
             parameter.requires_grad = True
 
 
-def _batch_moments(layer: nn.Module, num_images: int, z: Tensor, dy: Tensor) -> UnitMoments:
-    """Return the sums over the images of one batch, the mean and the second moment averaged over an image's positions.
+def _batch_moments(layer: nn.Module, num_images: int, x: Tensor, output_gradient: Tensor) -> UnitMoments:
+    """Return the sums over one batch's images; mean and covariance are averaged over an image's positions.
 
-    z is (positions, columns), dy the gradient of what the layer gives.
+    x is (positions, columns); the covariance is the second moment about zero here.
     """
-    g = outputs_of(layer, dy)
-    # Windowed attention has more rows than images, those of one image side by side.
-    seen, there = len(z) / num_images, dy.numel() / g.shape[1] / num_images
+    g = outputs_of(layer, output_gradient)
+    # Windowed attention has more rows than images, those of one image next to each other.
+    positions_per_image, gradients_per_image = len(x) / num_images, output_gradient.numel() / g.shape[1] / num_images
     return UnitMoments(
-        mean=z.sum(0).float() / seen,
-        covariance=second_moment(z).float() / seen,
-        sensitivity=second_moment(g).float() * (there / seen),
+        mean=x.sum(0).float() / positions_per_image,
+        covariance=second_moment(x).float() / positions_per_image,
+        sensitivity=second_moment(g).float() * (gradients_per_image / positions_per_image),
     )
 
 
-# Blocks of neighbours, so that both parts hold all classes whether the images come class by class or in turns.
+# Blocks of neighbours, so that both parts hold all classes whether images are sorted by class or interleaved.
 BLOCK, BLOCKS_PER_JUDGED = 8, 4
-# With 8 images the fold is unusable, with 32 it falls 1.5 points short of 128, and 512 add 0.2 (docs/facts.md,
-# "Calibration images and ridge").
+# With 8 images the fit is unusable, with 32 it is 1.5 points worse than with 128, and 512 add 0.2 (docs/facts.md, "Calibration images and ridge").
 MIN_IMAGES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Batches of (pixel_values (b, c, h, w), labels), read anew on each pass; labels are not used.
+    """Batches of (pixel_values (b, c, h, w), labels), read again on each pass; labels are unused.
 
-    Images are given out on `device` and as `dtype`, those of the models.
+    Images are moved to `device` and `dtype`, those of the models.
     """
 
     batches: Callable[[], Iterable[tuple[Tensor, Tensor]]]
@@ -239,7 +235,7 @@ class Calibration:
         return self._part(judged=False)
 
     def judged(self) -> Iterator[Tensor]:
-        """Yield the quarter that compensation is judged by."""
+        """Yield the held-out quarter that compensation is evaluated on."""
         return self._part(judged=True)
 
     def _part(self, *, judged: bool) -> Iterator[Tensor]:
@@ -247,40 +243,40 @@ class Calibration:
         for images in self.every():
             blocks = torch.arange(start, start + len(images), device=self.device) // BLOCK
             start += len(images)
-            chosen = images[(blocks % BLOCKS_PER_JUDGED == BLOCKS_PER_JUDGED - 1) == judged]
-            if len(chosen):
-                yield chosen
+            part = images[(blocks % BLOCKS_PER_JUDGED == BLOCKS_PER_JUDGED - 1) == judged]
+            if len(part):
+                yield part
 
     def count_different(self, enough: int) -> int:
-        """Return how many different images there are, or `enough` as soon as there are so many."""
-        seen: set[bytes] = set()
+        """Return the number of different images, at most `enough`; reading stops there."""
+        digests: set[bytes] = set()
         for pixel_values, _ in self.batches():
-            seen |= {hashlib.blake2b(image.cpu().numpy().tobytes()).digest() for image in pixel_values}
-            if len(seen) >= enough:
+            digests |= {hashlib.blake2b(image.cpu().numpy().tobytes()).digest() for image in pixel_values}
+            if len(digests) >= enough:
                 return enough
-        return len(seen)
+        return len(digests)
 
 
 def regrouped(batches: Iterable[Tensor], size: int, *, rest: bool = False) -> Iterator[Tensor]:
-    """Yield the same images in batches of exactly `size`; what doesn't fill one comes last if `rest`, or not at all."""
-    waiting: list[Tensor] = []
+    """Yield the same images in batches of exactly `size`; an incomplete last batch is yielded only if `rest`."""
+    pending: list[Tensor] = []
     for images in batches:
-        waiting.append(images)
-        if sum(map(len, waiting)) >= size:
-            *full, last = torch.cat(waiting).split(size)
-            waiting = [last] if len(last) < size else []
-            yield from full if waiting else (*full, last)
-    if rest and waiting:
-        yield torch.cat(waiting)
+        pending.append(images)
+        if sum(map(len, pending)) >= size:
+            *full, last = torch.cat(pending).split(size)
+            pending = [last] if len(last) < size else []
+            yield from full if pending else (*full, last)
+    if rest and pending:
+        yield torch.cat(pending)
 
 
-# Below this share of the second moment a variance is the rounding of float32 products.
+# Below this share of the second moment a variance is rounding error of float32 products.
 ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedMoments:
-    """Averages over positions of images, float64: z is what the pruned consumer multiplies, y what the dense one gives.
+    """Averages over positions, float64: z is what the pruned consumer multiplies, y what the dense one returns.
 
     Second moments are about the means. A position is a token, or an output pixel of a convolution.
     """
@@ -294,17 +290,17 @@ class PairedMoments:
 def paired_moments(
     dense: Walk, pruned: Walk, layer: nn.Module, name: str, rows: Sequence[int], batches: Iterable[Tensor]
 ) -> PairedMoments:
-    """Return the moments of the pruned model's `layer`, called `name`; y are the dense one's outputs `rows`."""
-    count, sums, about = 0, list[Tensor](), list[Tensor]()
+    """Return the moments of the pruned model's `layer`, called `name`; y are the dense layer's outputs `rows`."""
+    count, sums, origins = 0, list[Tensor](), list[Tensor]()
     for number, images in enumerate(batches):
         y = outputs_of(layer, dense.reach(name, number, images)[1])[:, list(rows)]
         z = features(layer, pruned.reach(name, number, images)[0])
-        # About the first batch's means: beside the square of a channel far from zero float32 loses how the others vary.
-        about = about or [z.mean(0), y.mean(0)]
-        z, y = z - about[0], y - about[1]
-        # Products in the model's own precision: their rounding, 1e-6, is far below the ridge, and float64 takes twice
-        # the time. The sums, which grow with the number of images, are float64, and held once: a Gram matrix of a
-        # wide convolution is as large as the model (170 MB on ResNet-101).
+        # About the first batch's means: next to the square of a channel far from zero, float32 loses the variance of the others.
+        origins = origins or [z.mean(0), y.mean(0)]
+        z, y = z - origins[0], y - origins[1]
+        # Products are in the model's precision: their rounding, 1e-6, is far below the ridge, and float64 takes twice the time. The sums, which
+        # grow with the number of images, are float64, and stored once: a Gram matrix of a wide convolution is as large as the model (170 MB on
+        # ResNet-101).
         parts = (z.sum(0, dtype=torch.float64), y.sum(0, dtype=torch.float64), y.T @ z, second_moment(z))
         sums = sums or [torch.zeros_like(part, dtype=torch.float64) for part in parts]
         for total, part in zip(sums, parts, strict=True):
@@ -313,29 +309,29 @@ def paired_moments(
     read_mean, given_mean, cross, gram = (total.div_(count) for total in sums)
     cross.addr_(given_mean, read_mean, alpha=-1)
     gram.addr_(read_mean, read_mean, alpha=-1)
-    return PairedMoments(read_mean=read_mean + about[0], given_mean=given_mean + about[1], cross=cross, gram=gram)
+    return PairedMoments(read_mean=read_mean + origins[0], given_mean=given_mean + origins[1], cross=cross, gram=gram)
 
 
 def fit_(moments: PairedMoments, start: Tensor, *, centred: bool, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
-    """Return (W, b) that give the dense outputs y from what the pruned consumer reads, z, near the weight `start`.
+    """Return (W, b) that predict the dense outputs y from the pruned consumer's inputs z, near the weight `start`.
 
-    W = start + (E[y z'] - start E[z z']) (E[z z'] + ridge m I)^-1 and b = E[y] - W E[z], m the mean of E[z z']'s
-    diagonal, moments about the means where `centred`; about zero otherwise, and b is zero. `start` (outputs, columns), float64, is the dense
-    weight of the kept columns, so that a ridge without end changes nothing. Where z is the dense activations x_K, W is
-    W_K + W_P C_PK (C_KK + ridge m I)^-1 (ThiNet, 2017; He et al., 2017). If no column varies, W is `start`.
+    W = start + (E[y z'] - start E[z z']) (E[z z'] + ridge m I)^-1 and b = E[y] - W E[z], m the mean of E[z z']'s diagonal. Moments are about the
+    means if `centred`; otherwise they are about zero, and b is zero. `start` (outputs, columns), float64, is the dense weight of the kept columns,
+    so that an infinite ridge changes nothing. If z is the dense activations x_K, W is W_K + W_P C_PK (C_KK + ridge m I)^-1 (ThiNet, 2017; He et al.,
+    2017). If no column varies, W is `start`.
 
-    The second moments are used up: a wide convolution's are as large as the model.
+    The second moments are overwritten: those of a wide convolution are as large as the model.
     """
     cross, gram = moments.cross, moments.gram
     if not centred:
         cross.addr_(moments.given_mean, moments.read_mean)
         gram.addr_(moments.read_mean, moments.read_mean)
-    weight, varied = start, gram.diagonal().mean()
-    if varied > ROUNDING * moments.read_mean.square().mean():
-        missing = cross.sub_(start @ gram)
-        # Without an inverse nothing can be said that is nearer than `start`.
+    weight, mean_variance = start, gram.diagonal().mean()
+    if mean_variance > ROUNDING * moments.read_mean.square().mean():
+        residual = cross.sub_(start @ gram)
+        # Without an inverse `start` is the best known weight.
         with contextlib.suppress(SingularError):
-            weight = start + divide_(missing, damp_(gram, varied, ridge))
+            weight = start + divide_(residual, damp_(gram, mean_variance, ridge))
     shift = moments.given_mean - weight @ moments.read_mean
     return weight, shift if centred else torch.zeros_like(shift)
 
@@ -348,12 +344,11 @@ def compensate_units_(
     images: Callable[[], Iterable[Tensor]],
     progress: Progress = silent,
 ) -> None:
-    """Fit the consumer of every cut unit in `pruned` to the dense outputs, one after the other as the network runs.
+    """Fit the consumer of every cut unit in `pruned` to the dense outputs, in the order in which the network runs.
 
-    Each reads what the units before it, already fitted, leave of the activations, so errors don't add up. That takes one
-    pass of both models, a stretch for each unit. A convolution is fitted in all its taps: on the shared
-    ResNet cut by a quarter that leaves a KL of 0.081 nats instead of 0.098 with taps that share one mixing of
-    channels, and 0.220 where every unit is fitted to the dense activations alone (docs/decisions/LOG.md).
+    Each is fitted to activations that earlier, already fitted units produce, so errors don't add up. That takes one pass of both models, one
+    stretch per unit. A convolution is fitted in all its taps: on the shared ResNet cut by a quarter that leaves a KL of 0.081 nats, instead of
+    0.098 with taps that share one mixing of channels, and 0.220 if every unit is fitted to the dense activations only (docs/decisions/LOG.md).
     """
     consumers = {cut.unit.consumer: cut.unit for cut in cuts}
     cut_rows = {
@@ -376,8 +371,8 @@ def compensate_units_(
         moments = paired_moments(*walks, pruned.get_submodule(name), name, rows, images())
         weight, shift = fit_(moments, start, centred=norm is not None or has_bias(dense))
         layer = pruned.get_submodule(name)
-        held = layer.get_parameter("weight")
-        held.copy_(weight.reshape(held.shape))
+        parameter = layer.get_parameter("weight")
+        parameter.copy_(weight.reshape(parameter.shape))
         if has_bias(layer):
             layer.get_parameter("bias").copy_(shift)
         elif norm is not None:
@@ -385,10 +380,9 @@ def compensate_units_(
             pruned.get_submodule(norm).get_buffer("running_mean").copy_(mean - shift)
 
 
-# What batch norms could still bring back is no more than this, where no more is left: as many nats go with a quarter of a point of top-1 (docs/decisions/LOG.md).
+# Batch norms are skipped below this KL: as many nats go with a quarter of a point of top-1 (docs/decisions/LOG.md).
 NEGLIGIBLE_KL = 5e-3
-# Batch norms are estimated anew from whole batches of one size, whatever the run's: every batch weighs the same, and the
-# variance of few is poor.
+# Batch norms are re-estimated from whole batches of one size: every batch weighs the same, and the variance of few images is poor.
 NORM_BATCH = 32
 
 
@@ -396,7 +390,7 @@ NORM_BATCH = 32
 class Compensated:
     """The pruned model, compensated by the `steps` that helped, and its KL divergence to the dense model, in nats.
 
-    Where no step was kept, `model` is the pruned model itself; `note` says why none was tried.
+    If no step helped, `model` is the pruned model itself; `note` is the reason if none was tried.
     """
 
     model: nn.Module
@@ -416,31 +410,30 @@ def compensate(
     expected: Tensor | None = None,
     progress: Progress = silent,
 ) -> Compensated:
-    """Return a compensated copy of `pruned`, which `cuts` and `keep` made of `baseline`; both are left as found.
+    """Return a compensated copy of `pruned`, which `cuts` and `keep` made from `baseline`; both are unchanged.
 
-    `batches` begins a pass over the calibration images: (pixel_values, labels), labels unused. Steps are fitted to
-    three quarters of them, and each is kept only if it lowers the mean KL(unpruned || pruned) of the other quarter.
-    With fewer than 128 different images none is tried, and the KL is that of all images. `expected` are the unpruned
-    model's logits on that quarter, where they are known, (images, classes).
+    `batches` begins a pass over the calibration images: (pixel_values, labels), labels unused. Steps are fitted to three quarters of them, and each
+    is kept only if it lowers the mean KL(unpruned || pruned) of the other quarter. With fewer than 128 different images none is tried, and the KL
+    is that of all images. `expected` are the unpruned model's logits on that quarter, if known, (images, classes).
 
     Raises:
-        PruningError: there is no image, or a model gives logits that aren't finite.
+        PruningError: there is no image, or a model returns logits that aren't finite.
     """
     weight = next(parameter for parameter in baseline.parameters() if parameter.is_floating_point())
     calibration = Calibration(batches=batches, device=device_of(baseline), dtype=weight.dtype)
     with left_as_found(baseline), left_as_found(pruned), torch.no_grad():
         baseline.eval()
         pruned.eval()
-        found = calibration.count_different(MIN_IMAGES)
-        if found < MIN_IMAGES:
+        num_different = calibration.count_different(MIN_IMAGES)
+        if num_different < MIN_IMAGES:
             kl = mean_kl(_logits(baseline, calibration.every()), _logits(pruned, calibration.every()))
-            note = f"not compensated: {found} different calibration images, at least {MIN_IMAGES} are needed"
-            return Compensated(model=pruned, kl_before=_finite(kl), kl_after=kl, note=note)
-        steps = _steps(baseline, pruned, cuts, keep, calibration, progress)
+            note = f"not compensated: {num_different} different calibration images, at least {MIN_IMAGES} are needed"
+            return Compensated(model=pruned, kl_before=_check_finite(kl), kl_after=kl, note=note)
+        steps = _list_steps(baseline, pruned, cuts, keep, calibration, progress)
         expected = _logits(baseline, calibration.judged()) if expected is None else expected.to(calibration.device)
-        compensated = _best(expected, pruned, steps, calibration)
-    for module, like in zip(compensated.model.modules(), pruned.modules(), strict=True):
-        module.training = like.training
+        compensated = _apply_helpful_steps(expected, pruned, steps, calibration)
+    for module, original in zip(compensated.model.modules(), pruned.modules(), strict=True):
+        module.training = original.training
     return compensated
 
 
@@ -453,7 +446,7 @@ class _Step:
     changed: Callable[[nn.Module], Iterable[Tensor]]
 
 
-def _steps(
+def _list_steps(
     baseline: nn.Module,
     pruned: nn.Module,
     cuts: Sequence[Cut],
@@ -461,39 +454,41 @@ def _steps(
     calibration: Calibration,
     progress: Progress,
 ) -> list[_Step]:
-    """Return what is tried, in this order: batch norms have to see the folded weights."""
+    """Return the steps in the order to try them: batch norms have to see the folded weights."""
 
-    def fitted(model: nn.Module) -> Iterable[Tensor]:
+    def fitted_tensors(model: nn.Module) -> Iterable[Tensor]:
         consumers = [model.get_submodule(cut.unit.consumer) for cut in cuts]
         return [*(tensor for consumer in consumers for tensor in consumer.parameters()), *model.buffers()]
 
-    def fit_(model: nn.Module) -> None:
+    def fit_consumers_(model: nn.Module) -> None:
         compensate_units_(baseline, model, cuts, keep, calibration.fitted, progress)
 
-    steps = [_Step("least squares", fit_, fitted)]
+    steps = [_Step("least squares", fit_consumers_, fitted_tensors)]
     if batch_norms(pruned):
         steps.append(_Step("batch norm", lambda model: reestimate_(model, calibration.fitted()), nn.Module.buffers))
     return steps
 
 
-def _best(expected: Tensor, pruned: nn.Module, steps: Sequence[_Step], calibration: Calibration) -> Compensated:
-    """Take each step on one copy, and take back those that don't help: a copy for each would be a model more held."""
-    model, kept = copy.deepcopy(pruned), list[str]()
-    before = kl = _finite(mean_kl(expected, _logits(pruned, calibration.judged())))
+def _apply_helpful_steps(
+    expected: Tensor, pruned: nn.Module, steps: Sequence[_Step], calibration: Calibration
+) -> Compensated:
+    """Take each step on one copy and undo those that don't help; a copy per step would hold one more model in memory."""
+    model, helpful = copy.deepcopy(pruned), list[str]()
+    before = kl = _check_finite(mean_kl(expected, _logits(pruned, calibration.judged())))
     for step in steps:
-        if kept and kl <= NEGLIGIBLE_KL:
+        if helpful and kl <= NEGLIGIBLE_KL:
             break
-        held = [tensor.clone() for tensor in step.changed(model)]
+        saved = [tensor.clone() for tensor in step.changed(model)]
         step.run(model)
         stepped_kl = mean_kl(expected, _logits(model, calibration.judged()))
-        # Also false where a step gave logits that aren't finite.
+        # Also false if a step made logits that aren't finite.
         if stepped_kl < kl:
             kl = stepped_kl
-            kept.append(step.name)
+            helpful.append(step.name)
             continue
-        for tensor, like in zip(step.changed(model), held, strict=True):
-            tensor.copy_(like)
-    return Compensated(model=model if kept else pruned, kl_before=before, kl_after=kl, steps=tuple(kept))
+        for tensor, original in zip(step.changed(model), saved, strict=True):
+            tensor.copy_(original)
+    return Compensated(model=model if helpful else pruned, kl_before=before, kl_after=kl, steps=tuple(helpful))
 
 
 def _logits(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
@@ -503,7 +498,7 @@ def _logits(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
     return torch.cat(logits)
 
 
-def _finite(kl: float) -> float:
+def _check_finite(kl: float) -> float:
     if not math.isfinite(kl):
         raise PruningError(f"the KL of the pruned model to the unpruned one is {kl!r} on calibration images; cut less")
     return kl
@@ -512,18 +507,17 @@ def _finite(kl: float) -> float:
 def reestimate_(model: nn.Module, batches: Iterable[Tensor]) -> None:
     """Set the running statistics of every batch norm to the average over batches of 32 of `batches` (b, c, h, w).
 
-    All else stays in the mode it is in, so nothing is dropped; modes and momenta are as found at the end. Needs 32
-    images.
+    Other modules keep their mode, so dropout stays off; modes and momenta are restored at the end. Needs 32 images.
     """
     norms = batch_norms(model)
-    found = [(norm, norm.training, norm.momentum) for norm in norms]
+    settings = [(norm, norm.training, norm.momentum) for norm in norms]
     try:
         for norm in norms:
             norm.reset_running_stats()
-            # No momentum is the cumulative average.
+            # Momentum None means the cumulative average.
             norm.train().momentum = None
         for images in regrouped(batches, NORM_BATCH):
             model(pixel_values=images)
     finally:
-        for norm, training, momentum in found:
+        for norm, training, momentum in settings:
             norm.train(training).momentum = momentum

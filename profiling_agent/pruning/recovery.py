@@ -1,4 +1,4 @@
-"""Recovery: a few epochs of distillation from the dense model."""
+"""Recovery of a pruned model: a few epochs of distillation from the dense model."""
 
 import copy
 import math
@@ -12,21 +12,21 @@ from profiling_agent.errors import PruningError
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.modules.inference import device_of, divergences, left_as_found, mean_kl
 
-# The shared ViT, cut by 57% and compensated to a KL of 0.20, comes to 0.14, 0.11 and 0.09 in 3 epochs of 1,000 images at
-# 1e-5, 5e-5 and 2e-4; 1e-3 undoes it, and the ResNet's too. Large pretrained models want the lower ones.
+# The shared ViT, cut by 57% and compensated to a KL of 0.20, gets to 0.14, 0.11 and 0.09 in 3 epochs of 1,000 images at 1e-5, 5e-5 and 2e-4; at
+# 1e-3 it diverges, and so does the ResNet. Large pretrained models want the lower rates.
 LEARNING_RATE = 5e-5
-# There 1, 2 and 4 end at 0.095, 0.089 and 0.086 (2e-4), the ResNet's at 0.175, 0.170 and 0.171.
+# On the ViT, temperatures 1, 2 and 4 end at 0.095, 0.089 and 0.086 (rate 2e-4), on the ResNet at 0.175, 0.170 and 0.171.
 TEMPERATURE = 2.0
 MAX_GRADIENT_NORM = 1.0
-# Epochs without a lower KL after which there is nothing more to hope for.
+# Epochs without a lower KL before training stops.
 PATIENCE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """The model of the best epoch, and its KL divergence to the dense model on the judged images, in nats.
+    """The model of the best epoch, and its KL divergence to the dense model on the held-out images, in nats.
 
-    `model` is the pruned model itself where no epoch lowered the KL. `stopped` says why there were no more epochs.
+    `model` is the pruned model itself if no epoch lowered the KL. `stopped` is the reason why training ended.
     """
 
     model: nn.Module
@@ -47,54 +47,53 @@ def recover(
     expected: Tensor | None = None,
     progress: Progress = silent,
 ) -> Recovered:
-    """Return a copy of `pruned` that was trained to say what `dense` says; both are left as found.
+    """Return a copy of `pruned` trained to reproduce the logits of `dense`; both are unchanged.
 
-    `batches(epoch)` gives the training images of an epoch from 0 on, `judged()` others that choose the best epoch;
-    both are pixel_values (b, c, h, w). `expected` are the logits
-    of `dense` on the latter, where they are known, (images, classes). The loss is the KL
-    divergence of logits at temperature 2, times its square (Hinton et al., 2015); AdamW without decay, its rate a
-    cosine over epochs. All is in eval mode: batch norms keep their statistics and nothing is drawn at random.
+    `batches(epoch)` gives the training images of an epoch, counted from 0; `judged()` gives held-out ones that choose the best epoch. Both are
+    pixel_values (b, c, h, w). `expected` are the logits of `dense` on the latter, if known, (images, classes). The loss is the KL divergence of
+    logits at temperature 2, times its square (Hinton et al., 2015); AdamW without decay, its rate a cosine over epochs. All is in eval mode: batch
+    norms keep their statistics, and dropout is off.
 
     Raises:
-        PruningError: there are no images, nothing can be trained, or a model gives logits that aren't finite.
+        PruningError: there are no images, no parameter is trainable, or a model returns logits that aren't finite.
     """
     with left_as_found(dense), left_as_found(pruned):
         dense.eval()
         student = copy.deepcopy(pruned).eval()
         expected = _logits(dense, judged()) if expected is None else expected.to(device_of(dense))
-        if not (trained := [parameter for parameter in student.parameters() if parameter.requires_grad]):
+        if not (trainable := [parameter for parameter in student.parameters() if parameter.requires_grad]):
             raise PruningError("no parameter of the pruned model requires gradients; there is nothing to train")
-        optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
         kls = [mean_kl(expected, _logits(student, judged()))]
         if not math.isfinite(kls[0]):
             raise PruningError(f"the KL of the pruned model to the dense one is {kls[0]!r}; cut less")
-        best, stopped = list[Tensor](), f"all of {epochs} epochs were run"
+        best_weights, stopped = list[Tensor](), f"all of {epochs} epochs were run"
         for epoch in range(epochs):
             progress("recovering", epoch, epochs)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * (1 + math.cos(math.pi * epoch / epochs)) / 2
             kl = math.nan
-            if _train(dense, student, trained, optimizer, batches(epoch)):
+            if _train(dense, student, trainable, optimizer, batches(epoch)):
                 kl = mean_kl(expected, _logits(student, judged()))
             if not math.isfinite(kl):
                 stopped = f"in epoch {epoch + 1} the loss or the logits were not finite"
                 break
             if kl < min(kls):
-                best = [parameter.detach().clone() for parameter in trained]
+                best_weights = [parameter.detach().clone() for parameter in trainable]
             kls.append(kl)
             if len(kls) - 1 - kls.index(min(kls)) >= PATIENCE:
                 stopped = f"the KL did not fall for {PATIENCE} epochs"
                 break
         progress("recovering", epochs, epochs)
-    if best:
+    if best_weights:
         with torch.no_grad():
-            for parameter, held in zip(trained, best, strict=True):
-                parameter.copy_(held)
+            for parameter, saved in zip(trainable, best_weights, strict=True):
+                parameter.copy_(saved)
                 parameter.grad = None
-        for module, like in zip(student.modules(), pruned.modules(), strict=True):
-            module.training = like.training
+        for module, original in zip(student.modules(), pruned.modules(), strict=True):
+            module.training = original.training
     return Recovered(
-        model=student if best else pruned,
+        model=student if best_weights else pruned,
         epochs_run=len(kls) - 1,
         kl_before=kls[0],
         kl_after=min(kls),
@@ -105,21 +104,21 @@ def recover(
 def _train(
     dense: nn.Module,
     student: nn.Module,
-    trained: list[nn.Parameter],
+    trainable: list[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     batches: Iterable[Tensor],
 ) -> bool:
-    """Train one epoch, and say whether every loss was finite; the first that isn't ends it."""
+    """Train one epoch, and return whether every loss was finite; the first that isn't ends it."""
     device, count = device_of(student), 0
     for images in batches:
-        pixel_values = images.to(device, trained[0].dtype)
+        pixel_values = images.to(device, trainable[0].dtype)
         with torch.no_grad():
             target = dense(pixel_values=pixel_values).logits
         with torch.enable_grad():
             loss = distillation(target, student(pixel_values=pixel_values).logits)
             optimizer.zero_grad()
             loss.backward()
-        norm = nn.utils.clip_grad_norm_(trained, MAX_GRADIENT_NORM)
+        norm = nn.utils.clip_grad_norm_(trainable, MAX_GRADIENT_NORM)
         if not torch.isfinite(loss) or not torch.isfinite(norm):
             return False
         optimizer.step()
@@ -132,7 +131,7 @@ def _train(
 def distillation(target: Tensor, logits: Tensor, temperature: float = TEMPERATURE) -> Tensor:
     """Return the mean KL(target || logits), both (images, classes) and divided by `temperature`, times its square.
 
-    The square keeps the gradient's size, which falls with it (Hinton et al., 2015, section 2).
+    The square restores the gradient's size, which falls with it (Hinton et al., 2015, section 2).
     """
     return divergences(target / temperature, logits / temperature).mean() * temperature**2
 

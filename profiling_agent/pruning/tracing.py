@@ -1,4 +1,4 @@
-"""Channel tracing: spaces of channels that are made, changed and read together, followed through a forward pass."""
+"""Channel tracing: spaces of channels that are written, transformed and read together, followed through a forward pass."""
 
 import math
 from collections import Counter
@@ -21,10 +21,10 @@ from profiling_agent.schemas import InputSpec
 
 @dataclass(slots=True)
 class Space:
-    """The channels of one layer's outputs and of whatever is added to them or multiplied with them.
+    """The channels of one layer's outputs, and of whatever is added to them or multiplied with them.
 
-    `width` counts what can be cut on its own: fewer than `size` where a grouped convolution ties channels together. Of
-    writers with several `stacks`, a channel has a row in each.
+    `width` counts the channels that can be cut independently: fewer than `size` if a grouped convolution ties them together. If writers have
+    several `stacks`, a channel has a row in each.
     """
 
     size: int
@@ -41,14 +41,14 @@ class Space:
     merged_into: "Space | None" = None
 
     def current(self) -> "Space":
-        """Return the space that this one has become part of, itself if none."""
+        """Return the space that this one was merged into, itself if none."""
         space = self
         while space.merged_into is not None:
             space = space.merged_into
         return space
 
     def split(self, stacks: int) -> "Space | None":
-        """Return the space that the channels become whose parts are taken for each other's; None where more than writers know them."""
+        """Return the space whose channels each stand for one channel per equal part; None if layers other than writers use this one."""
         if self.size % stacks or self.stacks > 1 or self.inner or self.readers or self.is_added or self.is_image:
             return None
         size = self.size // stacks
@@ -56,27 +56,27 @@ class Space:
         return self.merged_into
 
     def block(self, obstacle: str) -> None:
-        """Say what keeps the channels from being cut; the first obstacle stays."""
+        """Record why the channels can't be cut; the first obstacle stays."""
         self.obstacle = self.obstacle or obstacle
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Which dimension of a tensor, counted from the last, -1, holds the channels of which space."""
+    """The dimension of a tensor, counted from the last (-1), that holds the channels of a space."""
 
     held: Space
     dim: int
 
     @property
     def space(self) -> Space:
-        """Return the space as it is now."""
+        """Return the space after merges."""
         return self.held.current()
 
 
 def merge(first: Space, second: Space) -> bool:
-    """Make two spaces of one size one, and say whether they were two.
+    """Merge two spaces of equal size, and return whether they were different.
 
-    Groups of consecutive channels in one and others in the other: only what is whole in both can be cut.
+    If both tie consecutive channels into groups, only what is whole in both can be cut.
     """
     if first is second:
         return False
@@ -102,14 +102,14 @@ ELEMENTWISE = ADDITIONS - {"cat", "concat"} | {
     *("mish", "softplus", "clamp", "dropout", "contiguous", "to", "float", "type", "type_as", "clone", "detach"),
     *("expand", "expand_as", "broadcast_to"),
 }
-# These mix channels, but leave them where they are: what is added to them later still says that they are a residual.
+# These mix channels, but keep their position: a later addition still marks them as a residual.
 NORMS = ("layer_norm", "group_norm", "normalize", "instance_norm")
 VIEWS = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation: its name, what it was given, and the tensors that it returned."""
+    """One operation: its name, its arguments, and the tensors that it returned."""
 
     name: str
     args: Sequence[Any]
@@ -124,7 +124,7 @@ class Call:
 
     @property
     def operands(self) -> list[Tensor]:
-        """Return the tensors among the arguments, those in lists too."""
+        """Return the tensors among the arguments, including those in lists."""
         return list(tensors((*self.args, *self.kwargs.values())))
 
     def given(self, name: str, position: int, default: Any = None) -> Any:
@@ -134,17 +134,17 @@ class Call:
         return self.args[position] if len(self.args) > position else default
 
     def integer(self, name: str, position: int, default: Any = None) -> int:
-        """Return an argument that has to be a whole number."""
+        """Return an integer argument."""
         value = self.given(name, position, default)
         if not isinstance(value, int):
             raise UnknownSpellingError(f"{self.name} with {name} = {value!r}")
         return value
 
     def integers(self, name: str, position: int, default: Any = None) -> Sequence[int]:
-        """Return an argument that is a whole number or several."""
+        """Return an argument that is an integer or several."""
         value = self.given(name, position, default)
         values = [value] if isinstance(value, int) else value
-        if not isinstance(values, (list, tuple)) or not all(isinstance(each, int) for each in values):
+        if not isinstance(values, (list, tuple)) or not all(isinstance(item, int) for item in values):
             raise UnknownSpellingError(f"{self.name} with {name} = {value!r}")
         return values
 
@@ -160,29 +160,29 @@ class Call:
 
 
 class UnknownSpellingError(Exception):
-    """An operation was called in a way that its rule can't read: its axis is lost, and the trace goes on."""
+    """An operation was called with arguments that its rule can't read: its axis is lost, and the trace goes on."""
 
 
 def elementwise(call: Call) -> Axis | None:
-    """Couple the channels of all operands, which line up from their last dimensions."""
-    found = [axis for operand in call.operands if (axis := call.axes(operand)) is not None]
-    first = found[0]
-    if any(axis.dim != first.dim or axis.space.size != first.space.size for axis in found):
+    """Couple the channels of all operands, aligned from their last dimensions."""
+    axes = [axis for operand in call.operands if (axis := call.axes(operand)) is not None]
+    first = axes[0]
+    if any(axis.dim != first.dim or axis.space.size != first.space.size for axis in axes):
         return None
     if call.result.dim() < -first.dim or call.result.shape[first.dim] != first.space.size:
         return None
-    for axis in found[1:]:
+    for axis in axes[1:]:
         if merge(first.space, axis.space) and call.name in ADDITIONS:
             first.space.is_added = True
     for operand in call.operands:
         varies = operand.dim() >= -first.dim and operand.shape[first.dim] != 1
         if call.axes(operand) is None and varies:
-            _couple_with_unknown(call, operand, first)
+            _couple_with_untraced(call, operand, first)
     return first
 
 
-def _couple_with_unknown(call: Call, operand: Tensor, axis: Axis) -> None:
-    """Note an operand whose channels nobody knows, but which has one for each of the axis."""
+def _couple_with_untraced(call: Call, operand: Tensor, axis: Axis) -> None:
+    """Block the axis for an operand whose channels are untraced, but which has one per channel."""
     if isinstance(operand, nn.Parameter):
         axis.space.block("an operation with a parameter that no layer owns")
     elif call.name in ADDITIONS:
@@ -195,11 +195,11 @@ def _couple_with_unknown(call: Call, operand: Tensor, axis: Axis) -> None:
 def concatenation(call: Call) -> Axis | None:
     """Couple the channels of tensors that are joined along another dimension."""
     dim = call.integer("dim", 1, 0)
-    return None if _negative(dim, call.result) == call.axis.dim else elementwise(call)
+    return None if _dim_from_last(dim, call.result) == call.axis.dim else elementwise(call)
 
 
 def view(call: Call) -> Axis | None:
-    """Find the channels again: a dimension of their size with as many elements before it."""
+    """Find the channels after a reshape: a dimension of their size with as many elements before it."""
     source, axis = call.source, call.axis
     before = math.prod(source.shape[: axis.dim])
     for position, size in enumerate(call.result.shape):
@@ -210,27 +210,27 @@ def view(call: Call) -> Axis | None:
 
 def transposition(call: Call) -> Axis | None:
     """Follow the channels through an exchange of two dimensions."""
-    one = _negative(call.integer("dim0", 1), call.result)
-    other = _negative(call.integer("dim1", 2), call.result)
-    return Axis(call.axis.space, {one: other, other: one}.get(call.axis.dim, call.axis.dim))
+    dim0 = _dim_from_last(call.integer("dim0", 1), call.result)
+    dim1 = _dim_from_last(call.integer("dim1", 2), call.result)
+    return Axis(call.axis.space, {dim0: dim1, dim1: dim0}.get(call.axis.dim, call.axis.dim))
 
 
 def permutation(call: Call) -> Axis | None:
-    """Follow the channels through an order of dimensions, given as a list or one by one."""
+    """Follow the channels through a permutation, given as a list or as separate arguments."""
     order = call.args[1:] if len(call.args) > 2 else call.integers("dims", 1)
-    dims = [_negative(dim, call.result) for dim in order]
+    dims = [_dim_from_last(dim, call.result) for dim in order]
     return Axis(call.axis.space, dims.index(call.axis.dim) - len(dims))
 
 
 def reduction(call: Call) -> Axis | None:
-    """Keep the channels where a sum or mean is over other dimensions."""
+    """Keep the channels if a sum or mean is over other dimensions."""
     source, axis = call.source, call.axis
-    # Without dimensions it is over all of them.
-    reduced = {_negative(dim, source) for dim in call.integers("dim", 1)}
+    # Without dimensions it reduces all of them.
+    reduced = {_dim_from_last(dim, source) for dim in call.integers("dim", 1)}
     if axis.dim in reduced:
         return None
-    kept = call.result.dim() == source.dim()
-    return Axis(axis.space, axis.dim if kept else axis.dim + sum(dim > axis.dim for dim in reduced))
+    keeps_dims = call.result.dim() == source.dim()
+    return Axis(axis.space, axis.dim if keeps_dims else axis.dim + sum(dim > axis.dim for dim in reduced))
 
 
 def spatial(dims: int) -> Callable[[Call], Axis | None]:
@@ -239,33 +239,33 @@ def spatial(dims: int) -> Callable[[Call], Axis | None]:
 
 
 def padding(call: Call) -> Axis | None:
-    """Keep the channels where other dimensions are padded."""
+    """Keep the channels if other dimensions are padded."""
     return call.axis if -call.axis.dim > len(call.integers("pad", 1)) // 2 else None
 
 
 def rolling(call: Call) -> Axis | None:
-    """Keep the channels where other dimensions are rolled."""
-    rolled = [_negative(dim, call.result) for dim in call.integers("dims", 2, ())]
+    """Keep the channels if other dimensions are rolled."""
+    rolled = [_dim_from_last(dim, call.result) for dim in call.integers("dims", 2, ())]
     return call.axis if rolled and call.axis.dim not in rolled else None
 
 
 def norm(call: Call) -> Axis | None:
-    """Keep the channels where they are, and say that they can't be cut."""
+    """Keep the channels in place, and block them: they can't be cut."""
     call.axis.space.block(call.name)
     return call.axis
 
 
-def _negative(dim: int, tensor: Tensor) -> int:
+def _dim_from_last(dim: int, tensor: Tensor) -> int:
     return dim if dim < 0 else dim - tensor.dim()
 
 
 def parts(call: Call) -> Axis | None:
-    """Follow channels that are taken apart into as many equal parts as there are results, which stand for one another.
+    """Follow channels that are split into as many equal parts as there are results.
 
-    Parts that only ever meet channel by channel, as a gate's, are cut together.
+    Parts that only ever meet channel by channel, as in a gated unit, are cut together.
     """
     axis, source = call.axis, call.source
-    if _negative(call.integer("dim", 2, 0), source) != axis.dim:
+    if _dim_from_last(call.integer("dim", 2, 0), source) != axis.dim:
         return axis
     sizes = [tensor.shape[axis.dim] for tensor in call.results]
     if len(set(sizes)) != 1 or sum(sizes) != axis.space.size:
@@ -274,8 +274,9 @@ def parts(call: Call) -> Axis | None:
     return None if space is None else Axis(space, axis.dim)
 
 
-# Those whose results are several, each with the axis that comes of it. A split into parts of a given size isn't one: cut, it is another.
-PARTED: Mapping[str, Callable[[Call], Axis | None]] = {"chunk": parts}
+# Rules of operations with several results, which share the returned axis. A split into parts of a given size has none: after a cut it would split
+# differently.
+SPLITS: Mapping[str, Callable[[Call], Axis | None]] = {"chunk": parts}
 
 RULES: Mapping[str, Callable[[Call], Axis | None]] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
@@ -297,11 +298,11 @@ LAYERS = (nn.Linear, nn.Conv2d)
 
 
 class UntraceableError(PruningError):
-    """A model doesn't run without weights; says what it raised."""
+    """A model doesn't run without weights; the message has its exception."""
 
 
 class Trace(TorchFunctionMode):
-    """The channel space that each layer writes and reads, how often it was called, and what used its weights otherwise."""
+    """The channel space that each layer writes and reads, its number of calls, and other operations that used its weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -311,22 +312,22 @@ class Trace(TorchFunctionMode):
         self.calls: Counter[nn.Module] = Counter()
         self.borrowed: dict[nn.Module, str] = {}
         self._owners = {id(p): m for m in model.modules() if isinstance(m, LAYERS) for p in m.parameters(recurse=False)}
-        # Tensors are held, so that no other takes their id.
+        # Tensors are stored so that no other reuses their id.
         self._axes: dict[int, tuple[Tensor, Axis]] = {}
         self._running = 0
 
     @property
     def repeated(self) -> set[nn.Module]:
-        """Return the modules that the forward pass came to more than once."""
+        """Return the modules that the forward pass called more than once."""
         return {module for module, count in self.calls.items() if count > 1}
 
     def axis_of(self, tensor: Tensor) -> Axis | None:
-        """Return where the channels of a tensor lie, None where nobody knows."""
-        held = self._axes.get(id(tensor))
-        return held[1] if held else None
+        """Return the channel axis of a tensor, None if unknown."""
+        entry = self._axes.get(id(tensor))
+        return entry[1] if entry else None
 
     def put(self, tensor: Tensor, axis: Axis | None) -> None:
-        """Say where the channels of a tensor lie."""
+        """Record the channel axis of a tensor."""
         if axis is not None:
             self._axes[id(tensor)] = (tensor, axis)
         else:
@@ -347,35 +348,35 @@ class Trace(TorchFunctionMode):
         for operand in operands:
             if (owner := self._owners.get(id(operand))) is not None:
                 self.borrowed.setdefault(owner, name)
-        found = [axis for operand in operands if (axis := self.axis_of(operand)) is not None]
+        axes = [axis for operand in operands if (axis := self.axis_of(operand)) is not None]
         axis = None
-        if found and (name in RULES if len(results) == 1 else name in PARTED):
+        if axes and (name in RULES if len(results) == 1 else name in SPLITS):
             with suppress(UnknownSpellingError):
-                axis = (RULES if len(results) == 1 else PARTED)[name](Call(name, args, kwargs, results, self.axis_of))
+                axis = (RULES if len(results) == 1 else SPLITS)[name](Call(name, args, kwargs, results, self.axis_of))
         if axis is None:
-            for lost in found:
-                lost.space.block(name)
+            for lost_axis in axes:
+                lost_axis.space.block(name)
         for result in results:
             self.put(result, axis)
 
     def enter(self, _name: str, _input: Any) -> None:
-        """Look away while a layer that is known as a whole runs."""
+        """Suspend tracing while a layer runs that is known as a whole."""
         self._running += 1
 
-    def leave(self, name: str, given: Tensor, output: Tensor) -> None:
-        """Note what a layer, which has one input, read and wrote."""
+    def leave(self, name: str, inputs: Tensor, output: Tensor) -> None:
+        """Record what a layer, which has one input, read and wrote."""
         self._running -= 1
         module = self._model.get_submodule(name)
         self.calls[module] += 1
-        axis = self.axis_of(given)
-        if axis is not None and given.shape[axis.dim] != axis.space.size:
-            # It was taken apart before.
+        axis = self.axis_of(inputs)
+        if axis is not None and inputs.shape[axis.dim] != axis.space.size:
+            # The input was split before.
             axis.space.block("a layer that reads its parts as a whole")
             axis = None
         if isinstance(module, LAYERS):
             self.put(output, self._through_layer(module, axis))
         else:
-            self.put(output, self._through_norm(module, given, axis))
+            self.put(output, self._through_norm(module, inputs, axis))
 
     def _through_layer(self, layer: nn.Linear | nn.Conv2d, axis: Axis | None) -> Axis:
         dim, groups = (-3, layer.groups) if isinstance(layer, nn.Conv2d) else (-1, 1)
@@ -396,10 +397,10 @@ class Trace(TorchFunctionMode):
         self.writes[layer] = Space(width, width, writers=[layer], obstacle="grouped" if groups > 1 else None)
         return Axis(self.writes[layer], dim)
 
-    def _through_norm(self, norm: nn.Module, given: Tensor, axis: Axis | None) -> Axis | None:
+    def _through_norm(self, norm: nn.Module, inputs: Tensor, axis: Axis | None) -> Axis | None:
         if axis is None:
             return None
-        if axis.dim != _channels_of(norm, given):
+        if axis.dim != _norm_channel_dim(norm, inputs):
             axis.space.block("a norm across other dimensions")
         axis.space.inner.append(norm)
         axis.space.mask_exact &= isinstance(norm, _BatchNorm)
@@ -407,7 +408,7 @@ class Trace(TorchFunctionMode):
 
 
 def is_response_norm(module: nn.Module) -> bool:
-    """Say whether `module` is a global response norm: x times its share of the mean norm over channels, two parameters."""
+    """Return whether `module` is a global response norm: x times its share of the mean norm over channels, two parameters."""
     parameters = dict(module.named_parameters())
     return (
         type(module).__name__.endswith(("GRN", "GlobalResponseNorm"))
@@ -416,34 +417,34 @@ def is_response_norm(module: nn.Module) -> bool:
     )
 
 
-def _channels_of(norm: nn.Module, given: Tensor) -> int:
-    """Return which dimension of what it reads a norm takes for the channels, from the last; timm's response norms state it."""
+def _norm_channel_dim(norm: nn.Module, inputs: Tensor) -> int:
+    """Return the channel dimension of a norm's input, counted from the last; timm's response norms have an attribute for it."""
     if isinstance(norm, _BatchNorm):
-        return 1 - given.dim()
-    stated = getattr(norm, "channel_dim", -1)
-    return stated - given.dim() if stated >= 0 else stated
+        return 1 - inputs.dim()
+    dim = getattr(norm, "channel_dim", -1)
+    return dim - inputs.dim() if dim >= 0 else dim
 
 
-def _is_known(module: nn.Module) -> bool:
-    """Say whether a module computes what its kind does; a subclass may use its weights in another way."""
+def _is_plain_layer(module: nn.Module) -> bool:
+    """Return whether a module computes what its kind does; a subclass may use its weights in another way."""
     if isinstance(module, LAYERS):
-        plain = (nn.Linear.forward, nn.Conv2d.forward)
-        return type(module).forward in plain and "weight" in dict(module.named_parameters(recurse=False))
+        forwards = (nn.Linear.forward, nn.Conv2d.forward)
+        return type(module).forward in forwards and "weight" in dict(module.named_parameters(recurse=False))
     return isinstance(module, _BatchNorm) or is_response_norm(module)
 
 
 def follow_channels(skeleton: nn.Module, spec: InputSpec) -> Trace:
-    """Run one blank image of `spec` through `skeleton`, a copy on the meta device made for it, and return the trace.
+    """Run one blank image of `spec` through `skeleton`, a meta-device copy made for it, and return the trace.
 
     Raises:
-        UntraceableError: the model can't be run so; names what it raised.
+        UntraceableError: the model can't run without weights; names what it raised.
     """
     dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
     image = torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
     trace = Trace(skeleton)
     trace.put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
-    known = [name for name, module in skeleton.named_modules() if _is_known(module)]
-    with torch.no_grad(), watching(skeleton, known, before=trace.enter, after=trace.leave), trace:
+    layers = [name for name, module in skeleton.named_modules() if _is_plain_layer(module)]
+    with torch.no_grad(), watching(skeleton, layers, before=trace.enter, after=trace.leave), trace:
         logits = checked_logits(skeleton.eval(), image, UntraceableError)
     if (axis := trace.axis_of(logits)) is not None:
         axis.space.is_logits = True

@@ -1,4 +1,4 @@
-"""Structured pruning units from traced channel axes, found by structure and never by the model's class."""
+"""Structured pruning units from traced channel axes, found by structure and never by model class."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,30 +21,30 @@ KINDS: Mapping[UnitKind, str] = {
     UnitKind.CONV_INNER: CONVOLUTIONS,
     UnitKind.INVERTED_RESIDUAL: CONVOLUTIONS,
 }
-# A model begins and ends somewhere: what has no other layers of a kind misses none.
-ENDS = ("stem", "classifier")
+# The first and last layers are never units, so a kind with only these refusals isn't absent.
+END_CODES = ("stem", "classifier")
 
 
 def absences(
     model: nn.Module, projections: Collection[str], units: Collection[Unit], refusals: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return, for each kind that a model has layers and no unit of, the commonest reason and a layer that stays for it.
+    """Return, for each kind with layers but no unit, the most common reason and an example layer.
 
-    `projections` are the layers of attention, whose refusal is the heads'. A reason starts with its code: "shared: ...".
+    `projections` are attention layers, whose refusals count as those of heads. A reason starts with its code: "shared: ...".
     """
     by_kind: dict[str, dict[str, str]] = {HEADS: {}, MLPS: {}, CONVOLUTIONS: {}}
     for name, reason in refusals.items():
         is_linear = isinstance(model.get_submodule(name), nn.Linear)
         by_kind[HEADS if name in projections else MLPS if is_linear else CONVOLUTIONS][name] = reason
-    there = {KINDS[unit.kind] for unit in units}
+    kinds_with_units = {KINDS[unit.kind] for unit in units}
     return {
-        kind: _commonest(reasons)
+        kind: _most_common_reason(reasons)
         for kind, reasons in by_kind.items()
-        if kind not in there and not all(reason.startswith(ENDS) for reason in reasons.values())
+        if kind not in kinds_with_units and not all(reason.startswith(END_CODES) for reason in reasons.values())
     }
 
 
-def _commonest(reasons: Mapping[str, str]) -> str:
+def _most_common_reason(reasons: Mapping[str, str]) -> str:
     code, count = Counter(reason.partition(":")[0] for reason in reasons.values()).most_common(1)[0]
     name, reason = next((name, reason) for name, reason in reasons.items() if reason.startswith(f"{code}:"))
     return f"{reason} (so {count} of {len(reasons)} layers, as {name!r})"
@@ -52,10 +52,10 @@ def _commonest(reasons: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Producers whose channels, `width` that can be cut one by one, reach `consumer` through nothing but `inner`.
+    """Producers whose channels, `width` independent ones, reach `consumer` through nothing but `inner`.
 
-    A channel has rows in each of the producers' equal `stacks`.
-    `side_readers` read them too, but only to make weights that multiply them; what makes those is in `inner`.
+    A channel has rows in each of the producers' equal `stacks`. `side_readers` read the channels too, but only to compute weights that multiply
+    them; the layers that compute those weights are in `inner`.
     """
 
     producers: tuple[nn.Linear | nn.Conv2d, ...]
@@ -68,7 +68,7 @@ class Chain:
 
 
 def tied_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that have two names, and those that own a parameter which another owns too."""
+    """Return modules with two names, and owners of a parameter that another module owns too."""
     modules = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     shared = {id_ for id_, count in owners.items() if count > 1}
@@ -78,7 +78,7 @@ def tied_modules(model: nn.Module) -> set[nn.Module]:
 def chain_of(
     layer: nn.Linear | nn.Conv2d, trace: Trace, names: Mapping[nn.Module, str], tied: Collection[nn.Module]
 ) -> Chain | str:
-    """Return the chain that `layer` is a producer of, or why it is of none: a sentence that starts with a code."""
+    """Return the chain that `layer` is a producer of, or a reason that starts with a code."""
     if layer in tied:
         return "tied: the layer or its weights are used in more than one place"
     if layer not in trace.writes:
@@ -88,14 +88,14 @@ def chain_of(
     space = trace.writes[layer].current()
     if reason := _refusal(layer, space, trace, names):
         return reason
-    # What computes from the channels what multiplies them, as a squeeze-and-excitation's last layer.
-    gates = [writer for writer in space.writers if _makers(writer, space, trace)]
-    side = {maker for gate in gates for maker in _makers(gate, space, trace)}
-    consumers: list[Any] = [reader for reader in space.readers if reader not in side]
+    # Layers whose outputs, computed from the channels, multiply them, as a squeeze-and-excitation's last one.
+    gates = [writer for writer in space.writers if _gate_makers(writer, space, trace)]
+    side_makers = {maker for gate in gates for maker in _gate_makers(gate, space, trace)}
+    consumers: list[Any] = [reader for reader in space.readers if reader not in side_makers]
     if len(consumers) != 1:
         return f"shared: {len(consumers)} layers read its outputs"
     producers: list[Any] = [writer for writer in space.writers if writer not in gates]
-    readers: list[Any] = [reader for reader in space.readers if reader in side]
+    readers: list[Any] = [reader for reader in space.readers if reader in side_makers]
     chain = Chain(
         producers=tuple(producers),
         consumer=consumers[0],
@@ -105,7 +105,7 @@ def chain_of(
         mask_exact=space.mask_exact,
         stacks=space.stacks,
     )
-    return _outside(chain, names, tied) or chain
+    return _chain_refusal(chain, names, tied) or chain
 
 
 def _refusal(layer: nn.Linear | nn.Conv2d, space: Space, trace: Trace, names: Mapping[nn.Module, str]) -> str | None:
@@ -120,7 +120,6 @@ def _refusal(layer: nn.Linear | nn.Conv2d, space: Space, trace: Trace, names: Ma
 
 
 def _coupling(layer: nn.Module, space: Space, stems: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> str | None:
-    """Return what the layer's channels are coupled with that can't be cut."""
     if space.is_added:
         others = [names[writer] for writer in space.writers if writer is not layer]
         more = f"those of {len(others)} more layers, as {min(others)!r}" if others else "other activations"
@@ -132,19 +131,18 @@ def _coupling(layer: nn.Module, space: Space, stems: Sequence[nn.Module], names:
     return None if space.readers else "unsupported: no layer reads its outputs"
 
 
-def _makers(gate: nn.Module, space: Space, trace: Trace) -> list[nn.Module]:
-    """Return the readers of `space` that make what `gate` reads; a residual is also made by layers that run later."""
+def _gate_makers(gate: nn.Module, space: Space, trace: Trace) -> list[nn.Module]:
+    """Return the readers of `space` that compute what `gate` reads; a residual is also written by layers that run later."""
     read = trace.reads.get(gate)
     order = {layer: position for position, layer in enumerate(trace.calls)}
     makers = read.current().writers if read is not None else []
     return [maker for maker in makers if maker in space.readers and order[maker] < order[gate]]
 
 
-def _outside(chain: Chain, names: Mapping[nn.Module, str], tied: Collection[nn.Module]) -> str | None:
-    """Return why a chain reaches too far: into the stem, into another block, or into a layer that is used twice."""
-    for member in (*chain.producers, *chain.inner, chain.consumer, *chain.side_readers):
-        if member in tied:
-            return f"tied: its channels reach {names[member]!r}, which is used in more than one place"
+def _chain_refusal(chain: Chain, names: Mapping[nn.Module, str], tied: Collection[nn.Module]) -> str | None:
+    for module in (*chain.producers, *chain.inner, chain.consumer, *chain.side_readers):
+        if module in tied:
+            return f"tied: its channels reach {names[module]!r}, which is used in more than one place"
     if not chain.producers or any(isinstance(p, nn.Conv2d) and p.groups > 1 for p in chain.producers):
         return "grouped: a grouped convolution begins it"
     if not block_of(names[chain.producers[0]], names[chain.consumer]):
@@ -153,17 +151,17 @@ def _outside(chain: Chain, names: Mapping[nn.Module, str], tied: Collection[nn.M
 
 
 def block_of(first: str, second: str) -> str:
-    """Return the name of the innermost module that holds both, empty where that is the model itself."""
+    """Return the name of the innermost module that holds both, empty for the model itself."""
     shared: list[str] = []
-    for one, other in zip(first.split(".")[:-1], second.split(".")[:-1], strict=False):
-        if one != other:
+    for first_part, second_part in zip(first.split(".")[:-1], second.split(".")[:-1], strict=False):
+        if first_part != second_part:
             break
-        shared.append(one)
+        shared.append(first_part)
     return ".".join(shared)
 
 
 class FoundUnits(Record):
-    """The units in network order, and for every other linear or convolution layer why it is in none.
+    """The units in network order, and for every other linear or convolution layer the reason for its refusal.
 
     A reason is a sentence that starts with a code: "residual_writer: ...". `absent` has one for each kind without a unit.
     """
@@ -174,28 +172,27 @@ class FoundUnits(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class _Ledger:
-    """Shares of what the profile counted: a layer's MACs are proportional to its weights and biases."""
+class _CostTable:
+    """Shares of the profile's MACs: a layer's are proportional to its weights and biases."""
 
     names: Mapping[nn.Module, str]
     macs: Mapping[str, int]
 
     def share(self, module: nn.Module, params: int) -> int:
         """Return the MACs of `params` of a layer's own parameters; attention's aren't those of the tables it owns."""
-        counted = self.macs.get(self.names[module], 0) if isinstance(module, LAYERS) else 0
-        return counted * params // sum(tensor.numel() for tensor in module.parameters()) if counted else 0
+        layer_macs = self.macs.get(self.names[module], 0) if isinstance(module, LAYERS) else 0
+        return layer_macs * params // sum(tensor.numel() for tensor in module.parameters()) if layer_macs else 0
 
-    def cost(self, cut: Sequence[tuple[nn.Module, int]]) -> tuple[int, int]:
-        """Return the params and MACs of a unit's channel, given its parameters in each module."""
-        return sum(params for _, params in cut), sum(self.share(*part) for part in cut)
+    def cost(self, removed: Sequence[tuple[nn.Module, int]]) -> tuple[int, int]:
+        return sum(params for _, params in removed), sum(self.share(*part) for part in removed)
 
 
 def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> FoundUnits:
-    """Return the MLPs, attention heads and block-inner convolutions of `model` that can be cut without changing others.
+    """Return the MLPs, attention heads and block-inner convolutions of `model` that can be cut independently.
 
-    `macs` are those of one image by module name, each bias addition counted as one, attention's two products under the
-    attention module's name; a module that is missing has none. The model is neither run nor changed: what is traced
-    is a copy without weights, on the meta device, and what is tried copies of its attention.
+    `macs` are those of one image by module name, each bias addition counted as one, attention's two products under the attention module's name; a
+    module that is missing has none. The model is neither run nor changed: the trace runs a copy without weights on the meta device, and trial cuts
+    run on copies of its attention.
     """
     skeleton = without_weights(model)
     names = {module: name for name, module in skeleton.named_modules()}
@@ -203,59 +200,59 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
         trace = follow_channels(skeleton, spec)
     except UntraceableError as error:
         trace = f"untraceable: {error}"
-    ledger, tied = _Ledger(names, macs), tied_modules(skeleton)
+    costs, tied = _CostTable(names, macs), tied_modules(skeleton)
     if isinstance(trace, Trace):
         tied |= trace.repeated
-    found: dict[str, Unit | str] = {}
+    results: dict[str, Unit | str] = {}
     trials = Trials(model, skeleton, spec)
     attentions = find_attention(skeleton)
     for holder, attention in attentions.items():
-        heads = _heads(skeleton, holder, attention, ledger, tied)
-        if isinstance(heads, Unit) and isinstance(attention, Attention):
-            heads = (
+        result = _attention_unit(skeleton, holder, attention, costs, tied)
+        if isinstance(result, Unit) and isinstance(attention, Attention):
+            result = (
                 trials.refusal(
-                    heads,
+                    result,
                     (
                         holder,
                         attention.consumer.rpartition(".")[0],
                         *(name.rpartition(".")[0] for name in attention.tables),
                     ),
                 )
-                or heads
+                or result
             )
-        found |= dict.fromkeys(attention.projections, heads)
+        results |= dict.fromkeys(attention.projections, result)
     for layer in names:
-        if isinstance(layer, LAYERS) and names[layer] not in found:
+        if isinstance(layer, LAYERS) and names[layer] not in results:
             chain = trace if isinstance(trace, str) else chain_of(layer, trace, names, tied)
-            found[names[layer]] = chain if isinstance(chain, str) else _chain_unit(chain, ledger)
-    units, refusals = _sorted(_apart(found), names.values())
+            results[names[layer]] = chain if isinstance(chain, str) else _chain_unit(chain, costs)
+    units, refusals = _order_units(_refuse_nested(results), names.values())
     projections = {name for attention in attentions.values() for name in attention.projections}
     return FoundUnits(units=units, refusals=refusals, absent=absences(skeleton, projections, units, refusals))
 
 
-def _apart(found: Mapping[str, Unit | str]) -> dict[str, Unit | str]:
-    """Refuse what lies inside another unit: a squeeze-and-excitation's own width, a network that makes a head's table."""
-    units = {unit.producers[0]: unit for unit in found.values() if isinstance(unit, Unit)}.values()
-    inside = {name: unit.name for unit in units for name in (*unit.inner, *unit.side_readers)}
-    apart = dict(found)
-    for name, unit in found.items():
+def _refuse_nested(results: Mapping[str, Unit | str]) -> dict[str, Unit | str]:
+    """Refuse units inside another unit: a squeeze-and-excitation's own width, a network that computes a head's table."""
+    units = {unit.producers[0]: unit for unit in results.values() if isinstance(unit, Unit)}.values()
+    nested_in = {name: unit.name for unit in units for name in (*unit.inner, *unit.side_readers)}
+    checked = dict(results)
+    for name, unit in results.items():
         if not isinstance(unit, Unit):
             continue
-        if unit.consumer in inside:
-            apart[name] = f"shared: its reader, {unit.consumer!r}, is cut with the unit {inside[unit.consumer]!r}"
-        elif unit.producers[0] in inside:
-            apart[name] = f"shared: it makes weights for the channels of the unit {inside[unit.producers[0]]!r}"
-    return apart
+        if unit.consumer in nested_in:
+            checked[name] = f"shared: its reader, {unit.consumer!r}, is cut with the unit {nested_in[unit.consumer]!r}"
+        elif unit.producers[0] in nested_in:
+            checked[name] = f"shared: it makes weights for the channels of the unit {nested_in[unit.producers[0]]!r}"
+    return checked
 
 
-def _sorted(found: Mapping[str, Unit | str], names: Iterable[str]) -> tuple[tuple[Unit, ...], dict[str, str]]:
-    """Bring units into network order; the reason of a layer that is in a unit after all is dropped."""
-    ordered = [(name, found[name]) for name in names if name in found]
+def _order_units(results: Mapping[str, Unit | str], names: Iterable[str]) -> tuple[tuple[Unit, ...], dict[str, str]]:
+    """Sort units into network order; drop the refusal of a layer that is in a unit."""
+    ordered = [(name, results[name]) for name in names if name in results]
     units = {unit.producers[0]: unit for _, unit in ordered if isinstance(unit, Unit)}
     members = {name for unit in units.values() for name in unit.members}
     times_named = Counter(unit.name for unit in units.values())
     return (
-        # A unit of two layers that shares its holder with another is named by its producer, so that names are unique.
+        # Units of one block would share its name: they are named by their producers, so that names are unique.
         tuple(
             unit if times_named[unit.name] == 1 else unit.model_copy(update={"name": unit.producers[0]})
             for unit in units.values()
@@ -264,10 +261,10 @@ def _sorted(found: Mapping[str, Unit | str], names: Iterable[str]) -> tuple[tupl
     )
 
 
-def _heads(
-    model: nn.Module, holder: str, attention: Attention | Refused, ledger: _Ledger, tied: Collection[nn.Module]
+def _attention_unit(
+    model: nn.Module, holder: str, attention: Attention | Refused, costs: _CostTable, tied: Collection[nn.Module]
 ) -> Unit | str:
-    """Return the heads of one attention module, or the reason they stay."""
+    """Return the unit of one attention module's heads, or the reason for its refusal."""
     if any(model.get_submodule(member) in tied for member in attention.projections):
         return "tied: a projection of this attention, or its weights, are used in more than one place"
     if isinstance(attention, Refused):
@@ -276,17 +273,17 @@ def _heads(
     step = step_for(kind, width)
     if reason := _too_narrow(width, step):
         return reason
-    cut: list[tuple[nn.Module, int]] = []
+    removed: list[tuple[nn.Module, int]] = []
     for name in attention.producers:
         layer = model.get_submodule(name)
-        cut.append(
+        removed.append(
             (layer, sum(tensor[0].numel() for tensor in layer.parameters()) * attention.head_dim * attention.stacks)
         )
     consumer = model.get_submodule(attention.consumer)
-    cut.append((consumer, _columns(consumer) * attention.head_dim))
+    removed.append((consumer, _columns(consumer) * attention.head_dim))
     owners = {name: name.rpartition(".")[0] for name in attention.tables}
-    cut += [(model.get_submodule(owners[name]), model.get_parameter(name).numel() // width) for name in owners]
-    params, macs = ledger.cost(cut)
+    removed += [(model.get_submodule(owners[name]), model.get_parameter(name).numel() // width) for name in owners]
+    params, macs = costs.cost(removed)
     return Unit(
         name=holder,
         kind=kind,
@@ -295,27 +292,27 @@ def _heads(
         width=width,
         step=step,
         params_per_channel=params,
-        macs_per_channel=macs + ledger.macs.get(holder, 0) // width,
+        macs_per_channel=macs + costs.macs.get(holder, 0) // width,
         inner=tuple(name for name in owners.values() if isinstance(model.get_submodule(name), LAYERS)),
         stacks=attention.stacks,
     )
 
 
-def _chain_unit(chain: Chain, ledger: _Ledger) -> Unit | str:
-    """Return the unit of one chain of layers, or the reason it stays."""
-    kind, size = _kind(chain), len(chain.producers[0].weight) // chain.stacks
-    # Groups are cut as wholes, like heads.
+def _chain_unit(chain: Chain, costs: _CostTable) -> Unit | str:
+    """Return the unit of one chain of layers, or the reason for its refusal."""
+    kind, size = _chain_kind(chain), len(chain.producers[0].weight) // chain.stacks
+    # Groups are cut whole, like heads.
     step = step_for(UnitKind.HEADS if chain.width < size else kind, chain.width)
     if reason := _too_narrow(chain.width, step):
         return reason
     rows = size // chain.width
-    cut: list[tuple[nn.Module, int]] = [
+    removed: list[tuple[nn.Module, int]] = [
         (module, sum(parameter.numel() for parameter in module.parameters()) // chain.width)
         for module in (*chain.producers, *chain.inner)
     ]
-    cut += [(reader, _columns(reader) * rows) for reader in (chain.consumer, *chain.side_readers)]
-    params, macs = ledger.cost(cut)
-    names = ledger.names
+    removed += [(reader, _columns(reader) * rows) for reader in (chain.consumer, *chain.side_readers)]
+    params, macs = costs.cost(removed)
+    names = costs.names
     first, consumer = names[chain.producers[0]], names[chain.consumer]
     return Unit(
         name=block_of(first, consumer) if kind is UnitKind.MLP else first,
@@ -333,7 +330,7 @@ def _chain_unit(chain: Chain, ledger: _Ledger) -> Unit | str:
     )
 
 
-def _kind(chain: Chain) -> UnitKind:
+def _chain_kind(chain: Chain) -> UnitKind:
     if isinstance(chain.producers[0], nn.Linear):
         return UnitKind.MLP
     size = len(chain.producers[0].weight)

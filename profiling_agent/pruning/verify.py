@@ -1,4 +1,4 @@
-"""Surgery and its verification: units are cut out of a copy, and the pruned model computes what the masked one computes."""
+"""Pruning surgery and its verification: units cut out of a copy, compared with the masked baseline."""
 
 import copy
 import math
@@ -23,7 +23,7 @@ from profiling_agent.pruning.attention import Attention, find_attention, head_si
 from profiling_agent.pruning.tracing import is_response_norm
 from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind
 
-# Torch-Pruning types these by all layers that its functions of this name take.
+# Torch-Pruning's types name all layers that its functions of this name take.
 CUT_ROWS: Any = tp.prune_linear_out_channels
 CUT_COLUMNS: Any = tp.prune_linear_in_channels
 CUT_FILTERS: Any = tp.prune_conv_out_channels
@@ -34,14 +34,14 @@ CUT_NORM: Any = tp.prune_batchnorm_out_channels
 def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int]]) -> nn.Module:
     """Return a copy of `model` that keeps the channels or heads `keep[unit.name]` of every cut unit.
 
-    Indices are those of `model`, also where one layer ends one unit and begins the next: each dimension of a weight
-    is cut once. `head_dim` and attention's scaling stay.
+    Indices are those of `model`, even if one layer ends one unit and begins the next: each dimension of a weight is cut once. `head_dim` and
+    attention's scaling stay.
     """
     pruned = copy.deepcopy(model)
     attention = find_attention(model)
     for cut in cuts:
-        unit, dropped = cut.unit, _others(keep[cut.unit.name], cut.unit.width)
-        # Cut the rows of producers and of what is on the way, and the columns of all readers.
+        unit, dropped = cut.unit, _invert(keep[cut.unit.name], cut.unit.width)
+        # Cut the rows of producers and inner modules, and the columns of all readers.
         for name in unit.producers:
             producer: Any = pruned.get_submodule(name)
             rows = unit.rows_of(dropped, len(producer.weight))
@@ -50,27 +50,27 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int
             _cut_rows_(pruned.get_submodule(name), unit.width, dropped)
         for name in (unit.consumer, *unit.side_readers):
             layer: Any = pruned.get_submodule(name)
-            columns = _spread(dropped, layer.weight.shape[1] // unit.width)
+            columns = _expand(dropped, layer.weight.shape[1] // unit.width)
             (CUT_FILTER_COLUMNS if isinstance(layer, nn.Conv2d) else CUT_COLUMNS)(layer, columns)
         if unit.kind is UnitKind.HEADS:
             heads = attention[unit.name]
             assert isinstance(heads, Attention), "find_units refuses attention whose heads can't be cut"
             _cut_tables_(pruned, heads, dropped)
-    # Some forward passes read the number of heads there; for the others it is for people, exports and other code.
+    # Some forward passes read the number of heads there; other readers are people, exports and third-party code.
     sizes = head_sizes(model)
     say_heads_(pruned, {cut.unit.name: sizes[cut.unit.name] for cut in cuts if cut.unit.kind is UnitKind.HEADS})
-    # A parameter that was cut is a new one, and is frozen if the one before was.
-    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    # A cut parameter is a new one: copy whether it is frozen.
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, parameter in pruned.named_parameters():
-        parameter.requires_grad_(trained[name])
+        parameter.requires_grad_(trainable[name])
     return pruned
 
 
-def _others(kept: Iterable[int], width: int) -> list[int]:
-    return sorted(set(range(width)) - set(kept))
+def _invert(indices: Iterable[int], width: int) -> list[int]:
+    return sorted(set(range(width)) - set(indices))
 
 
-def _spread(dropped: Sequence[int], size: int) -> list[int]:
+def _expand(dropped: Sequence[int], size: int) -> list[int]:
     """Return the consecutive rows or columns of each channel or head."""
     return [index * size + row for index in dropped for row in range(size)]
 
@@ -78,39 +78,38 @@ def _spread(dropped: Sequence[int], size: int) -> list[int]:
 def _cut_rows_(module: Any, width: int, dropped: Sequence[int]) -> None:
     """Cut the rows of `dropped` out of `width` channels of a layer or norm."""
     if isinstance(module, _BatchNorm):
-        CUT_NORM(module, _spread(dropped, module.num_features // width))
+        CUT_NORM(module, _expand(dropped, module.num_features // width))
     elif isinstance(module, nn.Linear):
-        CUT_ROWS(module, _spread(dropped, module.out_features // width))
+        CUT_ROWS(module, _expand(dropped, module.out_features // width))
     elif isinstance(module, nn.Conv2d):
         groups = module.groups
-        CUT_FILTERS(module, _spread(dropped, module.out_channels // width))
+        CUT_FILTERS(module, _expand(dropped, module.out_channels // width))
         if groups > 1:
-            # Whole groups go, so what is left of each filter reads the channels that are left of its own group.
+            # Whole groups go, so each remaining filter reads the remaining channels of its own group.
             module.groups = groups * (width - len(dropped)) // width
             module.in_channels = module.weight.shape[1] * module.groups
     else:
         for leaf, parameter in list(module.named_parameters(recurse=False)):
-            _keep_(module, leaf, -1, _others(_spread(dropped, parameter.shape[-1] // width), parameter.shape[-1]))
+            _select_(module, leaf, -1, _invert(_expand(dropped, parameter.shape[-1] // width), parameter.shape[-1]))
 
 
-def _keep_(owner: nn.Module, leaf: str, dim: int, kept: Sequence[int]) -> None:
-    """Replace a parameter by what it has at `kept` of dimension `dim`."""
+def _select_(owner: nn.Module, leaf: str, dim: int, indices: Sequence[int]) -> None:
     parameter = owner.get_parameter(leaf).detach()
-    index = torch.tensor(kept, device=parameter.device)
+    index = torch.tensor(indices, device=parameter.device)
     setattr(owner, leaf, nn.Parameter(parameter.index_select(dim, index)))
 
 
 def _cut_tables_(model: nn.Module, attention: Attention, dropped: Sequence[int]) -> None:
-    """Cut whole heads out of the tables of an attention module; one that a layer makes is cut with that layer's rows."""
+    """Cut whole heads out of the tables of an attention module; a table that a layer computes is cut with its rows."""
     for name, dim in attention.tables.items():
         owner_name, _, leaf = name.rpartition(".")
         owner = model.get_submodule(owner_name)
         if not isinstance(owner, nn.Linear):
-            _keep_(owner, leaf, dim, _others(dropped, attention.num_heads))
+            _select_(owner, leaf, dim, _invert(dropped, attention.num_heads))
 
 
-# Correct surgery differs by the order of fp32 sums, 1e-7 to 1e-6; one wrong index, head or batch-norm mean by 4e-4 and
-# more even in tiny random models, whose logits hardly depend on the image.
+# Correct surgery differs by the order of fp32 sums, 1e-7 to 1e-6; one wrong index, head or batch-norm mean by 4e-4 and more, even in tiny random
+# models, whose logits hardly depend on the image.
 MAX_MASK_ERROR = 1e-4
 
 
@@ -119,48 +118,45 @@ def mask_error(
 ) -> float:
     """Return how far the logits of `pruned` are from those of `baseline` with the cut channels masked.
 
-    Masked: see `masked_parameters`. The result is the largest difference
-    of a logit over the norm of the image's logits, the worst of `images` (batch, channels, height, width), nan where
-    a logit isn't finite. Both models run in eval mode and are left as they were found.
+    Masked: see `masked_parameters`. The result is the largest difference of a logit over the norm of the image's logits, the worst of `images`
+    (batch, channels, height, width), nan if a logit isn't finite. Both models run in eval mode and are unchanged.
     """
     masked: dict[str, Tensor] = {}
     for cut in cuts:
         masked |= masked_parameters(baseline, cut.unit, keep[cut.unit.name])
     with left_as_found(baseline), left_as_found(pruned), torch.inference_mode():
-        answer: Any = functional_call(baseline.eval(), masked, (), {"pixel_values": images})
-        expected = answer.logits.float()
+        output: Any = functional_call(baseline.eval(), masked, (), {"pixel_values": images})
+        expected = output.logits.float()
         logits = pruned.eval()(pixel_values=images).logits.float()
     norms = expected.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-    # An infinite logit in both makes nan, and amax lets nan through.
+    # An infinite logit in both gives nan, which amax propagates.
     return float(((logits - expected).abs().amax(dim=1) / norms).amax())
 
 
 def masked_parameters(model: nn.Module, unit: Unit, kept: Sequence[int]) -> dict[str, Tensor]:
-    """Return, by parameter name, new values that make `model` blind to the channels of `unit` that aren't `kept`.
+    """Return, by parameter name, new values that make `model` ignore the channels of `unit` that aren't `kept`.
 
-    The columns of the consumer and of every side reader that read a cut channel are zero. A global response norm on
-    the way divides by a mean over channels, cut ones too: there the producers' rows are zero as well, so that cut
-    channels add nothing to the mean, and the norm's weight is scaled by kept over all, which makes it a mean over the
-    kept ones. `model` is not changed.
+    The columns of the consumer and of every side reader that read a cut channel are zero. A global response norm on the way divides by a mean over
+    channels, including cut ones: there the producers' rows are zero as well, so that cut channels add nothing to the mean, and the norm's weight is
+    scaled by kept over all, which makes it a mean over the kept ones. `model` is not changed.
     """
     readers = (unit.consumer, *unit.side_readers)
-    masked = {f"{name}.weight": _blind(_held(model, f"{name}.weight"), unit, kept, dim=1) for name in readers}
+    masked = {f"{name}.weight": _mask(_detached(model, f"{name}.weight"), unit, kept, dim=1) for name in readers}
     if not unit.mask_exact:
         rows = [f"{name}.{leaf}" for name in unit.producers for leaf, _ in model.get_submodule(name).named_parameters()]
-        masked |= {name: _blind(_held(model, name), unit, kept, dim=0) for name in rows}
+        masked |= {name: _mask(_detached(model, name), unit, kept, dim=0) for name in rows}
         norms = [name for name in unit.inner if is_response_norm(model.get_submodule(name))]
-        masked |= {f"{name}.weight": _held(model, f"{name}.weight") * (len(kept) / unit.width) for name in norms}
+        masked |= {f"{name}.weight": _detached(model, f"{name}.weight") * (len(kept) / unit.width) for name in norms}
     return masked
 
 
-def _held(model: nn.Module, name: str) -> Tensor:
+def _detached(model: nn.Module, name: str) -> Tensor:
     return model.get_parameter(name).detach()
 
 
-def _blind(tensor: Tensor, unit: Unit, kept: Sequence[int], *, dim: int) -> Tensor:
-    """Return a copy of a parameter that is zero at the cut channels of `dim`."""
+def _mask(tensor: Tensor, unit: Unit, kept_indices: Sequence[int], *, dim: int) -> Tensor:
     mask = torch.zeros(unit.width, dtype=tensor.dtype, device=tensor.device)
-    mask[list(kept)] = 1
+    mask[list(kept_indices)] = 1
     # A head has as many consecutive rows or columns as it has channels.
     stacks = unit.stacks if dim == 0 else 1
     spread = mask.repeat_interleave(tensor.shape[dim] // unit.width // stacks).repeat(stacks)
@@ -195,54 +191,53 @@ def check_saving(baseline: nn.Module, pruned: nn.Module, spec: InputSpec) -> Non
             raise PruningError(f"the prune saves no {name}: {new!r} after, {old!r} before; cut more")
 
 
-Given = tuple[tuple[Any, ...], Mapping[str, Any]]
+CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 @dataclass(slots=True)
 class Trials:
-    """Trials of one model's attention; blocks that are alike are tried once."""
+    """Trial cuts of one model's attention; equal blocks are tried once."""
 
     model: nn.Module
     skeleton: nn.Module
     spec: InputSpec
-    _given: dict[str, Given] | str | None = None
+    _given: dict[str, CallArguments] | str | None = None
     _known: dict[str, str | None] = field(default_factory=dict[str, str | None])
 
     def refusal(self, unit: Unit, scopes: Iterable[str]) -> str | None:
-        """Return why the heads of `unit` can't be cut, None where they can; `scopes` name all that its attention is made of."""
-        scope = _shared(scopes)
+        """Return why the heads of `unit` can't be cut, or None; `scopes` name all modules of its attention."""
+        scope = _common_module(scopes)
         if self._given is None:
-            self._given = _given_to_all(self.skeleton, self.spec)
+            self._given = _record_call_arguments(self.skeleton, self.spec)
         if isinstance(self._given, str):
             return self._given
         if scope not in self._given:
             return "unused: the forward pass doesn't reach it"
-        given, module = self._given[scope], self.model.get_submodule(scope)
-        alike = f"{module} {_told(module)} {tree_map(_shape, given)}"
-        if alike not in self._known:
-            self._known[alike] = _tried(module, _within(unit, scope), given)
-        return self._known[alike]
+        arguments, module = self._given[scope], self.model.get_submodule(scope)
+        fingerprint = f"{module} {_describe_settings(module)} {tree_map(_shape_and_dtype, arguments)}"
+        if fingerprint not in self._known:
+            self._known[fingerprint] = _try_cut(module, _relative_to(unit, scope), arguments)
+        return self._known[fingerprint]
 
 
-def _shared(names: Iterable[str]) -> str:
-    """Return the name of the innermost module that has all of these in it, or is one of them."""
+def _common_module(names: Iterable[str]) -> str:
     first, *others = (name.split(".") for name in names)
     length = len(first)
     for other in others:
-        alike = [one == two for one, two in zip(first[:length], other, strict=False)]
-        length = alike.index(False) if False in alike else min(length, len(other))
+        is_equal = [part == other_part for part, other_part in zip(first[:length], other, strict=False)]
+        length = is_equal.index(False) if False in is_equal else min(length, len(other))
     return ".".join(first[:length])
 
 
-def _given_to_all(skeleton: nn.Module, spec: InputSpec) -> dict[str, Given] | str:
-    """Return what each module is called with in one pass of a copy on the meta device, or why there is no such pass."""
-    found: dict[str, Given] = {}
+def _record_call_arguments(skeleton: nn.Module, spec: InputSpec) -> dict[str, CallArguments] | str:
+    """Return each module's call arguments in one pass on the meta device, or why the pass failed."""
+    arguments: dict[str, CallArguments] = {}
 
-    def note(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        found.setdefault(name, (args, kwargs))
+    def record(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        arguments.setdefault(name, (args, kwargs))
 
     hooks = [
-        module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
+        module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
         for name, module in skeleton.named_modules()
     ]
     dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
@@ -255,61 +250,60 @@ def _given_to_all(skeleton: nn.Module, spec: InputSpec) -> dict[str, Given] | st
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return arguments
 
 
-def _told(module: nn.Module) -> str:
-    """Return what modules state beside their parts: numbers of heads, scales, sizes of windows."""
+def _describe_settings(module: nn.Module) -> str:
+    """Return modules' plain attributes except submodules: numbers of heads, scales, sizes of windows."""
     plain = (bool, int, float, str, tuple, type(None))
     return str(
         [{k: v for k, v in vars(m).items() if isinstance(v, plain) and k != "training"} for m in module.modules()]
     )
 
 
-def _shape(value: Any) -> Any:
+def _shape_and_dtype(value: Any) -> Any:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
 
 
-def _within(unit: Unit, scope: str) -> Unit:
-    """Return the unit by the names that its modules have in `scope`."""
+def _relative_to(unit: Unit, scope: str) -> Unit:
+    """Return the unit with module names relative to `scope`."""
     start = len(scope) + 1 if scope else 0
 
-    def cut(names: Iterable[str]) -> tuple[str, ...]:
+    def strip(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(name[start:] for name in names)
 
     return unit.model_copy(
         update={
             "name": unit.name[start:],
-            "producers": cut(unit.producers),
+            "producers": strip(unit.producers),
             "consumer": unit.consumer[start:],
-            "inner": cut(unit.inner),
+            "inner": strip(unit.inner),
         }
     )
 
 
-def _tried(module: nn.Module, unit: Unit, given: Given) -> str | None:
-    """Return what is against cutting a head of `unit` in a module that is called with what is `given`."""
+def _try_cut(module: nn.Module, unit: Unit, arguments: CallArguments) -> str | None:
+    """Return why a head of `unit` can't be cut in a module called with these arguments, or None."""
     generator = torch.Generator().manual_seed(0)
     trial = _randomised(module, generator)
-    args, kwargs = tree_map(partial(_noise, generator=generator), given)
-    kept = list(range(1, unit.width))
-    cut = Cut(unit=unit, keep=len(kept), requested_ratio=1 / unit.width)
+    args, kwargs = tree_map(partial(_noise, generator=generator), arguments)
+    kept_indices = list(range(1, unit.width))
+    cut = Cut(unit=unit, keep=len(kept_indices), requested_ratio=1 / unit.width)
     try:
         with foreign_code(PruningError), torch.no_grad():
-            masked = masked_parameters(trial, unit, kept)
-            expected = next(tensors(functional_call(trial, masked, _copied(args), _copied(kwargs))))
-            pruned = cut_units(trial, [cut], {unit.name: kept})
-            found = next(tensors(pruned(*_copied(args), **_copied(kwargs))))
+            masked = masked_parameters(trial, unit, kept_indices)
+            expected = next(tensors(functional_call(trial, masked, _clone_tensors(args), _clone_tensors(kwargs))))
+            pruned = cut_units(trial, [cut], {unit.name: kept_indices})
+            output = next(tensors(pruned(*_clone_tensors(args), **_clone_tensors(kwargs))))
     except PruningError as error:
         return f"unknown_heads: with a head cut its attention fails with {error}"
-    if found.shape == expected.shape and bool((found - expected).norm() <= MAX_MASK_ERROR * expected.norm()):
+    if output.shape == expected.shape and bool((output - expected).norm() <= MAX_MASK_ERROR * expected.norm()):
         return None
     return "unknown_heads: with a head cut its attention computes something else than with that head masked"
 
 
-def _copied(given: Any) -> Any:
-    """Return arguments whose tensors a forward pass may change."""
-    return tree_map(_clone, given)
+def _clone_tensors(arguments: Any) -> Any:
+    return tree_map(_clone, arguments)
 
 
 def _clone(value: Any) -> Any:
@@ -317,7 +311,7 @@ def _clone(value: Any) -> Any:
 
 
 def _randomised(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """Return a float32 copy on the CPU with random weights; buffers, as indices of a table, are as they were where they are known."""
+    """Return a float32 CPU copy with random weights; buffers, such as indices of a table, are kept unless on the meta device."""
     memo: dict[int, Any] = {
         id(tensor): nn.Parameter(_noise(tensor, generator=generator) / max(tensor.shape[-1], 1) ** 0.5)
         for tensor in module.parameters()
@@ -330,7 +324,7 @@ def _randomised(module: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def _noise(value: Any, *, generator: torch.Generator) -> Any:
-    """Return noise of a tensor's shape, zeros where it holds no numbers but indices; any other value as it is."""
+    """Return noise of a tensor's shape, zeros for an integer tensor, any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
     if value.is_floating_point():

@@ -1,4 +1,4 @@
-"""Aligned widths of units, a plan's patterns resolved to cuts, and layers that two cuts share. Imports no torch."""
+"""Aligned widths of units, a plan's layer patterns resolved to cuts, and layers that two cuts share. Imports no torch."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,10 +8,10 @@ from profiling_agent.errors import PlanError
 from profiling_agent.modules.layer_names import matching_names, near_names
 from profiling_agent.schemas import Cap, Cut, PruningRecommendation, Record, Unit, UnitKind
 
-# oneDNN blocks 16 channels of a convolution (AVX-512), so its time is a staircase of 16; a Linear's time is
-# proportional to its width, but odd widths cost 3 to 5% more, and int8 and tensor-core kernels want 32 or 64.
+# oneDNN blocks 16 channels of a convolution (AVX-512), so its time is a staircase of 16; a Linear's time is proportional to its width, but odd
+# widths cost 3 to 5% more, and int8 and tensor-core kernels want 32 or 64.
 CONV_STEP, NARROW_MLP_STEP, WIDE_MLP_STEP, WIDE_MLP = 16, 32, 64, 1024
-# Nothing keeps less than this share of itself: what is left below it computes something else.
+# Minimum share of a unit that a cut keeps: below it the rest computes something else.
 MIN_KEEP_SHARE = 0.25
 
 
@@ -26,15 +26,15 @@ def step_for(kind: UnitKind, width: int) -> int:
 
 def aligned_widths(width: int, step: int) -> range:
     """Return the aligned widths below `width` that keep a quarter of it and at least one; empty if it is too narrow."""
-    least = max(math.ceil(width * MIN_KEEP_SHARE), 1)
-    return range(math.ceil(least / step) * step, width, step)
+    min_width = max(math.ceil(width * MIN_KEEP_SHARE), 1)
+    return range(math.ceil(min_width / step) * step, width, step)
 
 
 def snap(unit: Unit, ratio: float) -> int:
-    """Return the aligned width nearest to `unit.width * (1 - ratio)`, the smaller of two that are as near.
+    """Return the aligned width nearest to `unit.width * (1 - ratio)`, the smaller of two equally near ones.
 
-    `unit.width` itself means that the unit is left alone. The result keeps at least a quarter of the width and is
-    never unaligned, whatever `ratio` in (0, 1) asks for.
+    `unit.width` itself means that the unit is not cut. The result keeps at least a quarter of the width and is never unaligned, for any `ratio` in
+    (0, 1).
     """
     # Rounded, so that a tie between two widths isn't decided by the last bit of the product.
     target = round(unit.width * (1 - ratio), 6)
@@ -43,9 +43,9 @@ def snap(unit: Unit, ratio: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A layer that ends one unit and begins the next, as a ResNet bottleneck's middle convolution.
+    """A layer that ends one unit and begins the next, such as a ResNet bottleneck's middle convolution.
 
-    Of its `whole` pairs of input and output channels `gone` are counted by both cuts.
+    Of its `whole` pairs of input and output channels, both cuts count `gone`.
     """
 
     layer: str
@@ -63,7 +63,7 @@ def crossings(cuts: Sequence[Cut]) -> Iterator[Crossing]:
 
 
 class ResolvedCuts(Record):
-    """What recommendations come to: each unit cut at most once, in network order, and what was read differently."""
+    """The cuts of a list of recommendations, each unit at most once, in network order, and notes on changed requests."""
 
     cuts: tuple[Cut, ...]
     notes: tuple[str, ...]
@@ -72,23 +72,23 @@ class ResolvedCuts(Record):
 def resolve(
     recommendations: Sequence[PruningRecommendation], *, units: Sequence[Unit], refusals: Mapping[str, str]
 ) -> ResolvedCuts:
-    """Return the cuts that `recommendations` ask for, widths aligned.
+    """Return the cuts that `recommendations` request, with aligned widths.
 
-    A pattern is searched for in the names of units, of their members and of refused layers; a hit on any member
-    means its unit, once. The last recommendation that hits a unit wins, with its ratio of the unpruned width.
+    A pattern is searched for in the names of units, of their members and of refused layers; a match of any member selects its unit, once. The last
+    recommendation that matches a unit wins; its ratio is of the unpruned width.
 
     Raises:
-        PlanError: a pattern is invalid, matches nothing, or hits refused layers alone.
+        PlanError: a pattern is invalid, matches nothing, or matches refused layers only.
     """
-    owners = _owners(units)
-    chosen: dict[str, float] = {}
+    units_by_name = _units_by_name(units)
+    ratios: dict[str, float] = {}
     notes: list[str] = []
     for recommendation in recommendations:
-        hits = _hits(recommendation.layer, owners, refusals)
-        chosen |= {unit.name: recommendation.pruning_ratio for unit in _fitting(recommendation, hits, notes)}
+        matches = _matching_units(recommendation.layer, units_by_name, refusals)
+        ratios |= {unit.name: recommendation.pruning_ratio for unit in _units_of_type(recommendation, matches, notes)}
     cuts: list[Cut] = []
     for unit in units:
-        if (ratio := chosen.get(unit.name)) is None:
+        if (ratio := ratios.get(unit.name)) is None:
             continue
         if (keep := snap(unit, ratio)) < unit.width:
             cuts.append(Cut(unit=unit, keep=keep, requested_ratio=ratio))
@@ -97,56 +97,55 @@ def resolve(
     return ResolvedCuts(cuts=tuple(cuts), notes=tuple(notes))
 
 
-def _owners(units: Sequence[Unit]) -> dict[str, Unit]:
-    """Return the unit that each name means; a layer that ends one unit and begins another means the one it begins."""
-    owners: dict[str, Unit] = {}
+def _units_by_name(units: Sequence[Unit]) -> dict[str, Unit]:
+    """Return the unit that each name selects; a layer that ends one unit and begins another selects the one it begins."""
+    units_by_name: dict[str, Unit] = {}
     for unit in units:
-        owners |= dict.fromkeys((unit.consumer, *unit.side_readers, *unit.inner), unit)
+        units_by_name |= dict.fromkeys((unit.consumer, *unit.side_readers, *unit.inner), unit)
     for unit in units:
-        owners |= dict.fromkeys((unit.name, *unit.producers), unit)
-    return owners
+        units_by_name |= dict.fromkeys((unit.name, *unit.producers), unit)
+    return units_by_name
 
 
 def cap_ratios(caps: Sequence[Cap], *, units: Sequence[Unit], refusals: Mapping[str, str]) -> dict[str, float]:
-    """Return the largest ratio that each unit may be cut by, the strictest where several caps hit it.
+    """Return the largest ratio that each unit may be cut by, the strictest if several caps match it.
 
     Raises:
         PlanError: as `resolve`.
     """
-    owners = _owners(units)
-    found: dict[str, float] = {}
+    units_by_name = _units_by_name(units)
+    ratios: dict[str, float] = {}
     for cap in caps:
-        for unit in _hits(cap.layer, owners, refusals):
-            found[unit.name] = min(cap.max_ratio, found.get(unit.name, 1.0))
-    return found
+        for unit in _matching_units(cap.layer, units_by_name, refusals):
+            ratios[unit.name] = min(cap.max_ratio, ratios.get(unit.name, 1.0))
+    return ratios
 
 
-def _hits(pattern: str, owners: Mapping[str, Unit], refusals: Mapping[str, str]) -> list[Unit]:
-    names = matching_names(pattern, [*owners, *refusals])
+def _matching_units(pattern: str, units_by_name: Mapping[str, Unit], refusals: Mapping[str, str]) -> list[Unit]:
+    names = matching_names(pattern, [*units_by_name, *refusals])
     if not names:
-        near = near_names(pattern, [*owners, *refusals])
+        near = near_names(pattern, [*units_by_name, *refusals])
         raise PlanError(f"the layer pattern {pattern!r} matches no layer; use names like {', '.join(map(repr, near))}")
-    hits = list({owners[name].name: owners[name] for name in names if name in owners}.values())
-    if not hits:
+    units = list({units_by_name[name].name: units_by_name[name] for name in names if name in units_by_name}.values())
+    if not units:
         raise PlanError(
             f"the layer pattern {pattern!r} hits only layers that can't be pruned: "
             f"{names[0]!r} ({refusals[names[0]]}); name a layer of a unit instead"
         )
-    return hits
+    return units
 
 
-def _fitting(recommendation: PruningRecommendation, hits: Sequence[Unit], notes: list[str]) -> list[Unit]:
-    """Return the units that the recommendation's type fits, and note the others."""
-    attention = [unit for unit in hits if unit.kind is UnitKind.HEADS]
+def _units_of_type(recommendation: PruningRecommendation, units: Sequence[Unit], notes: list[str]) -> list[Unit]:
+    attention = [unit for unit in units if unit.kind is UnitKind.HEADS]
     if recommendation.pruning_type == "structured":
         if attention:
-            notes.append(_note(recommendation, attention, "holds attention, so whole heads are cut"))
-        return list(hits)
-    if others := [unit for unit in hits if unit.kind is not UnitKind.HEADS]:
-        notes.append(_note(recommendation, others, "has no heads and is left alone; ask for 'structured'"))
+            notes.append(_format_note(recommendation, attention, "holds attention, so whole heads are cut"))
+        return list(units)
+    if others := [unit for unit in units if unit.kind is not UnitKind.HEADS]:
+        notes.append(_format_note(recommendation, others, "has no heads and is left alone; ask for 'structured'"))
     return attention
 
 
-def _note(recommendation: PruningRecommendation, units: Sequence[Unit], verdict: str) -> str:
+def _format_note(recommendation: PruningRecommendation, units: Sequence[Unit], verdict: str) -> str:
     more = f" (and {len(units) - 1} more like it)" if len(units) > 1 else ""
     return f"{recommendation.layer!r} as {recommendation.pruning_type!r}: {units[0].name!r}{more} {verdict}"

@@ -1,4 +1,4 @@
-"""Linear layers in int8 or float8 with a scale per row: W8A8 on CUDA's tensor cores, the same arithmetic dequantized elsewhere."""
+"""Linear layers in int8 or float8 with a scale per row: W8A8 on CUDA's tensor cores, dequantized arithmetic elsewhere."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -18,22 +18,22 @@ from profiling_agent.quantization.layers import (
     float_linear,
 )
 
-# Widths have to be multiples of 16 for `_scaled_mm` and of 8 for `_int_mm`, which wants more than 16 rows.
+# Widths must be multiples of 16 for `_scaled_mm` and of 8 for `_int_mm`, which needs more than 16 rows.
 MULTIPLE, MIN_ROWS = 16, 32
 # Compute capability of the first GPUs that multiply float8.
-FLOAT8 = (8, 9)
+FLOAT8_CAPABILITY = (8, 9)
 
 
 @cache
 def has_float8() -> bool:
     """Return whether the CUDA device multiplies float8: compute capability 8.9 and up."""
-    return torch.cuda.get_device_capability() >= FLOAT8
+    return torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
 
 
 class RowwiseLinear(QuantizedModule):
-    """`nn.Linear` whose weights have one scale per output channel, and whose inputs one per row, found on every call.
+    """`nn.Linear` whose weights have one scale per output channel, and whose inputs one per row, computed on every call.
 
-    Tensors: `weight` (int8 or float8_e4m3fn), `scale` (float32) and `bias` (bfloat16, if there is one).
+    Tensors: `weight` (int8 or float8_e4m3fn), `scale` (float32) and `bias` (bfloat16, if any).
     """
 
     kind = "rowwise"
@@ -45,7 +45,7 @@ class RowwiseLinear(QuantizedModule):
         weight = tensors["weight"]
         expect_dtype(weight, self.weight_dtype)
         self.out_features, self.in_features = weight.shape
-        # Not persistent, because `export_tensors` says what is stored.
+        # Not persistent: `export_tensors` defines what is stored.
         self.register_buffer("rounded", weight, persistent=False)
         self.register_buffer("scale", tensors["scale"], persistent=False)
         self.register_buffer("bias", tensors.get("bias"), persistent=False)
@@ -69,12 +69,12 @@ class RowwiseLinear(QuantizedModule):
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
     ) -> Self:
-        """Return the layer that `export_tensors` came from, by the dtype of its weight."""
+        """Return the layer that `export_tensors` exported, by the dtype of its weight."""
         del like, reduce_range
         weight = tensors["weight"]
         expect_dtype(weight, torch.int8, torch.float8_e4m3fn)
-        found: Any = Int8Linear if weight.dtype == torch.int8 else Float8Linear
-        return found(tensors)
+        layer_class: Any = Int8Linear if weight.dtype == torch.int8 else Float8Linear
+        return layer_class(tensors)
 
     @classmethod
     def rounded_rows(cls, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,19 +86,19 @@ class RowwiseLinear(QuantizedModule):
     @staticmethod
     @abstractmethod
     def on_grid(x: Tensor) -> Tensor:
-        """Return float32 numbers within the grid's range, rounded to it."""
+        """Return float32 values within the grid's range, rounded to it."""
 
     @abstractmethod
     def product(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return x W^T + b in bfloat16 or float32 on CUDA, for x (m, k) on the grid with scales (m, 1)."""
 
     def has_kernel(self, x: Tensor) -> bool:
-        """Return whether the device of x multiplies such numbers."""
+        """Return whether the device of x has a kernel for this dtype."""
         return x.is_cuda
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight that this layer computes with, in the dtype of the rest of the model."""
+        """Return the dequantized weight, in the dtype of the rest of the model."""
         return self.dequantized_weight().bfloat16()
 
     def dequantized_weight(self) -> Tensor:
@@ -142,7 +142,7 @@ class Int8Linear(RowwiseLinear):
 
     @staticmethod
     def on_grid(x: Tensor) -> Tensor:
-        """Return float32 numbers within the grid's range, rounded to it."""
+        """Return float32 values within the grid's range, rounded to it."""
         return x.round().to(torch.int8)
 
     def product(self, x: Tensor, scale: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class Float8Linear(RowwiseLinear):
 
     @staticmethod
     def on_grid(x: Tensor) -> Tensor:
-        """Return float32 numbers within the grid's range, rounded to it."""
+        """Return float32 values within the grid's range, rounded to it."""
         return x.to(torch.float8_e4m3fn)
 
     def product(self, x: Tensor, scale: Tensor) -> Tensor:
@@ -177,5 +177,5 @@ class Float8Linear(RowwiseLinear):
         )
 
     def has_kernel(self, x: Tensor) -> bool:
-        """Return whether the device of x multiplies such numbers."""
+        """Return whether the device of x has a kernel for this dtype."""
         return x.is_cuda and has_float8()

@@ -1,4 +1,4 @@
-"""Kinds of quantization: the class that stands for each layer in each of them, and the bytes that it takes."""
+"""Kinds of quantization: the class that replaces each layer type, and the bytes that it takes."""
 
 from collections.abc import Mapping
 
@@ -28,25 +28,25 @@ CLASSES: Mapping[tuple[Kind, type[nn.Module]], type[QuantizedModule]] = {
 
 
 def can_be(kind: Kind, layer: nn.Module) -> bool:
-    """Say whether `layer` can be quantized so; not a subclass, because whoever made it may read its weights."""
+    """Return whether `layer` supports this kind; subclasses never do, because third-party code may read their weights."""
     pads_zeros = not isinstance(layer, nn.Conv2d) or layer.padding_mode == "zeros"
     return (kind, type(layer)) in CLASSES and pads_zeros
 
 
 def rebuilt(kind: Kind, tensors: Mapping[str, Tensor], like: nn.Module, *, reduce_range: bool) -> QuantizedModule:
-    """Return the layer that these tensors were exported from, in the place of `like`.
+    """Return the layer that these tensors were exported from, to replace `like`.
 
     Raises:
-        QuantizationError: no layer of this kind stands for one such as `like`, or the tensors aren't of this kind.
+        QuantizationError: this kind has no layer that replaces one such as `like`, or the tensors aren't of this kind.
     """
-    found = CLASSES.get((kind, type(like)))
-    if found is None:
+    quantized_class = CLASSES.get((kind, type(like)))
+    if quantized_class is None:
         raise QuantizationError(f"no {kind} layer stands for a {type(like).__name__!r}")
-    return found.from_tensors(tensors, like, reduce_range=reduce_range)
+    return quantized_class.from_tensors(tensors, like, reduce_range=reduce_range)
 
 
 def quantized_modules(model: nn.Module) -> dict[str, QuantizedModule]:
-    """Return the layers that aren't plain float, by every name that they have."""
+    """Return the quantized layers, under each of their names."""
     named = model.named_modules(remove_duplicate=False)
     return {name: module for name, module in named if isinstance(module, QuantizedModule)}
 
@@ -55,7 +55,7 @@ TORCH_WEIGHT_BYTES = {torch.qint8: 1, torch.float16: 2}
 
 
 def _packed_bytes(module: nn.Module) -> int:
-    """Return the bytes of weights that are no parameters: of our quantized layers and of torch's own."""
+    """Return the bytes of weights that are not parameters: those of our quantized layers and of torch's."""
     if isinstance(module, QuantizedModule):
         return module.packed_bytes
     if not isinstance(module, dynamic.Linear):
@@ -64,13 +64,13 @@ def _packed_bytes(module: nn.Module) -> int:
     is_per_channel = weight.is_quantized and weight.qscheme() == torch.per_channel_affine
     num_scales = len(weight.q_per_channel_scales()) if is_per_channel else int(weight.is_quantized)
     num_floats = num_scales + (0 if bias is None else bias.numel())
-    # `weight()` is float32 for fp16 as well; only the packed parameters say what is held.
+    # `weight()` is float32 for fp16 as well; only the packed parameters have the stored dtype.
     dtype = module._packed_params.dtype  # pyright: ignore[reportPrivateUsage]
     return weight.numel() * TORCH_WEIGHT_BYTES[dtype] + num_floats * FLOAT_BYTES
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of parameters and buffers, shared ones once, with packed weights as the int8 or fp16 they are."""
-    plain = [*model.parameters(), *model.buffers()]
-    held = sum(tensor.numel() * tensor.element_size() for tensor in plain)
-    return held + sum(_packed_bytes(module) for module in model.modules())
+    """Return the bytes of parameters and buffers, shared ones once, packed weights in their int8 or fp16 size."""
+    tensors = [*model.parameters(), *model.buffers()]
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return num_bytes + sum(_packed_bytes(module) for module in model.modules())

@@ -1,7 +1,7 @@
 """Quantized layers: dynamic and static int8, float16 and bfloat16, stored as plain tensors.
 
-A static layer quantizes and dequantizes its input and its weight, and computes in float32. Run as it is, that simulates int8
-to the last bit; inductor with freezing and OpenVINO (through ONNX's QuantizeLinear) lower the same graph to int8 kernels.
+A static layer quantizes and dequantizes its input and its weight, and computes in float32. Run directly, that simulates int8 bit-exactly;
+inductor with freezing and OpenVINO (through ONNX's QuantizeLinear) lower the same graph to int8 kernels.
 """
 
 import math
@@ -23,11 +23,11 @@ Layer = nn.Linear | nn.Conv2d
 
 
 class QuantizedModule(nn.Module, ABC):
-    """A linear layer or convolution whose weights are held once, in fewer bits.
+    """A linear layer or convolution whose weights are stored once, in fewer bits.
 
-    `state_dict()` has what `export_tensors` gives, under the names of the float layer where it has the same tensors;
-    `load_state_dict` takes nothing: `from_tensors` is the way back. `reduce_range` says that activations have 7 bits.
-    It answers the attributes of the float layer, weight and bias included: a stranger's forward may read any of them.
+    `state_dict()` has the tensors of `export_tensors`, named as in the float layer if it has them too; `load_state_dict` loads nothing: use
+    `from_tensors`. `reduce_range` means that activations have 7 bits. It has the attributes of the float layer, including weight and bias, because
+    third-party forward passes may read any of them.
     """
 
     kind: ClassVar[Kind]
@@ -39,12 +39,12 @@ class QuantizedModule(nn.Module, ABC):
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
     ) -> Self:
-        """Return the layer that `export_tensors` came from; `like` is the architecture's own module in its place.
+        """Return the layer that `export_tensors` exported; `like` is the architecture's own module in its place.
 
         Widths are those of the tensors; stride, padding, dilation and the size of a group are those of `like`.
 
         Raises:
-            QuantizationError: the weight has another dtype than this kind's.
+            QuantizationError: the weight's dtype is not one of this kind.
         """
 
     @abstractmethod
@@ -78,13 +78,13 @@ def checked_weight(layer: Layer) -> Tensor:
 
 
 def bias_of(layer: Layer) -> Tensor | None:
-    """Return the layer's bias on the CPU in float32, None where it has none."""
-    held: Tensor | None = layer.bias
-    return None if held is None else held.detach().cpu().float()
+    """Return the layer's bias on the CPU in float32, or None."""
+    bias: Tensor | None = layer.bias
+    return None if bias is None else bias.detach().cpu().float()
 
 
 def float_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return an `nn.Linear` that holds these very tensors."""
+    """Return an `nn.Linear` that shares these tensors."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight)
     if bias is not None:
@@ -93,23 +93,23 @@ def float_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 class Geometry:
-    """How a convolution moves over its input, whatever its weights are; padding with zeros alone."""
+    """A convolution's stride, padding, dilation and groups, independent of its weights; padding with zeros only."""
 
     def __init__(self, like: nn.Conv2d, num_filters: int) -> None:
-        """Take it from `like`; of its groups, whose size stays, as many as `num_filters` filters make."""
-        moves: Any = (like.stride, like.padding, like.dilation)
-        self.stride, self.padding, self.dilation = moves
+        """Copy `like`; if grouped, the size of a group stays, and `num_filters` gives their number."""
+        settings: Any = (like.stride, like.padding, like.dilation)
+        self.stride, self.padding, self.dilation = settings
         self.groups = like.groups * num_filters // like.out_channels if like.groups > 1 else 1
-        # Int8 kernels that compilers choose take neither a name for the border nor one that is wider on one side.
+        # Compilers' int8 kernels accept neither a named border nor one that is wider on one side.
         left, right, top, bottom = border_of(like)
         self.border, self.uneven = (top, left), (0, right - left, 0, bottom - top)
 
     def padded(self, x: Tensor) -> Tensor:
-        """Return the input with as much of its border as lies on one side alone, before it is rounded: zero stays zero then."""
+        """Return the input with the uneven part of its border, padded before rounding so that zero stays zero."""
         return nn.functional.pad(x, self.uneven) if any(self.uneven) else x
 
-    def tell_(self, module: Any, weight: Tensor) -> None:
-        """Give `module`, whose weight this is, the attributes by which an `nn.Conv2d` says how it moves."""
+    def set_attributes_(self, module: Any, weight: Tensor) -> None:
+        """Set the attributes of an `nn.Conv2d` on `module`, which has this weight."""
         module.out_channels, module.in_channels = weight.shape[0], weight.shape[1] * self.groups
         module.kernel_size = tuple(weight.shape[2:])
         module.stride, module.padding, module.dilation, module.groups = (
@@ -121,11 +121,11 @@ class Geometry:
         module.padding_mode, module.transposed, module.output_padding = "zeros", False, (0, 0)
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the convolution of x (b, c, h, w), which is `padded`."""
+        """Return the convolution of x (b, c, h, w), already `padded`."""
         return nn.functional.conv2d(x, weight, bias, self.stride, self.border, self.dilation, self.groups)
 
     def float_conv(self, weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
-        """Return an `nn.Conv2d` that holds these very tensors."""
+        """Return an `nn.Conv2d` that shares these tensors."""
         conv = nn.Conv2d(
             weight.shape[1] * self.groups,
             weight.shape[0],
@@ -144,7 +144,7 @@ class Geometry:
 
 
 def geometry_of(like: nn.Module | None, weight: Tensor) -> Geometry | None:
-    """Return how a convolution with this weight moves in the place of `like`; None for a linear layer's weight.
+    """Return the geometry of a convolution with this weight that replaces `like`; None for a linear layer's weight.
 
     Raises:
         QuantizationError: the weight is a convolution's, and `like` is none.
@@ -157,7 +157,7 @@ def geometry_of(like: nn.Module | None, weight: Tensor) -> Geometry | None:
 
 
 def expect_dtype(weight: Tensor, *dtypes: torch.dtype) -> None:
-    """Raise QuantizationError where `weight` has none of `dtypes`."""
+    """Raise QuantizationError unless the dtype of `weight` is one of `dtypes`."""
     if weight.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise QuantizationError(f"a quantized weight of this kind is {expected}, not {weight.dtype!r}")
@@ -178,9 +178,9 @@ def torch_has_vnni() -> bool:
 def _pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None) -> Any:
     zero_points = torch.zeros(len(scale), dtype=torch.long)
     with warnings.catch_warnings():
-        # torch's packing takes nothing but its qint8 tensors, whose creation it has announced to drop.
+        # torch's packing accepts only its qint8 tensors, whose creation is deprecated.
         warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
-        # No public function makes a quantized tensor of integers that are there already.
+        # No public function makes a quantized tensor of existing integers.
         quantized = torch._make_per_channel_quantized_tensor(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             weight.contiguous(), scale.double(), zero_points, 0
         )
@@ -188,11 +188,11 @@ def _pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None) -> Any:
 
 
 class DynamicLinear(QuantizedModule):
-    """`nn.Linear` with weights held once, packed for the CPU's kernels; takes and returns float32.
+    """`nn.Linear` with weights stored once, packed for CPU kernels; float32 in and out.
 
-    qint8: symmetric int8 weights with one scale per output channel; one scale for the whole input batch, found on
-    every call, so an image's logits depend a little on its batch. float16: weights rounded, float32 arithmetic.
-    `state_dict()` has plain tensors: `weight` (int8 or fp16), `scale` (fp32, int8 only) and `bias` (fp32).
+    qint8: symmetric int8 weights with one scale per output channel, and one scale for the whole input batch, computed on every call, so an image's
+    logits depend slightly on its batch. float16: weights rounded, float32 arithmetic. `state_dict()` has plain tensors: `weight` (int8 or fp16),
+    `scale` (fp32, int8 only) and `bias` (fp32).
     """
 
     kind = "dynamic"
@@ -207,7 +207,7 @@ class DynamicLinear(QuantizedModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: Dtype, *, reduce_range: bool | None = None) -> Self:
-        """Return `linear` with its weights quantized; `reduce_range` (7-bit activations) by default where needed.
+        """Return `linear` with its weights quantized; `reduce_range` (7-bit activations) defaults to what the CPU needs.
 
         Raises:
             QuantizationError: a weight isn't finite.
@@ -216,9 +216,9 @@ class DynamicLinear(QuantizedModule):
         tensors = {} if bias is None else {"bias": bias}
         if dtype == "float16":
             return cls.from_tensors(tensors | {"weight": weight.half()}, reduce_range=reduce_range)
-        # A channel of zeros has any scale; this is the smallest torch's observer gives, and never divides by zero.
+        # A channel of zeros may have any scale; this is the smallest of torch's observer, and avoids division by zero.
         scale = (weight.abs().amax(dim=1) / STEPS).clamp_min(torch.finfo(torch.float32).eps)
-        # The product with the reciprocal is what torch's quantizer rounds; a division lands on other steps now and then.
+        # torch's quantizer rounds the product with the reciprocal; a division sometimes rounds to another step.
         steps = (weight * scale.reciprocal()[:, None]).round().clamp(-128, 127).to(torch.int8)
         return cls.from_tensors(tensors | {"weight": steps, "scale": scale}, reduce_range=reduce_range)
 
@@ -226,7 +226,7 @@ class DynamicLinear(QuantizedModule):
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
     ) -> Self:
-        """Return the layer that `export_tensors` came from; 7-bit activations are forced where the CPU needs them."""
+        """Return the layer that `export_tensors` exported; 7-bit activations are forced if the CPU needs them."""
         del like
         weight, bias = tensors["weight"], tensors.get("bias")
         expect_dtype(weight, *WEIGHT_DTYPES)
@@ -241,13 +241,13 @@ class DynamicLinear(QuantizedModule):
 
     @property
     def packed_bytes(self) -> int:
-        """Return the bytes of weights, scales and bias, without what the kernel's own layout pads."""
+        """Return the bytes of weights, scales and bias, without the padding of the kernel's layout."""
         num_vectors = (self.dtype == "qint8") + self.has_bias
         weights = self.in_features * self.out_features * WEIGHT_BYTES[self.dtype]
         return weights + num_vectors * self.out_features * FLOAT_BYTES
 
     def export_tensors(self) -> dict[str, Tensor]:
-        """Return the layer as plain tensors: `weight`, `scale` (int8 only), `bias` (if it has one)."""
+        """Return the layer as plain tensors: `weight`, `scale` (int8 only), `bias` (if any)."""
         unpack = torch.ops.quantized.linear_unpack if self.dtype == "qint8" else torch.ops.quantized.linear_unpack_fp16
         weight, bias = cast("tuple[Tensor, Tensor | None]", unpack(self._packed))
         if self.dtype == "qint8":
@@ -258,7 +258,7 @@ class DynamicLinear(QuantizedModule):
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight that this layer computes with, unpacked into float32 on every call."""
+        """Return the dequantized weight, unpacked into float32 on every call."""
         return self.dequantized().weight.detach()
 
     @property
@@ -267,7 +267,7 @@ class DynamicLinear(QuantizedModule):
         return self.export_tensors().get("bias")
 
     def dequantized(self) -> nn.Linear:
-        """Return an `nn.Linear` with the weights that this layer computes with, in float32."""
+        """Return an `nn.Linear` with the dequantized weights, in float32."""
         tensors = self.export_tensors()
         scale = tensors.get("scale")
         weight = tensors["weight"].float()
@@ -287,7 +287,7 @@ class DynamicLinear(QuantizedModule):
 
 
 class CastLayer(QuantizedModule):
-    """`nn.Linear`, or with a geometry `nn.Conv2d`, in bfloat16. Tensors: `weight` and `bias` (if it has one)."""
+    """`nn.Linear`, or with a geometry `nn.Conv2d`, in bfloat16. Tensors: `weight` and `bias` (if any)."""
 
     kind = "cast"
 
@@ -295,7 +295,7 @@ class CastLayer(QuantizedModule):
         super().__init__()
         expect_dtype(tensors["weight"], torch.bfloat16)
         self.dtype = "bfloat16"
-        # Not persistent, because `export_tensors` says what is stored.
+        # Not persistent: `export_tensors` defines what is stored.
         self.register_buffer("rounded", tensors["weight"], persistent=False)
         self.register_buffer("bias", tensors.get("bias"), persistent=False)
         self.rounded: Tensor
@@ -304,7 +304,7 @@ class CastLayer(QuantizedModule):
         if geometry is None:
             self.out_features, self.in_features = self.rounded.shape
         else:
-            geometry.tell_(self, self.rounded)
+            geometry.set_attributes_(self, self.rounded)
 
     @classmethod
     def from_float(cls, layer: Layer) -> Self:
@@ -320,7 +320,7 @@ class CastLayer(QuantizedModule):
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
     ) -> Self:
-        """Return the layer that `export_tensors` came from."""
+        """Return the layer that `export_tensors` exported."""
         del reduce_range
         return cls(tensors, geometry_of(like, tensors["weight"]))
 
@@ -340,7 +340,7 @@ class CastLayer(QuantizedModule):
         return float_linear(self.weight, bias) if self.geometry is None else self.geometry.float_conv(self.weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the float layer would of x, (..., in_features) or (b, c, h, w), computed in bfloat16."""
+        """Return the float layer's output for x, (..., in_features) or (b, c, h, w), computed in bfloat16."""
         if self.geometry is None:
             return nn.functional.linear(x.to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)
         return self.geometry.apply(self.geometry.padded(x).to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)
@@ -350,37 +350,37 @@ class CastLayer(QuantizedModule):
         return f"{tuple(self.rounded.shape)}, dtype={self.dtype}"
 
 
-# Symmetric, without -128: inductor's and ONNX's kernels take no other weights.
+# Symmetric, without -128: inductor's and ONNX's kernels accept no other weights.
 WEIGHT_STEPS = 127
-# uint8, or the lower half of it where products of two neighbours would saturate in 16 bits.
+# uint8, or its lower half if products of two neighbours would saturate in 16 bits.
 LEVELS, REDUCED_LEVELS = 255, 127
 OPS: Any = torch.ops.quantized_decomposed
 
 
 def num_levels(*, reduce_range: bool | None = None) -> int:
-    """Return the largest step of an activation's grid: of 7 bits where that is asked for, by default where torch needs it on this CPU."""
+    """Return the largest step of an activation's grid: 7 bits if `reduce_range`, by default if torch needs it on this CPU."""
     reduced = not torch_has_vnni() if reduce_range is None else reduce_range
     return REDUCED_LEVELS if reduced else LEVELS
 
 
 class Grid:
-    """Where an activation's steps lie: x is stored as round(x / scale) + zero_point, from 0 to `levels`."""
+    """The quantization grid of an activation: x is stored as round(x / scale) + zero_point, from 0 to `levels`."""
 
     def __init__(self, scale: float, zero_point: int, levels: int) -> None:
         self.scale, self.zero_point, self.levels = scale, zero_point, levels
 
     @classmethod
     def spanning(cls, low: float, high: float, levels: int = LEVELS) -> Self:
-        """Return the grid from `low` to `high`, widened to hold zero, which it hits exactly."""
+        """Return the grid from `low` to `high`, widened to include zero, which it represents exactly."""
         low, high = min(low, 0.0), max(high, 0.0)
-        # A constant zero has any scale; this one neither divides by zero nor leaves float32.
+        # A constant zero may have any scale; this one avoids division by zero and stays in float32.
         scale = max((high - low) / levels, torch.finfo(torch.float32).eps)
         return cls(scale, min(levels, max(0, round(-low / scale))), levels)
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Return x as the steps stand for it."""
+        """Return x rounded to the grid."""
         if self.levels < LEVELS:
-            # The operator's own bound is lost in ONNX, whose uint8 has 256 steps.
+            # ONNX drops the operator's bound: its uint8 has 256 steps.
             x = x.clamp(-self.zero_point * self.scale, (self.levels - self.zero_point) * self.scale)
         grid = (self.scale, self.zero_point, 0, self.levels, torch.uint8)
         return OPS.dequantize_per_tensor.default(OPS.quantize_per_tensor.default(x, *grid), *grid)
@@ -388,16 +388,17 @@ class Grid:
 
 def int8_steps(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 steps and the float32 scale of each output channel, the first dimension."""
-    peaks = weight.abs().flatten(1).amax(1)
-    scale = (peaks / WEIGHT_STEPS).clamp_min(torch.finfo(torch.float32).eps)
+    max_weights = weight.abs().flatten(1).amax(1)
+    scale = (max_weights / WEIGHT_STEPS).clamp_min(torch.finfo(torch.float32).eps)
     steps = (weight / scale.view(-1, *[1] * (weight.dim() - 1))).round().clamp(-WEIGHT_STEPS, WEIGHT_STEPS)
     return steps.to(torch.int8), scale
 
 
 class StaticLayer(QuantizedModule):
-    """`nn.Linear`, or with a geometry `nn.Conv2d`: int8 weights, symmetric, one scale per output channel; one uint8 grid, affine, for the whole input.
+    """`nn.Linear`, or with a geometry `nn.Conv2d`, in int8, with one grid for the whole input.
 
-    Tensors: `weight` (int8), `scale` (fp32), `bias` (fp32, if it has one), `input_scale` (fp64), `input_zero_point`.
+    Weights are symmetric int8 with one scale per output channel; the input is affine uint8. Tensors: `weight` (int8), `scale` (fp32), `bias` (fp32,
+    if any), `input_scale` (fp64), `input_zero_point`.
     """
 
     kind = "static"
@@ -409,35 +410,35 @@ class StaticLayer(QuantizedModule):
         self.reduce_range = reduce_range
         levels = num_levels(reduce_range=reduce_range)
         self.grid = Grid(float(tensors["input_scale"]), int(tensors["input_zero_point"]), levels)
-        held = {"steps": tensors["weight"], "scale": tensors["scale"], "bias": tensors.get("bias")}
+        buffers = {"steps": tensors["weight"], "scale": tensors["scale"], "bias": tensors.get("bias")}
         self.steps: Tensor
         self.scale: Tensor
         self.bias: Tensor | None
-        # Not persistent, because `export_tensors` says what is stored.
-        for name, tensor in held.items():
+        # Not persistent: `export_tensors` defines what is stored.
+        for name, tensor in buffers.items():
             self.register_buffer(name, tensor, persistent=False)
         self.register_buffer("zero_points", torch.zeros(len(self.scale), dtype=torch.int64), persistent=False)
         self.zero_points: Tensor
-        # A stranger's forward may cast its images to the dtype of the model's first parameter, and there may be no other.
+        # Third-party forward passes may cast images to the dtype of the model's first parameter, and there may be no other.
         self.typed = nn.Parameter(torch.empty(0), requires_grad=False)
         self.geometry = geometry
         if geometry is None:
             self.out_features, self.in_features = self.steps.shape
         else:
-            geometry.tell_(self, self.steps)
+            geometry.set_attributes_(self, self.steps)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 (torch's own signature)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[f"{prefix}typed"]
 
     def _load_from_state_dict(self, *_args: Any, **_named: Any) -> None:
-        """Take nothing."""
+        """Load nothing."""
 
     @classmethod
     def from_float(cls, layer: Layer, low: float, high: float, *, reduce_range: bool | None = None) -> Self:
-        """Return `layer` with its weights quantized, for inputs from `low` to `high`; what lies beyond is clipped.
+        """Return `layer` with its weights quantized, for inputs from `low` to `high`; inputs beyond are clipped.
 
-        `reduce_range` (7-bit activations) by default where torch needs it on this CPU.
+        `reduce_range` (7-bit activations) defaults to what torch needs on this CPU.
 
         Raises:
             QuantizationError: a weight or the range isn't finite.
@@ -461,12 +462,12 @@ class StaticLayer(QuantizedModule):
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
     ) -> Self:
-        """Return the layer that `export_tensors` came from."""
+        """Return the layer that `export_tensors` exported."""
         return cls(tensors, geometry_of(like, tensors["weight"]), reduce_range=bool(reduce_range))
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight as the steps stand for it, in float32."""
+        """Return the dequantized weight, in float32."""
         grid = (self.scale, self.zero_points, 0, -128, 127, torch.int8)
         return OPS.dequantize_per_channel.default(self.steps, *grid)
 
@@ -487,7 +488,7 @@ class StaticLayer(QuantizedModule):
         return self.geometry.float_conv(self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the float layer would of x, (..., in_features) or (b, c, h, w), from rounded inputs and weights."""
+        """Return the float layer's output for x, (..., in_features) or (b, c, h, w), from rounded inputs and weights."""
         if self.geometry is None:
             return nn.functional.linear(self.grid.rounded(x), self.weight, self.bias)
         return self.geometry.apply(self.grid.rounded(self.geometry.padded(x)), self.weight, self.bias)

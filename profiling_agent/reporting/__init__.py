@@ -1,1 +1,1 @@
-"""Reporting: the report as a record, and its formats; no number is computed here."""
+"""Report of a finished run as a record, and its output formats; no number is computed here."""

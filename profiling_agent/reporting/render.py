@@ -1,4 +1,4 @@
-"""Report files: report.json, report.md and report.html, from the templates next to this file."""
+"""Report files report.json, report.md and report.html, rendered from the templates next to this file."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from profiling_agent.request import Request
 
 
 def prose(text: object) -> str:
-    """Return a stranger's text (a pattern, a plan's words) so that it stays on its line and opens no markup."""
+    """Return at most 500 characters of third-party text on one line, unable to open markup."""
     return inert(" ".join(str(text).split())[:500].replace("`", "'"))
 
 
 def cell(text: object) -> str:
-    """Return a stranger's text so that it stays in its cell of a table."""
+    """Return third-party text that stays in one cell of a Markdown table."""
     return prose(text).replace("|", "\\|")
 
 
@@ -34,7 +34,7 @@ MARKDOWN_FILTERS: dict[str, Callable[..., Any]] = FORMATS | {
 }
 
 
-def _inert(value: Any) -> Any:
+def _make_inert(value: Any) -> Any:
     return inert(value) if isinstance(value, str) else value
 
 
@@ -45,21 +45,21 @@ def render_markdown(report: RunReport) -> str:
         loader=PackageLoader("profiling_agent.reporting", ""),
         undefined=StrictUndefined,
         autoescape=False,
-        # Whatever a template puts in, so that nothing depends on a filter that somebody forgot.
-        finalize=_inert,
+        # Applied to every inserted value, so that a template can't forget a filter.
+        finalize=_make_inert,
     )
     jinja.filters.update(MARKDOWN_FILTERS)
     return jinja.get_template("report.md.jinja").render(r=report)
 
 
-# The drawing of the network: a row for each unit, all of one length, in user units of the picture.
+# Drawing of the network, in SVG user units: height of a unit's row, left margin, length of every bar.
 ROW, LEFT, SPAN = 16, 250, 520
 MAX_ROWS = 160
 HTML_FILTERS: dict[str, Callable[..., Any]] = {"predictions": predictions, "omissions": omissions}
 
 
 def environment() -> Environment:
-    """Return the templates beside this file, which format numbers and escape third-party text."""
+    """Return the environment of the templates next to this file, which format numbers and escape third-party text."""
     jinja = Environment(
         loader=PackageLoader("profiling_agent.reporting", ""),
         undefined=StrictUndefined,
@@ -72,12 +72,12 @@ def environment() -> Environment:
 
 
 def source(name: str) -> str:
-    """Return a file beside this one as it is, which isn't a template: the style and the script of our pages."""
+    """Return the text of a file next to this one: the style or the script of the pages."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def render_sweep(rows: Sequence[Any], number: int) -> str:
-    """Return the page of a sweep's rows so far, of `number` runs."""
+    """Return the HTML page of a sweep: its rows so far, of `number` runs."""
     style, script = Markup(source("report.css")), Markup(source("report.js"))
     template = environment().get_template("sweep.html.jinja")
     return template.render(rows=rows, number=number, style=style, script=script)
@@ -89,7 +89,7 @@ def render_html(report: RunReport) -> str:
     jinja.filters.update(HTML_FILTERS)
     return jinja.get_template("report.html.jinja").render(
         r=report,
-        # Plotly escapes what it writes into a script; the style, the script and the library are our own and its authors'.
+        # Safe without escaping: Plotly escapes what it writes into a script; style and script are ours, the library is Plotly's.
         charts={name: Markup(chart) for name, chart in charts(report).items()},
         library=Markup(get_plotlyjs()),
         style=Markup(source("report.css")),
@@ -105,7 +105,7 @@ def render_html(report: RunReport) -> str:
 
 
 def command(request: Request) -> str:
-    """Return the command that asks for the same again, what is at its default left out."""
+    """Return the command line of the same request, without options at their defaults."""
     parts = ["profiling-agent", "run"]
     for name, field in Request.model_fields.items():
         value = getattr(request, name)

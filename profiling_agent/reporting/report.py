@@ -1,4 +1,4 @@
-"""Report as a record: everything a reader may ask for, gathered from the journal and the run folder."""
+"""Report of a run as a record, gathered from the journal and the run folder."""
 
 import re
 from collections import defaultdict
@@ -41,12 +41,12 @@ from profiling_agent.schemas import (
 from profiling_agent.search.finalize import FinalChoice
 from profiling_agent.workspace import SCHEMA_VERSION
 
-# A whole segment of a name: `layers.3`, but not `fc1`.
+# An index that is a whole segment of a layer's name: in `layers.3`, but not in `fc1`.
 INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Summary(Record):
-    """One model in one line; `top1` is that of the held-out images."""
+    """One model in one line; `top1` is measured on the held-out images."""
 
     variant: Variant
     deployment: Deployment = Field(default=Deployment(), description="what executes it")
@@ -62,14 +62,14 @@ class Summary(Record):
 
 
 class VariantRow(Record):
-    """One variant of pruning and quantization: the search images, and its sessions or the one session that chose."""
+    """One variant of pruning and quantization on the search images, raced in its own sessions or in the screening session."""
 
     evaluation: Evaluation
     race_result: RaceResult | None = None
 
 
 class LayerGroup(Record):
-    """Layers that repeat, before and after, summed; milliseconds are those of the profiling pass."""
+    """Sums over repeated layers, before and after; milliseconds are those of the profiling pass."""
 
     name: str
     params: int
@@ -81,7 +81,7 @@ class LayerGroup(Record):
 
 
 class Sensitivity(Record):
-    """One unit of the baseline: what cutting it alone to each width is expected to cost and save."""
+    """Expected cost and saving of cutting one unit of the baseline alone to each width."""
 
     unit: str
     kind: UnitKind
@@ -94,7 +94,7 @@ class Sensitivity(Record):
 
 
 class TimeRow(Record):
-    """What jobs of one kind took together; `passes` is that in passes of the baseline, eager float32 on one image."""
+    """Total time of the jobs of one kind; `passes` is that in passes of the baseline, eager float32 on one image."""
 
     kind: str
     count: int
@@ -103,7 +103,7 @@ class TimeRow(Record):
 
 
 class RunReport(Record):
-    """What `report.json` holds."""
+    """Contents of `report.json`."""
 
     schema_version: int = SCHEMA_VERSION
     run_id: str
@@ -142,26 +142,26 @@ class RunReport(Record):
 
     @property
     def judged(self) -> str:
-        """Return which model the contract's terms were measured of: where the baseline is returned, one that held-out images refused."""
+        """Return the model that the contract was measured on: the returned one, or a candidate that held-out images refused."""
         is_refused = self.kept_beside is not None and self.best.variant is Variant.BASELINE
         return "the candidate that held-out images refused, kept beside" if is_refused else "the returned model"
 
     @property
     def certifying(self) -> str:
-        """Return how many held-out images would certify the contract, as a sentence; nothing where that isn't known."""
-        number, there = self.verdict.images_to_certify, self.acquired.heldout.num_images
+        """Return how many held-out images would certify the contract, as a sentence; empty if unknown."""
+        number, total = self.verdict.images_to_certify, self.acquired.heldout.num_images
         if not number:
             return ""
-        return f"About {number:,} held-out images would certify it{f'; there are {there:,}' if number > there else ''}."
+        return f"About {number:,} held-out images would certify it{f'; there are {total:,}' if number > total else ''}."
 
     @property
     def race_result(self) -> RaceResult | None:
-        """Return the times of the returned model; None where it was not timed."""
+        """Return the race result of the returned model, or None if it was not timed."""
         return next((row.race_result for row in self.variants if row.evaluation.model == self.heldout.model), None)
 
 
 def compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGroup, ...]:
-    """Return the layers of both profiles, folded where only their index differs; most MACs first."""
+    """Return the layers of both profiles, merged if only their index differs; most MACs first."""
     totals: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * 6)
     for offset, profile in enumerate((before, after)):
         for row in profile.layers:
@@ -191,7 +191,7 @@ def summarise(
     race_result: RaceResult | None,
     peak_memory_bytes: int,
 ) -> Summary:
-    """Return a model's line; the race's latency where it was raced, its own process's otherwise."""
+    """Return a model's summary; latency is the race's if it raced, else that of its own process."""
     return Summary(
         variant=evaluation.variant,
         deployment=evaluation.deployment,
@@ -206,16 +206,16 @@ def summarise(
 
 def sensitivity_of(profile: ModelProfile) -> tuple[Sensitivity, ...]:
     """Return the evidence on the profile's units, without the orders of their channels."""
-    found = ((unit, profile.evidence.of(unit.name)) for unit in profile.units) if profile.evidence else ()
+    pairs = ((unit, profile.evidence.of(unit.name)) for unit in profile.units) if profile.evidence else ()
     return tuple(
         Sensitivity(unit=unit.name, kind=unit.kind, width=unit.width, options=row.options)
-        for unit, row in found
+        for unit, row in pairs
         if row is not None and row.options
     )
 
 
 class Sources(Record):
-    """What the report is gathered from besides the final choice; `profiles` has `baseline` and, if another won, `best`."""
+    """Inputs of the report other than the final choice; `profiles` has `baseline` and, if another won, `best`."""
 
     acquired: Acquired
     input: InputSpec
@@ -233,7 +233,7 @@ class Sources(Record):
 
 
 def evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
-    """Return what a reader has to know of the evidence: that there is none, or that a busy machine timed it."""
+    """Return warnings on the evidence: that there is none, or that a busy machine timed it."""
     if profile.evidence_note is not None:
         return (f"no sensitivity was measured, so ratios are uniform: {profile.evidence_note}",)
     units = profile.evidence.units if profile.evidence else ()
@@ -246,7 +246,7 @@ def evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
 
 
 def gpu_lines(profiles: Mapping[str, ModelProfile]) -> tuple[str, ...]:
-    """Return how far launches bound each model on a GPU, and the energy of an image; nothing on the CPU."""
+    """Return how far launches bound each model on a GPU, and the energy of an image; empty on the CPU."""
     lines: list[str] = []
     for name, profile in profiles.items():
         if profile.launch_bound_share is not None:
@@ -258,21 +258,21 @@ def gpu_lines(profiles: Mapping[str, ModelProfile]) -> tuple[str, ...]:
 
 
 def absence_notes(profile: ModelProfile) -> tuple[str, ...]:
-    """Return why nothing of a kind was cut where nothing could be."""
+    """Return the reason for each kind of unit that can't be cut."""
     return tuple(f"no {kind} can be cut: {reason}" for kind, reason in profile.absent.items())
 
 
 def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunReport:
-    """Gather the report."""
+    """Build the report of a run from its request, final choice and other sources."""
     race, winner, acquired, profiles = final.race, final.winner, sources.acquired, sources.profiles
     baseline, best = profiles["baseline"], profiles.get("best", profiles["baseline"])
-    # What the sessions say of a model comes before what the race said that chose it.
-    held = [found for each in (final.screening, race) if each for found in each.results]
-    results = {race_result.model.sha256: race_result for race_result in held}
-    kept = final.kept_beside.evaluation.model.path if final.kept_beside else None
+    # The final sessions come last, because they replace a model's result of the screening session.
+    race_results = [result for timing in (final.screening, race) if timing for result in timing.results]
+    results = {race_result.model.sha256: race_result for race_result in race_results}
+    kept_path = final.kept_beside.evaluation.model.path if final.kept_beside else None
     artifacts = {"best": "best", "report": "report.html", "text": "report.md", "json": "report.json"}
     artifacts |= {f"{name} profile": profiled.profile.path for name, (profiled, _) in profiles.items()}
-    # Several attempts may end in one deployment: they have the numbers by which `pick` knows them.
+    # Several attempts may share a deployment, so each has its number for `pick`.
     artifacts |= {
         f"candidate {number}, {row.variant} ({row.deployment.name})": row.model.path
         for number, row in enumerate(final.variants)
@@ -305,7 +305,7 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
         race=race,
         variants=tuple(VariantRow(evaluation=row, race_result=results.get(row.model.sha256)) for row in final.variants),
         attempts=sources.attempts,
-        kept_beside=kept,
+        kept_beside=kept_path,
         notes=(
             *acquired.notes,
             *absence_notes(baseline[1]),
@@ -331,73 +331,72 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
 
 
 def omissions(report: RunReport) -> tuple[str, ...]:
-    """Return what was left out for want of time, by the time budget or in proportion to the model, in the order of the run."""
+    """Return what was left out for lack of time, by the time budget or in proportion to the model, in run order."""
     options = report.deployment_search.options if report.deployment_search else ()
     untried = [option for option in options if option.wants_time and option.deployed is None]
     unmeasured = [option for option in options if option.wants_time and option.deployed is not None]
-    number, most = len(report.attempts), report.request.max_iterations
-    seen, heldout = report.heldout.predictions.num_images, report.acquired.heldout.num_images
+    num_attempts, max_attempts = len(report.attempts), report.request.max_iterations
+    num_seen, num_all = report.heldout.predictions.num_images, report.acquired.heldout.num_images
     accuracy = next(term for term in report.verdict.terms if term.name == "accuracy")
-    is_cut = accuracy.holds and accuracy.bound is not None and accuracy.bound > accuracy.required and seen < heldout
-    said = (
-        (bool(untried), f"deployments that were not tried: {_names(untried)}"),
-        (bool(unmeasured), f"deployments that were made and not measured: {_names(unmeasured)}"),
-        (report.stopped is StopReason.TIME_SPENT, f"plans: {number} of up to {most} were measured"),
-        (is_cut, f"held-out images: {seen:,} of {heldout:,} were looked at"),
+    is_cut = accuracy.holds and accuracy.bound is not None and accuracy.bound > accuracy.required and num_seen < num_all
+    cases = (
+        (bool(untried), f"deployments that were not tried: {_join_names(untried)}"),
+        (bool(unmeasured), f"deployments that were made and not measured: {_join_names(unmeasured)}"),
+        (report.stopped is StopReason.TIME_SPENT, f"plans: {num_attempts} of up to {max_attempts} were measured"),
+        (is_cut, f"held-out images: {num_seen:,} of {num_all:,} were looked at"),
     )
-    return tuple(text for holds, text in said if holds)
+    return tuple(text for applies, text in cases if applies)
 
 
-def _names(options: list[DeploymentOption]) -> str:
+def _join_names(options: list[DeploymentOption]) -> str:
     return ", ".join(option.deployment.name for option in options)
 
 
 def differences(reports: Mapping[str, RunReport]) -> tuple[str, ...]:
-    """Return a line for each thing that makes the times of these runs incomparable; none where one machine took all alike."""
+    """Return a line for each difference that makes the runs' times incomparable; empty if there is none."""
     lines: list[str] = []
-    places = {name: place(report.environment) for name, report in reports.items()}
-    if _differ(places):
+    machines = {name: place(report.environment) for name, report in reports.items()}
+    if _differ(machines):
         lines.append(
-            f"runs of different machines, whose times and speed-ups aren't compared: {_each(places)}; "
+            f"runs of different machines, whose times and speed-ups aren't compared: {_group_by_value(machines)}; "
             "race their models on one of them (profiling-agent race)"
         )
-    sizes = {name: f"{report.request.batch_size}" for name, report in reports.items()}
-    if _differ(sizes):
-        lines.append(f"times are of batches of different sizes: {_each(sizes)}")
+    batch_sizes = {name: f"{report.request.batch_size}" for name, report in reports.items()}
+    if _differ(batch_sizes):
+        lines.append(f"times are of batches of different sizes: {_group_by_value(batch_sizes)}")
     versions = {name: report.environment.versions for name, report in reports.items()}
-    for library in sorted({library for held in versions.values() for library in held}):
-        held = {name: each.get(library, "none") for name, each in versions.items()}
-        if _differ(held):
-            lines.append(f"times are of different versions of {library}: {_each(held)}")
+    for library in sorted({library for installed in versions.values() for library in installed}):
+        installed = {name: libraries.get(library, "none") for name, libraries in versions.items()}
+        if _differ(installed):
+            lines.append(f"times are of different versions of {library}: {_group_by_value(installed)}")
     return tuple(lines)
 
 
 def place(environment: Environment) -> str:
-    """Return all that times depend on but software, in words."""
+    """Return all that times depend on, except software, as text."""
     flags = ", ".join(environment.cpu_flags) or "no vector extensions of note"
     return f"{environment.machine} ({flags}; {environment.system}, {environment.device})"
 
 
-def _differ(held: Mapping[str, str]) -> bool:
-    return len({*held.values()}) > 1
+def _differ(values: Mapping[str, str]) -> bool:
+    return len({*values.values()}) > 1
 
 
-def _each(held: Mapping[str, str]) -> str:
-    """Return what is held, each said once with the runs that have it."""
+def _group_by_value(values: Mapping[str, str]) -> str:
     runs: dict[str, list[str]] = {}
-    for name, value in held.items():
+    for name, value in values.items():
         runs.setdefault(value, []).append(name)
     return "; ".join(f"{', '.join(names)}: {value}" for value, names in runs.items())
 
 
-# A prediction that is more than so many times what was measured, or less than its inverse, is marked.
-FAR = 2.0
-# Below these nothing is predicted: differences in nats and in shares of time are noise.
+# A prediction that differs from the measurement by more than this factor is marked.
+MAX_FACTOR = 2.0
+# Smaller differences in nats and in shares of time are noise, so no prediction is marked.
 MIN_NATS, MIN_SHARE = 1e-4, 0.02
 
 
 class ForecastCheck(Record):
-    """One quantity of an attempt."""
+    """Predicted and measured value of one quantity of an attempt."""
 
     what: str
     predicted: str
@@ -406,7 +405,7 @@ class ForecastCheck(Record):
 
 
 class Choice(Record):
-    """One unit: its width before and after, and why."""
+    """Width of one unit before and after, and the reason."""
 
     unit: str
     width: int
@@ -415,69 +414,70 @@ class Choice(Record):
 
 
 def is_off(predicted: float, measured: float, floor: float) -> bool:
-    """Return whether a prediction is off by more than twice, where there is anything to predict."""
+    """Return whether prediction and measurement differ by more than twice, if the larger one is above `floor`."""
     larger, smaller = max(predicted, measured), min(predicted, measured)
-    return larger > floor and larger > FAR * max(smaller, 0.0)
+    return larger > floor and larger > MAX_FACTOR * max(smaller, 0.0)
 
 
 def predictions(attempt: Attempt, report: RunReport) -> tuple[ForecastCheck, ...]:
-    """Return what was predicted of an attempt beside what was measured; nothing of one that was not pruned."""
-    dry, rows = attempt.dry_run, []
-    if dry is None or attempt.pruned_model is None:
+    """Return what was predicted of an attempt next to what was measured; empty if it was not pruned."""
+    dry_run, rows = attempt.dry_run, []
+    if dry_run is None or attempt.pruned_model is None:
         return ()
     if attempt.deployed is not None:
         for name in ("params", "macs"):
-            expected, found = getattr(dry, name), getattr(attempt.deployed.footprint, name)
-            rows.append((name, count(expected), count(found), is_off(expected, found, 0)))
-    if dry.kl is not None and attempt.calibration_kl is not None:
-        off = is_off(dry.kl, attempt.calibration_kl, MIN_NATS)
-        rows.append(("KL", f"{dry.kl:.2g} nats", f"{attempt.calibration_kl:.2g} nats", off))
-    # Of its float32 deployment, in torch as the prediction is.
+            expected, actual = getattr(dry_run, name), getattr(attempt.deployed.footprint, name)
+            rows.append((name, count(expected), count(actual), is_off(expected, actual, 0)))
+    if dry_run.kl is not None and attempt.calibration_kl is not None:
+        off = is_off(dry_run.kl, attempt.calibration_kl, MIN_NATS)
+        rows.append(("KL", f"{dry_run.kl:.2g} nats", f"{attempt.calibration_kl:.2g} nats", off))
+    # The time of its float32 deployment, in torch as the prediction is.
     sha256 = attempt.pruned_model.sha256
     race_result = next((row.race_result for row in report.variants if row.evaluation.model.sha256 == sha256), None)
-    if dry.latency_saved is not None and race_result is not None:
+    if dry_run.latency_saved is not None and race_result is not None:
         saved = 1 - 1 / race_result.speedup
-        off = is_off(dry.latency_saved, saved, MIN_SHARE)
-        rows.append(("time in float32", f"{percent(dry.latency_saved)} less", f"{percent(saved)} less", off))
+        off = is_off(dry_run.latency_saved, saved, MIN_SHARE)
+        rows.append(("time in float32", f"{percent(dry_run.latency_saved)} less", f"{percent(saved)} less", off))
     return tuple(
-        ForecastCheck(what=what, predicted=said, measured=found, is_off=off) for what, said, found, off in rows
+        ForecastCheck(what=what, predicted=forecast, measured=actual, is_off=off)
+        for what, forecast, actual, off in rows
     )
 
 
 def subject_of(report: RunReport) -> Attempt | None:
-    """Return the attempt that the returned model came from, else the last one; None where none was made."""
+    """Return the attempt that the returned model came from, else the last one, or None without attempts."""
     chosen = next((attempt for attempt in report.attempts if attempt.number == report.best.attempt), None)
     return chosen or (report.attempts[-1] if report.attempts else None)
 
 
 def choices(report: RunReport, attempt: Attempt) -> tuple[Choice, ...]:
-    """Return, for each unit that could be cut, what an attempt did to it and why, in the model's order."""
+    """Return what an attempt did to each unit that could be cut, and why, in the model's order."""
     cuts = {cut.unit.name: cut for cut in attempt.dry_run.cuts} if attempt.dry_run else {}
-    known = {row.unit: row for row in report.sensitivity}
-    names = list(dict.fromkeys([*known, *cuts]))
-    found: list[Choice] = []
+    sensitivities = {row.unit: row for row in report.sensitivity}
+    names = list(dict.fromkeys([*sensitivities, *cuts]))
+    result: list[Choice] = []
     for name in names:
-        cut, row = cuts.get(name), known.get(name)
-        width = cut.unit.width if cut else known[name].width
-        reason = _why_cut(cut, row, attempt.plan) if cut else _why_left(name, row, attempt)
-        found.append(Choice(unit=name, width=width, kept=cut.keep if cut else width, reason=reason))
-    return tuple(found)
+        cut, row = cuts.get(name), sensitivities.get(name)
+        width = cut.unit.width if cut else sensitivities[name].width
+        reason = _cut_reason(cut, row, attempt.plan) if cut else _uncut_reason(name, row, attempt)
+        result.append(Choice(unit=name, width=width, kept=cut.keep if cut else width, reason=reason))
+    return tuple(result)
 
 
-def _why_cut(cut: Cut, row: Sensitivity | None, plan: Plan) -> str:
-    said = next((rec for rec in plan.pruning if _hits(rec.layer, (cut.unit.name, *cut.unit.members))), None)
-    cost = _cost(row, cut.keep) if row else ""
-    if said is not None:
-        because = f": {said.justification}" if said.justification else ""
-        return f"the plan cuts {said.pruning_ratio:.0%} of it{because}{f' ({cost})' if cost else ''}"
+def _cut_reason(cut: Cut, row: Sensitivity | None, plan: Plan) -> str:
+    recommended = next((rec for rec in plan.pruning if _matches(rec.layer, (cut.unit.name, *cut.unit.members))), None)
+    cost = _format_cost(row, cut.keep) if row else ""
+    if recommended is not None:
+        justification = f": {recommended.justification}" if recommended.justification else ""
+        return f"the plan cuts {recommended.pruning_ratio:.0%} of it{justification}{f' ({cost})' if cost else ''}"
     return f"the allocator's choice{f': {cost}' if cost else ''}"
 
 
-def _why_left(name: str, row: Sensitivity | None, attempt: Attempt) -> str:
-    noted = [note for note in (attempt.dry_run.notes if attempt.dry_run else ()) if repr(name) in note]
-    if noted:
-        return noted[0]
-    cap = next((cap for cap in attempt.plan.caps if cap.max_ratio == 0 and _hits(cap.layer, (name,))), None)
+def _uncut_reason(name: str, row: Sensitivity | None, attempt: Attempt) -> str:
+    notes = [note for note in (attempt.dry_run.notes if attempt.dry_run else ()) if repr(name) in note]
+    if notes:
+        return notes[0]
+    cap = next((cap for cap in attempt.plan.caps if cap.max_ratio == 0 and _matches(cap.layer, (name,))), None)
     if cap is not None:
         return f"the plan leaves {cap.layer!r} alone"
     if row is None:
@@ -485,15 +485,15 @@ def _why_left(name: str, row: Sensitivity | None, attempt: Attempt) -> str:
     if attempt.plan.target is None:
         return "the plan doesn't name it"
     widest = max(row.options, key=lambda option: option.keep)
-    return f"the same is saved for less elsewhere: {_cost(row, widest.keep)}"
+    return f"the same is saved for less elsewhere: {_format_cost(row, widest.keep)}"
 
 
-def _cost(row: Sensitivity, keep: int) -> str:
+def _format_cost(row: Sensitivity, keep: int) -> str:
     option = row.at(keep / row.width)
     return f"{option.kl:.2g} nats alone for {count(option.params_saved)} params at {option.keep}"
 
 
-def _hits(pattern: str, names: tuple[str, ...]) -> bool:
+def _matches(pattern: str, names: tuple[str, ...]) -> bool:
     try:
         return bool(matching_names(pattern, names))
     except PlanError:

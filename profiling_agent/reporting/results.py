@@ -1,4 +1,4 @@
-"""Results of a finished run: read back, put into its model card, and sent to a tracker."""
+"""Results of a finished run: reading them back, rows for the model card, and tracking with MLflow."""
 
 import hashlib
 import re
@@ -27,7 +27,7 @@ def read_report(folder: Path) -> RunReport:
     """Return the report of a finished run, or of a fork of one.
 
     Raises:
-        RunError: the folder is no run, the run has no report yet, or its report is damaged or another version's.
+        RunError: the folder is not a run, the run has no report yet, or the report is damaged or of another version.
     """
     path = folder / REPORT
     if not path.is_file():
@@ -46,41 +46,40 @@ def read_report(folder: Path) -> RunReport:
 
 
 def results_folder(root: Path, report: RunReport) -> Path:
-    """Return where a report belongs: the run folder, or a fork's own where that holds the answer to another question.
+    """Return where a report belongs: the run folder, or a fork's own if the run's report is on another request or other plans.
 
-    A thread that is forked from an earlier checkpoint keeps the run folder and its jobs; what it was answered before
-    stays as it was.
+    A thread forked from an earlier checkpoint shares the run folder and its jobs; the earlier report stays as it was.
     """
     try:
         earlier = read_report(root)
     except RunError:
         return root
-    if _question(earlier) == _question(report):
+    if _request_and_plans(earlier) == _request_and_plans(report):
         return root
-    return root / FORKS / hashlib.sha256("\n".join(_question(report)).encode()).hexdigest()[:12]
+    return root / FORKS / hashlib.sha256("\n".join(_request_and_plans(report)).encode()).hexdigest()[:12]
 
 
 def run_of(folder: Path) -> Path:
-    """Return the run folder of a run's results, or of a fork's."""
+    """Return the run folder that the results of a run, or of a fork, belong to."""
     folder = folder.resolve()
     return folder if (folder / MANIFEST).is_file() or folder.parent.name != FORKS else folder.parents[1]
 
 
 def models_of(source: Path) -> list[SavedModel]:
-    """Return the models that a run's verdict rests on, by the numbers that `pick` knows them by, the baseline first; of a saved model, itself.
+    """Return the models behind a run's verdict, numbered as in `pick`, the baseline first; of a saved model, itself.
 
     Raises:
-        ArtifactError: it is neither a run nor a saved model.
+        ArtifactError: `source` is neither a run nor a saved model.
         RunError: the run has no report yet.
     """
     if not is_run(source):
         return [saved_model(source)]
-    models = (model for _, model in _measured(source))
+    models = (model for _, model in _measured_models(source))
     return [replace(model, name=f"{number} {model.name}") for number, model in enumerate(models)]
 
 
 def models_of_all(sources: Sequence[Path]) -> list[SavedModel]:
-    """Return the models of several runs and saved models, those of runs with the run's path before their names."""
+    """Return the models of several runs and saved models; a run's models have its path before their names."""
     if len(sources) == 1:
         return models_of(sources[0])
     return [
@@ -94,16 +93,16 @@ def before_and_after(source: Path) -> list[SavedModel]:
     """Return a run's baseline and the model that it returned; of a saved model, itself. Raises what `models_of` does."""
     if not is_run(source):
         return [saved_model(source)]
-    models, returned = _measured(source), read_report(source).heldout.model
-    return [models[0][1], *(model for ref, model in models[1:] if ref == returned)]
+    models, returned_ref = _measured_models(source), read_report(source).heldout.model
+    return [models[0][1], *(model for ref, model in models[1:] if ref == returned_ref)]
 
 
 def is_run(source: Path) -> bool:
-    """Say whether a folder is a run's, or a fork's."""
+    """Return whether a folder is a run's, or a fork's."""
     return (source / MANIFEST).is_file() or (source / REPORT).is_file()
 
 
-def _measured(source: Path) -> list[tuple[ArtifactRef, SavedModel]]:
+def _measured_models(source: Path) -> list[tuple[ArtifactRef, SavedModel]]:
     rows, workspace = [row.evaluation for row in read_report(source).variants], Workspace(run_of(source))
     return [
         (
@@ -115,18 +114,17 @@ def _measured(source: Path) -> list[tuple[ArtifactRef, SavedModel]]:
 
 
 def model_path(root: Path, path: str) -> Path:
-    """Return where a file lies that the report in `root` names: the jobs of a fork are those of its run."""
+    """Return where a file that the report in `root` names lies; a fork's jobs are those of its run."""
     return root / path if (root / path).exists() else run_of(root) / path
 
 
-def _question(report: RunReport) -> tuple[str, ...]:
-    """Return what a report answers: the request, and the plans that were measured for it."""
+def _request_and_plans(report: RunReport) -> tuple[str, ...]:
     return report.request.model_dump_json(), *(attempt.plan.model_dump_json() for attempt in report.attempts)
 
 
 def card_rows(report: RunReport) -> tuple[CardRow, ...]:
-    """Return before and after, as the report has them."""
-    shown: tuple[tuple[str, Callable[[Summary], str]], ...] = (
+    """Return the model card's rows, before and after, formatted as in the report."""
+    rows: tuple[tuple[str, Callable[[Summary], str]], ...] = (
         (f"top-1 on {report.best.num_images:,} held-out images", lambda s: percent(s.top1)),
         (f"latency of a batch of {report.request.batch_size}", lambda s: ms(s.latency_ms)),
         ("params", lambda s: count(s.params)),
@@ -134,25 +132,25 @@ def card_rows(report: RunReport) -> tuple[CardRow, ...]:
         ("on disk", lambda s: size(s.size_bytes)),
         ("peak memory of a process", lambda s: size(s.peak_memory_bytes)),
     )
-    return tuple(CardRow(name=name, before=text(report.baseline), after=text(report.best)) for name, text in shown)
+    return tuple(CardRow(name=name, before=show(report.baseline), after=show(report.best)) for name, show in rows)
 
 
 def card_notes(report: RunReport) -> tuple[str, ...]:
-    """Return the intervals, and where they were measured."""
+    """Return the verdict, its intervals, and where they were measured."""
     race_result = report.race_result
-    here = report.environment
+    environment = report.environment
     notes = [f"{report.verdict.outcome}: {report.verdict.explanation}."]
     if report.heldout.drop:
         notes.append(f"Top-1 lost: {drop(report.heldout.drop)}.")
     if race_result:
-        there = f"{len(race_result.turns)} sessions on one machine"
-        notes.append(f"Times as fast as the baseline in eager float32, in {there}: {speedup(race_result)}.")
-    notes.append(f"Measured on {here.machine}, {here.system}, device {report.acquired.source.device}.")
+        sessions = f"{len(race_result.turns)} sessions on one machine"
+        notes.append(f"Times as fast as the baseline in eager float32, in {sessions}: {speedup(race_result)}.")
+    notes.append(f"Measured on {environment.machine}, {environment.system}, device {report.acquired.source.device}.")
     return tuple(notes)
 
 
 def card_judged(report: RunReport) -> Judged | None:
-    """Return what the Hub is told of the held-out images; None where the data set isn't on it."""
+    """Return the held-out result as metadata for the Hub, or None if the data set isn't on the Hub."""
     request = report.request
     if is_local(request.dataset) or "/" not in request.dataset:
         return None
@@ -161,21 +159,21 @@ def card_judged(report: RunReport) -> Judged | None:
 
 
 EXPERIMENT, TAG = "profiling-agent", "profiling_agent.results"
-# A user and a password in an address.
-USER = re.compile(r"(?<=://)[^/\s]*@")
+# User and password in a URL.
+CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 FILES = ("report.html", "report.md", "report.json")
 
 
 def check_tracker(request: Request) -> None:
-    """Raise RequestError where the tracker that was asked for isn't installed."""
+    """Raise RequestError if the requested tracker isn't installed."""
     if request.tracker == "mlflow" and find_spec("mlflow") is None:
         raise RequestError("tracker is 'mlflow' and mlflow isn't installed: pip install profiling-agent[mlflow]")
 
 
 def track(report: RunReport, folder: Path) -> str | None:
-    """Log a finished run, once; return in a line where to, or why it could not be; None where no tracker was asked for.
+    """Log a finished run once; return in one line where to, or why not, or None if no tracker was requested.
 
-    Where to is MLflow's own business: MLFLOW_TRACKING_URI, by default a store in the working folder.
+    MLflow itself decides where to: MLFLOW_TRACKING_URI, by default a store in the working folder.
     """
     if report.request.tracker != "mlflow":
         return None
@@ -184,7 +182,7 @@ def track(report: RunReport, folder: Path) -> str | None:
 
     try:
         mlflow.set_experiment(EXPERIMENT)
-        # A run that was cut between here and its last checkpoint comes by again.
+        # A run that is cut between here and its next checkpoint comes here again once resumed.
         if mlflow.search_runs(filter_string=f"tags.`{TAG}` = '{folder}'", output_format="list"):
             return f"mlflow has it already ({without_password(mlflow.get_tracking_uri())})"
         with mlflow.start_run(run_name=report.run_id, tags={TAG: str(folder)}):
@@ -194,37 +192,37 @@ def track(report: RunReport, folder: Path) -> str | None:
                 mlflow.log_artifact(str(folder / name))
             mlflow.log_artifacts(str((folder / "best").resolve()), "model")
     except (MlflowException, OSError) as error:
-        said = without_password(str(error).strip().partition("\n")[0])[:200]
-        return f"mlflow could not be written to ({said}); the run folder has everything"
+        message = without_password(str(error).strip().partition("\n")[0])[:200]
+        return f"mlflow could not be written to ({message}); the run folder has everything"
     return f"logged to mlflow ({without_password(mlflow.get_tracking_uri())})"
 
 
 def without_password(text: str) -> str:
-    """Return text in which addresses name no user and no password."""
-    return USER.sub("", text)
+    """Return text whose URLs have no user and no password."""
+    return CREDENTIALS.sub("", text)
 
 
 def parameters(request: Request) -> dict[str, Any]:
-    """Return all that was asked for."""
+    """Return every field of the request that has a value."""
     return {name: value for name, value in request.model_dump().items() if value is not None}
 
 
 def metrics(report: RunReport) -> dict[str, float]:
-    """Return what the verdict rests on, before and after; fractions, milliseconds, counts and bytes."""
-    found: dict[str, float] = {
+    """Return the numbers behind the verdict, before and after; fractions, milliseconds, counts and bytes."""
+    values: dict[str, float] = {
         "met": float(report.verdict.outcome == "MET"),
         "certified": float(report.verdict.certified),
         "attempts": float(len(report.attempts)),
     }
     for side, summary in (("baseline", report.baseline), ("best", report.best)):
         for name in ("top1", "latency_ms", "params", "macs", "size_bytes", "peak_memory_bytes"):
-            found[f"{side}.{name}"] = float(getattr(summary, name))
+            values[f"{side}.{name}"] = float(getattr(summary, name))
     if drop := report.heldout.drop:
-        found |= {"drop": drop.drop, "drop.low": drop.low, "drop.high": drop.high}
+        values |= {"drop": drop.drop, "drop.low": drop.low, "drop.high": drop.high}
     if race_result := report.race_result:
-        found |= {
+        values |= {
             "speedup": race_result.speedup,
             "speedup.low": race_result.speedup_low,
             "speedup.high": race_result.speedup_high,
         }
-    return found
+    return values

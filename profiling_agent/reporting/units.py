@@ -1,4 +1,4 @@
-"""Units: numbers as people read them, the only place where fractions become percent."""
+"""Number formats for reports and tables, the only place where fractions become percent."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,17 +48,17 @@ def drop(drop: AccuracyDrop) -> str:
 
 
 def speedup(race_result: RaceResult) -> str:
-    """Return a speed-up with its 95% interval, and say where it is inside the noise."""
-    inside = (
+    """Return a speedup with its 95% interval, marked if it is inside the noise."""
+    noise_note = (
         " (inside the noise)"
         if race_result.speedup_low <= 1 <= race_result.speedup_high and race_result.speedup != 1
         else ""
     )
-    return f"{race_result.speedup:.2f} [{race_result.speedup_low:.2f}, {race_result.speedup_high:.2f}]{inside}"
+    return f"{race_result.speedup:.2f} [{race_result.speedup_low:.2f}, {race_result.speedup_high:.2f}]{noise_note}"
 
 
 def asked(term: Term) -> str:
-    """Return what the contract asks of a term."""
+    """Return what the contract requires of a term."""
     return {
         "accuracy": f"lose at most {term.required * 100:.2f} points",
         "speed": f"at least {term.required:.2f} times as fast",
@@ -68,13 +68,13 @@ def asked(term: Term) -> str:
 
 
 def measured(term: Term) -> str:
-    """Return what was measured of a term, and what is certain of it where that is another number."""
+    """Return a term's measured value, and its certain bound if that is another number."""
     if term.bound is None or term.bound == term.measured:
-        return _told(term, term.measured)
-    return f"{_told(term, term.measured)}, at {'least' if term.name == 'speed' else 'most'} {_told(term, term.bound)}"
+        return _text(term, term.measured)
+    return f"{_text(term, term.measured)}, at {'least' if term.name == 'speed' else 'most'} {_text(term, term.bound)}"
 
 
-def _told(term: Term, value: float) -> str:
+def _text(term: Term, value: float) -> str:
     if term.name == "accuracy":
         return f"{value * 100:+.2f} points"
     return f"{value:.2f} times" if term.name == "speed" else percent(value)
@@ -85,12 +85,12 @@ def sessions(race_result: RaceResult) -> str:
     return ", ".join(f"{speedup:.2f}" for speedup in race_result.by_session)
 
 
-# What the templates of the report may write with, by the names that they use.
 def origin(name: str) -> str:
     """Return a model's or a data set's id on the Hub, or the last name of its folder."""
     return Path(name).name if is_local(name) else name
 
 
+# Filters of the report's templates, by the names that they use.
 FORMATS: dict[str, Callable[..., str]] = {
     format_.__name__: format_
     for format_ in (asked, count, drop, measured, ms, origin, percent, points, sessions, size, speedup)

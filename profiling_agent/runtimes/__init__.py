@@ -1,1 +1,1 @@
-"""Runtimes and saved models: a float32 model is brought into a runtime and a scheme, saved, checked and opened without pickle."""
+"""Runtimes and saved models: conversion of float32 models, saving, checking and opening without pickle."""

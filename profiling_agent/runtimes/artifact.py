@@ -1,4 +1,4 @@
-"""Saved models: their recipe, their folder, their golden logits and their model card. No torch here."""
+"""Saved models: recipe, folder layout, golden logits and model card. Imports no torch."""
 
 import re
 from collections.abc import Callable, Generator, Sequence
@@ -34,12 +34,12 @@ from profiling_agent.lib.machine import environment, saturates
 from profiling_agent.schemas import Cut, Deployment, InputSpec, Record, RuntimeName
 
 SCHEMA_VERSION = 3
-# Schema 2 is read only: its folders have a config.json and model.safetensors, which transformers opens and misreads.
+# Schema 2 can only be read: its folders have a config.json and model.safetensors, which transformers opens and misreads.
 OLD_SCHEMA, OLD_WEIGHTS = 2, "model.safetensors"
 RECIPE, PROCESSOR = "recipe.json", "preprocessor_config.json"
 WEIGHTS, GOLDEN = "weights.safetensors", "golden.safetensors"
 ONNX, IR, IR_WEIGHTS, CARD = "model.onnx", "model.xml", "model.bin", "README.md"
-# What each runtime reads its weights from.
+# Files that each runtime reads its weights from.
 MODEL_FILES: dict[RuntimeName, tuple[str, ...]] = {
     "eager": (WEIGHTS,),
     "graphed": (WEIGHTS,),
@@ -49,7 +49,7 @@ MODEL_FILES: dict[RuntimeName, tuple[str, ...]] = {
 }
 # Runtimes whose processes import torch.
 TORCH = frozenset({"eager", "graphed", "inductor"})
-# Whose versions go into the recipe, beside those of what is always there.
+# Packages whose versions go into the recipe, next to those that are always installed.
 PACKAGES: dict[RuntimeName, tuple[str, ...]] = {
     "eager": (),
     "graphed": (),
@@ -57,12 +57,12 @@ PACKAGES: dict[RuntimeName, tuple[str, ...]] = {
     "onnxruntime": ("onnx", "onnxruntime"),
     "openvino": ("openvino", "nncf"),
 }
-# None of these formats can carry code of ours or of Python's.
+# None of these formats can carry our code or Python's.
 SUFFIXES = frozenset({".json", ".safetensors", ".onnx", ".xml", ".md"})
 
 
 class QuantizedLayer(Record):
-    """One layer that is not plain float32, as it was saved; `reduce_range`: activations have 7 bits, or ONNX Runtime's or NNCF's weights."""
+    """A layer not in plain float32; `reduce_range`: 7-bit activations, or with ONNX Runtime and NNCF 7-bit weights."""
 
     name: str
     kind: Literal["dynamic", "static", "cast", "rowwise"] = "dynamic"
@@ -72,7 +72,7 @@ class QuantizedLayer(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedFiles:
-    """What became of the layers, as the recipe says it; `tied` and `folded` for weights that torch reads alone."""
+    """What a conversion did to the layers, as the recipe records it; only torch's weights have `tied` and `folded`."""
 
     quantized: tuple[QuantizedLayer, ...]
     tied: dict[str, str]
@@ -80,7 +80,7 @@ class PreparedFiles:
 
 
 class Counts(Record):
-    """What was counted on the float32 parent, for files that torch can't count; `parameter_bytes` as held here."""
+    """Counts of the float32 parent, for files that torch can't count; `parameter_bytes` are those of this model's files."""
 
     params: int
     macs: int
@@ -88,7 +88,7 @@ class Counts(Record):
 
 
 class Description(Record):
-    """A saved model as it is known before its files are there: what it was made from, what was done, what executes it."""
+    """A saved model before its files are written: origin, changes, and the deployment that executes it."""
 
     base_revision: str | None = Field(description="commit on the Hub, None for a folder or a reference")
     base_model: str = Field(description="id on the Hub, or the name of a folder without its path")
@@ -110,7 +110,7 @@ class Description(Record):
 
 
 class Recipe(Description):
-    """A saved model: what is known of it, and the sha256 of every other file in its folder."""
+    """Description of a saved model, and the sha256 of every other file in its folder."""
 
     schema_version: int = SCHEMA_VERSION
     quantized: tuple[QuantizedLayer, ...]
@@ -123,15 +123,15 @@ class Recipe(Description):
 
     @property
     def model_files(self) -> tuple[str, ...]:
-        """The files that the runtime reads."""
+        """Return the files that the runtime reads."""
         names = MODEL_FILES[self.deployment.runtime]
         is_old = self.schema_version == OLD_SCHEMA
         return tuple(OLD_WEIGHTS if is_old and name == WEIGHTS else name for name in names)
 
     def deployed_as(self, deployment: Deployment) -> Description:
-        """Return what is known of the same model in another deployment, before its files are there."""
-        known = {name: getattr(self, name) for name in Description.model_fields if name != "deployment"}
-        return Description(**known, deployment=deployment)
+        """Return the description of the same model in another deployment, before its files are written."""
+        fields = {name: getattr(self, name) for name in Description.model_fields if name != "deployment"}
+        return Description(**fields, deployment=deployment)
 
     @field_validator("files")
     @classmethod
@@ -139,7 +139,7 @@ class Recipe(Description):
         for name in files:
             if PurePosixPath(name).name != name or "\\" in name or name == RECIPE:
                 raise ValueError(f"file {name[:80]!r} doesn't lie in the folder itself")
-            # A .bin is a pickle elsewhere: the one that OpenVINO reads is a list of numbers.
+            # Elsewhere a .bin is a pickle; OpenVINO's is a list of numbers.
             if PurePosixPath(name).suffix not in SUFFIXES and name != IR_WEIGHTS:
                 raise ValueError(f"file {name[:80]!r} is none of {', '.join(sorted(SUFFIXES))}")
         return files
@@ -149,15 +149,15 @@ def read_recipe(folder: Path) -> Recipe:
     """Return the recipe of a saved model.
 
     Raises:
-        ArtifactError: there is none, it is damaged, or another schema version wrote it.
+        ArtifactError: it is missing or damaged, or another schema version wrote it.
     """
     path = folder / RECIPE
     try:
         raw = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
-        lacks = f"it has no {RECIPE!r}" if folder.is_dir() else "there is no such folder"
+        reason = f"it has no {RECIPE!r}" if folder.is_dir() else "there is no such folder"
         raise ArtifactError(
-            f"{str(folder)!r} is no saved model: {lacks}; give the `best` of a run, or a folder that `profiling-agent pick` wrote"
+            f"{str(folder)!r} is no saved model: {reason}; give the `best` of a run, or a folder that `profiling-agent pick` wrote"
         ) from None
     except OSError as error:
         raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): save the model again") from error
@@ -177,7 +177,7 @@ def read_recipe(folder: Path) -> Recipe:
 
 @contextmanager
 def appearing(folder: Path) -> Generator[Path]:
-    """Give a temporary sibling to write to; it becomes `folder` when the block ends, and vanishes if it raises.
+    """Yield a temporary sibling folder; rename it to `folder` when the block ends, or delete it if the block raises.
 
     Raises:
         ArtifactError: `folder` exists.
@@ -199,15 +199,14 @@ def appearing(folder: Path) -> Generator[Path]:
 
 
 def _errno(error: OSError | SafetensorError) -> int | None:
-    """Return the system's number of an error; safetensors tells it in words."""
     if isinstance(error, OSError):
         return error.errno
-    found = re.search(r"os error (\d+)", str(error))
-    return int(found[1]) if found else None
+    match = re.search(r"os error (\d+)", str(error))
+    return int(match[1]) if match else None
 
 
 def named_folder(path: str | Path) -> Path:
-    """Return the folder that a path names, its links followed; ArtifactError for links that form a loop."""
+    """Return the folder of a path with its links resolved; ArtifactError if the links form a loop."""
     try:
         return resolved(Path(path))
     except OSError as error:
@@ -218,7 +217,7 @@ def open_folder(folder: Path, *, verify: bool) -> Recipe:
     """Return the recipe of a folder in which no file is missing; `verify` compares every hash.
 
     Raises:
-        ArtifactError: names the file that is missing, leads out of the folder, or isn't the one that was saved.
+        ArtifactError: a file is missing, leads out of the folder, or isn't the one that was saved.
     """
     recipe = read_recipe(folder)
     for name, sha256 in recipe.files.items():
@@ -237,10 +236,10 @@ def open_folder(folder: Path, *, verify: bool) -> Recipe:
 
 
 def open_current(folder: Path) -> Recipe:
-    """Return the recipe of a verified folder that may be handed on as it is.
+    """Return the recipe of a verified folder that may be distributed as it is.
 
     Raises:
-        ArtifactError: what `open_folder` raises, and for a layout of earlier versions, which transformers misreads.
+        ArtifactError: as for `open_folder`, or earlier versions wrote the layout, which transformers misreads.
     """
     recipe = open_folder(folder, verify=True)
     if recipe.schema_version == OLD_SCHEMA:
@@ -252,10 +251,10 @@ def open_current(folder: Path) -> Recipe:
 
 
 def processor_text(folder: Path) -> str:
-    """Return what describes the image processor of a saved model: two with the same text prepare images alike.
+    """Return the text that describes a saved model's image processor: equal texts prepare images alike.
 
     Raises:
-        ArtifactError: there is none, or it can't be read.
+        ArtifactError: it is missing, or can't be read.
     """
     try:
         return (folder / PROCESSOR).read_text(encoding="utf-8")
@@ -266,7 +265,7 @@ def processor_text(folder: Path) -> str:
 
 
 def model_bytes(folder: Path) -> int:
-    """Return the bytes of what holds a saved model, weights and graph; not of what describes it or checks that it answers as it did.
+    """Return the bytes of a saved model's weights and graph, without recipe, processor, golden logits and card.
 
     Raises:
         ArtifactError: the folder has no recipe that can be read, or lacks a file.
@@ -279,8 +278,8 @@ def model_bytes(folder: Path) -> int:
 
 NUM_IMAGES = 2
 # Relative distances of the logits. Another CPU or thread count adds float32 in another order, about 1e-6 apart. An
-# activation that this moves across a rounding edge changes by a whole step, of int8 or of bfloat16; where 7-bit
-# activations replace 8-bit ones, by two of int8.
+# activation that this moves across a rounding edge changes by a whole step of int8 or bfloat16, and by two steps of int8
+# if 7-bit activations replace 8-bit ones.
 FLOAT_TOLERANCE, STEP_TOLERANCE, REDUCED_TOLERANCE = 1e-4, 2e-2, 1e-1
 IMAGES, LOGITS = "pixel_values", "logits"
 
@@ -289,7 +288,7 @@ IMAGES, LOGITS = "pixel_values", "logits"
 class Golden:
     """Images (n, channels, height, width) and the logits (n, classes) that the model computed for them.
 
-    The images are rounded to float16 and stored as that: in float32 they are 1.3% of ViT-B in int8.
+    The images are rounded to float16 and stored as such: in float32 they are 1.3% of ViT-B in int8.
     """
 
     pixel_values: NDArray[np.float16]
@@ -303,10 +302,10 @@ def write_golden(golden: Golden, folder: Path) -> None:
 
 
 def check_golden(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Path, recipe: Recipe) -> None:
-    """Run the golden images of a saved folder through `run`, and compare the logits with the saved ones.
+    """Compare the logits that `run` computes for the golden images of a saved folder with the saved ones.
 
     Raises:
-        ArtifactError: they are further apart than `tolerance` allows, or no number.
+        ArtifactError: they are further apart than `tolerance` allows, or NaN.
     """
     distance, allowed = golden_distance(run, folder), tolerance(recipe)
     # `not <=` so that a NaN fails.
@@ -318,7 +317,7 @@ def check_golden(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Pat
 
 
 def golden_distance(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Path) -> float:
-    """Return the relative distance between the logits that `run` gives for a folder's golden images and the saved ones."""
+    """Return the relative distance between `run`'s logits for a folder's golden images and the saved ones."""
     golden = read_golden(folder)
     logits, expected = run(golden.pixel_values.astype(np.float32)), golden.logits.astype(np.float64)
     smallest = np.finfo(np.float64).tiny
@@ -332,26 +331,26 @@ def read_golden(folder: Path) -> Golden:
 
 
 def tolerance(recipe: Recipe) -> float:
-    """Return how far apart the logits of a saved model may be here."""
-    # float16 weights of a layer alone are rounded, the activations that they meet stay float32.
+    """Return the relative distance allowed between a saved model's logits on this machine and its golden ones."""
+    # Of a float16 layer only the weights are rounded; the activations stay float32.
     has_steps = any(layer.dtype != "float16" for layer in recipe.quantized)
     is_half = not recipe.quantized and recipe.deployment.scheme not in ("float32", "tf32")
     if recipe.deployment.scheme == "tf32":
         return STEP_TOLERANCE
     if not (has_steps or is_half):
         return FLOAT_TOLERANCE
-    # Half precision of all layers is made on CUDA, whose kernels sum otherwise than those of any CPU.
+    # Models in half precision as a whole come from CUDA, whose kernels sum in another way than those of any CPU.
     is_cuda = is_half or any(layer.kind == "rowwise" for layer in recipe.quantized)
     if is_cuda and recipe.deployment.runtime in TORCH:
         return REDUCED_TOLERANCE
-    # Another CPU may have other kernels, whose activations have 7 bits or whose sums are rounded elsewhere. By its flags too: a
-    # cloud has one name for processors that can do different things.
+    # Another CPU may have other kernels, with 7-bit activations or sums that are rounded elsewhere. Its name isn't enough:
+    # a cloud has one name for processors with different instructions.
     is_whole = any(layer.dtype == "qint8" and not layer.reduce_range for layer in recipe.quantized)
     is_same = recipe.cpu == environment().cpu and not (is_whole and saturates(recipe.deployment.runtime))
     return STEP_TOLERANCE if is_same else REDUCED_TOLERANCE
 
 
-# What the template says there.
+# Heading in card.md.jinja.
 HOW_TO_RUN = "## Run it with profiling-agent\n"
 SCHEMES = {
     "float32": "float32, nothing is quantized",
@@ -366,7 +365,7 @@ SCHEMES = {
 
 
 class CardRow(Record):
-    """One line of the card's table, each cell ready to be read: `accuracy`, `88.1% (87.2 to 89.0)`, `87.9% (...)`."""
+    """Row of the card's table, with formatted cells: `accuracy`, `88.1% (87.2 to 89.0)`, `87.9% (...)`."""
 
     name: str
     before: str
@@ -374,7 +373,7 @@ class CardRow(Record):
 
 
 class Judged(Record):
-    """Top-1 on held-out images of a data set that is on the Hub, for the card's metadata."""
+    """Top-1 accuracy on held-out images of a data set on the Hub, for the card's metadata."""
 
     dataset: str
     config: str | None = None
@@ -385,16 +384,16 @@ class Judged(Record):
 def write_card(
     folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] = (), *, judged: Judged | None = None
 ) -> None:
-    """Write `README.md` into a saved folder, with a table of `rows` and a list of `notes` where some are given.
+    """Write `README.md` into a saved folder, with a table of `rows` and a list of `notes`, if any.
 
     Raises:
         ArtifactError: the folder is no saved model.
     """
-    write_text(folder / CARD, _rendered(read_recipe(folder), rows, notes, judged))
+    write_text(folder / CARD, _render_card(read_recipe(folder), rows, notes, judged))
 
 
 def read_card(folder: Path) -> str:
-    """Return the card of a saved folder, a new one where there is none.
+    """Return the card of a saved folder, or a new one if it has none.
 
     Raises:
         ArtifactError: the folder is no saved model, or its card leads out of it.
@@ -402,7 +401,7 @@ def read_card(folder: Path) -> str:
     try:
         return (inside(folder / CARD, folder)).read_text(encoding="utf-8")
     except FileNotFoundError:
-        return _rendered(read_recipe(folder), (), (), None)
+        return _render_card(read_recipe(folder), (), (), None)
     except OSError as error:
         raise ArtifactError(
             f"{str(folder / CARD)!r} can't be read ({error.strerror}): remove it, it is made anew"
@@ -410,12 +409,12 @@ def read_card(folder: Path) -> str:
 
 
 def card_head(folder: Path) -> str:
-    """Return what the card of a saved folder says before it says how to run it. Raises what `read_card` does."""
+    """Return the part of a saved folder's card before the instructions. Raises what `read_card` does."""
     return read_card(folder).partition(HOW_TO_RUN)[0]
 
 
 def text_templates(package: str) -> Environment:
-    """Return what renders the templates of a package that are Markdown or Python: what strangers wrote has to be clean already."""
+    """Return the renderer of a package's Markdown and Python templates; third-party text must be cleaned before."""
     return Environment(
         # Not HTML: autoescape would mangle them.
         loader=PackageLoader(package, ""),
@@ -427,35 +426,35 @@ def text_templates(package: str) -> Environment:
     )
 
 
-def _rendered(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], judged: Judged | None) -> str:
+def _render_card(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], judged: Judged | None) -> str:
     jinja = text_templates("profiling_agent.runtimes")
-    # Names of strangers go through it.
-    jinja.filters["plain"] = _plain
-    wanted = ("torch", "transformers", *PACKAGES[recipe.deployment.runtime])
+    # For third-party names.
+    jinja.filters["plain"] = _plain_text
+    names = ("torch", "transformers", *PACKAGES[recipe.deployment.runtime])
     return jinja.get_template("card.md.jinja").render(
         r=recipe,
         metadata=metadata_of(recipe, judged).to_yaml(),
         scheme=SCHEMES[recipe.deployment.scheme],
         files=recipe.model_files,
-        libraries=", ".join(f"{name} {recipe.libraries[name]}" for name in sorted(wanted) if name in recipe.libraries),
+        libraries=", ".join(f"{name} {recipe.libraries[name]}" for name in sorted(names) if name in recipe.libraries),
         rows=rows,
         notes=notes,
     )
 
 
 def metadata_of(recipe: Recipe, judged: Judged | None = None) -> ModelCardData:
-    """Return what the Hub reads of a card; paths of this machine aren't in it."""
-    known: dict[str, Any] = {}
+    """Return the card's metadata for the Hub, without paths of this machine."""
+    fields: dict[str, Any] = {}
     if recipe.base_revision is not None and _is_hub_id(recipe.base_model):
-        known |= {"base_model": recipe.base_model}
-        known |= {"base_model_relation": "quantized"} if recipe.deployment.scheme != "float32" else {}
+        fields |= {"base_model": recipe.base_model}
+        fields |= {"base_model_relation": "quantized"} if recipe.deployment.scheme != "float32" else {}
     if judged is not None:
-        known |= {
+        fields |= {
             "datasets": [judged.dataset],
             "metrics": ["accuracy"],
             "model_name": f"{clean(recipe.architecture)} for {recipe.deployment.name}",
         }
-        told = EvalResult(
+        evaluation = EvalResult(
             task_type="image-classification",
             dataset_type=judged.dataset,
             dataset_name=judged.dataset,
@@ -464,10 +463,10 @@ def metadata_of(recipe: Recipe, judged: Judged | None = None) -> ModelCardData:
             metric_type="accuracy",
             metric_value=judged.top1,
         )
-        known |= {"eval_results": [told]}
+        fields |= {"eval_results": [evaluation]}
     tags = ["profiling-agent", recipe.deployment.runtime, recipe.deployment.scheme]
     tags += ["pruned"] if recipe.cuts else []
-    return ModelCardData(library_name="profiling-agent", pipeline_tag="image-classification", tags=tags, **known)
+    return ModelCardData(library_name="profiling-agent", pipeline_tag="image-classification", tags=tags, **fields)
 
 
 def _is_hub_id(name: str) -> bool:
@@ -478,6 +477,6 @@ def _is_hub_id(name: str) -> bool:
     return True
 
 
-def _plain(text: object) -> str:
-    """Return a stranger's text so that it stays in its cell and opens no markup."""
+def _plain_text(text: object) -> str:
+    """Return third-party text that stays in its table cell and opens no markup."""
     return clean(" ".join(str(text).split()))[:300].replace("`", "'").replace("<", "&lt;").replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""Saved model, opened, whatever runs it: pixel values in, logits out; or images in, labels out."""
+"""Saved models opened in their runtime: pixel values to logits, or images to labels."""
 
 import warnings
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ from profiling_agent.schemas import Environment, RuntimeName
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model says of a batch: `logits`, float32 (n, classes), on the CPU."""
+    """Output of a model for a batch: `logits`, float32 (n, classes), on the CPU."""
 
     logits: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The class that a model finds likeliest for one image."""
+    """The likeliest class of one image."""
 
     label: str
     class_id: int
@@ -53,20 +53,20 @@ class Deployed:
 
     @property
     def module(self) -> nn.Module:
-        """Return the torch module; ArtifactError where the runtime isn't torch's."""
+        """Return the torch module; ArtifactError if the runtime isn't torch's."""
         module = getattr(self.session, "module", None)
         if not isinstance(module, nn.Module):
             raise ArtifactError(f"a model for {self.runtime} is no torch module: run it, or load its float32 parent")
         return module
 
     def __call__(self, pixel_values: Tensor | NDArray[Any]) -> Answer:
-        """Return the logits of images (n, channels, height, width) as the processor prepares them.
+        """Return the logits of images (n, channels, height, width) that the processor prepared.
 
         Raises:
             ArtifactError: the shape isn't the model's, or the model was exported for another number of images.
         """
-        held = pixel_values.detach().cpu().numpy() if isinstance(pixel_values, Tensor) else pixel_values
-        batch = np.ascontiguousarray(held, dtype=np.float32)
+        array = pixel_values.detach().cpu().numpy() if isinstance(pixel_values, Tensor) else pixel_values
+        batch = np.ascontiguousarray(array, dtype=np.float32)
         check_images(self.recipe.input, batch)
         return Answer(logits=torch.from_numpy(self.session.run(batch)))
 
@@ -81,9 +81,9 @@ class Deployed:
     def predict(self, images: Sequence[Image.Image]) -> list[Prediction]: ...
 
     def predict(self, images: Image.Image | Sequence[Image.Image]) -> Prediction | list[Prediction]:
-        """Return the likeliest class of a PIL image, or of each of several, which go through as one batch.
+        """Return the likeliest class of a PIL image, or of each of several images, which run as one batch.
 
-        They are prepared as those that accuracy is measured on: turned upright as their EXIF orientation says, and 16 bits scaled to 8.
+        Images are prepared as for measuring accuracy: turned upright by their EXIF orientation, and 16 bits scaled to 8.
 
         Raises:
             ArtifactError: an image is damaged, or the model's image processor doesn't take it.
@@ -93,20 +93,20 @@ class Deployed:
         if not images:
             return []
         names = self.recipe.config.get("id2label", {})
-        likelihoods, classes = self(self._prepared(images)).logits.softmax(dim=-1).max(dim=-1)
+        likelihoods, classes = self(self._prepare(images)).logits.softmax(dim=-1).max(dim=-1)
         return [
             Prediction(label=str(names.get(str(class_id), class_id)), class_id=class_id, probability=probability)
             for class_id, probability in zip(classes.tolist(), likelihoods.tolist(), strict=True)
         ]
 
-    def _prepared(self, images: Sequence[Image.Image]) -> NDArray[Any]:
-        """Return images as the processor prepares them; ArtifactError where it can't."""
+    def _prepare(self, images: Sequence[Image.Image]) -> NDArray[Any]:
+        """Return the processor's pixel values; ArtifactError if it can't prepare the images."""
 
-        def damaged(said: str) -> CorruptImageError:
-            return CorruptImageError(f"an image can't be read: {said}")
+        def damaged(message: str) -> CorruptImageError:
+            return CorruptImageError(f"an image can't be read: {message}")
 
-        def refuse(said: str) -> ArtifactError:
-            return ArtifactError(f"the image processor in {str(self.folder)!r} gives {said}: save the model again")
+        def refuse(message: str) -> ArtifactError:
+            return ArtifactError(f"the image processor in {str(self.folder)!r} gives {message}: save the model again")
 
         processor = self._processor
         with foreign_code(damaged):
@@ -118,9 +118,10 @@ class Deployed:
 def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_threads: int | None = None) -> Deployed:
     """Return a saved model that is called as `model(pixel_values).logits` whatever its runtime.
 
-    `verify` compares every file with its sha256, and what the model says of two images with what it said when it was
-    saved. `num_threads` are those that it runs in, in torch all of the process; by default ONNX Runtime and OpenVINO take one for each core that a
-    container's quota has time for, and torch those that the process has. Warns where it was made on another type of CPU: another deployment may be faster here, or its int8 sums saturate.
+    `verify` compares every file with its sha256, and the logits of two images with those at saving.
+    `num_threads` is the number of CPU threads, in torch of the whole process. By default ONNX Runtime and OpenVINO take
+    one for each core that a container's quota has time for, and torch keeps those of the process.
+    Warns if the model was made on another type of CPU: another deployment may be faster here, or int8 sums saturate.
 
     Raises:
         ArtifactError: a file is missing or damaged, the model doesn't compute what it did, or its runtime
@@ -132,25 +133,25 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_thre
     folder = named_folder(path)
     recipe = open_folder(folder, verify=verify)
     session = open_session(folder, device=device, num_threads=num_threads)
-    if noted := cpu_note(folder, recipe, environment()):
-        warnings.warn(noted, stacklevel=2)
+    if note := cpu_note(folder, recipe, environment()):
+        warnings.warn(note, stacklevel=2)
     if verify:
         check_golden(session.run, folder, recipe)
     return Deployed(folder, recipe, session)
 
 
 def cpu_note(folder: Path, recipe: Recipe, here: Environment) -> str | None:
-    """Return what a saved model's user should know on the machine `here`, whose CPU may be another than the one it was made on; None where nothing."""
-    said = f"{str(folder)!r} was made on {recipe.cpu}, this is {here.cpu}"
+    """Return a warning about running a saved model on the machine `here`, or None if its CPU gives no reason."""
+    cpus = f"{str(folder)!r} was made on {recipe.cpu}, this is {here.cpu}"
     runtime = recipe.deployment.runtime
-    # By flags alone: a cloud has one name for processors that can do different things.
+    # By flags only: a cloud has one name for processors with different instructions.
     if (needed := needed_instructions(runtime, recipe.quantized)) and not has_vnni(runtime, here.cpu_flags):
         return (
-            f"{said}, which has no {' or '.join(needed)}: its int8 sums may saturate here, and its answers be others; a run on this "
+            f"{cpus}, which has no {' or '.join(needed)}: its int8 sums may saturate here, and its answers be others; a run on this "
             "machine (`profiling-agent run`) makes a model whose sums don't"
         )
     if recipe.cpu != here.cpu:
         return (
-            f"{said}: it computes the same, but another deployment may be faster here; `profiling-agent race` finds out"
+            f"{cpus}: it computes the same, but another deployment may be faster here; `profiling-agent race` finds out"
         )
     return None

@@ -1,11 +1,11 @@
-"""ONNX export: one file, which appears only when ONNX Runtime computes from it what torch does.
+"""ONNX export of a model to one file, which appears only if ONNX Runtime's logits match torch's.
 
-Attention is exported as two products and a softmax, without a mask where nothing is masked. Under tracing transformers
-builds a mask of ones for every encoder, since it can't look whether anything is padded. In the exported graph each layer
-then fills, adds and checks for rows without a number, which costs ONNX Runtime 12% on ViT-B. Images have no padding.
+Attention is exported as two products and a softmax, without a mask if nothing is masked. Under tracing transformers
+can't check for padding, and builds a mask of ones for every encoder. Each layer of the exported graph then fills it, adds
+it and checks for NaN rows, which costs ONNX Runtime 12% on ViT-B. Images have no padding.
 
-Patches are cut and joined by reshaping: the exporter would write gathers by computed indices, on which OpenVINO fails among int8 layers
-(MobileViTV2's).
+Patches are cut and joined by reshaping: the exporter would write gathers by computed indices, on which OpenVINO fails
+among int8 layers (MobileViTV2's).
 """
 
 import copy
@@ -35,7 +35,7 @@ from profiling_agent.schemas import InputSpec
 
 
 class PlainPatches(TorchFunctionMode):
-    """Within it `unfold` and `fold` reshape and permute, where patches lie side by side and fill the image."""
+    """Mode in which `unfold` and `fold` reshape and permute if patches adjoin and fill the image."""
 
     def __torch_function__(
         self,
@@ -44,30 +44,30 @@ class PlainPatches(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         if func not in (unfold, fold):
-            return func(*args, **given)
-        bound = inspect.signature(func).bind(*args, **given)
+            return func(*args, **keywords)
+        bound = inspect.signature(func).bind(*args, **keywords)
         bound.apply_defaults()
-        told: dict[str, Any] = bound.arguments
-        image: Tensor = told["input"]
-        height, width = _as_pair(told["output_size"]) if func is fold else image.shape[-2:]
-        rows, columns = sides = _as_pair(told["kernel_size"])
+        arguments: dict[str, Any] = bound.arguments
+        image: Tensor = arguments["input"]
+        height, width = _as_pair(arguments["output_size"]) if func is fold else image.shape[-2:]
+        rows, columns = sides = _as_pair(arguments["kernel_size"])
         is_plain = (
-            _as_pair(told["stride"]) == sides
-            and _as_pair(told["padding"]) == (0, 0)
-            and _as_pair(told["dilation"]) == (1, 1)
+            _as_pair(arguments["stride"]) == sides
+            and _as_pair(arguments["padding"]) == (0, 0)
+            and _as_pair(arguments["dilation"]) == (1, 1)
         )
         if not is_plain or height % rows or width % columns or image.dim() != (3 if func is fold else 4):
-            return func(*args, **given)
-        down, across = height // rows, width // columns
+            return func(*args, **keywords)
+        grid_height, grid_width = height // rows, width // columns
         if func is fold:
             channels = image.shape[1] // (rows * columns)
-            parts = image.reshape(-1, channels, rows, columns, down, across).permute(0, 1, 4, 2, 5, 3)
+            parts = image.reshape(-1, channels, rows, columns, grid_height, grid_width).permute(0, 1, 4, 2, 5, 3)
             return parts.reshape(-1, channels, height, width)
         channels = image.shape[1]
-        parts = image.reshape(-1, channels, down, rows, across, columns).permute(0, 1, 3, 5, 2, 4)
-        return parts.reshape(-1, channels * rows * columns, down * across)
+        parts = image.reshape(-1, channels, grid_height, rows, grid_width, columns).permute(0, 1, 3, 5, 2, 4)
+        return parts.reshape(-1, channels * rows * columns, grid_height * grid_width)
 
 
 def _as_pair(sides: Any) -> tuple[int, int]:
@@ -77,19 +77,17 @@ def _as_pair(sides: Any) -> tuple[int, int]:
 
 # The first opset with Gelu as one operator.
 OPSET = 20
-# Relative distance of the logits. Float32 added in another order is 1e-7 to 1e-6 apart on every family we tried.
+# Relative distance of the logits. Float32 sums in another order are 1e-7 to 1e-6 apart on every family we tried.
 TOLERANCE = 1e-4
-# A trace with one image would fix the batch dimension at one.
+# A trace of one image would fix the batch dimension at one.
 TRACED_IMAGES = 2
 CHECKED_BATCHES = (1, 3)
 POOLS = (nn.AvgPool2d, nn.MaxPool2d)
-# Under which transformers knows our attention.
+# Name of our attention in transformers.
 PLAIN_ATTENTION = "profiling_agent_plain"
 
 
 class _Logits(nn.Module):
-    """A classifier as a function of one tensor to one tensor."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -101,12 +99,12 @@ class _Logits(nn.Module):
 def export_onnx(
     model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None, is_bare: bool = False
 ) -> float:
-    """Write `model` to the ONNX file `path`; return how far ONNX Runtime's logits are from torch's, relatively.
+    """Write `model` to the ONNX file `path`; return the relative distance of ONNX Runtime's logits from torch's.
 
     The input `pixel_values` is (batch, channels, height, width) float32, the output `logits` (batch, classes). The
-    batch dimension is dynamic, or `batch_size` where one is given. The distance is ||onnx - torch|| / ||torch||, the
-    largest over the batches that are checked. The model is left as it was found. The exporter's notes on each node, by which
-    nodes are known by their layers, are source lines of this machine too: a file that leaves it `is_bare` of them.
+    batch dimension is dynamic, or `batch_size` if given. The distance is ||onnx - torch|| / ||torch||, the largest over
+    the batches that are checked. `model` isn't changed. `is_bare` drops the exporter's metadata of each node, which
+    identifies the node's layer but also holds source lines of this machine.
 
     Raises:
         ArtifactError: `path` exists, the extra `onnx` isn't installed, the model is quantized or can't be exported,
@@ -130,7 +128,7 @@ def export_onnx(
 
             write_bare(onnx.load(temporary), temporary)
         checked = CHECKED_BATCHES if batch_size is None else (batch_size,)
-        distance = max(_distance(model, temporary, random_batch(spec, size, seed=size)) for size in checked)
+        distance = max(_logits_distance(model, temporary, random_batch(spec, size, seed=size)) for size in checked)
         # `not <=` so that a NaN fails.
         if not distance <= TOLERANCE:
             raise ArtifactError(
@@ -154,23 +152,23 @@ def _check_installed() -> None:
 
 
 def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None) -> None:
-    """Write `model`, float32 or statically quantized, to the ONNX file `path` without comparing what it computes.
+    """Write `model`, float32 or statically quantized, to the ONNX file `path` without comparing its output.
 
     Raises:
-        ArtifactError: an extra isn't installed, or torch can't export the model; says why and, if known, the operator.
+        ArtifactError: an extra isn't installed, or torch can't export the model; with the reason and, if known, the operator.
     """
     _check_installed()
-    exported, batch = _Logits(copy.deepcopy(model)).cpu().eval(), random_batch(spec, batch_size or TRACED_IMAGES)
+    wrapper, batch = _Logits(copy.deepcopy(model)).cpu().eval(), random_batch(spec, batch_size or TRACED_IMAGES)
     with muted("transformers"):
-        attend_plainly(exported.model)
-    _fit_pools_(exported, batch)
+        attend_plainly(wrapper.model)
+    _fit_pools_(wrapper, batch)
     is_dynamic = batch_size is None
     try:
-        # Models that call torch's fused attention by themselves are traced as products and softmax too: it lays its output
-        # out in another way than its decomposition, on which the exporter stumbles where the number of heads is odd.
+        # Models that call torch's fused attention themselves are traced as products and softmax too: its output has another
+        # layout than its decomposition's, on which the exporter fails if the number of heads is odd.
         with muted("torch.onnx"), sdpa_kernel(SDPBackend.MATH), PlainPatches():
             program: Any = torch.onnx.export(
-                exported,
+                wrapper,
                 (batch,),
                 dynamo=True,
                 verbose=False,
@@ -186,18 +184,18 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
     # A model above protobuf's 2 GB is a ValueError.
     except (torch.onnx.OnnxExporterError, RuntimeError, ValueError) as error:
         advice = "a fixed batch size may work" if is_dynamic else "deploy the saved folder instead"
-        raise ArtifactError(f"torch can't export the model to ONNX ({_cause(error)}): {advice}") from error
+        raise ArtifactError(f"torch can't export the model to ONNX ({_innermost_cause(error)}): {advice}") from error
 
 
 def _fit_pools_(model: nn.Module, batch: Tensor) -> None:
-    """Make windows that reach beyond what they are laid over as large as that; OpenVINO refuses larger ones.
+    """Shrink pooling windows that are larger than their input to its size; OpenVINO refuses larger ones.
 
     transformers' EfficientNet ends with a window as wide as it has channels, which torch cuts to the image.
     """
 
-    def fit(pool: nn.Module, given: tuple[Tensor, ...]) -> None:
+    def fit(pool: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(pool, POOLS), "others aren't watched"
-        kernel, sides = _pair(pool.kernel_size), given[0].shape[-2:]
+        kernel, sides = _pair(pool.kernel_size), inputs[0].shape[-2:]
         if _pair(pool.padding) == (0, 0) and any(window > side for window, side in zip(kernel, sides, strict=True)):
             pool.kernel_size = (min(kernel[0], sides[0]), min(kernel[1], sides[1]))
 
@@ -214,7 +212,7 @@ def _pair(sides: int | tuple[int, ...]) -> tuple[int, ...]:
     return (sides, sides) if isinstance(sides, int) else tuple(sides)
 
 
-def _cause(error: BaseException) -> str:
+def _innermost_cause(error: BaseException) -> str:
     """Return the first line of the innermost cause: the outer ones are the exporter's advice to its developers."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -222,14 +220,14 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
-def _distance(model: nn.Module, path: Path, batch: Tensor) -> float:
-    def refuse(said: str) -> ArtifactError:
+def _logits_distance(model: nn.Module, path: Path, batch: Tensor) -> float:
+    def refuse(message: str) -> ArtifactError:
         advice = "a fixed batch size may work"
-        return ArtifactError(f"ONNX Runtime can't run the exported model on {len(batch)} images ({said}): {advice}")
+        return ArtifactError(f"ONNX Runtime can't run the exported model on {len(batch)} images ({message}): {advice}")
 
     with foreign_code(refuse):
-        found = torch.from_numpy(one_thread(str(path)).run([OUTPUT], {INPUT: batch.numpy()})[0])
-    return relative_distance(found, logits_of(model, batch))
+        exported_logits = torch.from_numpy(one_thread(str(path)).run([OUTPUT], {INPUT: batch.numpy()})[0])
+    return relative_distance(exported_logits, logits_of(model, batch))
 
 
 def _attend(
@@ -241,7 +239,7 @@ def _attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return softmax(QK'·scaling + mask)V, (batch, tokens, heads, width), of inputs (batch, heads, tokens, width)."""
+    """Return softmax(QK'·scaling + mask)V, (batch, tokens, heads, width), for inputs (batch, heads, tokens, width)."""
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
@@ -255,12 +253,12 @@ def _mask(
     mask_function: Any,
     attention_mask: Tensor | None = None,
     allow_is_bidirectional_skip: bool = False,
-    **rest: Any,
+    **options: Any,
 ) -> Tensor | None:
-    # Not allowed where a model puts another mask beside this one.
+    # Not allowed if the model adds another mask to this one.
     if allow_is_bidirectional_skip and mask_function is bidirectional_mask_function and attention_mask is None:
         return None
-    return sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **rest)
+    return sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **options)
 
 
 AttentionInterface.register(PLAIN_ATTENTION, _attend)
@@ -268,6 +266,6 @@ AttentionMaskInterface.register(PLAIN_ATTENTION, _mask)
 
 
 def attend_plainly(model: nn.Module) -> None:
-    """Have a transformers model compute attention so; one that has no choice of attention stays as it is."""
-    if callable(choose := getattr(model, "set_attn_implementation", None)):
-        choose(PLAIN_ATTENTION)
+    """Make a transformers model compute plain attention; a model without a choice of attention stays as it is."""
+    if callable(set_attention := getattr(model, "set_attn_implementation", None)):
+        set_attention(PLAIN_ATTENTION)

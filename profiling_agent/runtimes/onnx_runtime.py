@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU: float32, its dynamic int8, and static int8 as pairs of quantize and dequantize."""
+"""ONNX Runtime sessions on the CPU: float32, dynamic int8, and static int8 as pairs of quantize and dequantize."""
 
 import tempfile
 import time
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
 
-# What a profile calls the time of a node's kernel: the node's name, and this.
-KERNEL = "_kernel_time"
-# A convolution in a blocked layout is named after what it computed before, and this.
-BLOCKED = "_nchwc"
+# Suffix of a node's kernel in a profile, after the node's name.
+KERNEL_SUFFIX = "_kernel_time"
+# Suffix of a convolution in a blocked layout, after the name of its original output.
+BLOCKED_SUFFIX = "_nchwc"
 
 CONVERSION = "profiling_agent.runtimes.onnx_runtime_conversion:write_deployment"
 
@@ -33,23 +33,23 @@ def missing(device: str) -> str | None:  # noqa: ARG001 (every runtime's name an
 
 
 def schemes(device: str) -> tuple[Scheme, ...]:
-    """Return the schemes of a device."""
+    """Return the schemes available on a device."""
     return ("float32", "dynamic", "static") if device == "cpu" else ()
 
 
 class OnnxSession:
-    """An ONNX file, opened."""
+    """An opened ONNX file."""
 
     def __init__(self, session: "InferenceSession") -> None:
         self._session = session
-        # A dynamic size has a name.
+        # A dynamic size is a string.
         size = session.get_inputs()[0].shape[0]
         self.fixed_size: int | None = size if isinstance(size, int) else None
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
         check_fixed_batch(self.fixed_size, pixel_values)
-        with foreign_code(lambda said: ArtifactError(f"ONNX Runtime can't run the model: {said}")):
+        with foreign_code(lambda message: ArtifactError(f"ONNX Runtime can't run the model: {message}")):
             logits: Any = self._session.run([OUTPUT], {INPUT: pixel_values})[0]
         return logits
 
@@ -67,8 +67,8 @@ class OnnxSession:
 
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OnnxSession:  # noqa: ARG001 (every runtime's name and signature)
-    """Open a saved folder; without `num_threads` there is a thread for each core that a container's quota has time for."""
-    return OnnxSession(_session(folder, _options(num_threads)))
+    """Open a saved folder; by default with a thread for each core that a container's quota has time for."""
+    return OnnxSession(_open_session(folder, _session_options(num_threads)))
 
 
 def operator_times(
@@ -79,42 +79,42 @@ def operator_times(
     num_threads: int,
     passes: int,
 ) -> list[OperatorTime]:
-    """Return the nodes of the graph that ONNX Runtime makes of a saved one, in their order: the median over `passes`."""
+    """Return the median time of each node in ONNX Runtime's optimized graph over `passes`, in graph order."""
     import onnx
 
     with tempfile.TemporaryDirectory() as scratch:
-        options, graph = _options(num_threads), Path(scratch) / "optimized.onnx"
+        options, graph = _session_options(num_threads), Path(scratch) / "optimized.onnx"
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(scratch) / "profile")
-        # The nodes that it fused are known by what they compute, which keeps its name.
+        # Fused nodes are identified by their outputs, which keep their names.
         options.optimized_model_filepath = str(graph)
-        session = _session(folder, options)
-        opened = OnnxSession(session)
-        # The first pass finds nothing where it will be, and isn't counted.
+        session = _open_session(folder, options)
+        onnx_session = OnnxSession(session)
+        # The first pass has cold caches, and isn't counted.
         for _ in range(passes + 1):
-            opened.run(pixel_values)
-        told = read_json(Path(session.end_profiling()))
-        computed = {node.name: tuple(node.output) for node in onnx.load(graph, load_external_data=False).graph.node}
-    took: dict[tuple[str, str], list[float]] = {}
-    for event in told:
-        if event.get("cat") == "Node" and event["name"].endswith(KERNEL):
-            # Several nodes may have one name.
-            node = event["name"].removesuffix(KERNEL), str(event.get("args", {}).get("node_index"))
-            took.setdefault(node, []).append(event["dur"] / 1e3)
+            onnx_session.run(pixel_values)
+        events = read_json(Path(session.end_profiling()))
+        outputs = {node.name: tuple(node.output) for node in onnx.load(graph, load_external_data=False).graph.node}
+    durations: dict[tuple[str, str], list[float]] = {}
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith(KERNEL_SUFFIX):
+            # Names of nodes aren't unique.
+            node = event["name"].removesuffix(KERNEL_SUFFIX), str(event.get("args", {}).get("node_index"))
+            durations.setdefault(node, []).append(event["dur"] / 1e3)
     return [
-        OperatorTime(names=(name, name.removesuffix(BLOCKED), *computed.get(name, ())), ms=median(ms[1:] or ms))
-        for (name, _), ms in took.items()
+        OperatorTime(names=(name, name.removesuffix(BLOCKED_SUFFIX), *outputs.get(name, ())), ms=median(ms[1:] or ms))
+        for (name, _), ms in durations.items()
     ]
 
 
-def _options(num_threads: int | None) -> Any:
+def _session_options(num_threads: int | None) -> Any:
     options: Any = import_onnxruntime().SessionOptions()
-    # Errors alone: the advice is about the graph's optimisation.
+    # Errors only: the warnings are advice about the graph's optimisation.
     options.log_severity_level = 3
     # 0 means that the library chooses.
     options.intra_op_num_threads = num_threads or quota_threads() or 0
     options.inter_op_num_threads = 1
-    # Its threads wait for the next pass by spinning, which takes the cores from whoever runs next.
+    # Its threads wait for the next pass by spinning, which takes cores from the next process.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if waits_passively():
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -122,16 +122,16 @@ def _options(num_threads: int | None) -> Any:
 
 
 def one_thread(graph: str | bytes) -> "InferenceSession":
-    """Return a session of a graph or its file for a few images: a pool of threads would try to pin them to cores that a container may not have."""
-    return import_onnxruntime().InferenceSession(graph, _options(1), providers=["CPUExecutionProvider"])
+    """Return a single-threaded session of a graph or file: a pool would pin threads to cores that containers may lack."""
+    return import_onnxruntime().InferenceSession(graph, _session_options(1), providers=["CPUExecutionProvider"])
 
 
-def _session(folder: Path, options: Any) -> "InferenceSession":
+def _open_session(folder: Path, options: Any) -> "InferenceSession":
     onnxruntime = import_onnxruntime()
     path = str(folder / ONNX)
 
-    def refuse(said: str) -> ArtifactError:
-        return ArtifactError(f"ONNX Runtime can't open {path!r} ({said}): save it again")
+    def refuse(message: str) -> ArtifactError:
+        return ArtifactError(f"ONNX Runtime can't open {path!r} ({message}): save it again")
 
     with foreign_code(refuse):
         return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

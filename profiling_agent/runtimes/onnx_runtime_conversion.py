@@ -1,7 +1,7 @@
-"""ONNX Runtime's conversion: the ONNX file of a float32 model brought into its deployments, attention as one operator.
+"""Conversion of ONNX files into ONNX Runtime's deployments: fused attention and int8 quantization.
 
 ONNX Runtime has an int8 kernel for attention as one operator: queries, keys and values become one product, quantized
-once, and no transposed copy is written. ViT-B in dynamic int8 is 8% faster for it. The rules are onnxscript's.
+once, without transposed copies. ViT-B in dynamic int8 is 8% faster for it. The rules are onnxscript's.
 """
 
 import contextlib
@@ -29,21 +29,21 @@ from profiling_agent.runtimes.onnx_names import LAYER_OPS, is_convnet, layer_of,
 from profiling_agent.runtimes.registry import INPUT, Batch, Source, recommended
 from profiling_agent.schemas import Deployment
 
-# Between int8 convolutions everything has to be int8, or each result is turned into float and back. In a transformer
-# norms, softmax, GELU and residual adds stay in float: they cost little, and int8 costs them much. A Clip (ReLU6) that isn't among them is
-# given what was rounded over the whole range that it cuts off: half of a real MobileNet's KL.
+# Between int8 convolutions everything has to be int8, or each result is converted to float and back. In a transformer
+# norms, softmax, GELU and residual adds stay in float: they take little time, and int8 costs them much accuracy. A Clip
+# (ReLU6) left out would get values that were rounded over the whole range that it cuts off: half of a real MobileNet's KL.
 CONVNET_OPS = (*LAYER_OPS, "Add", "Clip", "Relu", "MaxPool")
 ATTENTION = "Attention"
 DOMAIN = "com.microsoft"
 PROJECTIONS = 3
-# Larger constants than onnxscript folds by itself: the weights of the projections, side by side.
+# Above onnxscript's default, for the concatenated weights of the projections.
 MAX_FOLDED = 1 << 31
-# A file above protobuf's 2 GB can't be one file.
+# Errors of the quantizer, also for models above protobuf's 2 GB, which can't be one file.
 ERRORS = (ValueError, RuntimeError, KeyError, IndexError, ValidationError)
 
 
 def write_deployment(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
-    """Write `model.onnx` into `folder`; layers that aren't to be quantized stay in float.
+    """Write `model.onnx` into `folder`; layers that aren't chosen for quantization stay in float.
 
     Raises:
         ArtifactError: there is no ONNX file to begin with.
@@ -55,36 +55,36 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
     path = (folder / ONNX).resolve()
     model = onnx.load(source.onnx)
     layers = chosen_layers(source.module, recommended(deployment)) if deployment.scheme != "float32" else {}
-    # The operator's kernels know ranges that are measured as it runs, and no static ones.
+    # Kernels of the fused operator measure ranges at run time; none takes static ranges.
     fused: Mapping[str, tuple[str, ...]] = {}
     if deployment.scheme != "static":
         model, fused = fuse_attention(model, layers)
-    # The exporter notes shapes that the quantizer's own inference contradicts once it has transposed a weight.
+    # The exporter's shapes contradict the quantizer's own inference once it has transposed a weight.
     del model.graph.value_info[:]
     if deployment.scheme == "float32":
         write_bare(model, path)
         return PreparedFiles(quantized=(), tied={})
     nodes = nodes_of_layers(model, layers, LAYER_OPS)
-    attentions = {node: taken for node, taken in fused.items() if taken[0] in layers}
-    reached = {*nodes.values(), *itertools.chain.from_iterable(attentions.values())}
+    attentions = {node: names for node, names in fused.items() if names[0] in layers}
+    covered = {*nodes.values(), *itertools.chain.from_iterable(attentions.values())}
     if deployment.scheme == "dynamic":
         _quantize_dynamic(model, path, [*nodes, *attentions])
     else:
         _quantize_static(model, path, nodes, source.calibration)
-    with _quantizer(path.parent):
+    with _quantizer_context(path.parent):
         write_bare(onnx.load(path), path)
     kind = "dynamic" if deployment.scheme == "dynamic" else "static"
     quantized = tuple(
         QuantizedLayer(name=name, kind=kind, dtype="qint8", reduce_range=saturates("onnxruntime"))
         for name in layers
-        if name in reached
+        if name in covered
     )
     return PreparedFiles(quantized=quantized, tied={})
 
 
 @contextlib.contextmanager
-def _quantizer(folder: Path) -> Generator[None]:
-    """Mute the quantizer, which advises on the root logger, have it write below `folder` alone, name its errors."""
+def _quantizer_context(folder: Path) -> Generator[None]:
+    """Mute the quantizer's advice on the root logger, confine its files to `folder`, and convert its errors."""
     try:
         with muted(""), tempfile.TemporaryDirectory(dir=folder) as scratch, contextlib.chdir(scratch):
             yield
@@ -95,18 +95,18 @@ def _quantizer(folder: Path) -> Generator[None]:
 
 def _quantize_dynamic(model: onnx.ModelProto, path: Path, nodes: Collection[str]) -> None:
     # Unsigned weights are twice as slow, and convolutions have no fast dynamic kernel.
-    with _quantizer(path.parent):
+    with _quantizer_context(path.parent):
         quantize_dynamic(
             model,
             path,
             op_types_to_quantize=["MatMul", "Gemm", ATTENTION],
             per_channel=True,
             weight_type=QuantType.QInt8,
-            # 7-bit weights, where sums of two products saturate in 16 bits.
+            # 7-bit weights if sums of two products saturate in 16 bits.
             reduce_range=saturates("onnxruntime"),
-            # The quantizer turns each Gemm into a MatMul and an Add first, and names them anew.
+            # The quantizer first splits each Gemm into a MatMul and an Add with new names.
             nodes_to_quantize=[*nodes, *(f"{name}_MatMul" for name in nodes)],
-            # The shapes behind an operator of ONNX Runtime's own are unknown to ONNX.
+            # ONNX can't infer shapes behind ONNX Runtime's own operators.
             extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
         )
 
@@ -114,27 +114,27 @@ def _quantize_dynamic(model: onnx.ModelProto, path: Path, nodes: Collection[str]
 def _quantize_static(model: onnx.ModelProto, path: Path, nodes: dict[str, str], images: Batch) -> None:
     if is_convnet(model):
         ops, layers = CONVNET_OPS, [node.name for node in model.graph.node if node.op_type in LAYER_OPS]
-        left_out = [name for name in layers if name not in nodes]
-        which: dict[str, Any] = {"op_types_to_quantize": list(ops), "nodes_to_exclude": left_out}
+        excluded = [name for name in layers if name not in nodes]
+        options: dict[str, Any] = {"op_types_to_quantize": list(ops), "nodes_to_exclude": excluded}
     else:
-        which = {"op_types_to_quantize": list(LAYER_OPS), "nodes_to_quantize": list(nodes)}
+        options = {"op_types_to_quantize": list(LAYER_OPS), "nodes_to_quantize": list(nodes)}
     # Signed activations are up to twice as slow here (ResNet 0.33 ms instead of 0.16), and no more accurate.
-    with _quantizer(path.parent):
+    with _quantizer_context(path.parent):
         quantize_static(
             model,
             path,
-            _Images(images),
+            _ImageReader(images),
             quant_format=QuantFormat.QDQ,
             per_channel=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
             reduce_range=saturates("onnxruntime"),
-            **which,
+            **options,
         )
 
 
-class _Images(CalibrationDataReader):
-    """Calibration images one by one: of a batch the quantizer keeps what all layers computed."""
+class _ImageReader(CalibrationDataReader):
+    """Calibration images one by one: for a batch the quantizer keeps the outputs of all layers."""
 
     def __init__(self, images: Batch) -> None:
         self._images: Iterator[NDArray[Any]] = iter(images)
@@ -147,36 +147,35 @@ class _Images(CalibrationDataReader):
 def fuse_attention(
     model: onnx.ModelProto, layers: Collection[str]
 ) -> tuple[onnx.ModelProto, Mapping[str, tuple[str, ...]]]:
-    """Return the graph with each plain attention as one node, and by node name the layers that it took in.
+    """Return the graph with each plain attention as one node, and the layers fused into it by node name.
 
-    `layers` are those that int8 is meant for. Where one projection is among them and another isn't, where queries and
-    values differ in width, or where int8 meets a relative position bias, no kernel does as asked: the graph comes back
-    as it was, and no names.
+    `layers` are those chosen for int8. Returns the graph unchanged and no names if no kernel fits: only some projections are
+    chosen, queries and values differ in width, or int8 meets a relative position bias.
     """
-    found = _rewritten(model)
-    if found is None:
+    rewritten = _apply_attention_rules(model)
+    if rewritten is None:
         return model, {}
-    taken: dict[str, tuple[str, ...]] = {}
+    fused_layers: dict[str, tuple[str, ...]] = {}
     products: defaultdict[str, list[str]] = defaultdict(list)
     for node in model.graph.node:
         if node.op_type == "MatMul":
             products[node.input[0]].append(layer_of(node))
-    for node in found.graph.node:
+    for node in rewritten.graph.node:
         if node.op_type != ATTENTION or node.domain != DOMAIN:
             continue
         names = tuple(products[node.input[0]])
-        chosen = {name in layers for name in names}
-        if len(names) != PROJECTIONS or len(chosen) > 1 or not _has_equal_widths(node):
+        are_chosen = {name in layers for name in names}
+        if len(names) != PROJECTIONS or len(are_chosen) > 1 or not _remove_equal_widths(node):
             return model, {}
-        # The int8 kernel adds nothing to the scores.
-        if chosen == {True} and any(node.input[PROJECTIONS:]):
+        # The int8 kernel adds no bias to the scores.
+        if are_chosen == {True} and any(node.input[PROJECTIONS:]):
             return model, {}
-        taken[node.name] = names
-    return found, taken
+        fused_layers[node.name] = names
+    return rewritten, fused_layers
 
 
-def _rewritten(model: onnx.ModelProto) -> onnx.ModelProto | None:
-    """Return a copy of the graph with onnxscript's rules for attention applied, None where they find nothing."""
+def _apply_attention_rules(model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """Return a copy of the graph after onnxscript's rules for attention, or None if they match nothing."""
     fused = ir.from_proto(model)
     sdpa.fuse_sdpa(fused, apply_shape_inference=True)
     mha.fuse_mha1(fused)
@@ -189,8 +188,8 @@ def _rewritten(model: onnx.ModelProto) -> onnx.ModelProto | None:
     return ir.to_proto(fused)
 
 
-def _has_equal_widths(node: onnx.NodeProto) -> bool:
-    """Take the widths off the node, where all are equal: with them there ONNX Runtime doesn't quantize it."""
+def _remove_equal_widths(node: onnx.NodeProto) -> bool:
+    """Remove the widths from the node if all are equal, and return that: ONNX Runtime doesn't quantize nodes with widths."""
     widths = next((attribute for attribute in node.attribute if attribute.name == "qkv_hidden_sizes"), None)
     if widths is None:
         return True

@@ -1,4 +1,4 @@
-"""OpenVINO's conversion: a float32 model brought into its deployments, in int8 by our own layers or by NNCF."""
+"""Conversion of float32 models into OpenVINO's deployments, in int8 by our own layers or by NNCF."""
 
 import importlib
 import tempfile
@@ -27,14 +27,14 @@ from profiling_agent.runtimes.registry import INPUT, Batch, Source, missing_pack
 from profiling_agent.runtimes.save import calibration_batches
 from profiling_agent.schemas import Deployment
 
-# Below this a constant is a scale or a small bias, of which there are many and which together are nothing.
+# Smaller constants are scales and small biases: many, and negligible together.
 LARGE_BYTES = 2048
-# How lines begin that say nothing of the model, and what is kept of the others.
-ABOUT_ITSELF = ("Exception from ", "Check ", "FrontEnd API failed", "Summary:", "-- Conversion is failed")
+# Prefixes of message lines that don't concern the model, and the length kept of the others.
+IGNORED_PREFIXES = ("Exception from ", "Check ", "FrontEnd API failed", "Summary:", "-- Conversion is failed")
 MAX_CAUSE = 500
-# Images on which OpenVINO's logits are compared with those of torch, which rounds alike: it adds in another order, and steps that lie near an edge
-# fall to the other side (0.13 at most on families that it computes right). More than the first and than so many times what rounding costs is wrong.
-NUM_COMPARED, MOST_APART, TIMES_APART = 4, 0.25, 3.0
+# Images on which OpenVINO's logits are compared with torch's: both round alike, but sum in another order, and values near a rounding edge
+# differ (by 0.13 at most on families that it computes right). Further apart than the distance and that many times the rounding's effect is wrong.
+NUM_COMPARED, MAX_DISTANCE, MAX_ROUNDING_RATIO = 4, 0.25, 3.0
 SHAPING = ("Reshape", "Transpose", "Unsqueeze")
 
 
@@ -48,12 +48,12 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
     """
     path = folder / IR
     if deployment.scheme == "static":
-        return _write_ours(source, deployment, path)
+        return _write_static(source, deployment, path)
     if source.onnx is None:
         raise ArtifactError("OpenVINO needs the model as ONNX, and was given none")
     if deployment.scheme == "static_nncf":
         return _write_nncf(source, source.onnx, deployment, path)
-    # bfloat16 is how it computes; half of the bytes are what float16 weights take.
+    # bfloat16 is the precision of the products; the weights are stored as float16, in half of the bytes.
     _save(_read(source.onnx), path, halve=deployment.scheme == "bfloat16")
     layers = chosen_layers(source.module, recommended(deployment)) if deployment.scheme == "bfloat16" else ()
     rows = tuple(QuantizedLayer(name=name, kind="cast", dtype="bfloat16") for name in layers)
@@ -61,26 +61,26 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
 
 
 @contextmanager
-def _theirs(doing: str) -> Generator[None]:
+def _conversion_errors(message: str) -> Generator[None]:
     try:
         yield
     except (RuntimeError, ValueError, TypeError) as error:
-        raise QuantizationError(f"{doing} ({type(error).__name__}: {_cause(error)[:MAX_CAUSE]})") from error
+        raise QuantizationError(f"{message} ({type(error).__name__}: {_cause(error)[:MAX_CAUSE]})") from error
 
 
 def _cause(error: BaseException) -> str:
-    """Return the lines that name node and cause; those around them name OpenVINO's own source files."""
+    """Return the lines that name node and cause, without those about OpenVINO's own source files."""
     lines = [line.strip() for line in str(error).splitlines()]
-    return " ".join(line for line in lines if line and not line.startswith(ABOUT_ITSELF)) or first_line(error)
+    return " ".join(line for line in lines if line and not line.startswith(IGNORED_PREFIXES)) or first_line(error)
 
 
 def _read(exported: Path) -> Any:
-    with _theirs("OpenVINO can't read the exported model"):
+    with _conversion_errors("OpenVINO can't read the exported model"):
         return import_openvino().Core().read_model(exported)
 
 
 def _save(model: Any, path: Path, *, halve: bool) -> None:
-    with _theirs("OpenVINO can't write the model"):
+    with _conversion_errors("OpenVINO can't write the model"):
         import_openvino().save_model(model, path, compress_to_fp16=halve)
     # A sixth of the graph's file is indentation.
     graph = ElementTree.parse(path)
@@ -93,8 +93,8 @@ def _save(model: Any, path: Path, *, halve: bool) -> None:
 def _halve_constants(model: Any) -> None:
     """Store large constants as float16, which OpenVINO itself doesn't do once weights are int8.
 
-    What is added to activations (position embeddings and biases) is rounded; anything else only where that changes
-    nothing (masks), so that weights which are left in float stay what they are. In a trained Swin-B it is 2 MB of 94.
+    Constants that are added to activations (position embeddings and biases) are rounded, others only if that changes nothing
+    (masks): weights that stay in float keep their values. In a trained Swin-B it is 2 MB of 94.
     """
     openvino = import_openvino()
     opset: Any = importlib.import_module("openvino.opset13")
@@ -105,23 +105,23 @@ def _halve_constants(model: Any) -> None:
         if values.nbytes < LARGE_BYTES or np.abs(values).max() > np.finfo(np.float16).max:
             continue
         rounded = values.astype(np.float16)
-        if _is_added(constant) or np.array_equal(rounded, values):
+        if _is_only_added(constant) or np.array_equal(rounded, values):
             halved = opset.convert(opset.constant(rounded), "f32")
             for reader in constant.output(0).get_target_inputs():
                 reader.replace_source_output(halved.output(0))
 
 
-def _is_added(node: Any) -> bool:
-    """Return whether all that a node's values are used for is to be added, at most in another shape."""
+def _is_only_added(node: Any) -> bool:
+    """Return whether a node's values are only added, at most after a change of shape."""
     readers = [reader.get_node() for reader in node.output(0).get_target_inputs()]
     return bool(readers) and all(
-        reader.get_type_name() == "Add" or (reader.get_type_name() in SHAPING and _is_added(reader))
+        reader.get_type_name() == "Add" or (reader.get_type_name() in SHAPING and _is_only_added(reader))
         for reader in readers
     )
 
 
-def _write_ours(source: Source, deployment: Deployment, path: Path) -> PreparedFiles:
-    """Quantize in torch and export that: OpenVINO finds int8 arithmetic in quantize, dequantize and matmul."""
+def _write_static(source: Source, deployment: Deployment, path: Path) -> PreparedFiles:
+    """Quantize in torch and export that: OpenVINO recognizes int8 arithmetic in quantize, dequantize and matmul."""
     quantized = quantize_model(
         source.module,
         recommended(deployment),
@@ -134,7 +134,7 @@ def _write_ours(source: Source, deployment: Deployment, path: Path) -> PreparedF
         model = _read(exported)
         _halve_constants(model)
         _save(model, path, halve=False)
-    _check_computes(path, quantized.model, source)
+    _check_logits(path, quantized.model, source)
     rows = tuple(
         QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype, reduce_range=module.reduce_range)
         for name, module in quantized_modules(quantized.model).items()
@@ -142,24 +142,24 @@ def _write_ours(source: Source, deployment: Deployment, path: Path) -> PreparedF
     return PreparedFiles(quantized=rows, tied={})
 
 
-def _check_computes(path: Path, quantized: torch.nn.Module, source: Source) -> None:
-    """Refuse a graph of which OpenVINO makes something else than it says.
+def _check_logits(path: Path, quantized: torch.nn.Module, source: Source) -> None:
+    """Raise QuantizationError if OpenVINO computes a graph wrongly.
 
-    It does among int8 layers, where in float32 it doesn't: a mean over the last of three dimensions (SwiftFormer's pool), a linear
-    layer that reads a BatchNorm of two (LeViT's head). ONNX Runtime computes from both graphs what torch does.
+    It does so among int8 layers, not in float32: a mean over the last of three dimensions (SwiftFormer's pool), a linear
+    layer that reads a BatchNorm of two (LeViT's head). ONNX Runtime computes both graphs as torch does.
     """
     images = source.calibration[:NUM_COMPARED]
     session = OpenVinoSession(import_openvino().Core(), path, scheme="static", num_threads=None)
     if len(images) < (session.fixed_size or 1):
         return
-    given = torch.from_numpy(images[: session.fixed_size or len(images)])
-    asked, simulated = logits_of(source.module, given), logits_of(quantized, given)
-    found = torch.from_numpy(session.run(given.numpy()))
-    lost, differs = relative_distance(simulated, asked), relative_distance(found, simulated)
-    if not differs <= max(MOST_APART, TIMES_APART * lost):
+    batch = torch.from_numpy(images[: session.fixed_size or len(images)])
+    float_logits, int8_logits = logits_of(source.module, batch), logits_of(quantized, batch)
+    openvino_logits = torch.from_numpy(session.run(batch.numpy()))
+    rounding, distance = relative_distance(int8_logits, float_logits), relative_distance(openvino_logits, int8_logits)
+    if not distance <= max(MAX_DISTANCE, MAX_ROUNDING_RATIO * rounding):
         raise QuantizationError(
-            f"OpenVINO computes something else than the int8 graph says: its logits are {differs:.2g} from torch's of the same graph, "
-            f"which are {lost:.2g} from float32's"
+            f"OpenVINO computes something else than the int8 graph says: its logits are {distance:.2g} from torch's of the same graph, "
+            f"which are {rounding:.2g} from float32's"
         )
 
 
@@ -168,42 +168,42 @@ def _write_nncf(source: Source, exported: Path, deployment: Deployment, path: Pa
         raise ArtifactError(f"static_nncf is made by NNCF: {line}")
     layers = chosen_layers(source.module, recommended(deployment))
     graph = onnx.load(exported, load_external_data=False)
-    every = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()], LAYER_OPS)
+    layer_by_node = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()], LAYER_OPS)
     model = _read(exported)
-    kept = {node for node, layer in every.items() if layer not in layers}
-    quantized = _quantized(model, source.calibration, kept, is_transformer=not is_convnet(graph))
+    excluded = {node for node, layer in layer_by_node.items() if layer not in layers}
+    quantized = _quantize_with_nncf(model, source.calibration, excluded, is_transformer=not is_convnet(graph))
     _halve_constants(quantized)
     _save(quantized, path, halve=False)
     rows = tuple(
         QuantizedLayer(name=name, kind="static", dtype="qint8", reduce_range=saturates("openvino"))
         for name in layers
-        if name in every.values()
+        if name in layer_by_node.values()
     )
     return PreparedFiles(quantized=rows, tied={})
 
 
-def _quantized(model: Any, images: Batch, kept: Collection[str], *, is_transformer: bool) -> Any:
+def _quantize_with_nncf(model: Any, images: Batch, excluded: Collection[str], *, is_transformer: bool) -> Any:
     hide_telemetry()
     with muted("nncf", "torch.utils._pytree"):
         nncf: Any = importlib.import_module("nncf")
         names = [
             name
             for op in model.get_ops()
-            if op.get_type_name() in LAYER_TYPES and original(name := op.get_friendly_name()) in kept
+            if op.get_type_name() in LAYER_TYPES and original(name := op.get_friendly_name()) in excluded
         ]
         random_state = torch.get_rng_state()
         try:
-            with _theirs("NNCF can't quantize the model"):
+            with _conversion_errors("NNCF can't quantize the model"):
                 return nncf.quantize(
                     model,
                     nncf.Dataset([{INPUT: image[None]} for image in images]),
                     subset_size=len(images),
                     fast_bias_correction=True,
-                    # Products of two neighbours saturate in 16 bits where they aren't added in 32; by default NNCF sees to the first layer alone.
+                    # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the first layer.
                     advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
                     if saturates("openvino")
                     else None,
-                    # Knows attention: leaves softmax and norms in float, and evens out activations (SmoothQuant).
+                    # For attention: leaves softmax and norms in float, and smooths activations (SmoothQuant).
                     model_type=nncf.ModelType.TRANSFORMER if is_transformer else None,
                     ignored_scope=nncf.IgnoredScope(names=names) if names else None,
                 )

@@ -1,6 +1,6 @@
-"""Probe of a runtime on this machine: `python -m profiling_agent.runtimes.probe NAME` brings a tiny model into it, opens and runs it.
+"""Probe of a runtime on this machine with a tiny model: `python -m profiling_agent.runtimes.probe NAME`.
 
-A process of its own: a runtime that was built for another CPU takes its process down.
+It runs in its own process: a runtime built for another CPU crashes its process.
 """
 
 import json
@@ -25,7 +25,7 @@ NUM_RUNS = 20
 
 
 def probe(name: RuntimeName, folder: Path) -> float:
-    """Return the milliseconds of one image in a tiny model that `name` executes; raises whatever keeps it from that."""
+    """Return the milliseconds of one image in a tiny model on runtime `name`, or raise what prevents that."""
     model, onnx = write_tiny(folder / "float32"), folder / "model.onnx"
     if name in ("onnxruntime", "openvino"):
         export_onnx(model, onnx, spec=SPEC)

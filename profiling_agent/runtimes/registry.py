@@ -1,4 +1,4 @@
-"""Runtimes: their protocol and registry, the batches and layer choices that they share, and layer times. No torch here."""
+"""Registry of runtimes: their protocol, shared batches and layer choices, and layer times. Imports no torch."""
 
 import importlib
 from collections import defaultdict
@@ -16,18 +16,18 @@ from profiling_agent.runtimes.artifact import Recipe, open_folder
 from profiling_agent.schemas import EVERYTHING, Deployment, InputSpec, QuantizationRecommendation, RuntimeName, Scheme
 
 Batch = NDArray[np.float32]
-# What goes in and what comes out, by the names that exported graphs have for them.
+# Names of input and output in exported graphs.
 INPUT, OUTPUT = "pixel_values", "logits"
-# What the names of the model's parts begin with in exported graphs: the exported function holds the model under this name.
+# Prefix of the model's modules in exported graphs: the exported wrapper holds the model under this name.
 MODULE = "model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A float32 model that is to be brought into a deployment.
+    """A float32 model to be converted for a deployment.
 
-    `module` is the model in eval mode on the CPU, `recipe` that of its saved folder, `calibration` float32 images of
-    shape (n, channels, height, width), `onnx` the same model as ONNX where it could be exported.
+    `module` is in eval mode on the CPU, `recipe` that of its saved folder, `calibration` float32 images of shape
+    (n, channels, height, width), `onnx` the exported model, or None if it couldn't be exported.
     """
 
     module: Any
@@ -40,7 +40,7 @@ class Source:
 
 
 class ModelSession(Protocol):
-    """An opened model; `fixed_size` is the only number of images that it takes at a time, None where it takes any."""
+    """An opened model; `fixed_size` is the only batch size that it takes, or None for any size."""
 
     fixed_size: int | None
 
@@ -49,15 +49,15 @@ class ModelSession(Protocol):
         ...
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
-        """Return a function that runs these images once and, when it is done, returns the milliseconds it took."""
+        """Return a function that runs these images once, waits for the result, and returns the milliseconds."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorTime:
-    """What one operator of a runtime's own graph takes of a pass; `names` are those it has in graphs that the runtime was given.
+    """Time of one operator in a pass; `names` are its names in the graphs that were given to the runtime.
 
-    A name that begins with `MODULE` is the layer itself; all others are of an exported graph.
+    A name that begins with `MODULE` is the layer itself; all others are nodes of an exported graph.
     """
 
     names: tuple[str, ...]
@@ -66,10 +66,10 @@ class OperatorTime:
 
 @runtime_checkable
 class OnDevice(Protocol):
-    """What knows the memory that it takes of a device: a session of torch, or a pass of one."""
+    """A session of torch or one pass of it, which reports its memory on the device."""
 
     def peak_bytes(self) -> int | None:
-        """Return the most bytes that this process has had allocated on the device; None on the CPU, where the system tells."""
+        """Return the peak of this process's allocations on the device; None on the CPU, where the system reports it."""
         ...
 
 
@@ -83,16 +83,16 @@ class Enqueues(Protocol):
 
 
 class Runtime(Protocol):
-    """A module of this package, one for each runtime.
+    """A runtime's module in this package.
 
-    `CONVERSION` is the "module:function" that brings a float32 model into a deployment, so that opening one doesn't import
-    it. One that tells what the parts of a pass take has `operator_times` too.
+    `CONVERSION` is the "module:function" that converts a float32 model, so that opening one doesn't import it. A runtime
+    that times the parts of a pass also has `operator_times`.
     """
 
     CONVERSION: str
 
     def missing(self, device: str) -> str | None:
-        """Return what has to be installed for "cpu" or "cuda", as one line, or None where the runtime can be used."""
+        """Return what has to be installed for "cpu" or "cuda", as one line, or None if nothing."""
         ...
 
     def schemes(self, device: str) -> tuple[Scheme, ...]:
@@ -100,7 +100,7 @@ class Runtime(Protocol):
         ...
 
     def open(self, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> ModelSession:
-        """Open a saved folder; without `num_threads`, the threads are those of the process or the library.
+        """Open a saved folder; without `num_threads` the process or the library chooses.
 
         Raises:
             ArtifactError: the files can't be read.
@@ -109,7 +109,7 @@ class Runtime(Protocol):
 
 
 def missing_packages(packages: Sequence[str], *, extra: str) -> str | None:
-    """Return the line that says how to install the first of `packages` that isn't there, or None; imports none."""
+    """Return the line on how to install the first missing one of `packages`, or None; imports none."""
     for name in packages:
         if find_spec(name) is None:
             return f"{name} isn't installed: pip install profiling-agent[{extra}]"
@@ -122,7 +122,7 @@ def noise_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> Batch:
 
 
 def check_images(spec: InputSpec, pixel_values: Batch) -> None:
-    """Raise ArtifactError where these aren't images (n, channels, height, width) of the model's size."""
+    """Raise ArtifactError unless these are images (n, channels, height, width) of the model's size."""
     expected = (spec.channels, spec.height, spec.width)
     if pixel_values.ndim != 4 or pixel_values.shape[1:] != expected or not len(pixel_values):
         channels, height, width = expected
@@ -133,7 +133,7 @@ def check_images(spec: InputSpec, pixel_values: Batch) -> None:
 
 
 def check_fixed_batch(fixed_size: int | None, pixel_values: Batch) -> None:
-    """Raise ArtifactError where the file was exported for another number of images."""
+    """Raise ArtifactError if the file was exported for another number of images."""
     if fixed_size is not None and len(pixel_values) != fixed_size:
         raise ArtifactError(
             f"the model was exported for batches of exactly {fixed_size} images, not {len(pixel_values)}: "
@@ -141,7 +141,7 @@ def check_fixed_batch(fixed_size: int | None, pixel_values: Batch) -> None:
         )
 
 
-# What one recommendation for all layers makes of a model; float32 and tf32 need none.
+# The recommendation for all layers that gives a scheme; float32 and tf32 need none.
 RECOMMENDED: Mapping[Scheme, Mapping[str, str]] = {
     "bfloat16": {"quantization_type": "cast", "dtype": "bfloat16"},
     "float16": {"quantization_type": "dynamic", "dtype": "float16"},
@@ -153,14 +153,14 @@ RECOMMENDED: Mapping[Scheme, Mapping[str, str]] = {
 
 
 def recommend(scheme: Scheme, layers: str = EVERYTHING) -> tuple[QuantizationRecommendation, ...]:
-    """Return what makes `scheme` of the layers that `layers` hits."""
+    """Return the recommendation that brings the layers matching `layers` to `scheme`."""
     if scheme not in RECOMMENDED:
         return ()
     return (QuantizationRecommendation.model_validate({**RECOMMENDED[scheme], "layer": layers}),)
 
 
 def recommended(deployment: Deployment) -> tuple[QuantizationRecommendation, ...]:
-    """Return the deployment's recommendations; where there are none, its scheme for every layer."""
+    """Return the deployment's recommendations or, if it has none, its scheme for every layer."""
     return deployment.recommendations or recommend(deployment.scheme)
 
 
@@ -184,12 +184,12 @@ def missing(name: RuntimeName, device: str = "cpu") -> str | None:
 
 
 def reads_onnx(deployment: Deployment) -> bool:
-    """Return whether it is made of the float32 model as ONNX; OpenVINO's `static` is exported with its int8 layers instead."""
+    """Return whether a deployment is made from float32 ONNX; OpenVINO's `static` is exported with int8 layers instead."""
     return deployment.runtime == "onnxruntime" or (deployment.runtime == "openvino" and deployment.scheme != "static")
 
 
 def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> ModelSession:
-    """Open a saved model in the runtime that it was saved for; its hashes and golden logits aren't compared.
+    """Open a saved model in its runtime, without a check of hashes and golden logits.
 
     Raises:
         ArtifactError: a file is missing or unreadable, or the runtime isn't installed.
@@ -205,20 +205,20 @@ def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None =
     return runtime(name).open(folder, recipe, device=device, num_threads=num_threads)
 
 
-# Enough for a median that one disturbance doesn't move; one more comes first and isn't counted.
+# Enough for a median that one disturbance doesn't move; a warm-up pass comes first.
 NUM_PASSES = 5
 
 
 def layer_times(folder: Path, exported: Path | None, *, batch_size: int, num_threads: int) -> dict[str, float]:
-    """Return the milliseconds that each layer of a saved model takes of a pass on the CPU, by its name in the model.
+    """Return the milliseconds of each layer of a saved model in a pass on the CPU, by its name in the model.
 
-    `exported` is the ONNX file that the runtime was given, whose nodes say which layer they stand for; without it the runtime has to know.
+    `exported` is the ONNX file given to the runtime, whose nodes identify the layers; without it the runtime must.
 
     Raises:
-        ArtifactError: the runtime doesn't tell, or can't read or run the model.
+        ArtifactError: the runtime can't time operators, or can't read or run the model.
     """
     recipe = open_folder(folder, verify=False)
-    known: dict[str, str] = {}
+    layer_by_node: dict[str, str] = {}
     operator_times: Any = getattr(runtime(recipe.deployment.runtime), "operator_times", None)
     if operator_times is None:
         raise ArtifactError(f"{recipe.deployment.runtime} doesn't tell what the parts of a pass take")
@@ -227,19 +227,19 @@ def layer_times(folder: Path, exported: Path | None, *, batch_size: int, num_thr
 
         from profiling_agent.runtimes.onnx_names import layers_by_name
 
-        known = layers_by_name(onnx.load(exported, load_external_data=False))
+        layer_by_node = layers_by_name(onnx.load(exported, load_external_data=False))
     operators = operator_times(
         folder, recipe, noise_batch(recipe.input, batch_size), num_threads=num_threads, passes=NUM_PASSES
     )
-    return by_layer(operators, known)
+    return by_layer(operators, layer_by_node)
 
 
 def by_layer(operators: Sequence[OperatorTime], known: Mapping[str, str]) -> dict[str, float]:
-    """Return the milliseconds of each layer; an operator that nobody knows counts with the layer that ran before it, as most are fused with its end."""
+    """Return the milliseconds of each layer; unknown operators, mostly fused with the layer before them, count with it."""
     times: defaultdict[str, float] = defaultdict(float)
     layer = ""
     for operator in operators:
-        own = (name.removeprefix(MODULE) if name.startswith(MODULE) else known.get(name) for name in operator.names)
-        layer = next((name for name in own if name is not None), layer)
+        layers = (name.removeprefix(MODULE) if name.startswith(MODULE) else known.get(name) for name in operator.names)
+        layer = next((name for name in layers if name is not None), layer)
         times[layer] += operator.ms
     return dict(times)

@@ -1,4 +1,4 @@
-"""Saving a deployment: a float32 model brought into a runtime and a scheme, with all that a reader checks."""
+"""Saving of deployments: a float32 model converted for a runtime and a scheme, with all that readers check."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,9 +20,9 @@ HALVES: dict[Scheme, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torc
 
 
 def write_deployment(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
-    """Write `weights.safetensors`: on the CPU with the layers quantized that are chosen.
+    """Write `weights.safetensors`; on the CPU the chosen layers are quantized.
 
-    On CUDA half precision is the whole model's, and int8 and float8 that of the chosen linear layers in a bfloat16 model.
+    On CUDA half precision is for the whole model, int8 and float8 for the chosen linear layers of a bfloat16 model.
 
     Raises:
         PlanError: a pattern hits no layer.
@@ -39,7 +39,7 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
 
 
 def calibration_batches(source: Source) -> Iterator[Tensor]:
-    """Yield the calibration images in batches of the size that is deployed."""
+    """Yield the calibration images in batches of the deployed size."""
     yield from torch.from_numpy(source.calibration).split(source.batch_size)
 
 
@@ -51,15 +51,15 @@ def save_deployed(
     complexity: tuple[int, int] | None = None,
     num_threads: int | None = None,
 ) -> Recipe:
-    """Bring `source` into `deployment` and write it to `folder`, which appears complete or not at all; return its recipe.
+    """Convert `source` for `deployment` and write it to `folder`, complete or not at all; return its recipe.
 
-    What the opened model says of two images is stored with it, and so are params and MACs of the float32 model, its
-    `complexity`, where they are given.
+    The opened model's logits of two images are stored with it, and `complexity`, if given: params and MACs of the float32
+    model.
 
     Raises:
         ArtifactError: `folder` exists, the disk is full, or the runtime lacks what it needs.
         PlanError: a pattern hits no layer.
-        QuantizationError: the model can't be brought into this deployment, or doesn't give numbers in it.
+        QuantizationError: the model can't be converted, or its logits aren't finite.
     """
     convert: Callable[[Source, Deployment, Path], PreparedFiles] = resolve_name(runtime(deployment.runtime).CONVERSION)
     return write_artifact(

@@ -1,4 +1,4 @@
-"""Saved torch modules: read and written as safetensors, without pickle and without remote code."""
+"""Saved torch modules, read and written as safetensors, without pickle and without remote code."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -53,30 +53,29 @@ from profiling_agent.schemas import Cut, Deployment, InputSpec
 
 
 def fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace every tensor of `model` whose shape differs in `tensors` by an empty one, and say so in its module.
+    """Replace every tensor of `model` whose shape differs in `tensors` by an empty one, and update its module's widths.
 
-    The new tensors hold no values (they lie on the meta device): a strict load with `assign=True` has to follow.
+    The new tensors hold no values (meta device): a strict load with `assign=True` has to follow.
     """
     resized: dict[str, nn.Module] = {}
-    for name, held in model.state_dict(keep_vars=True).items():
-        if name not in tensors or tensors[name].shape == held.shape:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in tensors or tensors[name].shape == tensor.shape:
             continue
         owner_name, _, leaf = name.rpartition(".")
         owner = model.get_submodule(owner_name)
         empty = torch.empty_like(tensors[name], device="meta")
-        setattr(owner, leaf, nn.Parameter(empty) if isinstance(held, nn.Parameter) else empty)
+        setattr(owner, leaf, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
         resized[owner_name] = owner
     for owner in resized.values():
-        _say_widths_(owner)
+        _update_widths_(owner)
 
 
-def _say_widths_(module: nn.Module) -> None:
-    """Make the widths that a module states those of its weight."""
+def _update_widths_(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.Conv2d):
         if module.groups > 1:
-            # Groups are cut as wholes, so each has as many filters as before.
+            # Whole groups are cut, so each keeps its number of filters.
             module.groups = module.groups * module.weight.shape[0] // module.out_channels
         module.out_channels, module.in_channels = module.weight.shape[0], module.weight.shape[1] * module.groups
     elif isinstance(module, _BatchNorm):
@@ -85,12 +84,12 @@ def _say_widths_(module: nn.Module) -> None:
         module.normalized_shape = tuple(module.weight.shape)
 
 
-# What building a model and filling it raises when another version of the libraries saved it.
-MISFIT = (QuantizationError, StrictDataclassError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+# Errors of building and filling a model that other versions of the libraries saved.
+MISFITS = (QuantizationError, StrictDataclassError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Return what a saved model is made of; ArtifactError where a file is missing."""
+    """Return the recipe of a saved model; ArtifactError if a file is missing."""
     return open_folder(named_folder(path), verify=False)
 
 
@@ -102,19 +101,19 @@ def load_processor(path: str | Path) -> Any:
 
 
 def read_processor(folder: Path) -> Any:
-    """Return the image processor that a folder's preprocessor_config.json describes, which alone is read.
+    """Return the image processor that a folder's preprocessor_config.json describes; no other file is read.
 
     Raises:
         ArtifactError: the file is missing, or describes none.
     """
 
-    def refuse(said: str) -> ArtifactError:
-        return ArtifactError(f"{str(folder)!r} has no image processor that can be read ({said}): save the model again")
+    def refuse(text: str) -> ArtifactError:
+        return ArtifactError(f"{str(folder)!r} has no image processor that can be read ({text}): save the model again")
 
     with muted("transformers"), foreign_code(refuse):
         return AutoImageProcessor.from_pretrained(
             folder,
-            # Where a config is timm's, it would be read for the processor.
+            # By default the processor would be read from a timm model's config.
             image_processor_filename=PROCESSOR,
             backend="pil",
             local_files_only=True,
@@ -125,19 +124,19 @@ def read_processor(folder: Path) -> Any:
 def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     """Return a saved model in eval mode on the CPU: `load_module(path)(pixel_values=batch).logits`.
 
-    `verify` compares every file with its sha256, and what the model says of two images with what it said when it was
-    saved. The strict match of names and shapes isn't optional.
+    `verify` compares every file with its sha256, and the logits of two images with those at saving. Names and shapes
+    always have to match strictly.
 
     Raises:
         ArtifactError: a file is missing or damaged, or the model doesn't compute what it did.
     """
     folder = named_folder(path)
     recipe = open_folder(folder, verify=verify)
-    model = _build(folder, recipe, dequantize=False)
+    model = _build_model(folder, recipe, dequantize=False)
     if verify:
 
-        def refuse(said: str) -> ArtifactError:
-            return ArtifactError(f"the model gives {said}: save it again")
+        def refuse(message: str) -> ArtifactError:
+            return ArtifactError(f"the model gives {message}: save it again")
 
         with left_as_found(model), torch.inference_mode():
             dtype = floating_dtype(model)
@@ -150,33 +149,33 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
 
 
 def load_skeleton(path: str | Path) -> nn.Module:
-    """Return the saved model in plain float32 at its own widths, quantized weights as the numbers that they stand for.
+    """Return the saved model in plain float32 at its own widths, with quantized weights dequantized.
 
     Raises:
         ArtifactError: a file is missing, or the weights don't fit the architecture.
     """
     folder = named_folder(path)
-    return _build(folder, open_folder(folder, verify=False), dequantize=True).float()
+    return _build_model(folder, open_folder(folder, verify=False), dequantize=True).float()
 
 
-def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
+def _build_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
     path = folder / recipe.model_files[0]
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{str(path)!r} is damaged ({first_line(error)}): save the model again") from error
     try:
-        model = _architecture(recipe)
+        model = _build_architecture(recipe)
         sizes = head_sizes(model)
         for norm in recipe.folded:
-            # No tensor is stored that would say how wide it was.
+            # No stored tensor has its width.
             folded = Folded(model.get_submodule(norm))
             for cut in recipe.cuts:
                 if norm in cut.unit.inner:
                     folded.num_features = folded.num_features * cut.keep // cut.unit.width
             model.set_submodule(norm, folded, strict=True)
         for layer in recipe.quantized:
-            _place_(model, layer, tensors, dequantize=dequantize)
+            _insert_layer_(model, layer, tensors, dequantize=dequantize)
         tensors |= {name: tensors[first] for name, first in recipe.tied.items()}
         fit_widths_(model, tensors)
         model.load_state_dict(tensors, strict=True, assign=True)
@@ -186,7 +185,7 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
             setattr(model.get_submodule(owner), leaf, getattr(model.get_submodule(source), source_leaf))
         say_heads_(model, sizes)
         _halve_rest_(model)
-    except MISFIT as error:
+    except MISFITS as error:
         if is_out_of_memory(error):
             raise
         raise ArtifactError(
@@ -197,7 +196,7 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
 
 
 def _halve_rest_(model: nn.Module) -> None:
-    """Take buffers that aren't saved to the dtype of a model that is in half precision as a whole: Swin v2's table of coordinates."""
+    """Convert unsaved buffers, as Swin v2's table of coordinates, if the whole model is in one half precision."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) != 1 or not dtypes <= {torch.bfloat16, torch.float16}:
         return
@@ -208,17 +207,17 @@ def _halve_rest_(model: nn.Module) -> None:
                 setattr(module, name, buffer.to(dtype))
 
 
-def _architecture(recipe: Recipe) -> nn.Module:
-    """Build the model that the config describes, its weights arbitrary: every one is replaced.
+def _build_architecture(recipe: Recipe) -> nn.Module:
+    """Build the model that the config describes with arbitrary weights, all of which are replaced.
 
-    It is built on the CPU and not on the meta device, because buffers that aren't saved (Swin's position index) are
-    computed while it is built; filling in random weights is what would take long, and is left out.
+    It is built on the CPU, not on the meta device: buffers that aren't saved (Swin's position index) are computed in
+    building. Random initialization, which would take long, is left out.
     """
     fields = dict(recipe.config)
     name = str(fields.pop("model_type", ""))
     if name == TIMM:
         check_timm(fields, lambda problem: ArtifactError(f"{recipe.base_model!r} can't be built: {problem}"))
-    # Transformers takes torch's initialisers away from all threads, torch's generator is everybody's.
+    # Transformers removes torch's initialisers for all threads, which share torch's generator too.
     with ALONE, torch.random.fork_rng(devices=[]), no_init_weights():
         config = AutoConfig.for_model(name, **fields)
         model = AutoModelForImageClassification.from_config(config, trust_remote_code=False)
@@ -226,8 +225,8 @@ def _architecture(recipe: Recipe) -> nn.Module:
     return model
 
 
-def _place_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, Tensor], *, dequantize: bool) -> None:
-    """Set a quantized layer in its place, taking its tensors; or its float layer, putting tensors in their stead."""
+def _insert_layer_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, Tensor], *, dequantize: bool) -> None:
+    """Insert a quantized layer and remove its tensors, or insert its float layer and replace its tensors by float ones."""
     prefix = f"{layer.name}."
     stored = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
     plain = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
@@ -248,21 +247,21 @@ def write_artifact(
     complexity: tuple[int, int] | None = None,
     has_card: bool = False,
 ) -> Recipe:
-    """Write a saved model to `folder`, which appears complete or not at all; return its recipe.
+    """Write a saved model to `folder`, complete or not at all; return its recipe.
 
-    `write_model` writes the files of the runtime into a folder; then come processor, what `ask` hears from the
-    model in that folder, as golden logits, the recipe with all hashes, and a card where one is wanted. `complexity` is
-    params and MACs, for files that torch can't count.
+    `write_model` writes the runtime's files into a folder, and `ask` runs the model in it for the golden logits. The
+    processor, the recipe with all hashes and, if `has_card`, a card are added. `complexity` is params and MACs, for files
+    that torch can't count.
 
     Raises:
-        ArtifactError: `folder` exists, or there is no space for it; and whatever `write_model` and `ask` raise.
+        ArtifactError: `folder` exists, or there is no space for it; also the errors of `write_model` and `ask`.
     """
     with appearing(folder) as temporary:
         prepared = write_model(temporary)
         processor.save_pretrained(temporary)
-        # A recipe names its golden file, and a runtime is opened by a recipe.
+        # The recipe, by which the runtime is opened, names the golden file.
         (temporary / GOLDEN).touch()
-        draft = _recipe(description, prepared, temporary, complexity)
+        draft = _draft_recipe(description, prepared, temporary, complexity)
         _write_recipe(draft, temporary)
         write_golden(ask(temporary, draft), temporary)
         files = draft.files | {GOLDEN: file_sha256(temporary / GOLDEN)}
@@ -273,7 +272,7 @@ def write_artifact(
     return recipe
 
 
-def _recipe(
+def _draft_recipe(
     description: Description, prepared: PreparedFiles, folder: Path, complexity: tuple[int, int] | None
 ) -> Recipe:
     deployment = description.deployment
@@ -289,7 +288,7 @@ def _recipe(
         counts=counts,
         folded=prepared.folded,
         tied=prepared.tied,
-        # The card may be rewritten when more is known; nothing is read from it.
+        # The card may be rewritten later; nothing is read from it.
         files={path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name != CARD},
         libraries=environment().libraries | versions,
         cpu=environment().cpu,
@@ -312,11 +311,11 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     folded: Sequence[str] = (),
     deployment: Deployment | None = None,
 ) -> Recipe:
-    """Write `model` and its image processor to `folder`, which appears complete or not at all; return its recipe.
+    """Write `model` and its image processor to `folder`, complete or not at all; return its recipe.
 
-    `model` is a Hugging Face image classifier, pruned or quantized or neither; `cuts` say how its widths came about,
-    `folded` names the batch norms that change nothing now, and `deployment` what runs it, eager torch by default.
-    Weights keep their live names; quantized layers are stored as plain int8 or fp16 tensors; shared ones once.
+    `model` is a Hugging Face image classifier, pruned or quantized or neither. `cuts` are those that gave its widths,
+    `folded` the batch norms that change nothing now, and `deployment` is what runs it, eager torch by default.
+    Weights keep their live names; quantized layers are stored as plain int8 or fp16 tensors, shared tensors once.
 
     Raises:
         ArtifactError: `folder` exists.
@@ -335,7 +334,7 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
         folder,
         processor=processor,
         write_model=partial(write_weights, model, folded=folded),
-        ask=lambda _folder, _recipe: _golden(model, spec),
+        ask=lambda _folder, _recipe: _compute_golden(model, spec),
     )
 
 
@@ -348,9 +347,9 @@ def save_derived(
     folded: Sequence[str] | None = None,
     deployment: Deployment | None = None,
 ) -> None:
-    """Write `model`, made of the saved model in `source`, to `folder`: same input, same processor, same origin.
+    """Write `model`, derived from the saved model in `source`, to `folder`: same input, same processor, same origin.
 
-    Without `cuts` it has those of its source, and so with `folded`, the batch norms that change nothing, and `deployment`.
+    `cuts`, `folded` (the batch norms that change nothing) and `deployment` are by default those of the source.
 
     Raises:
         ArtifactError: `folder` exists, or `source` is damaged.
@@ -372,12 +371,12 @@ def save_derived(
 def write_weights(
     model: nn.Module, folder: Path, *, folded: Sequence[str] = (), dtype: torch.dtype | None = None
 ) -> PreparedFiles:
-    """Write `weights.safetensors`, floating tensors in `dtype` or as they are, of quantized layers always."""
+    """Write `weights.safetensors`: floating tensors in `dtype`, if given, except those of quantized layers."""
     tensors, tied = _split_ties(model)
     layers = quantized_modules(model)
-    for name, held in tensors.items():
-        if dtype is not None and held.is_floating_point() and name.rpartition(".")[0] not in layers:
-            tensors[name] = held.to(dtype)
+    for name, tensor in tensors.items():
+        if dtype is not None and tensor.is_floating_point() and name.rpartition(".")[0] not in layers:
+            tensors[name] = tensor.to(dtype)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     quantized = tuple(
         QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype, reduce_range=module.reduce_range)
@@ -391,8 +390,8 @@ def _split_ties(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first_names: dict[int, str] = {}
-    held = model.state_dict(keep_vars=True)
-    for name, tensor in held.items():
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
         first = first_names.setdefault(id(tensor), name)
         if first != name:
             tied[name] = first
@@ -403,9 +402,9 @@ def _split_ties(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the Hugging Face config as JSON has it, with the class that is to be built from it and all names of classes.
+    """Return the Hugging Face config as JSON data, with the model's class and all names of classes.
 
-    timm's has their list alone, which only transformers' reading of a config.json understands.
+    A timm config has the names only as a list, which only transformers' reading of a config.json understands.
     """
     config: Any = model.config
     written = parse_json(config.to_json_string(use_diff=False))
@@ -413,6 +412,6 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     return written | {"architectures": [type(model).__name__], "id2label": names}
 
 
-def _golden(model: nn.Module, spec: InputSpec) -> Golden:
+def _compute_golden(model: nn.Module, spec: InputSpec) -> Golden:
     pixel_values = random_batch(spec, NUM_IMAGES).half()
     return Golden(pixel_values.numpy(), logits_of(model, pixel_values.float()).float().numpy())

@@ -1,4 +1,4 @@
-"""torch as it is: the runtime that is always there. torch itself is imported when a model is prepared or opened."""
+"""Eager torch runtime, always available. torch itself is imported when a model is prepared or opened."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,14 +22,14 @@ def missing(device: str) -> str | None:  # noqa: ARG001 (every runtime's name an
 
 
 def schemes(device: str) -> tuple[Scheme, ...]:
-    """Return the schemes of a device; int8 without a CUDA graph is the CPU's."""
+    """Return the schemes available on a device; int8 without a CUDA graph exists only on the CPU."""
     if device == "cuda":
         return ("float32", "tf32", "bfloat16", "float16")
     return ("float32", "bfloat16", "float16", "dynamic")
 
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":
-    """Open a saved folder; without `num_threads` the process keeps its own."""
+    """Open a saved folder; without `num_threads` the process keeps its threads."""
     from profiling_agent.runtimes.torch_session import TorchSession, in_its_layout, memory_format
 
     module, tf32 = load(folder, device, num_threads), recipe.deployment.scheme == "tf32"
@@ -39,7 +39,7 @@ def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) 
 
 
 def load(folder: Path, device: str, num_threads: int | None) -> "nn.Module":
-    """Return the module of a saved folder on its device, in so many threads."""
+    """Return the module of a saved folder on its device, run by `num_threads` threads."""
     from profiling_agent.modules.inference import on_device, pin_threads
     from profiling_agent.runtimes.torch_artifact import load_module
 
@@ -56,9 +56,9 @@ def operator_times(
     num_threads: int,
     passes: int,
 ) -> list[OperatorTime]:
-    """Return the modules of a saved model, each without its children: the median over `passes`."""
+    """Return the median time of each module of a saved model over `passes`, without its children."""
     from profiling_agent.modules.hooks import layer_latency
 
     session = open(folder, recipe, device="cpu", num_threads=num_threads)
-    took = layer_latency(session.module, session.to_device(pixel_values), passes=passes)
-    return [OperatorTime(names=(MODULE + name,), ms=ms) for name, ms in took.items()]
+    times = layer_latency(session.module, session.to_device(pixel_values), passes=passes)
+    return [OperatorTime(names=(MODULE + name,), ms=ms) for name, ms in times.items()]

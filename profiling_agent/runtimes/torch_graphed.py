@@ -1,4 +1,4 @@
-"""Runtime of CUDA graphs: torch's own kernels, launched at once. torch itself is imported when a model is opened."""
+"""CUDA graph runtime: torch's own kernels, launched at once. torch itself is imported when a model is opened."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +20,12 @@ def missing(device: str) -> str | None:  # noqa: ARG001 (every runtime's name an
 
 
 def schemes(device: str) -> tuple[Scheme, ...]:
-    """Return the schemes of a device: the CPU has no graphs."""
+    """Return the schemes available on a device; the CPU has no graphs."""
     return ("tf32", "bfloat16", "float16", "dynamic", "float8") if device == "cuda" else ()
 
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":
-    """Open a saved folder; without `num_threads` the process keeps its own. The CPU runs it eagerly."""
+    """Open a saved folder; without `num_threads` the process keeps its threads. The CPU runs it eagerly."""
     from profiling_agent.runtimes.torch_session import GraphedSession
 
     if device != "cuda":

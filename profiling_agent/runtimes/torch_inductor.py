@@ -1,4 +1,4 @@
-"""torch.compile with frozen weights; compiled when it is opened, so that only weights are stored. Imports no torch."""
+"""torch.compile runtime with frozen weights, compiled when opened, so only weights are stored. Imports no torch."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from profiling_agent.runtimes.torch_session import InductorSession
 
 
-# What torch looks for, in its order; CXX names another one.
+# Compilers in the order that torch tries them; CXX names another one.
 COMPILERS = ("g++", "clang++")
 
 
@@ -32,20 +32,20 @@ def missing(device: str) -> str | None:
         )
     if line := missing_packages(("torchao",), extra="inductor"):
         return line
-    wanted = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
-    if not any(map(shutil.which, wanted)):
-        return f"there is no {wanted[0]}, with which torch.compile compiles: install a C++ compiler (apt install g++)"
+    names = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
+    if not any(map(shutil.which, names)):
+        return f"there is no {names[0]}, with which torch.compile compiles: install a C++ compiler (apt install g++)"
     return None
 
 
 def schemes(device: str) -> tuple[Scheme, ...]:
-    """Return the schemes of a device."""
+    """Return the schemes available on a device."""
     on_cuda: tuple[Scheme, ...] = ("float32", "bfloat16", "float16", "dynamic", "float8")
     return on_cuda if device == "cuda" else ("float32", "bfloat16", "static")
 
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "InductorSession":  # noqa: ARG001 (every runtime's name and signature)
-    """Open a saved folder; without `num_threads` the process keeps its own."""
+    """Open a saved folder; without `num_threads` the process keeps its threads."""
     from profiling_agent.runtimes.torch_session import InductorSession
 
     return InductorSession(torch_eager.load(folder, device, num_threads), device=device)

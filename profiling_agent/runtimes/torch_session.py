@@ -1,4 +1,4 @@
-"""Sessions of torch: a module as it is, captured in CUDA graphs, or compiled by torch.compile."""
+"""Torch sessions: eager, captured in CUDA graphs, or compiled by torch.compile."""
 
 import itertools
 import threading
@@ -20,7 +20,7 @@ from profiling_agent.lib.third_party import compiled_code, muted
 from profiling_agent.modules.inference import floating_dtype
 from profiling_agent.runtimes.registry import Batch
 
-# Each batch size is compiled for itself; torch gives up, and runs eagerly, after this many.
+# Each batch size is compiled separately; after this many torch stops compiling and runs eagerly.
 MAX_SIZES = 32
 NUMBERS = itertools.count()
 WARM_UPS = 3
@@ -37,7 +37,7 @@ def logits_function(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def tf32_products(*, allowed: bool) -> Generator[None]:
-    """Let CUDA round float32 products to TF32, or not; afterwards the process is as before."""
+    """Let CUDA round float32 products to TF32, or not; restore the process's setting afterwards."""
     # Not by `fp32_precision`, after which exporting a model is an error in torch 2.11 to 2.13.
     products: Any = torch.backends.cuda.matmul
     convolutions: Any = torch.backends.cudnn
@@ -50,9 +50,9 @@ def tf32_products(*, allowed: bool) -> Generator[None]:
 
 
 class TorchSession:
-    """A module on its device; `call` maps the images to logits, by default through the module itself.
+    """A module on its device; `call` maps images to logits, by default through the module itself.
 
-    On CUDA `tf32` rounds its float32 products to TF32, whatever other sessions of the process do.
+    On CUDA `tf32` rounds its float32 products to TF32, independently of the process's other sessions.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class TorchSession:
         self._dtype = floating_dtype(module)
 
     def to_device(self, pixel_values: Batch) -> Tensor:
-        """Return the images as the module takes them."""
+        """Return the images on the device, in the module's dtype and memory format."""
         batch = torch.from_numpy(pixel_values).to(self.device, self._dtype)
         return batch.contiguous(memory_format=self._memory_format)
 
     def peak_bytes(self) -> int | None:
-        """Return the most bytes that this process has had allocated on a CUDA device; None on the CPU."""
+        """Return the peak of this process's allocations on a CUDA device; None on the CPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
@@ -126,7 +126,7 @@ class TorchSession:
 
 
 class SizedSession(TorchSession):
-    """A module that is prepared for each size of batches that comes more than once."""
+    """A session that prepares its module for each batch size that comes more than once."""
 
     def __init__(self, module: nn.Module, *, device: str, call: Callable[[Tensor], Tensor], tf32: bool = False) -> None:
         super().__init__(module, device=device, call=call, memory_format=memory_format(module), tf32=tf32)
@@ -137,30 +137,30 @@ class SizedSession(TorchSession):
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
         size, last = len(pixel_values), self._last
         self._last = size
-        # A set that another thread adds to can't be walked through.
-        larger = [other for other in tuple(self._sizes) if other > size]
+        # A copy, because another thread may add to the set.
+        larger = [known for known in tuple(self._sizes) if known > size]
         if size in self._sizes or size == last or not larger:
             self._sizes.add(size)
             return super().run(pixel_values)
-        # A size that comes once, as the last batch of a split, isn't worth the preparation: no image changes another's
-        # logits here, so it is filled up.
-        filled = np.zeros((min(larger), *pixel_values.shape[1:]), np.float32)
-        filled[:size] = pixel_values
-        return super().run(filled)[:size]
+        # A size that comes once, as the last batch of a split, isn't worth the preparation. Images don't change each
+        # other's logits here, so the batch is padded.
+        padded = np.zeros((min(larger), *pixel_values.shape[1:]), np.float32)
+        padded[:size] = pixel_values
+        return super().run(padded)[:size]
 
 
 class InductorSession(SizedSession):
-    """A module that torch.compile compiles when it is first run."""
+    """A session whose module torch.compile compiles at its first run."""
 
     def __init__(self, module: nn.Module, *, device: str) -> None:
         module = in_its_layout(module)
-        call = _compiled_on_cuda(module) if device == "cuda" else _compiled(module)
+        call = _compile_for_cuda(module) if device == "cuda" else _compile_for_cpu(module)
         super().__init__(module, device=device, call=call)
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
-    """A pass in a CUDA graph: what it reads, and what it writes."""
+class _CapturedPass:
+    """A pass in a CUDA graph, with the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     images: Tensor
@@ -168,16 +168,16 @@ class _Captured:
 
 
 class GraphedSession(SizedSession):
-    """A module whose pass is captured in a CUDA graph for each size, and replayed: its kernels are launched at once."""
+    """A session that captures a CUDA graph for each batch size and replays it: kernels are launched at once."""
 
     def __init__(self, module: nn.Module, *, tf32: bool = False) -> None:
         module = in_its_layout(module)
-        self._graphs: dict[torch.Size, _Captured] = {}
+        self._graphs: dict[torch.Size, _CapturedPass] = {}
         self._lock = threading.Lock()
-        super().__init__(module, device="cuda", call=self._replayed, tf32=tf32)
+        super().__init__(module, device="cuda", call=self._replay, tf32=tf32)
 
-    def _replayed(self, images: Tensor) -> Tensor:
-        # Threads share what a graph reads and writes.
+    def _replay(self, images: Tensor) -> Tensor:
+        # Threads share the tensors of a graph.
         with self._lock:
             captured = self._graphs.get(images.shape)
             if captured is None:
@@ -186,29 +186,29 @@ class GraphedSession(SizedSession):
             captured.graph.replay()
             return captured.logits.clone()
 
-    def _capture(self, images: Tensor) -> _Captured:
+    def _capture(self, images: Tensor) -> _CapturedPass:
         """Capture a pass over images of this shape.
 
         Raises:
-            ArtifactError: the pass waits for the device, or does something else that a graph can't hold.
+            ArtifactError: the pass waits for the device, or does something else that can't be captured.
         """
-        held, call = images.clone(), logits_function(self.module)
-        here, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
-        side.wait_stream(here)
+        static_images, call = images.clone(), logits_function(self.module)
+        current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        side.wait_stream(current)
         try:
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):
-                    call(held)
-                # What waits for the device is an error here already: amid a capture it would leave the allocator in disorder.
-                with _waiting_refused():
-                    call(held)
-            here.wait_stream(side)
+                    call(static_images)
+                # Waiting for the device is an error here already: during the capture it would leave the allocator inconsistent.
+                with _forbid_waiting():
+                    call(static_images)
+            current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # cuBLAS keeps one workspace for each stream: the graph's has to lie in the graph's own memory.
+            # cuBLAS keeps a workspace for each stream; the graph's has to be in the graph's own memory.
             torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
             try:
                 with torch.cuda.graph(graph):
-                    logits = call(held)
+                    logits = call(static_images)
             finally:
                 torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
         except torch.OutOfMemoryError:
@@ -217,11 +217,11 @@ class GraphedSession(SizedSession):
             raise ArtifactError(
                 f"the model's pass can't be captured in a CUDA graph ({first_line(error)}): deploy it in another runtime"
             ) from error
-        return _Captured(graph, held, logits)
+        return _CapturedPass(graph, static_images, logits)
 
 
 @contextmanager
-def _waiting_refused() -> Generator[None]:
+def _forbid_waiting() -> Generator[None]:
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -231,83 +231,82 @@ def _waiting_refused() -> Generator[None]:
 
 
 def in_its_layout(module: nn.Module) -> nn.Module:
-    """Return the module with its weights in the memory format that its kernels are written for."""
+    """Return the module with its weights in the memory format of its kernels."""
     return module.to(memory_format=memory_format(module))  # pyright: ignore[reportCallIssue] - torch's stubs lack this overload
 
 
 def memory_format(module: nn.Module) -> torch.memory_format:
-    """Return channels_last for networks of convolutions, for which their kernels are written."""
+    """Return channels_last for networks of convolutions, whose kernels are written for it."""
     dims = [tensor.dim() for tensor in module.state_dict().values()]
     return torch.channels_last if dims.count(4) > dims.count(2) else torch.contiguous_format
 
 
-def _with_own_code(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function with a code object that equals no other: torch keeps what it compiles by that, and runs eagerly past so many.
+def _with_unique_code(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the function with a unique code object, by which torch caches what it compiles, up to a limit.
 
-    Without it the thirty-third model that a process opens would silently not be compiled.
+    Otherwise the thirty-third model that a process opens would silently not be compiled.
     """
     assert isinstance(function, FunctionType), "it is one of ours"
     code, closure = function.__code__.replace(co_name=f"logits_{next(NUMBERS)}"), function.__closure__
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
 
 
-def _refused(said: str) -> ArtifactError:
-    return ArtifactError(f"compiled by torch.compile the model can't be run ({said}): deploy it in another runtime")
+def _compile_error(message: str) -> ArtifactError:
+    return ArtifactError(f"compiled by torch.compile the model can't be run ({message}): deploy it in another runtime")
 
 
-def _compiled_on_cuda(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a module compiled to CUDA graphs."""
+def _compile_for_cuda(module: nn.Module) -> Callable[[Tensor], Tensor]:
     import torch._inductor.config as inductor
     from torch._inductor.async_compile import shutdown_compile_workers
 
-    compiled = torch.compile(_with_own_code(logits_function(module)), dynamic=False, mode="reduce-overhead")
-    known: set[torch.Size] = set()
+    compiled = torch.compile(_with_unique_code(logits_function(module)), dynamic=False, mode="reduce-overhead")
+    compiled_shapes: set[torch.Size] = set()
 
     def call(pixel_values: Tensor) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        if pixel_values.shape in known:
+        if pixel_values.shape in compiled_shapes:
             # The next pass writes into the same memory.
             return compiled(pixel_values).clone()
         with (
             muted("torch._inductor", "torch._dynamo"),
             inductor.patch(compile_threads=available_threads()),
             torch._dynamo.config.patch(recompile_limit=MAX_SIZES),  # pyright: ignore[reportPrivateUsage]
-            compiled_code(_refused),
+            compiled_code(_compile_error),
         ):
             try:
                 logits = compiled(pixel_values).clone()
             finally:
-                # Compiling processes would outlive a killed worker.
+                # Compile processes would outlive a killed worker.
                 shutdown_compile_workers()
-        known.add(pixel_values.shape)
+        compiled_shapes.add(pixel_values.shape)
         return logits
 
     return call
 
 
-def _compiled(module: nn.Module) -> Callable[[Tensor], Tensor]:
+def _compile_for_cpu(module: nn.Module) -> Callable[[Tensor], Tensor]:
     with muted("torch.utils._pytree", "torchao"):
         # Without it, inductor doesn't see int8 arithmetic in quantize, dequantize and matmul.
         import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401 # pyright: ignore[reportUnusedImport]
     import torch._inductor.config as inductor
 
-    compiled = torch.compile(_with_own_code(logits_function(module)), dynamic=False)
-    known: set[torch.Size] = set()
+    compiled = torch.compile(_with_unique_code(logits_function(module)), dynamic=False)
+    compiled_shapes: set[torch.Size] = set()
 
     def call(pixel_values: Tensor) -> Tensor:
-        if pixel_values.shape in known:
+        if pixel_values.shape in compiled_shapes:
             return compiled(pixel_values)
-        # Frozen weights are constants that kernels may lay out anew; what is set here counts while it is compiled. A
-        # pool of compiling processes would outlive a killed worker.
+        # Frozen weights are constants that kernels may lay out anew; the settings count while it is compiled. A pool of
+        # compile processes would outlive a killed worker.
         with (
-            # First, since one thread at a time is muted: in older torch what is configured is so for all threads.
+            # First, since only one thread at a time is muted: older torch has one configuration for all threads.
             muted("torch._inductor", "torch._dynamo"),
             inductor.patch(freezing=True, compile_threads=1),
             torch._dynamo.config.patch(recompile_limit=MAX_SIZES),  # pyright: ignore[reportPrivateUsage]
-            compiled_code(_refused),
+            compiled_code(_compile_error),
         ):
             logits = compiled(pixel_values)
-        known.add(pixel_values.shape)
+        compiled_shapes.add(pixel_values.shape)
         return logits
 
     return call

@@ -1,4 +1,4 @@
-"""Records: what crosses stages or reaches disk, frozen, typed and without tensors.
+"""Records that stages exchange and store: frozen, typed and without tensors.
 
 Ratios and accuracies are fractions in [0, 1]; units are in the names; `macs` are multiply-accumulates of one image.
 """

@@ -1,4 +1,4 @@
-"""Measurements of a model: answers, footprint, races, throughput and memory, and the machine they belong to."""
+"""Measurement records: predictions, footprint, races, throughput, memory, and the environment of the machine."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -10,12 +10,12 @@ from pydantic import Field
 from profiling_agent.schemas.plan import Deployment
 from profiling_agent.schemas.profile import ArtifactRef, InputSpec, LatencyStats, Record
 
-# Of three sessions or fewer Student's t says next to nothing; of five its interval is 1.4 times as wide as of many.
+# With 3 sessions or fewer, Student's t interval is too wide to be of use; with 5 it is 1.4 times as wide as with many.
 NUM_SESSIONS = 5
 
 
 class Variant(StrEnum):
-    """A model by what was done to it: nothing, one of pruning and quantization, or both."""
+    """How a model was changed: not at all, pruned, quantized, or both."""
 
     BASELINE = "baseline"
     PRUNED = "pruned"
@@ -24,7 +24,7 @@ class Variant(StrEnum):
 
 
 class Footprint(Record):
-    """What a model takes, counted and not timed."""
+    """Size and cost of a model, counted and not timed."""
 
     params: int
     macs: int
@@ -33,10 +33,7 @@ class Footprint(Record):
 
 
 class Predictions(Record):
-    """One model's answers on images of one split, in the split's order; each of `files` holds those of a shard.
-
-    `evaluation.predictions` says what a file holds.
-    """
+    """One model's predictions on one split's images, in order, one file a shard (content: `measure/predictions.py`)."""
 
     split: Literal["calibration", "search", "heldout", "recovery"]
     num_images: int
@@ -45,12 +42,12 @@ class Predictions(Record):
 
     @property
     def top1(self) -> float:
-        """Return the fraction of images answered right."""
+        """Return the top-1 accuracy."""
         return self.num_correct / self.num_images
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Return the answers on parts of one split, at least one, as one, in the order given."""
+        """Join the predictions on parts of one split, at least one, in the order given."""
         return parts[0].model_copy(
             update={
                 "num_images": sum(part.num_images for part in parts),
@@ -63,8 +60,7 @@ class Predictions(Record):
 class AccuracyDrop(Record):
     """Baseline top-1 minus candidate top-1 on the same images, with a paired 95% interval.
 
-    Where the images were looked at more than once before it was known how many there would be, interval and p-value are
-    those of a test that allows it.
+    If the number of images was decided after earlier looks at them, interval and p-value are those of a sequential test.
     """
 
     drop: float
@@ -78,9 +74,9 @@ class AccuracyDrop(Record):
 
 
 class Opening(Record):
-    """Which test this was of what is made of one model, on held-out images that others of them shared.
+    """A counted test of one model's candidates on held-out images that several of these tests share.
 
-    `share` is what it has of the error, and `fresh` why none before the first of them was counted, where somebody said so.
+    `share` is this test's share of the error rate. `fresh` is the user's reason why earlier tests don't count, if one was given.
     """
 
     number: int = Field(ge=1)
@@ -101,12 +97,12 @@ class Evaluation(Record):
 
     @property
     def top1(self) -> float:
-        """Return the fraction of images answered right."""
+        """Return the top-1 accuracy."""
         return self.predictions.top1
 
 
 class RaceResult(Record):
-    """One model's times in a race; `speedup` is the baseline's time over its own, with a 95% interval."""
+    """One model's times in a race; `speedup` is the baseline's time over the model's, with a 95% interval."""
 
     variant: Variant
     model: ArtifactRef
@@ -124,7 +120,7 @@ class RaceResult(Record):
 
     @property
     def by_session(self) -> tuple[float, ...]:
-        """Return the speed-up that each session alone gives, the median of its turns."""
+        """Return each session's speedup: the median of its turns."""
         return tuple(median(turns) for turns in self.turns)
 
 
@@ -139,8 +135,8 @@ class Dropped(Record):
 class Race(Record):
     """Models that took turns, one process each, on one machine; those that dropped out have no result.
 
-    A session starts all processes anew, and a repeat goes once through all models of a session. Of a race of one session the
-    intervals assume what processes differ by; of more they are over the sessions.
+    A session starts all processes anew; a repeat runs each model of a session once. With one session, the intervals assume how much
+    processes differ; with more, they are computed over the sessions.
     """
 
     results: tuple[RaceResult, ...]
@@ -159,19 +155,19 @@ class Race(Record):
     )
 
     def result_of(self, model: ArtifactRef) -> RaceResult:
-        """Return the race result of `model`; LookupError where it dropped out or took no part."""
+        """Return the race result of `model`; LookupError if it dropped out or took no part."""
         for race_result in self.results:
             if race_result.model.sha256 == model.sha256:
                 return race_result
         raise LookupError(f"{model.path!r} has no race result in this race")
 
     def reason(self, model: ArtifactRef) -> str | None:
-        """Return why `model` dropped out, None where it didn't."""
+        """Return why `model` dropped out, or None if it didn't."""
         return next((dropped.reason for dropped in self.dropped if dropped.model.sha256 == model.sha256), None)
 
 
 class Gpu(Record):
-    """The GPU that measurements were taken on, and the versions that its times depend on, None where unknown."""
+    """The GPU of the measurements, and the versions that its times depend on; None if unknown."""
 
     name: str
     compute_capability: str
@@ -188,13 +184,13 @@ class Gpu(Record):
 
     @property
     def versions(self) -> dict[str, str]:
-        """Return the versions of driver, CUDA and cuDNN, as far as they are known."""
-        known = {"NVIDIA driver": self.driver, "CUDA": self.cuda, "cuDNN": self.cudnn}
-        return {name: version for name, version in known.items() if version}
+        """Return the known versions of driver, CUDA and cuDNN."""
+        versions = {"NVIDIA driver": self.driver, "CUDA": self.cuda, "cuDNN": self.cudnn}
+        return {name: version for name, version in versions.items() if version}
 
 
 class Environment(Record):
-    """The machine, the software and the device that measurements were taken with."""
+    """The machine, the software and the device of the measurements."""
 
     cpu: str
     cpu_flags: tuple[str, ...]
@@ -210,13 +206,13 @@ class Environment(Record):
 
     @property
     def machine(self) -> str:
-        """Return what times depend on, in words: GPU if it was used, processor, number of threads."""
+        """Return what times depend on, as text: GPU if used, processor, number of threads."""
         host = f"{self.cpu}, {self.num_threads} threads"
         return f"{self.gpu.hardware}, {host}" if self.gpu else host
 
     @property
     def versions(self) -> dict[str, str]:
-        """Return the versions of all libraries, runtimes and, on a GPU, of its driver."""
+        """Return the versions of all libraries and runtimes and, on a GPU, of its driver."""
         return self.libraries | self.runtimes | (self.gpu.versions if self.gpu else {})
 
 
@@ -240,7 +236,7 @@ class Refusal(Record):
 
 
 class Throughputs(Record):
-    """Models that took turns at each batch size."""
+    """Throughput of models that took turns at each batch size."""
 
     rows: tuple[Throughput, ...]
     refused: tuple[Refusal, ...] = ()
@@ -252,7 +248,7 @@ class Throughputs(Record):
 
 
 class MemoryUse(Record):
-    """Peak memory of a process that only loads a model and runs it, libraries included, and bytes on disk."""
+    """Peak memory of a process that only loads and runs a model, libraries included, and bytes on disk."""
 
     model: ArtifactRef
     batch_size: int
@@ -274,7 +270,7 @@ Form = Literal["whole", "pruned"]
 
 
 class Prunable(Record):
-    """What can be cut of a model: units by kind, the layers in none by the code of the reason, and an example of each."""
+    """Prunable units of a model by kind, and the refused layers by reason code, with an example of each."""
 
     architecture: str
     input: InputSpec
@@ -287,7 +283,7 @@ class Prunable(Record):
 
 
 class Deployability(Record):
-    """One deployment of one form of a model: made, opened in a process of its own and compared, or refused."""
+    """One deployment of one form of a model: built, opened in its own process and compared, or refused."""
 
     form: Form
     deployment: Deployment

@@ -1,4 +1,4 @@
-"""Records of what is to be done: number notations, plans, deployments, and the approval of a plan."""
+"""Plan records: number notations, recommendations, plans, deployments, and the approval of a plan."""
 
 import re
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from pydantic import (
 from profiling_agent.schemas.profile import ArtifactRef, Record, Unit
 
 QUANTITY = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?)\s*([a-z%]*)", re.ASCII)
-# Each unit with its divisor.
-PERCENT, TIMES = {"": 1, "%": 100}, {"": 1, "x": 1}
+# Units of a number, each with its divisor.
+PERCENT, FACTOR = {"": 1, "%": 100}, {"": 1, "x": 1}
 POINTS = PERCENT | dict.fromkeys(("pt", "pts", "pp", "point", "points"), 100)
 DTYPE_SYNONYMS = {
     "int8": "qint8",
@@ -32,27 +32,27 @@ DTYPE_SYNONYMS = {
 
 def _limit(bounds: Any, units: Mapping[str, int], advice: str) -> BeforeValidator:
     """Return a validator of a number within `bounds`, or of text with one of `units`; its error gives the `advice`."""
-    bounded = TypeAdapter[float](Annotated[float, bounds])
+    adapter = TypeAdapter[float](Annotated[float, bounds])
 
-    def read(value: object) -> float:
+    def parse(value: object) -> float:
         number = value
         if isinstance(value, str) and (parts := QUANTITY.fullmatch(value.strip().lower())) and parts[2] in units:
             number = float(parts[1]) / units[parts[2]]
         try:
-            return bounded.validate_python(number, strict=True)
+            return adapter.validate_python(number, strict=True)
         except ValidationError:
             raise ValueError(f"give {advice}") from None
 
-    return BeforeValidator(read, json_schema_input_type=Annotated[float, bounds] | str)
+    return BeforeValidator(parse, json_schema_input_type=Annotated[float, bounds] | str)
 
 
 DropLimit = Annotated[float, _limit(Field(ge=0, lt=1), POINTS, "a fraction from 0 to below 1, such as 0.01 or 1%")]
 RatioLimit = Annotated[float, _limit(Field(gt=0, le=2), PERCENT, "a fraction above 0, up to 2: 0.5 is half, or 50%")]
-SpeedupLimit = Annotated[float, _limit(Field(ge=1, le=1000), TIMES, "a number from 1 to 1000, such as 1.5 or 1.5x")]
+SpeedupLimit = Annotated[float, _limit(Field(ge=1, le=1000), FACTOR, "a number from 1 to 1000, such as 1.5 or 1.5x")]
 
 
 def canonical(value: object, synonyms: Mapping[str, str]) -> object:
-    """Return a name, or each of several separated by commas, in its canonical form."""
+    """Replace synonyms in a name, or in each of several names separated by commas."""
     if not isinstance(value, str):
         return value
     return ",".join(synonyms.get(name.strip().lower(), name.strip()) for name in value.split(","))
@@ -60,10 +60,10 @@ def canonical(value: object, synonyms: Mapping[str, str]) -> object:
 
 # The pattern that stands for all layers.
 EVERYTHING = "all"
-# The parts of a plan that are arrays, by all of their names.
+# A plan's array fields: our key, then the paper's.
 PRUNING, QUANTIZATION = (("pruning", "pruning_recommendations"), ("quantization", "quantization_recommendations"))
-PARTS = frozenset({*PRUNING, *QUANTIZATION, "caps"})
-PRINTED = re.compile(rf'"(?:{PRUNING[1]}|{QUANTIZATION[1]})"\s*:')
+ARRAY_KEYS = frozenset({*PRUNING, *QUANTIZATION, "caps"})
+PAPER_KEY = re.compile(rf'"(?:{PRUNING[1]}|{QUANTIZATION[1]})"\s*:')
 DTYPES = {"dynamic": ("qint8", "float16", "float8"), "static": ("qint8",), "cast": ("bfloat16", "float32")}
 
 
@@ -90,11 +90,11 @@ class QuantizationRecommendation(Record):
 
     @field_validator("dtype", mode="before")
     @classmethod
-    def _canonical(cls, value: object) -> object:
+    def _replace_synonyms(cls, value: object) -> object:
         return canonical(value, DTYPE_SYNONYMS)
 
     @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def _check_dtype(self) -> Self:
         if self.dtype not in DTYPES[self.quantization_type]:
             allowed = " or ".join(DTYPES[self.quantization_type])
             raise ValueError(f"quantization_type {self.quantization_type!r} takes dtype {allowed}, not {self.dtype!r}")
@@ -117,41 +117,40 @@ class Cap(Record):
 
 
 def unprinted(text: str) -> str:
-    """Return the JSON object of which `text` shows the members alone, as the paper prints its Figure 4; any other text as it is.
+    """Restore the JSON object from its members as the paper prints them (Figure 4); return other text unchanged.
 
-    There are no braces around them and no comma between; a line that is too long goes on in the next, behind an arrow. What is printed
-    twice is left as it is, which is no JSON: of two members of one name the first would be lost.
+    The paper prints no braces, no commas between members, and an arrow before the rest of a long line. Text with two members of one name is
+    returned unchanged, which is no JSON: the first member would be lost.
     """
-    begins = PRINTED.search(text)
-    if begins is None or "{" in text[: begins.start()]:
+    match = PAPER_KEY.search(text)
+    if match is None or "{" in text[: match.start()]:
         return text
-    body = text[begins.start() : text.rfind("}") + 1]
-    if any(body.count(f'"{name}"') > 1 for name in PARTS):
+    body = text[match.start() : text.rfind("}") + 1]
+    if any(body.count(f'"{name}"') > 1 for name in ARRAY_KEYS):
         return text
-    parts, last = ["{"], ""
+    parts, previous = ["{"], ""
     for line in map(str.strip, body.splitlines()):
         if line.startswith("↪"):
             parts.append(f" {line[1:].lstrip()}")
         elif line:
-            is_next = line.startswith('"') and last.endswith(("}", "]"))
-            parts.append(f",\n{line}" if is_next else f"\n{line}")
-        last = line or last
+            needs_comma = line.startswith('"') and previous.endswith(("}", "]"))
+            parts.append(f",\n{line}" if needs_comma else f"\n{line}")
+        previous = line or previous
     return "".join([*parts, "}"])
 
 
 def in_arrays(document: Any) -> Any:
-    """Return what a plan's document says with each part an array; the paper prints a part that has one recommendation as that alone."""
+    """Wrap single recommendations of a plan's document in arrays; the paper prints a lone one without."""
     if not isinstance(document, dict):
         return document
-    held = cast("dict[str, Any]", document)
-    return {key: [value] if key in PARTS and isinstance(value, dict) else value for key, value in held.items()}
+    fields = cast("dict[str, Any]", document)
+    return {key: [value] if key in ARRAY_KEYS and isinstance(value, dict) else value for key, value in fields.items()}
 
 
 class Plan(Record):
-    """What is to be done to the unpruned model. The paper's own key names are accepted as well.
+    """What to do to the unpruned model; the paper's key names are accepted as well.
 
-    What `pruning` recommends is fixed; with a `target`, the allocator chooses the widths of all other units, as far as
-    `caps` let it.
+    What `pruning` recommends is fixed; with a `target`, the allocator chooses the widths of all other units, within `caps`.
     """
 
     pruning: tuple[PruningRecommendation, ...] = Field(
@@ -186,7 +185,7 @@ class Cut(Record):
 
 
 class DryRun(Record):
-    """What a plan would do, before it is done."""
+    """Predicted effect of a plan."""
 
     cuts: tuple[Cut, ...]
     params: int
@@ -197,7 +196,7 @@ class DryRun(Record):
 
     @property
     def widths(self) -> tuple[tuple[str, int], ...]:
-        """Return what each cut unit would keep: two plans that come to the same are the same."""
+        """Return the width that each cut unit keeps; plans of equal widths are the same."""
         return tuple((cut.unit.name, cut.keep) for cut in self.cuts)
 
 
@@ -216,9 +215,9 @@ class PrunedModel(Record):
 
 
 class RecoveredModel(Record):
-    """A pruned model after distillation, or the very one that was given where no epoch lowered the KL; nats.
+    """A pruned model after distillation, or the given one if no epoch lowered the KL.
 
-    The KL is that to the unpruned model on the quarter of the calibration images that nothing is fitted to.
+    KL in nats, to the unpruned model, on the quarter of the calibration images that nothing is fitted to.
     """
 
     model: ArtifactRef
@@ -231,13 +230,13 @@ class RecoveredModel(Record):
 
 RuntimeName = Literal["eager", "graphed", "inductor", "onnxruntime", "openvino"]
 RUNTIMES: tuple[RuntimeName, ...] = ("eager", "graphed", "inductor", "onnxruntime", "openvino")
-# `static_nncf` is static int8 by NNCF, which quantizes attention products and residual adds as well.
-# `tf32` and `float8` are CUDA's; `dynamic` there has a scale per row.
+# `static_nncf` is static int8 by NNCF, which also quantizes attention products and residual adds. `tf32` and `float8` need CUDA; `dynamic`
+# has one scale a row there.
 Scheme = Literal["float32", "tf32", "bfloat16", "float16", "dynamic", "float8", "static", "static_nncf"]
 
 
 class Deployment(Record):
-    """One way to deploy a float32 model; of several recommendations the last one that hits a layer counts."""
+    """One way to deploy a float32 model; of several recommendations the last one that matches a layer counts."""
 
     runtime: RuntimeName = "eager"
     scheme: Scheme = "float32"
@@ -245,12 +244,12 @@ class Deployment(Record):
 
     @property
     def name(self) -> str:
-        """Return the deployment as a reader sees it."""
+        """Return runtime and scheme as text."""
         return f"{self.runtime} {self.scheme}"
 
 
 class DeployedModel(Record):
-    """A model in a deployment, ready to be loaded; distances are to its float32 parent."""
+    """A model in a deployment, ready to load; distances are to its float32 parent."""
 
     model: ArtifactRef
     deployment: Deployment
@@ -261,7 +260,7 @@ class DeployedModel(Record):
 
 
 class LayerCost(Record):
-    """What quantizing one layer alone costs, and how much of the time and the params it stands for."""
+    """What quantizing only one layer costs, and the layer's share of the time and the params."""
 
     layer: str
     kl: float = Field(description="KL divergence to the float32 model with this layer alone quantized, nats")
@@ -274,7 +273,7 @@ class LayerCost(Record):
 
 
 class FoldedSite(Record):
-    """A LayerNorm whose scales were evened out into the linear layers that read it; KL with these alone quantized."""
+    """A LayerNorm that SmoothQuant folded into the linear layers that read it; KL with only these quantized."""
 
     norm: str
     readers: tuple[str, ...]
@@ -284,9 +283,9 @@ class FoldedSite(Record):
 
 
 class Tuned(Record):
-    """A float32 model made ready for int8: the same function, gentler activations; and what each layer costs.
+    """A float32 model prepared for int8: the same function, smoother activations, and the cost of each layer.
 
-    `model` is the given one where no site was folded.
+    `model` is the given one if no site was folded.
     """
 
     model: ArtifactRef
@@ -331,12 +330,12 @@ class Approval(Record):
 
     @property
     def changes(self) -> dict[str, object]:
-        """Return what an edit changes."""
+        """Return the fields that an edit changes."""
         fields = {name: getattr(self, name) for name in type(self).model_fields if name not in ("decision", "reason")}
         return {name: value for name, value in fields.items() if value not in (None, ())}
 
     @model_validator(mode="after")
-    def _says_one_thing(self) -> Self:
+    def _check_decision(self) -> Self:
         if self.decision == "edit" and not self.changes:
             raise ValueError("the decision is edit and nothing is changed: name pruning, caps, a target or a limit")
         if self.decision != "edit" and self.changes:
@@ -347,7 +346,7 @@ class Approval(Record):
 
 
 class UnitCut(Record):
-    """One unit that would be cut, and the KL in nats that the evidence expects of that alone."""
+    """One unit that would be cut, and the KL in nats that the evidence expects of this cut only."""
 
     unit: str
     width: int
@@ -356,7 +355,7 @@ class UnitCut(Record):
 
 
 class ApprovalQuestion(Record):
-    """A plan that waits for a person: what it would do, by the dry run; nothing of it is done yet."""
+    """A plan that awaits a person's approval, and its dry run; nothing of it is done yet."""
 
     run_id: str
     attempt: int = Field(description="the attempt that it would become")
@@ -374,7 +373,7 @@ class ApprovalQuestion(Record):
 
 
 class Decided(Record):
-    """What a person decided of a plan."""
+    """A person's decision on a plan."""
 
     attempt: int
     plan: Plan

@@ -1,4 +1,4 @@
-"""Records of a model before it is changed: its input, its images, its profile and the evidence on its units."""
+"""Profile records: a model's input, images and labels, its profile, its units and the evidence on them."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -17,7 +17,10 @@ class Record(BaseModel):
 
 
 class ArtifactRef(Record):
-    """A file or folder in the run folder; `sha256` is that of the file, or of a model folder's `recipe.json`; `size_bytes` of the file, or of what holds the model in the folder."""
+    """A file or folder in the run folder.
+
+    `sha256` is of the file, or of a model folder's `recipe.json`; `size_bytes` of the file, or of what holds the model in the folder.
+    """
 
     path: str
     sha256: str
@@ -25,13 +28,13 @@ class ArtifactRef(Record):
     kind: Literal["model", "profile", "trace", "predictions", "split", "onnx"]
 
 
-# Images are prepared and evaluated so many at a time: a run that is cut off loses no more, and who looks at some of a
-# split first and at the others later sees none of them twice.
+# Images are prepared and evaluated in shards of this many: an interrupted run loses at most one shard, and looking at some images of a
+# split first repeats none of them later.
 SHARD = 512
 
 
 class InputSpec(Record):
-    """The shape of one image as the model takes it, and who said so."""
+    """The shape of one image as the model takes it, and where the shape was read."""
 
     channels: int = Field(gt=0, le=64)
     height: int = Field(gt=0, le=8192)
@@ -45,21 +48,21 @@ class InputSpec(Record):
 
 
 class ShapeFacts(Record):
-    """What is known of a model's input shape before one is chosen; certain where all that state one agree."""
+    """Facts on a model's input shape before one is chosen; certain if all sources that state one agree."""
 
     settings: tuple[str, ...]
     findings: tuple[str, ...]
     is_certain: bool
 
 
-# How all labels of a data set are matched: by names, or by one of the orders that both sides may have.
+# How all labels of a data set are matched: by name, or by an order that both sides may have.
 MatchKind = Literal["name", "number", "from-1", "place", "natural"]
 MatchBy = Literal["auto", MatchKind]
 MatchRule = Literal[MatchKind, "id", "normalised name", "wnid", "substring", "unmapped"]
 
 
 class LabelMatch(Record):
-    """How one label of the data set became a class of the model; `model_id` is None where it did not."""
+    """How one label of the data set became a class of the model; `model_id` is None if it did not."""
 
     dataset_label: str
     model_id: int | None
@@ -77,26 +80,26 @@ class SplitInfo(Record):
     file: ArtifactRef
 
     def shards(self, images: range | None = None) -> range:
-        """Return the numbers of the shards that hold these images, by default all; there may be fewer images than asked for.
+        """Return the numbers of the shards that hold these images, by default all; the split may have fewer images.
 
         Raises:
             ValueError: the images aren't whole shards.
         """
-        asked = range(self.num_images) if images is None else images
-        end = min(asked.stop, self.num_images)
-        if asked.step != 1 or asked.start % SHARD or (end % SHARD and end != self.num_images):
-            raise ValueError(f"{asked!r} of {self.num_images} images aren't whole shards of {SHARD}")
-        return range(asked.start // SHARD, -(-end // SHARD))
+        requested = range(self.num_images) if images is None else images
+        end = min(requested.stop, self.num_images)
+        if requested.step != 1 or requested.start % SHARD or (end % SHARD and end != self.num_images):
+            raise ValueError(f"{requested!r} of {self.num_images} images aren't whole shards of {SHARD}")
+        return range(requested.start // SHARD, -(-end // SHARD))
 
     def rows(self, shard: int) -> range:
-        """Return which images a shard holds: 512, the last one what is left; ValueError where there is no such shard."""
+        """Return a shard's images: 512, or the rest in the last one; ValueError if there is no such shard."""
         if shard not in self.shards():
             raise ValueError(f"there is no shard {shard} of {self.num_images} images in shards of {SHARD}")
         return range(shard * SHARD, min((shard + 1) * SHARD, self.num_images))
 
 
 class ModelSource(Record):
-    """Where the model comes from; `revision` is the commit that was read, where there is one."""
+    """Where the model comes from; `revision` is the commit that was read, if there is one."""
 
     name: str
     revision: str | None = None
@@ -105,7 +108,7 @@ class ModelSource(Record):
 
 
 class Acquired(Record):
-    """What acquisition found: the model, disjoint sets of images, and how their labels became its classes."""
+    """Result of acquisition: the model, disjoint sets of images, and the match of labels to classes."""
 
     source: ModelSource
     calibration: SplitInfo
@@ -118,7 +121,7 @@ class Acquired(Record):
 
 
 class WidthOption(Record):
-    """One width of one unit, the others whole: `kl` is the divergence to the unpruned model with compensation, nats."""
+    """One width of one unit, all others unpruned; `kl` is the divergence to the unpruned model after compensation, nats."""
 
     keep: int
     params_saved: int
@@ -132,12 +135,12 @@ class WidthOption(Record):
 
 
 def nearest_option(options: Sequence[WidthOption], width: int, share: float) -> WidthOption:
-    """Return the option of a unit of this width that keeps nearest to `share` of it."""
+    """Return the option that keeps nearest to `share` of a unit's `width`."""
     return min(options, key=lambda option: abs(option.keep / width - share))
 
 
 class UnitEvidence(Record):
-    """A unit's options, widest first, and its channels or heads in the order in which they would go."""
+    """A unit's options, widest first, and its channels or heads in the order of removal."""
 
     unit: str
     latency_ms: float | None = Field(default=None, description="unpruned, by the latency table, for one batch")
@@ -147,7 +150,7 @@ class UnitEvidence(Record):
 
 
 class Evidence(Record):
-    """How sensitive each unit is; `num_images` calibration images were used, `num_judged` of them to measure the KL on."""
+    """Sensitivity of each unit; the KL was measured on `num_judged` of the `num_images` calibration images."""
 
     units: tuple[UnitEvidence, ...]
     num_images: int
@@ -155,7 +158,7 @@ class Evidence(Record):
     seconds: float
 
     def kept(self, widths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        """Return the channels or heads that stay where units are cut to `widths`, by name; of units with evidence."""
+        """Return the channels or heads that remain when units are cut to `widths`, by name of the units with evidence."""
         return {
             row.unit: tuple(sorted(row.order[len(row.order) - widths[row.unit] :]))
             for row in self.units
@@ -163,7 +166,7 @@ class Evidence(Record):
         }
 
     def of(self, unit: str) -> UnitEvidence | None:
-        """Return the evidence on the unit of this name, None where there is none."""
+        """Return the evidence on the unit of this name, or None."""
         return next((row for row in self.units if row.unit == unit), None)
 
 
@@ -178,7 +181,7 @@ class LatencyStats(Record):
 
 
 class Energy(Record):
-    """Energy that the GPU takes for back-to-back passes, and its power without any just before."""
+    """Energy of back-to-back passes on the GPU, and its idle power just before."""
 
     joules_per_image: float
     watts: float
@@ -196,17 +199,17 @@ class Headline(Record):
 
     @property
     def pass_s(self) -> float:
-        """Return the seconds of one image, in batches of the size that was timed."""
+        """Return the seconds per image at the timed batch size."""
         return self.latency.median_ms / 1e3 / self.latency.batch_size
 
     @property
     def quietest_pass_s(self) -> float:
-        """Return the seconds of one image of the fastest batch: what it takes where the machine does nothing else, as far as was seen."""
+        """Return the seconds per image of the fastest batch, the best estimate for an otherwise idle machine."""
         return min(self.latency.samples_ms) / 1e3 / self.latency.batch_size
 
 
 class LayerProfile(Record):
-    """What one module itself owns and does; children are rows of their own, so rows add up to the model."""
+    """Parameters and cost of one module itself; children are rows of their own, so rows add up to the model."""
 
     name: str
     kind: str
@@ -217,7 +220,7 @@ class LayerProfile(Record):
 
 
 class OperatorProfile(Record):
-    """One operator and input shape as torch.profiler saw it, summed over its calls in one forward pass."""
+    """One operator and input shape in torch.profiler's trace, summed over its calls in one forward pass."""
 
     name: str
     calls: int
@@ -233,7 +236,7 @@ class OperatorProfile(Record):
 
 
 class UnitKind(StrEnum):
-    """What can be cut as a whole."""
+    """Kinds of units, which are cut as a whole."""
 
     MLP = "mlp"
     HEADS = "heads"
@@ -244,8 +247,8 @@ class UnitKind(StrEnum):
 class Unit(Record):
     """Coupled layers that are pruned together: channels (or heads) of the producers and inputs of the consumer.
 
-    One channel is as many consecutive rows of a producer, and columns of the consumer, as its size over `width`: a row,
-    a head's rows, or those of one group of a grouped convolution. Of producers with several `stacks`, it is as many in each.
+    One channel is size / `width` consecutive rows of a producer and columns of the consumer: one row, a head's rows, or those of one group
+    of a grouped convolution. A producer with several `stacks` has that many rows in each stack.
     """
 
     name: str
@@ -272,11 +275,11 @@ class Unit(Record):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The names of all modules that a cut changes, but for tables of heads."""
+        """Return the names of all modules that a cut changes, except tables of heads."""
         return (*self.producers, *self.inner, self.consumer, *self.side_readers)
 
     def rows_of(self, channels: Sequence[int], size: int) -> list[int]:
-        """Return which rows of a producer that has `size` of them make `channels`, those of one stack side by side."""
+        """Return the rows of a producer that make `channels`, stack by stack; `size` is its number of rows."""
         stack = size // self.stacks
         rows = stack // self.width
         starts = (number * stack + channel * rows for number in range(self.stacks) for channel in channels)
@@ -284,16 +287,16 @@ class Unit(Record):
 
 
 def by_cause(refusals: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return layers that can't be pruned, each as "layer: reason", by the code that its "code: reason" begins with."""
-    found: dict[str, list[str]] = {}
-    for layer, said in refusals.items():
-        code, _, reason = said.partition(": ")
-        found.setdefault(code, []).append(f"{layer}: {reason}")
-    return found
+    """Group refusals ("code: reason" by layer) by code, each as "layer: reason"."""
+    layers_by_code: dict[str, list[str]] = {}
+    for layer, refusal in refusals.items():
+        code, _, reason = refusal.partition(": ")
+        layers_by_code.setdefault(code, []).append(f"{layer}: {reason}")
+    return layers_by_code
 
 
 class ModelProfile(Record):
-    """Everything measured about one model in one state; `params` and `macs` equal the sums over `layers`."""
+    """All measurements of one model in one state; `params` and `macs` equal the sums over `layers`."""
 
     architecture: str
     input: InputSpec
@@ -318,7 +321,7 @@ class ModelProfile(Record):
     forward_passes: int
 
     @model_validator(mode="after")
-    def _rows_add_up(self) -> Self:
+    def _check_totals(self) -> Self:
         for name in ("params", "macs"):
             total, rows = getattr(self, name), sum(getattr(row, name) for row in self.layers)
             if total != rows:

@@ -1,4 +1,4 @@
-"""The loop: the contract, the attempts to meet it, and the verdict."""
+"""Search records: the contract, the deployments and plans that were tried, and the verdict."""
 
 from enum import StrEnum
 from typing import Literal
@@ -37,17 +37,17 @@ class Goal(Record):
     caps: tuple[Cap, ...] = Field(default=(), description="units that a person lets be cut no further, in any plan")
 
     def allows_size(self, ratio: float) -> bool:
-        """Return whether a share of the baseline's bytes is allowed, to a tenth of a percent: half precision is 50.02%."""
+        """Return whether a share of the baseline's bytes is allowed, rounded to 0.1%: half precision is 50.02%."""
         return min(ratio, round(ratio, 3)) <= self.max_size_ratio
 
     @property
     def without_demands(self) -> "Goal":
-        """Return the contract alone: what a person has fixed of plans says nothing of deployments."""
+        """Return the contract without `pins` and `caps`, which don't affect deployments."""
         return self.model_copy(update={"pins": (), "caps": ()})
 
 
 class DeploymentOption(Record):
-    """One deployment that a model was tried in: how far it came, and why no further."""
+    """One deployment that was tried with a model, how far it got, and why no further."""
 
     deployment: Deployment
     tuned: Tuned | None = Field(default=None, description="what was done to the float32 model first, for int8")
@@ -70,9 +70,9 @@ class DeploymentOption(Record):
 
 
 class DeploymentSearch(Record):
-    """The deployments of one model that were tried, in their order; `chosen` is the best that keeps the accuracy.
+    """The deployments that were tried with one model, in order; `chosen` is the best that keeps the accuracy.
 
-    Where none that does is content with the contract's other terms, it is one of those that may.
+    If none of these meets the contract's other terms, `chosen` is a deployment that may keep the accuracy.
     """
 
     options: tuple[DeploymentOption, ...]
@@ -89,18 +89,18 @@ class DeploymentSearch(Record):
 
     @property
     def suited(self) -> tuple[DeploymentOption, ...]:
-        """Return the deployments that keep the accuracy on all search images, the chosen one first."""
-        kept = [option for option in self.options if option.keeps_accuracy]
-        return tuple(sorted(kept, key=lambda option: option.deployment != self.chosen))
+        """Return the options that keep the accuracy on all search images, the chosen one first."""
+        options = [option for option in self.options if option.keeps_accuracy]
+        return tuple(sorted(options, key=lambda option: option.deployment != self.chosen))
 
     @property
     def doubtful(self) -> tuple[DeploymentOption, ...]:
-        """Return the deployments of which the search images don't show whether they keep the accuracy."""
+        """Return the options for which the search images don't show whether they keep the accuracy."""
         return tuple(option for option in self.options if option.is_doubtful)
 
 
 class Origin(Record):
-    """Who proposed a plan, and what became of the proposal before it was applied."""
+    """Who proposed a plan, and how the proposal was changed before it was applied."""
 
     by: str = Field(description="rules, user, or the name of a language model")
     reason: str = ""
@@ -113,7 +113,7 @@ class Origin(Record):
 
 
 class Spent(Record):
-    """What a run has asked of a language model; tokens are None where its server did not count all of them."""
+    """A run's use of the LLM; tokens are None if the server did not count all of them."""
 
     requests: int = 0
     input_tokens: int | None = 0
@@ -124,7 +124,7 @@ class Spent(Record):
 
 
 class Attempt(Record):
-    """One turn of the loop: a plan, its dry run, what it did when it was carried out, and whether it was accepted."""
+    """One turn of the loop: a plan, its dry run, its measured effect, and whether it was accepted."""
 
     number: int
     plan: Plan
@@ -170,7 +170,7 @@ class StopReason(StrEnum):
 
 
 class Journal(Record):
-    """All that the loop has seen; decisions, the report and the language model read the same one."""
+    """All results of the loop; decisions, the report and the LLM read the same one."""
 
     baseline: Evaluation
     baseline_latency_ms: float | None = Field(default=None, description="of a batch, as that of attempts")
@@ -189,25 +189,25 @@ class Journal(Record):
 
     @property
     def deployment(self) -> Deployment | None:
-        """Return the deployment that attempts are deployed in; None is eager float32."""
+        """Return the deployment of the attempts; None is eager float32."""
         return self.deployment_search.chosen if self.deployment_search else None
 
     def is_as_leading(self, attempt: Attempt) -> bool:
-        """Return whether an attempt says something of the deployment that leads: its plan asked for no other, or it came to none."""
+        """Return whether an attempt is evidence on the chosen deployment: it requested no other, or failed before deployment."""
         if attempt.deployment is not None:
             return attempt.deployment == self.deployment
         if attempt.deployed is None:
-            # What fails before it is deployed fails in every deployment, unless it is what was asked for that can't be had.
+            # A failure before deployment holds for every deployment, unless the requested one is unavailable.
             return not attempt.is_undeployable
         return attempt.plan.quantization is None or self.deployment is None
 
     def with_attempt(self, attempt: Attempt) -> "Journal":
-        """Return a journal with `attempt` at its end."""
+        """Return a copy of the journal with `attempt` appended."""
         return self.model_copy(update={"attempts": (*self.attempts, attempt)})
 
 
 class Candidate(Record):
-    """A model that may be returned: the attempt that made it, and how it did on the search images."""
+    """A model that may be returned: its attempt, and its evaluation on the search images."""
 
     variant: Variant
     attempt: int | None = Field(default=None, description="number of the attempt; None where nothing was pruned")
@@ -215,7 +215,7 @@ class Candidate(Record):
 
 
 class Outcome(StrEnum):
-    """The answer to the contract in one word; docs/verdict.md defines the three."""
+    """Outcome of the contract; docs/verdict.md defines the three."""
 
     MET = "MET"
     NEAREST_MISS = "NEAREST_MISS"
@@ -223,7 +223,7 @@ class Outcome(StrEnum):
 
 
 class Term(Record):
-    """One clause of the contract against what was measured."""
+    """One clause of the contract, and its measurement."""
 
     name: Literal["accuracy", "speed", "size", "memory"]
     required: float
@@ -235,7 +235,7 @@ class Term(Record):
 
 
 class Verdict(Record):
-    """The answer, with the reason it was given."""
+    """The outcome, with its reason."""
 
     outcome: Outcome
     certified: bool = Field(description="the 95% bounds meet the contract, not the point estimates alone")

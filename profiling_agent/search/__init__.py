@@ -1,1 +1,1 @@
-"""Search: propose, attempt and judge until nothing is left to try; then the final choice and the verdict."""
+"""Search loop, final choice and verdict of a run."""

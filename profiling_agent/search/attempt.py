@@ -1,4 +1,4 @@
-"""Attempt: a plan on its way to being judged, and the question that it is to a person."""
+"""Attempts: a plan pruned, deployed, measured and judged, and the approval question about it."""
 
 import math
 from collections.abc import Collection
@@ -35,14 +35,14 @@ from profiling_agent.search.deployments import DeploymentChoices, by_promise, po
 from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.search.selection import hopeless_kl, judge
 
-# Each limit of the contract, and the direction in which an edit may move it.
+# Limits of the contract, each with the direction in which an edit may move it.
 TIGHTER = {"max_accuracy_drop": -1, "min_speedup": 1, "max_size_ratio": -1, "max_memory_ratio": -1}
 
 
 def pose(
     run_id: str, plan: Plan, origin: Origin | None, profile: ModelProfile, journal: Journal | None
 ) -> ApprovalQuestion:
-    """Return what a person is shown of a plan before it is applied; PlanError where the plan can't be made."""
+    """Build the approval question about a plan; raises PlanError if the plan can't be made."""
     dry = dry_run(plan, profile)
     return ApprovalQuestion(
         run_id=run_id,
@@ -50,7 +50,7 @@ def pose(
         proposed_by=origin.by if origin else "rules",
         reason=origin.reason if origin else "",
         plan=plan,
-        cuts=tuple(_told(cut, profile) for cut in dry.cuts),
+        cuts=tuple(_describe_cut(cut, profile) for cut in dry.cuts),
         params_saved=1 - dry.params / profile.params,
         macs_saved=1 - dry.macs / max(profile.macs, 1),
         latency_saved=dry.latency_saved,
@@ -59,50 +59,50 @@ def pose(
     )
 
 
-def _told(cut: Cut, profile: ModelProfile) -> UnitCut:
-    row = profile.evidence.of(cut.unit.name) if profile.evidence else None
-    kl = next((option.kl for option in (row.options if row else ()) if option.keep == cut.keep), None)
+def _describe_cut(cut: Cut, profile: ModelProfile) -> UnitCut:
+    evidence = profile.evidence.of(cut.unit.name) if profile.evidence else None
+    kl = next((option.kl for option in (evidence.options if evidence else ()) if option.keep == cut.keep), None)
     return UnitCut(unit=cut.unit.name, width=cut.unit.width, keep=cut.keep, kl=kl)
 
 
-def read_answer(said: Any) -> Approval:
-    """Return the answer in what a person, a form or a file said; RequestError with what is wrong with it."""
-    if isinstance(said, Approval):
-        return said
-    if said == "accept":
+def read_answer(value: Any) -> Approval:
+    """Parse an answer from a person, a form or a file; raises RequestError with its first problem."""
+    if isinstance(value, Approval):
+        return value
+    if value == "accept":
         return Approval(decision="accept")
     try:
-        return Approval.model_validate(said)
+        return Approval.model_validate(value)
     except ValidationError as error:
         raise RequestError(f"that is no answer: {first_problem(error)}") from error
 
 
 def edited(answer: Approval, plan: Plan, goal: Goal, profile: ModelProfile) -> tuple[Plan, Goal]:
-    """Return the plan and the contract after an edit.
+    """Apply an edit to the plan and the contract.
 
     Raises:
-        PlanError: a pattern hits nothing, or the target is out of reach.
+        PlanError: a pattern matches nothing, or the target is out of reach.
         RequestError: a limit would be loosened.
     """
-    goal = demanded(_tightened(goal, answer), answer.pruning, answer.caps)
-    changed = plan.model_copy(update={"target": answer.target}) if answer.target else plan
-    changed = obeying(changed, goal)
-    dry_run(changed, profile)
-    return changed, goal
+    goal = demanded(_tighten(goal, answer), answer.pruning, answer.caps)
+    edited_plan = plan.model_copy(update={"target": answer.target}) if answer.target else plan
+    edited_plan = obeying(edited_plan, goal)
+    dry_run(edited_plan, profile)
+    return edited_plan, goal
 
 
-def _tightened(goal: Goal, answer: Approval) -> Goal:
+def _tighten(goal: Goal, answer: Approval) -> Goal:
     limits = {name: value for name in TIGHTER if (value := getattr(answer, name)) is not None}
     for name, value in limits.items():
-        before = getattr(goal, name)
-        before = math.inf if before is None else before
-        if (value - before) * TIGHTER[name] < 0:
-            raise RequestError(f"{name} is {value:g} but the contract says {before:g}: an edit can only tighten it")
+        limit = getattr(goal, name)
+        limit = math.inf if limit is None else limit
+        if (value - limit) * TIGHTER[name] < 0:
+            raise RequestError(f"{name} is {value:g} but the contract says {limit:g}: an edit can only tighten it")
     return goal.model_copy(update=limits)
 
 
 class PreparedAttempt(Record):
-    """A plan on its way to being measured; `failure` says why it went no further."""
+    """Plan on its way to measurement; `failure` is why it stopped before."""
 
     plan: Plan
     dry_run: DryRun | None = None
@@ -115,23 +115,20 @@ class PreparedAttempt(Record):
 
     @property
     def kl(self) -> float | None:
-        """Return how far the pruned model is from the unpruned one on calibration images, nats; None where nobody knows."""
+        """Return the KL divergence from the unpruned model on calibration images, in nats; None if unknown."""
         if self.recovery is not None:
             return self.recovery.kl_after
         return self.pruned.kl if self.pruned else None
 
     @property
     def fp32(self) -> ArtifactRef | None:
-        """Return the pruned model as far as it was brought back; None where nothing is pruned."""
-        made = self.recovery or self.pruned
-        return made.model if made else None
+        """Return the pruned float32 model, recovered if it was; None if nothing is pruned."""
+        result = self.recovery or self.pruned
+        return result.model if result else None
 
 
 def prune_attempt(evaluator: Evaluator, plan: Plan) -> PreparedAttempt:
-    """Apply the plan's pruning to the unpruned model, and recover it where the run asks for that.
-
-    A refused prune or recovery is a prepared attempt with a failure.
-    """
+    """Prune by the plan and, if requested, recover; a failure of either is returned as `failure`."""
     if not plan.pruning and plan.target is None:
         return PreparedAttempt(plan=plan)
     try:
@@ -144,11 +141,11 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> PreparedAttempt:
         pruned = evaluator.jobs.run(_prune_task(evaluator, dry))
     except (PruningError, JobError) as error:
         return PreparedAttempt(plan=plan, dry_run=dry, failure=str(error))
-    return _recovered(evaluator, PreparedAttempt(plan=plan, dry_run=dry, pruned=pruned))
+    return _recover(evaluator, PreparedAttempt(plan=plan, dry_run=dry, pruned=pruned))
 
 
 def _prune_task(evaluator: Evaluator, dry: DryRun) -> PruneTask:
-    """Return the job that cuts by the evidence's order; of units without evidence, or without calibration, the weights alone decide."""
+    """Build the pruning job: units are ranked by the evidence, or by weights without evidence or calibration."""
     evidence = evaluator.profile.evidence if evaluator.goal.calibrate else None
     return PruneTask(
         baseline=evaluator.baseline,
@@ -162,8 +159,8 @@ def _prune_task(evaluator: Evaluator, dry: DryRun) -> PruneTask:
     )
 
 
-def _recovered(evaluator: Evaluator, prepared: PreparedAttempt) -> PreparedAttempt:
-    """Return a prepared attempt with its model trained again, or as it is where the run is training-free."""
+def _recover(evaluator: Evaluator, prepared: PreparedAttempt) -> PreparedAttempt:
+    """Train the pruned model again; return it unchanged if the run is training-free."""
     recovery, settings = evaluator.acquired.recovery, evaluator.settings
     if prepared.pruned is None or recovery is None or not settings.recover_epochs:
         return prepared
@@ -183,41 +180,41 @@ def _recovered(evaluator: Evaluator, prepared: PreparedAttempt) -> PreparedAttem
 
 
 def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal: Goal) -> Deployment | None:
-    """Return what a plan's attempt is deployed in: what leads, or what the plan asks for, in the runtime that raced best with it.
+    """Choose the deployment of a plan's attempt; None is eager float32.
 
-    None is eager float32.
+    It is the leading one, or what the plan requests in the runtime that raced best with it.
 
     Raises:
-        PlanError: the attempt can't be deployed as the plan asks.
+        PlanError: the attempt can't be deployed as the plan requests.
     """
     search, wish = journal.deployment_search, plan.quantization
-    # What a user's own plan asked for is all that was searched: what leads is the answer, layers that were left in float included.
+    # The search tried only what the user's own plan requests, so its leader is the answer, with the layers that it left in float.
     if wish is None or wish == journal.wish or (journal.deployment and wish == journal.deployment.recommendations):
         return journal.deployment
-    if why := why_undeployable(plan, choices, goal):
-        raise PlanError(why)
-    # What could not be made of the unpruned model comes behind what was not tried.
-    promise = {
+    if reason := why_undeployable(plan, choices, goal):
+        raise PlanError(reason)
+    # Deployments that failed for the unpruned model (-1) rank behind those not tried (0).
+    scores = {
         (option.deployment.runtime, option.deployment.scheme): option.race_result.speedup
         if option.race_result
         else float(option.deployed is not None or option.wants_time or option.is_larger) - 1
         for option in (search.options if search else ())
     }
     possible = by_promise(possible_deployments(plan, choices))
-    return max(possible, key=lambda one: promise.get((one.runtime, one.scheme), 0.0), default=None)
+    return max(possible, key=lambda deployment: scores.get((deployment.runtime, deployment.scheme), 0.0), default=None)
 
 
 def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment: Deployment | None) -> PreparedAttempt:
-    """Bring the pruned model into a deployment; the plan then says what that does to the layers. None is eager float32.
+    """Convert the pruned model to a deployment, None being eager float32, and record its quantization in the plan.
 
-    One that is hopeless by its KL goes no further: its conversion and its images would teach nothing that isn't known.
+    A model with a hopeless KL divergence is not converted: measuring it would add nothing.
     """
     if prepared.failure is not None:
         return prepared
     kl, hopeless = prepared.kl, hopeless_kl(evaluator.goal)
     if evaluator.goal.selection == "contract" and kl is not None and kl > hopeless:
-        said = f"the KL to the unpruned model is {kl:.2g} nats on calibration images, {hopeless:.2g} is hopeless: not measured"
-        return prepared.model_copy(update={"failure": said})
+        message = f"the KL to the unpruned model is {kl:.2g} nats on calibration images, {hopeless:.2g} is hopeless: not measured"
+        return prepared.model_copy(update={"failure": message})
     model = prepared.fp32 or evaluator.baseline
     if deployment is None:
         return prepared.model_copy(update={"deployed": model})
@@ -230,7 +227,7 @@ def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment
 
 
 def open_journal(evaluator: Evaluator, plan: Plan, known: Collection[str] = ()) -> Journal:
-    """Measure what every attempt is compared with: the baseline, and the deployments that are possible for it; those that are `known` were measured before."""
+    """Measure the baseline and its possible deployments; those `known` by name were measured before."""
     contract = evaluator.goal.without_demands
     if evaluator.goal.selection == "paper":
         return Journal(
@@ -240,40 +237,40 @@ def open_journal(evaluator: Evaluator, plan: Plan, known: Collection[str] = ()) 
             wish=plan.quantization,
         )
     baseline = evaluator.evaluate_baseline(evaluator.acquired.search, range(SHARD))
-    opened = Journal(baseline=baseline, contract=contract, wish=plan.quantization)
+    journal = Journal(baseline=baseline, contract=contract, wish=plan.quantization)
     deployments = possible_deployments(plan, evaluator.choices)
     if not deployments:
-        return opened
+        return journal
     tried = try_deployments(evaluator, evaluator.baseline, deployments, baseline, known)
     search = as_search(tried, evaluator.choices.notes)
     if evaluator.settings.is_advised and evaluator.device == "cpu" and tried.best is not None:
         search = with_unit_times(evaluator, search, tried.best)
     quantized = search.of(search.chosen).evaluation if search.chosen else None
-    return opened.model_copy(update={"deployment_search": search, "quantized": quantized})
+    return journal.model_copy(update={"deployment_search": search, "quantized": quantized})
 
 
 def reopened(evaluator: Evaluator, journal: Journal) -> Journal:
-    """Return the journal with its deployments judged by the contract as it is now, an edit or a fork having changed it; what was measured is read back."""
+    """Judge the journal's deployments again if an edit or a fork changed the contract; measurements are read back."""
     if journal.contract in (None, evaluator.goal.without_demands):
         return journal
-    before = journal.deployment_search.options if journal.deployment_search else ()
-    known = {option.deployment.name for option in before if option.evaluation is not None}
-    opened = open_journal(evaluator, Plan(quantization=journal.wish), known)
-    return opened.model_copy(update={"attempts": journal.attempts, "rejected": journal.rejected})
+    options = journal.deployment_search.options if journal.deployment_search else ()
+    known = {option.deployment.name for option in options if option.evaluation is not None}
+    new_journal = open_journal(evaluator, Plan(quantization=journal.wish), known)
+    return new_journal.model_copy(update={"attempts": journal.attempts, "rejected": journal.rejected})
 
 
 def measure_attempt(evaluator: Evaluator, prepared: PreparedAttempt, journal: Journal) -> Attempt:
-    """Measure and judge a prepared attempt as it would be deployed."""
-    number, made = len(journal.attempts) + 1, prepared.pruned
-    failed = Attempt(
+    """Measure and judge a prepared attempt in its deployment."""
+    number, pruned = len(journal.attempts) + 1, prepared.pruned
+    attempt = Attempt(
         number=number,
         plan=prepared.plan,
         dry_run=prepared.dry_run,
         pruned_model=prepared.fp32,
-        compensation=made.compensation if made else (),
-        calibration_kl=made.kl if made else None,
-        calibration_kl_uncompensated=made.kl_uncompensated if made else None,
-        compensation_note=made.compensation_note if made else None,
+        compensation=pruned.compensation if pruned else (),
+        calibration_kl=pruned.kl if pruned else None,
+        calibration_kl_uncompensated=pruned.kl_uncompensated if pruned else None,
+        compensation_note=pruned.compensation_note if pruned else None,
         recovery=prepared.recovery,
         deployment=prepared.deployment,
         is_undeployable=prepared.is_undeployable,
@@ -281,8 +278,8 @@ def measure_attempt(evaluator: Evaluator, prepared: PreparedAttempt, journal: Jo
         reason=prepared.failure or "",
     )
     if prepared.failure is not None or prepared.deployed is None:
-        return failed
-    if made is None:
+        return attempt
+    if pruned is None:
         variant = Variant.QUANTIZED if prepared.deployment else Variant.BASELINE
     else:
         variant = Variant.BOTH if prepared.deployment else Variant.PRUNED
@@ -290,9 +287,9 @@ def measure_attempt(evaluator: Evaluator, prepared: PreparedAttempt, journal: Jo
         deployed = evaluator.search(variant, prepared.deployed, prepared.deployment)
         latency_ms = evaluator.latency_ms(deployed.model) if evaluator.goal.selection == "paper" else None
     except (ArtifactError, JobError) as error:
-        return failed.model_copy(update={"reason": str(error)})
+        return attempt.model_copy(update={"reason": str(error)})
     judgement = judge(deployed, evaluator.goal)
-    return failed.model_copy(
+    return attempt.model_copy(
         update={
             "deployed": deployed,
             "latency_ms": latency_ms,

@@ -1,4 +1,4 @@
-"""Possible deployments: the runtimes that are installed here, in the schemes that were asked for."""
+"""Possible deployments: installed runtimes combined with the requested quantization schemes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,14 +19,14 @@ from profiling_agent.schemas import (
 )
 from profiling_agent.search.budget import Budget
 
-# The order in which deployments are tried: those that led most often where all were measured come first, what compiles for minutes last
-# (docs/benchmarks.md). It matters where the time ends before all were tried.
+# Order of trials: those that led most often in full measurements first, slow compilers last (docs/benchmarks.md). It matters if the time ends before
+# all were tried.
 PROMISE: tuple[tuple[RuntimeName, Scheme], ...] = (
     *(("openvino", "static"), ("onnxruntime", "dynamic"), ("openvino", "static_nncf"), ("onnxruntime", "static")),
     *(("eager", "dynamic"), ("openvino", "bfloat16"), ("openvino", "float32"), ("onnxruntime", "float32")),
     ("inductor", "static"),
 )
-# The same on CUDA: what is launched at once comes first, by the rate of its products.
+# The same on CUDA: graphed launches come first, in the order of their matrix products' rate.
 PROMISE_ON_CUDA: tuple[tuple[RuntimeName, Scheme], ...] = (
     *(("graphed", "float8"), ("graphed", "dynamic"), ("graphed", "bfloat16"), ("graphed", "float16")),
     *(("inductor", "float8"), ("inductor", "bfloat16"), ("inductor", "dynamic"), ("inductor", "float16")),
@@ -37,16 +37,16 @@ SLOW_TO_MAKE: frozenset[RuntimeName] = frozenset({"inductor"})
 INT8: frozenset[Scheme] = frozenset({"dynamic", "static", "static_nncf"})
 # On CUDA these are linear layers in a bfloat16 model.
 ROWWISE: frozenset[Scheme] = frozenset({"dynamic", "float8"})
-# What changes no weight, and is always tried.
+# Schemes that change no weight and are always tried.
 UNQUANTIZED: frozenset[Scheme] = frozenset({"float32", "tf32"})
-# Of the bytes of float32, with what a file has besides; dynamic int8 leaves convolutions as they are.
+# Size as a fraction of float32's, file overhead included; dynamic int8 leaves convolutions in float32.
 BYTES: Mapping[Scheme, float] = {"float32": 1.0, "tf32": 1.0, "bfloat16": 0.51, "float16": 0.51}
 INT8_BYTES = 0.26
-# What pruning takes off a deployment's bytes and time for next to nothing: a fifth cost the small models 0.04 points at most (docs/benchmarks.md).
+# Share of bytes and time that pruning removes almost without loss: a fifth cost the small models 0.04 points at most (docs/benchmarks.md).
 MOST_PRUNED = 0.2
-# The schemes of one runtime that a hand-written mixture of types can be; of others no runtime knows more than one type.
+# Scheme by which a runtime executes a hand-written mixture of types; other runtimes support one type only.
 MIXTURES: Mapping[RuntimeName, Scheme] = {"eager": "dynamic", "inductor": "static"}
-# The schemes that a request's `quantize_dtype` allows where no plan says.
+# Schemes that a request's `quantize_dtype` allows when no plan decides.
 ASKED_SCHEMES: Mapping[str, frozenset[Scheme]] = {
     "auto": frozenset({"bfloat16", "float16", "dynamic", "float8", "static", "static_nncf"}),
     "qint8": frozenset({"dynamic", "static", "static_nncf"}),
@@ -59,10 +59,10 @@ ASKED_SCHEMES: Mapping[str, frozenset[Scheme]] = {
 
 @dataclass(frozen=True)
 class DeploymentChoices:
-    """What a run may choose a deployment from.
+    """Deployments that a run may choose from.
 
-    `supported` has the schemes of each runtime that is there and may be used, which somebody asked for by name or not, `schemes` those that were asked for on
-    `layers`, and `notes` a line for each runtime that is not there. `is_whole` says that half precision is the whole model's, as it is on CUDA.
+    `supported` has the schemes of each usable runtime, `schemes` those requested for `layers`, and `notes` a line for each runtime that is missing.
+    `is_named` says that runtimes were requested by name; `is_whole` that half precision covers the whole model, as on CUDA.
     """
 
     supported: Mapping[RuntimeName, Sequence[Scheme]] = field(default_factory=dict)
@@ -74,21 +74,21 @@ class DeploymentChoices:
 
 
 def deployment_choices(request: Request, device: str) -> DeploymentChoices:
-    """Return what a request lets a model on `device` be deployed in here."""
+    """Return the deployments that a request allows on `device` in this installation."""
     supported: dict[RuntimeName, tuple[Scheme, ...]] = {}
     notes: list[str] = []
     for name in request.runtime_names:
-        if line := registry.missing(name, device):
-            notes.append(f"{name} was not tried: {line}")
+        if reason := registry.missing(name, device):
+            notes.append(f"{name} was not tried: {reason}")
         elif schemes := registry.runtime(name).schemes(device):
             supported[name] = schemes
         elif device != "cpu" or request.names_runtimes:
-            where = "the CPU" if device != "cpu" else "CUDA"
-            notes.append(f"{name} was not tried: here it runs on {where} only, and the run is on {device}")
+            supported_device = "the CPU" if device != "cpu" else "CUDA"
+            notes.append(f"{name} was not tried: here it runs on {supported_device} only, and the run is on {device}")
     schemes = ASKED_SCHEMES[request.quantize_dtype]
     if device != "cpu" and request.quantize_layers != EVERYTHING:
         schemes &= ROWWISE
-    if schemes and not any(schemes & set(known) for known in supported.values()):
+    if schemes and not any(schemes & set(runtime_schemes) for runtime_schemes in supported.values()):
         notes.append(f"{request.quantize_dtype} was not tried: no runtime here has kernels for it on {device}")
     return DeploymentChoices(
         supported=supported,
@@ -101,7 +101,7 @@ def deployment_choices(request: Request, device: str) -> DeploymentChoices:
 
 
 def schemes_of(recommendations: Iterable[QuantizationRecommendation]) -> frozenset[Scheme]:
-    """Return the schemes that hand-written recommendations ask for; layers left in float32 ask for none."""
+    """Return the schemes that hand-written recommendations require; layers left in float32 require none."""
     kinds = {(rec.quantization_type, rec.dtype) for rec in recommendations if rec.dtype != "float32"}
     return frozenset(
         scheme for scheme, fields in RECOMMENDED.items() if (fields["quantization_type"], fields["dtype"]) in kinds
@@ -109,48 +109,47 @@ def schemes_of(recommendations: Iterable[QuantizationRecommendation]) -> frozens
 
 
 def possible_deployments(plan: Plan, choices: DeploymentChoices) -> tuple[Deployment, ...]:
-    """Return the deployments to try, in the order of the runtimes; eager float32 is the baseline and no deployment.
+    """Return the deployments to try, in the order of the runtimes; eager float32 is the baseline and not among them.
 
-    A plan that says how to quantize is taken at its word; otherwise every scheme that was asked for is tried. float32 and TF32 are
-    always: another runtime may suffice.
+    A plan with quantization is followed; otherwise all requested schemes are tried. float32 and TF32 always are: another runtime may suffice.
     """
-    found: list[Deployment] = []
-    for runtime, known in choices.supported.items():
+    deployments: list[Deployment] = []
+    for runtime, available in choices.supported.items():
         if plan.quantization is None:
-            chosen = [
+            candidates = [
                 Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme, choices.layers))
-                for scheme in known
+                for scheme in available
                 if scheme in choices.schemes or scheme in UNQUANTIZED
             ]
         else:
-            chosen = [
+            candidates = [
                 Deployment(runtime=runtime, scheme=scheme, recommendations=plan.quantization)
-                for scheme in _planned(runtime, known, schemes_of(plan.quantization), on_cuda=choices.is_whole)
+                for scheme in _schemes_for(runtime, available, schemes_of(plan.quantization), on_cuda=choices.is_whole)
             ]
-        found += [
-            deployment for deployment in chosen if (deployment.runtime, deployment.scheme) != ("eager", "float32")
+        deployments += [
+            deployment for deployment in candidates if (deployment.runtime, deployment.scheme) != ("eager", "float32")
         ]
-    return tuple(found)
+    return tuple(deployments)
 
 
 def why_undeployable(plan: Plan, choices: DeploymentChoices, goal: Goal) -> str | None:
-    """Return why an attempt can't be deployed as its plan asks of quantization; None where it can."""
+    """Return why a plan's quantization can't be deployed, or None if it can."""
     if plan.quantization is None:
         return None
     if goal.selection == "paper":
         return "the paper's selection judges attempts in eager float32: a plan's quantization has to be null"
-    names_layers = any(asked.layer != EVERYTHING for asked in plan.quantization)
+    names_layers = any(recommendation.layer != EVERYTHING for recommendation in plan.quantization)
     if choices.is_whole and names_layers and not schemes_of(plan.quantization) & ROWWISE:
         return "on CUDA half precision is the whole model's: quantization may name layers for int8 and float8 only"
-    # Eager float32 is there always, and no deployment.
+    # Eager float32 is always available, and no deployment.
     if possible_deployments(plan, choices) or not schemes_of(plan.quantization):
         return None
-    known = ", ".join(f"{runtime} {scheme}" for runtime, schemes in choices.supported.items() for scheme in schemes)
-    return f"no runtime that is installed can do what the plan asks of quantization: there are {known or 'none'}"
+    available = ", ".join(f"{runtime} {scheme}" for runtime, schemes in choices.supported.items() for scheme in schemes)
+    return f"no runtime that is installed can do what the plan asks of quantization: there are {available or 'none'}"
 
 
 def by_promise(deployments: Iterable[Deployment]) -> list[Deployment]:
-    """Return deployments in the order in which they are worth trying; those of which nothing is known in theirs, slow ones last."""
+    """Return deployments in the order of trial; unlisted ones keep their order behind, slow compilers come last."""
     ordered = [*deployments]
     on_cuda = any(deployment.runtime == "graphed" or deployment.scheme == "tf32" for deployment in ordered)
     places = {pair: place for place, pair in enumerate(PROMISE_ON_CUDA if on_cuda else PROMISE)}
@@ -163,7 +162,7 @@ def by_promise(deployments: Iterable[Deployment]) -> list[Deployment]:
 
 @dataclass(frozen=True)
 class Round:
-    """Deployments to try where nothing before them keeps the contract, or would with this share of it `pruned`."""
+    """Deployments to try if none before keeps the contract, or would with this share `pruned`."""
 
     deployments: tuple[Deployment, ...]
     pruned: float = 0.0
@@ -176,27 +175,27 @@ def in_rounds(
     choices: DeploymentChoices,
     linear_share: float = 1.0,
 ) -> tuple[Round, ...]:
-    """Return deployments by promise in up to three rounds; in one where the model is fast, or a runtime was asked for by name.
+    """Return deployments by promise in up to three rounds; one if the model is fast or runtimes are named.
 
-    A slow model's that have more bytes than the contract allows come second, and third where they still do when as much is pruned as costs nothing. `linear_share` is that of
-    the params that lie in linear layers.
+    For a slow model, those larger than the contract allows come second, and third if they still are when as much is pruned as costs nothing.
+    `linear_share` is the share of the params in linear layers.
     """
     ordered = by_promise(deployments)
     if not budget.is_slow or choices.is_named:
         return (Round(tuple(ordered)),)
     small, large, largest = list[Deployment](), list[Deployment](), list[Deployment]()
     for deployment in ordered:
-        # About how many of float32's bytes a scheme leaves.
-        reached = linear_share if deployment.scheme in ROWWISE else 1.0
-        size = BYTES.get(deployment.scheme, 1 - reached * (1 - INT8_BYTES))
+        # Approximate size as a fraction of float32's.
+        quantized_share = linear_share if deployment.scheme in ROWWISE else 1.0
+        size = BYTES.get(deployment.scheme, 1 - quantized_share * (1 - INT8_BYTES))
         is_near = size * (1 - MOST_PRUNED) <= goal.max_size_ratio
         (small if size <= goal.max_size_ratio else large if is_near else largest).append(deployment)
     rounds = (Round(tuple(small)), Round(tuple(large)), Round(tuple(largest), MOST_PRUNED))
-    return tuple(each for each in rounds if each.deployments)
+    return tuple(group for group in rounds if group.deployments)
 
 
 def num_tried_first(plan: Plan, budget: Budget, goal: Goal, choices: DeploymentChoices) -> int:
-    """Return how many deployments are sure to be tried of an unpruned model; the paper's selection knows none."""
+    """Return how many deployments of an unpruned model are certain to be tried; none with the paper's selection."""
     if goal.selection == "paper":
         return 0
     rounds = in_rounds(possible_deployments(plan, choices), budget, goal, choices)
@@ -204,30 +203,30 @@ def num_tried_first(plan: Plan, budget: Budget, goal: Goal, choices: DeploymentC
 
 
 def linear_share_of(profile: ModelProfile) -> float:
-    """Return the share of the params that lie in linear layers."""
+    """Return the share of the params in linear layers."""
     return sum(row.params for row in profile.layers if row.kind == "Linear") / max(profile.params, 1)
 
 
-def _planned(
-    runtime: RuntimeName, known: Sequence[Scheme], wanted: frozenset[Scheme], *, on_cuda: bool
+def _schemes_for(
+    runtime: RuntimeName, available: Sequence[Scheme], requested: frozenset[Scheme], *, on_cuda: bool
 ) -> list[Scheme]:
-    """Return the schemes by which this runtime can carry out recommendations of the `wanted` kinds."""
-    if not wanted:
-        return [scheme for scheme in known if scheme in UNQUANTIZED]
-    if on_cuda and wanted & ROWWISE:
-        widest: Scheme = "float8" if "float8" in wanted else "dynamic"
-        return [widest] if widest in known and wanted <= ROWWISE | {"bfloat16"} else []
-    kinds = wanted - {"static_nncf"}
+    """Return the schemes by which a runtime can execute recommendations of the `requested` kinds."""
+    if not requested:
+        return [scheme for scheme in available if scheme in UNQUANTIZED]
+    if on_cuda and requested & ROWWISE:
+        widest: Scheme = "float8" if "float8" in requested else "dynamic"
+        return [widest] if widest in available and requested <= ROWWISE | {"bfloat16"} else []
+    kinds = requested - {"static_nncf"}
     if len(kinds) == 1:
-        return [scheme for scheme in known if scheme in wanted]
+        return [scheme for scheme in available if scheme in requested]
     mixture = MIXTURES.get(runtime)
     allowed = {"eager": {"dynamic", "float16", "bfloat16"}, "inductor": {"static", "bfloat16"}}.get(runtime, set())
-    return [mixture] if mixture is not None and mixture in known and kinds <= allowed else []
+    return [mixture] if mixture is not None and mixture in available and kinds <= allowed else []
 
 
 def leaving_in_float(deployment: Deployment, layers: Sequence[str]) -> Deployment:
-    """Return `deployment` with `layers` left in float32, by their names."""
-    kept = tuple(
+    """Return `deployment` with the named `layers` left in float32."""
+    float_layers = tuple(
         QuantizationRecommendation(
             layer="^" + name.replace(".", r"\.") + "$",
             quantization_type="cast",
@@ -236,11 +235,11 @@ def leaving_in_float(deployment: Deployment, layers: Sequence[str]) -> Deploymen
         )
         for name in layers
     )
-    return deployment.model_copy(update={"recommendations": (*deployment.recommendations, *kept)})
+    return deployment.model_copy(update={"recommendations": (*deployment.recommendations, *float_layers)})
 
 
 def check_runtimes(request: Request) -> None:
-    """Raise RequestError where a runtime that was asked for by name isn't installed, or it or int8 isn't there on the device."""
+    """Raise RequestError if the device lacks a requested runtime or type, or half precision is requested by layer on CUDA."""
     if request.device == "cpu" and request.quantize_dtype == "float8":
         raise RequestError("quantize_dtype is 'float8' and device is 'cpu', which has no kernels for it: use int8")
     is_half = request.quantize_dtype in ("bfloat16", "float16")
@@ -251,10 +250,10 @@ def check_runtimes(request: Request) -> None:
     if request.runtimes.strip() == "auto":
         return
     for name in request.runtime_names:
-        device, other = ("cuda", "cpu") if request.device == "cuda" else ("cpu", "cuda")
-        if line := registry.missing(name, device):
-            raise RequestError(f"runtimes asks for {name}, but {line}")
+        device, other_device = ("cuda", "cpu") if request.device == "cuda" else ("cpu", "cuda")
+        if reason := registry.missing(name, device):
+            raise RequestError(f"runtimes asks for {name}, but {reason}")
         if request.names_runtimes and not registry.runtime(name).schemes(device):
             raise RequestError(
-                f"runtimes asks for {name}, which here runs on {other} only: leave it out, or use device {other}"
+                f"runtimes asks for {name}, which here runs on {other_device} only: leave it out, or use device {other_device}"
             )

@@ -43,15 +43,15 @@ from profiling_agent.search.budget import Budget
 from profiling_agent.search.deployments import INT8, DeploymentChoices, leaving_in_float
 from profiling_agent.search.selection import SEARCH_CONFIDENCE, can_be_bounded, keeps_accuracy
 
-# What a conversion or a runtime may end with; it costs the deployment its place, or the attempt, and never the run.
+# Failures of a conversion or a runtime: they cost the deployment or the attempt, never the run.
 REFUSALS = (ArtifactError, JobError, QuantizationError)
 
 
 @dataclass(frozen=True)
 class Deployer:
-    """What models are deployed with; `latency_shares` is each layer's part of the baseline's time, by name.
+    """Settings to convert models with; `latency_shares` is each layer's share of the baseline's time, by name.
 
-    What `tunes` makes a model ready for int8 first; without, and on CUDA, where each row has its scale, it is quantized as it is.
+    With `tunes`, a model is prepared for int8 first, on the CPU only: on CUDA each row has its scale.
     """
 
     jobs: Jobs
@@ -62,15 +62,15 @@ class Deployer:
     tunes: bool = True
 
     def make(self, model: ArtifactRef, deployment: Deployment, *, choose_layers: bool = False) -> DeploymentOption:
-        """Tune a float32 model for int8, leave the dearest layers in float where that is to be chosen, and convert.
+        """Tune a float32 model for int8 if needed, choose layers to leave in float with `choose_layers`, and convert.
 
-        What the conversion refuses, and that it crashed or hung, is the option's reason.
+        A refusal, crash or hang of the conversion is the option's reason.
         """
         tuned = None
         try:
             if self.tunes and deployment.scheme in INT8 and self.device == "cpu":
                 tuned = self.jobs.run(self._tune_task(model, deployment))
-                # A plan that says by name what becomes of which layer leaves none to choose.
+                # A plan with recommendations by layer leaves no layers to choose.
                 if choose_layers and len(deployment.recommendations) <= 1:
                     deployment = leaving_in_float(deployment, tuned.kept)
             deployed = self.jobs.run(self.deploy_task(tuned.model if tuned else model, deployment))
@@ -89,7 +89,7 @@ class Deployer:
         )
 
     def deploy_task(self, model: ArtifactRef, deployment: Deployment) -> DeployTask:
-        """Return the job that converts a float32 model as it is; where the runtime reads ONNX, that is written first."""
+        """Build the job that converts a float32 model; exports ONNX first if the runtime reads it."""
         return DeployTask(
             model=model,
             deployment=deployment,
@@ -102,20 +102,20 @@ class Deployer:
         )
 
     def exported(self, model: ArtifactRef, deployment: Deployment) -> ArtifactRef | None:
-        """Return a float32 model as ONNX, written where it isn't yet; None where the runtime reads none for this deployment."""
+        """Return a float32 model as ONNX, exported once; None if the runtime reads none for this deployment."""
         return self.jobs.run(ExportTask(model=model)).onnx if reads_onnx(deployment) else None
 
 
-# So few are looked at once: of them a sample of fixed size says more than a test that may be looked at whenever one likes.
+# Up to so many images are evaluated at once: a sample of fixed size then shows more than a sequential test.
 MAX_AT_ONCE = 2 * SHARD
-# Of a slow model no more are looked at: the fourth shard narrows an interval by a seventh, and the baseline and a few deployments on it are 1,000 passes.
+# Maximum for a slow model: a fourth shard narrows an interval by a seventh, and costs 1,000 passes for the baseline and a few deployments.
 MAX_SEARCHED_SLOW = 3 * SHARD
-# Beside the error of 10% that a search of fixed size has, little.
+# Error of the early decision; small next to the 10% of a search of fixed size.
 EARLY_ERROR = 0.02
 
 
 class Settings(Record):
-    """What a request says of every attempt and measurement."""
+    """Settings of every attempt and measurement, from the request."""
 
     batch_size: int
     seed: int
@@ -127,17 +127,17 @@ class Settings(Record):
 
 
 def most_searched(num_images: int, budget: Budget, goal: Goal) -> int:
-    """Return how many of so many search images a model is looked at on; the paper's selection knows no fewer, nor has a run that was given its time."""
+    """Return how many search images to use; fewer than all only for a slow model without a limit."""
     if goal.selection == "paper" or not budget.is_sparing:
         return num_images
-    # As many as can show the contract kept, in whole shards, where so many are there.
-    least = least_images(goal.max_accuracy_drop, SEARCH_CONFIDENCE) or num_images
-    return min(num_images, max(MAX_SEARCHED_SLOW, -(-least // SHARD) * SHARD))
+    # Enough to show the contract kept, in whole shards, if that many exist.
+    num_needed = least_images(goal.max_accuracy_drop, SEARCH_CONFIDENCE) or num_images
+    return min(num_images, max(MAX_SEARCHED_SLOW, -(-num_needed // SHARD) * SHARD))
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """What a run measures with: its jobs, what was acquired, the baseline and its profile, and what was asked for."""
+    """Measuring context of a run: jobs, data, the baseline with its profile, and the contract."""
 
     jobs: Jobs
     acquired: Acquired
@@ -149,23 +149,23 @@ class Evaluator:
 
     @property
     def device(self) -> str:
-        """Return where everything is measured."""
+        """Return the device of all measurements."""
         return self.acquired.source.device
 
     @cached_property
     def budget(self) -> Budget:
-        """Return what the run has left of its time."""
+        """Return the run's time budget."""
         pass_s, num_heldout = self.profile.headline.pass_s, self.acquired.heldout.num_images
         return Budget(self.jobs.timesheet, pass_s, self.settings.time_budget_s, num_heldout)
 
     @property
     def searched(self) -> range:
-        """Return which of the search images are looked at where all are."""
+        """Return the range of search images of a full search."""
         return range(most_searched(self.acquired.search.num_images, self.budget, self.goal))
 
     @cached_property
     def deployer(self) -> Deployer:
-        """Return what models are deployed with."""
+        """Return the converter of the run's models."""
         times = {row.name: row.latency_ms for row in self.profile.layers}
         total = sum(times.values()) or 1.0
         return Deployer(
@@ -187,9 +187,9 @@ class Evaluator:
         *,
         images: range | None = None,
     ) -> Evaluation:
-        """Measure `model` on `split`, or on these `images` of it, whole shards, paired with `against`, the baseline's evaluation.
+        """Evaluate `model` on `split`, or on whole shards with `images`, paired with `against`, the baseline's evaluation.
 
-        Shards that the run has are read back; the others are done by one process, and all merged in their order.
+        Evaluated shards are read back; one process does the others, and all are merged in order.
         """
         tasks = [
             EvaluateTask(
@@ -198,69 +198,70 @@ class Evaluator:
                 shard=shard,
                 batch_size=self.settings.batch_size,
                 device=self.device,
-                # Other runtimes may take their process down, which is then not to be the worker.
+                # Other runtimes may crash their process, which must not be the worker.
                 isolated=deployment is not None and deployment.runtime != "eager",
             )
             for shard in split.shards(images)
         ]
         if not tasks:
             raise RequestError("there are 0 images to evaluate on: raise num_samples")
-        measured = self.jobs.run_each(tasks)
-        predictions = Predictions.joined([shard.predictions for shard in measured])
+        evaluated_shards = self.jobs.run_each(tasks)
+        predictions = Predictions.joined([shard.predictions for shard in evaluated_shards])
         drop = None
         if against is not None:
-            correct = self._correct(predictions)
-            drop = compare(self._correct(against.predictions)[: len(correct)], correct)
+            correct = self._read_correct(predictions)
+            drop = compare(self._read_correct(against.predictions)[: len(correct)], correct)
         return Evaluation(
             variant=variant,
             model=model,
             deployment=deployment or Deployment(),
-            footprint=measured[0].footprint,
+            footprint=evaluated_shards[0].footprint,
             predictions=predictions,
             drop=drop,
         )
 
     def evaluate_baseline(self, split: SplitInfo, images: range | None = None) -> Evaluation:
-        """Measure the baseline on `split`, or on these images of it, whole shards; what was measured is read back."""
+        """Evaluate the baseline on `split`, or on whole shards with `images`; measured shards are read back."""
         return self.evaluate(Variant.BASELINE, self.baseline, split, images=images)
 
     def search(
         self, variant: Variant, model: ArtifactRef, deployment: Deployment | None = None, *, in_full: bool = True
     ) -> Evaluation:
-        """Measure a model on the search images beside the baseline: on the first shard, and on all unless that decides.
+        """Evaluate a model on search images, paired with the baseline: the first shard, then all unless that decides.
 
-        What decides is that the drop is shown inside the contract, or outside, with an error of 2%; the drop is then that of a
-        test which was looked at early. Of a slow model all are 1,536 at most. The first shard is all there is, if it could show the contract kept, where a time budget
-        leaves no room for the others; where it does show it, and not all are asked for, or a slow model has a budget, a sixth of which the baseline on the others may take (a DeiT-S
-        in ten minutes); and where not all are asked for of a slow model, whatever it shows. The paper's selection goes by what all images say.
+        A drop shown inside or outside the contract at an error of 2% decides; it is reported as that of an early look.
+        If one shard could show the contract kept, it also suffices in three cases:
+        - the time budget has no room for the other shards (a slow model has 1,536 images at most);
+        - it shows the contract kept, and `in_full` is false or a slow model has a budget (of a DeiT-S's ten minutes the baseline would take a sixth);
+        - the model is slow and `in_full` is false.
+        The paper's selection uses all images.
         """
-        split, first, every = self.acquired.search, range(SHARD), self.searched
-        if self.goal.selection == "contract" and len(every) > MAX_AT_ONCE:
-            beside, began_s = self.evaluate_baseline(split, first), self.jobs.timesheet.spent_s
-            seen = self.evaluate(variant, model, split, beside, deployment, images=first)
-            assert seen.drop is not None, "it was compared with the baseline"
-            counts = counts_of(seen.drop)
+        split, first_shard, images = self.acquired.search, range(SHARD), self.searched
+        if self.goal.selection == "contract" and len(images) > MAX_AT_ONCE:
+            baseline, began_s = self.evaluate_baseline(split, first_shard), self.jobs.timesheet.spent_s
+            evaluation = self.evaluate(variant, model, split, baseline, deployment, images=first_shard)
+            assert evaluation.drop is not None, "it was compared with the baseline"
+            counts = counts_of(evaluation.drop)
             if decide(counts, self.goal.max_accuracy_drop, EARLY_ERROR) != "undecided":
-                return seen.model_copy(update={"drop": at_a_look(counts, 2)})
+                return evaluation.model_copy(update={"drop": at_a_look(counts, 2)})
             shard_s = SHARD * self.budget.pass_s + self.jobs.timesheet.spent_s - began_s
-            has_room = self.budget.has_room_for((len(every) / SHARD - 1) * shard_s)
-            is_shown = (self.budget.is_pressed or not in_full) and keeps_accuracy(seen, self.goal)
+            has_room = self.budget.has_room_for((len(images) / SHARD - 1) * shard_s)
+            is_shown = (self.budget.is_pressed or not in_full) and keeps_accuracy(evaluation, self.goal)
             suffices = is_shown or not has_room or (self.budget.is_slow and not in_full)
-            # So few images must not make a point estimate of what a bound of all would be.
-            if suffices and can_be_bounded(seen.drop, self.goal):
-                return seen
-        return self.evaluate(variant, model, split, self.evaluate_baseline(split, every), deployment, images=every)
+            # Too few images for a bound must not replace the bound of all by a point estimate.
+            if suffices and can_be_bounded(evaluation.drop, self.goal):
+                return evaluation
+        return self.evaluate(variant, model, split, self.evaluate_baseline(split, images), deployment, images=images)
 
     def answers(self, measured: Evaluation) -> Answers:
-        """Return what a model answered on the images that it was measured on, in the split's order."""
+        """Return a model's answers on the images that it was evaluated on, in the split's order."""
         return joined([read_predictions(self.jobs.path(file)) for file in measured.predictions.files])
 
-    def _correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
-        """Return which images were answered right, in the split's order."""
+    def _read_correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
         return np.concatenate([read_predictions(self.jobs.path(file)).right for file in predictions.files])
 
     def race(self, entries: Entries) -> Race:
-        """Let `entries` take turns in one session, to choose among them; the first is the baseline."""
+        """Race `entries` in one session to choose among them; the first is the baseline."""
         settings = self.settings
         task = RaceTask(
             entries=tuple(entries),
@@ -273,7 +274,7 @@ class Evaluator:
 
     @property
     def batch_s(self) -> float:
-        """Return the seconds that a batch takes the baseline."""
+        """Return the baseline's seconds per batch."""
         return self.profile.headline.latency.median_ms / 1e3
 
     @property
@@ -281,7 +282,7 @@ class Evaluator:
         return self.goal.max_memory_ratio is not None or self.goal.objective == "memory"
 
     def hold_session(self, entries: Entries, number: int) -> Race:
-        """Return one session of an estimate; JobError where a process died and it is void."""
+        """Run one session of a speed estimate; raises JobError if a process died, which voids it."""
         settings = self.settings
         return self.jobs.run(
             SessionTask(
@@ -296,17 +297,17 @@ class Evaluator:
         )
 
     def latency_ms(self, model: ArtifactRef) -> float:
-        """Return the median time of a batch in a fresh process that only loads and runs a model; what was timed is read back."""
+        """Return the median milliseconds of a batch in a fresh process that only runs this model; timed once."""
         task = HeadlineTask(model=model, batch_size=self.settings.batch_size, device=self.device)
         return self.jobs.run(task).latency.median_ms
 
     def peak_memory(self, model: ArtifactRef) -> int:
-        """Return the peak resident bytes of a fresh process that only loads and runs a model."""
+        """Return the peak resident bytes of a fresh process that only runs this model."""
         task = MemoryTask(model=model, batch_size=self.settings.batch_size, device=self.device)
         return self.jobs.run(task).peak_bytes
 
     def memory_ratio(self, model: ArtifactRef) -> float | None:
-        """Return that as a fraction of the baseline's, None where the contract doesn't ask; raises what measuring does."""
+        """Return peak memory as a fraction of the baseline's, None if not in the contract; raises measuring errors."""
         if not self._reads_memory:
             return None
         return self.peak_memory(model) / self.peak_memory(self.baseline)

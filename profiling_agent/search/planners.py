@@ -39,69 +39,68 @@ from profiling_agent.search.deployments import why_undeployable
 from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.search.selection import rule_text
 
-# The paper's loop answers to the last evaluation alone; these are its steps.
+# Steps of the paper's loop, which depends on the last evaluation only.
 MILDER, STRONGER = 0.5, 1.5
-# While no target was refused the next may cost this many times the KL of the last, by steps of a twentieth of the way.
+# Until a target is refused, the next may cost this many times the KL of the last, searched in twentieths of the way.
 MORE_KL, NUM_SAVINGS, MIN_NATS = 4.0, 20, 1e-4
 
 
 def milder(plan: Plan, times: int) -> Plan:
-    """Return `plan` at half its strength for each time that a person rejected it."""
+    """Halve the strength of `plan` for each time that a person rejected it."""
     return scaled(plan, MILDER**times) if times else plan
 
 
 @dataclass(frozen=True)
-class _Search:
-    """The first plan's strengths: what is known of them, and which to try next."""
+class _StrengthSearch:
+    """Search over strengths of the first plan: what was measured, and which to try next."""
 
     first: Plan
     profile: ModelProfile
     journal: Journal
     pins: tuple[PruningRecommendation, ...]
 
-    def at(self, strength: float) -> Plan:
-        """Return the first plan scaled."""
+    def scaled_plan(self, strength: float) -> Plan:
         return scaled(self.first, strength, self.pins)
 
-    def by_bisection(self) -> Iterator[float]:
-        """Give strengths to try, the most informative first."""
+    def bisection_strengths(self) -> Iterator[float]:
+        """Yield strengths to try, the most informative first."""
         low, high = self._bracket()
-        strongest = self._strongest()
+        max_strength = self._max_strength()
         if high is None:
-            yield self._stronger(low, strongest) if self.first.target else min(low * 2, strongest)
-            high = strongest
-        # Widths are aligned, so the exact middle may be a plan that was measured already; its neighbours may not be.
+            yield self._next_stronger(low, max_strength) if self.first.target else min(low * 2, max_strength)
+            high = max_strength
+        # Widths are aligned, so the middle may be a measured plan when its neighbours are not.
         yield from (low + (high - low) * share for share in (1 / 2, 3 / 4, 1 / 4, 7 / 8, 1 / 8))
 
-    def as_the_paper(self) -> Iterator[float]:
-        """Give the paper's next strength: from the last plan and the last evaluation, nothing older."""
+    def paper_strengths(self) -> Iterator[float]:
+        """Yield the paper's next strength, from the last plan and evaluation only."""
         last = self.journal.attempts[-1]
         yield (self._strength(last.plan, last.dry_run) or 1.0) * (STRONGER if last.accepted else MILDER)
 
     def _strength(self, plan: Plan, dry: DryRun | None) -> float | None:
-        """Return the factor by which a plan is the first one scaled (capped ratios aside).
+        """Return the factor between a plan and the first one, capped ratios aside; None if they can't be compared.
 
-        Of another's plan it is the saving that counts, beside the first one's; None where they can't be compared.
+        For a plan of another kind it is the ratio of the savings.
         """
         target = self.first.target
         if target is None:
-            return self._common_factor(plan)
+            return self._shared_factor(plan)
         if plan.target is not None and plan.target.metric == target.metric and plan.pruning == self.first.pruning:
             return plan.target.saving / target.saving
         return saved_share(dry.cuts, self.profile, target.metric) / target.saving if dry else None
 
-    def _common_factor(self, plan: Plan) -> float | None:
-        now, was = self._free(plan), self._free(self.first)
-        if plan.target is not None or [rec.layer for rec in now] != [rec.layer for rec in was]:
+    def _shared_factor(self, plan: Plan) -> float | None:
+        recs, base = self._unpinned(plan), self._unpinned(self.first)
+        if plan.target is not None or [rec.layer for rec in recs] != [rec.layer for rec in base]:
             return None
-        return min((new.pruning_ratio / old.pruning_ratio for new, old in zip(now, was, strict=True)), default=None)
+        return min((new.pruning_ratio / old.pruning_ratio for new, old in zip(recs, base, strict=True)), default=None)
 
-    def _free(self, plan: Plan) -> list[PruningRecommendation]:
+    def _unpinned(self, plan: Plan) -> list[PruningRecommendation]:
         return [rec for rec in plan.pruning if rec not in self.pins]
 
     def _bracket(self) -> tuple[float, float | None]:
-        """Return the strongest that was accepted, and the mildest beyond it that was refused, by measurement or a person."""
-        # What a plan's own wish for quantization cost says nothing of the deployment that leads.
+        """Return the strongest accepted strength, and the mildest refused or rejected one above it."""
+        # A plan with its own quantization shows nothing about the leading deployment.
         measured = [
             (self._strength(row.plan, row.dry_run), row.accepted)
             for row in self.journal.attempts
@@ -110,41 +109,40 @@ class _Search:
         low = max((strength for strength, accepted in measured if strength and accepted), default=0.0)
         refused = [strength for strength, accepted in measured if strength and not accepted]
         refused += [
-            strength for row in self.journal.rejected if (strength := self._strength(row.plan, self._dry(row.plan)))
+            strength for row in self.journal.rejected if (strength := self._strength(row.plan, self._dry_run(row.plan)))
         ]
         return low, min((strength for strength in refused if strength > low), default=None)
 
-    def _strongest(self) -> float:
-        """Return the factor that takes the first plan to the most that it can ask for."""
+    def _max_strength(self) -> float:
         if self.first.target is not None:
             return min(most_saving(self.first, self.profile), MAX_SAVING) / self.first.target.saving
-        return max((MAX_RATIO / rec.pruning_ratio for rec in self._free(self.first)), default=1.0)
+        return max((MAX_RATIO / rec.pruning_ratio for rec in self._unpinned(self.first)), default=1.0)
 
-    def _stronger(self, low: float, strongest: float) -> float:
-        """Return the strength between `low` and `strongest` at which the predicted KL is a few times that of `low`.
+    def _next_stronger(self, low: float, max_strength: float) -> float:
+        """Return the strength up to `max_strength` whose predicted KL is a few times that of `low`.
 
-        Twice the saving may cost a hundred times the KL, and an attempt that is refused outright teaches little.
+        Twice the saving may cost a hundred times the KL, and an attempt that is refused outright shows little.
         """
-        allowed = MORE_KL * max(self._kl(low), MIN_NATS)
+        allowed = MORE_KL * max(self._predicted_kl(low), MIN_NATS)
         choice = low
         for share in range(1, NUM_SAVINGS + 1):
-            strength = low + (strongest - low) * share / NUM_SAVINGS
-            if choice > low and self._kl(strength) > allowed:
+            strength = low + (max_strength - low) * share / NUM_SAVINGS
+            if choice > low and self._predicted_kl(strength) > allowed:
                 break
             choice = strength
         return choice
 
-    def _kl(self, strength: float) -> float:
-        """Return the KL that the evidence predicts, without end where the plan can't be made."""
-        dry = self._dry(self.at(strength))
+    def _predicted_kl(self, strength: float) -> float:
+        """Return the KL in nats predicted by the evidence, infinite if the plan can't be made."""
+        dry = self._dry_run(self.scaled_plan(strength))
         return math.inf if dry is None or dry.kl is None else dry.kl
 
     def widths(self, plan: Plan) -> tuple[tuple[str, int], ...]:
-        """Return what a plan comes to after alignment; nothing where no unit would change or the plan can't be made."""
-        dry = self._dry(plan)
+        """Return a plan's aligned widths; empty if no unit changes or the plan can't be made."""
+        dry = self._dry_run(plan)
         return dry.widths if dry else ()
 
-    def _dry(self, plan: Plan) -> DryRun | None:
+    def _dry_run(self, plan: Plan) -> DryRun | None:
         try:
             return dry_run(plan, self.profile)
         except PlanError:
@@ -154,21 +152,21 @@ class _Search:
 def propose(
     goal: Goal, profile: ModelProfile, journal: Journal, *, max_iterations: int, first: Plan | None = None
 ) -> Plan | StopReason:
-    """Return the next plan to measure, or the reason to stop; what a person rejected counts as too strong.
+    """Return the next plan to measure, or the reason to stop; a rejected plan counts as too strong.
 
-    It is `first` at another strength, by default the first that was measured. Nothing that was timed decides here, so a resumed run proposes what an undisturbed one does.
+    It is `first`, by default the first measured plan, at another strength. No measured time decides, so a resumed run proposes the same plans.
     """
-    # How it was deployed is the attempt's: the next one is deployed in what leads.
+    # The deployment belongs to the attempt: the next one uses the leading deployment.
     first = obeying((first or journal.attempts[0].plan).model_copy(update={"quantization": None}), goal)
     if not first.pruning and first.target is None:
         return StopReason.NOTHING_TO_PRUNE
     if len(journal.attempts) >= max_iterations:
         return StopReason.BUDGET_SPENT
-    search = _Search(first, profile, journal, goal.pins)
+    search = _StrengthSearch(first, profile, journal, goal.pins)
     is_paper = goal.selection == "paper"
     tried = {search.widths(row.plan) for row in (*journal.attempts, *journal.rejected)}
-    for strength in search.as_the_paper() if is_paper else search.by_bisection():
-        plan = search.at(strength)
+    for strength in search.paper_strengths() if is_paper else search.bisection_strengths():
+        plan = search.scaled_plan(strength)
         widths = search.widths(plan)
         if is_paper or (widths and widths not in tried):
             return plan
@@ -177,11 +175,11 @@ def propose(
 
 Planner = Literal["hybrid", "llm", "rules"]
 RULES = Origin(by="rules")
-# A plan may cost a tenth more KL than the least for what it saves: sums of KLs aren't more exact than that.
+# A plan may cost a tenth more KL than the least for its saving: sums of KLs are no more exact.
 TOLERANCE, TINY_KL = 1.1, 1e-5
-# And has to lie this share of the model away from what was measured already, to teach anything.
+# Its saving must differ by this share of the model from measured ones, to show anything.
 STEP = 0.01
-# As a language model reads them; `_objection` applies them.
+# Parts of the prompt; `_objection` applies them.
 ALWAYS = "Your plan is measured where it cuts something, nobody has measured or rejected it, and a runtime here can do what it asks of quantization"
 AS_THE_ALLOCATOR = (
     f"where it is predicted to cost at most {TOLERANCE:g} times the KL at which the allocator saves as much of its target's metric (of the rules' where it "
@@ -197,23 +195,23 @@ Proposal = tuple[Plan, Origin]
 
 
 def setting_of(evaluator: Evaluator, journal: Journal | None = None) -> Setting:
-    """Return what a language model is told of the machine and of how its plans will be judged."""
+    """Return what the prompt contains about the machine and about how plans are judged."""
     goal, supported = evaluator.goal, evaluator.choices.supported
     drops = [row.deployed.drop for row in (journal.attempts if journal else ()) if row.deployed and row.deployed.drop]
-    changed = [(drop.num_lost + drop.num_gained) / drop.num_images for drop in drops]
+    changed_shares = [(drop.num_lost + drop.num_gained) / drop.num_images for drop in drops]
     is_paper = goal.selection == "paper"
     return Setting(
         machine=environment(evaluator.device).machine,
         schemes=()
         if is_paper
-        else tuple(f"{runtime} {scheme}" for runtime, known in supported.items() for scheme in known),
-        rule=rule_text(goal, len(evaluator.searched), max(changed, default=None)),
+        else tuple(f"{runtime} {scheme}" for runtime, schemes in supported.items() for scheme in schemes),
+        rule=rule_text(goal, len(evaluator.searched), max(changed_shares, default=None)),
         undeployable=partial(why_undeployable, choices=evaluator.choices, goal=goal),
     )
 
 
 def admission_text(planner: Planner, *, is_first: bool) -> str:
-    """Return in words which plans of a language model are measured."""
+    """Return the prompt's rule for which plans of a language model are measured."""
     if planner == "llm":
         return f"{ALWAYS}. {ELSE}."
     if is_first:
@@ -231,14 +229,14 @@ def first_proposal(
     *,
     setting: Setting = UNKNOWN,
 ) -> Proposal:
-    """Return the first plan: a language model's, which sees the rules' plan, or the rules' when there is an objection to it."""
+    """Return the first plan: a language model's, which sees the rules' plan, or the rules' if there is an objection."""
     if advisor is None or planner == "rules":
         return rules, RULES
     setting = replace(setting, admission=admission_text(planner, is_first=True))
     try:
-        advised = ask_for_plan(
+        advice = ask_for_plan(
             advisor,
-            lambda most: plan_question(profile, goal, rules, journal, most, setting=setting),
+            lambda limit: plan_question(profile, goal, rules, journal, limit, setting=setting),
             profile,
             goal,
             journal,
@@ -247,7 +245,7 @@ def first_proposal(
         )
     except AdvisorError as error:
         return rules, Origin(by="rules", note=str(error))
-    return _proposal(advisor, advised) or (rules, Origin(by="rules", note=f"{advisor.name}: {advised.objection}"))
+    return _as_proposal(advisor, advice) or (rules, Origin(by="rules", note=f"{advisor.name}: {advice.objection}"))
 
 
 def next_proposal(
@@ -262,21 +260,21 @@ def next_proposal(
 ) -> Proposal | StopReason:
     """Return the next plan and its origin, or the reason to stop.
 
-    With `hybrid` the rules' own plan comes second, unless the model's first has answered for it; the rules go on from it.
+    With `hybrid`, the rules' own plan comes second unless the first attempt makes it redundant; the rules continue from it.
     """
-    own = _rules_own(profile, goal, journal) if planner == "hybrid" else None
-    rules = propose(goal, profile, journal, max_iterations=max_iterations, first=own)
+    rules_plan = _first_rules_plan(profile, goal, journal) if planner == "hybrid" else None
+    rules = propose(goal, profile, journal, max_iterations=max_iterations, first=rules_plan)
     if advisor is None or planner == "rules" or len(journal.attempts) >= max_iterations:
         return rules if isinstance(rules, StopReason) else (rules, RULES)
-    if own is not None and not _is_answered(own, profile, journal):
-        return own, Origin(by="rules", note=f"beside {advisor.name}'s first plan, the rules' own is measured")
-    target = (own or journal.attempts[0].plan).target
+    if rules_plan is not None and not _is_redundant(rules_plan, profile, journal):
+        return rules_plan, Origin(by="rules", note=f"beside {advisor.name}'s first plan, the rules' own is measured")
+    target = (rules_plan or journal.attempts[0].plan).target
     setting = replace(setting, admission=admission_text(planner, is_first=False))
-    by_rules, left = None if isinstance(rules, StopReason) else rules, max_iterations - len(journal.attempts)
+    proposed, tries = None if isinstance(rules, StopReason) else rules, max_iterations - len(journal.attempts)
     try:
-        advised = ask_for_plan(
+        advice = ask_for_plan(
             advisor,
-            lambda most: plan_question(profile, goal, by_rules, journal, most, attempts_left=left, setting=setting),
+            lambda limit: plan_question(profile, goal, proposed, journal, limit, attempts_left=tries, setting=setting),
             profile,
             goal,
             journal,
@@ -285,60 +283,60 @@ def next_proposal(
         )
     except AdvisorError as error:
         return rules if isinstance(rules, StopReason) else (rules, Origin(by="rules", note=str(error)))
-    if proposal := _proposal(advisor, advised):
+    if proposal := _as_proposal(advisor, advice):
         return proposal
-    if advised.guarded is None and planner == "llm":
+    if advice.guarded is None and planner == "llm":
         return StopReason.ADVISED
-    why = advised.objection or f"advises to stop ({advised.reason[:200]})"
-    return rules if isinstance(rules, StopReason) else (rules, Origin(by="rules", note=f"{advisor.name}: {why}"))
+    reason = advice.objection or f"advises to stop ({advice.reason[:200]})"
+    return rules if isinstance(rules, StopReason) else (rules, Origin(by="rules", note=f"{advisor.name}: {reason}"))
 
 
-def _proposal(advisor: LanguageModel, advised: Advised) -> Proposal | None:
-    guarded = advised.guarded
-    if guarded is None or advised.objection is not None:
+def _as_proposal(advisor: LanguageModel, advice: Advised) -> Proposal | None:
+    guarded = advice.guarded
+    if guarded is None or advice.objection is not None:
         return None
     return guarded.plan, Origin(
         by=advisor.name,
-        reason=advised.reason,
-        repairs=advised.repairs,
+        reason=advice.reason,
+        repairs=advice.repairs,
         dropped=guarded.dropped,
         cut_back=guarded.cut_back,
     )
 
 
-def _rules_own(profile: ModelProfile, goal: Goal, journal: Journal) -> Plan | None:
-    """Return the rules' first plan where a language model made the one that was measured first; None where they cut nothing, or can't."""
+def _first_rules_plan(profile: ModelProfile, goal: Goal, journal: Journal) -> Plan | None:
+    """Return the rules' plan if a language model's was measured first; None if it cuts nothing or fails."""
     if journal.attempts[0].origin.by in ("rules", "user"):
         return None
     plan = obeying(milder(analyse(profile, goal), len(journal.rejected)), goal)
     try:
         return plan if dry_run(plan, profile).cuts else None
     except PlanError:
-        # What a person fixed or limited meanwhile may leave its target out of reach.
+        # Later demands of a person may put its target out of reach.
         return None
 
 
-def _is_answered(own: Plan, profile: ModelProfile, journal: Journal) -> bool:
-    """Return whether the rules' first plan needn't be measured: it was, was rejected, or the model's attempt has answered for it.
+def _is_redundant(rules_plan: Plan, profile: ModelProfile, journal: Journal) -> bool:
+    """Return whether the rules' first plan is already measured, rejected, or answered by the first attempt.
 
-    That was accepted and saves as much of everything, or refused and was predicted to cost no more.
+    An accepted attempt answers it if it saves as much of every metric; a refused one if its predicted KL was no higher.
     """
-    first, dry = journal.attempts[0], dry_run(own, profile)
+    first, dry = journal.attempts[0], dry_run(rules_plan, profile)
     if len(journal.attempts) > 1 or any(dry.widths == dry_run(row.plan, profile).widths for row in journal.rejected):
         return True
-    other, is_measured = first.dry_run, first.deployed is not None or first.calibration_kl is not None
-    if other is not None and other.widths == dry.widths and journal.is_as_leading(first):
-        # Whatever became of it would again.
+    prior, is_measured = first.dry_run, first.deployed is not None or first.calibration_kl is not None
+    if prior is not None and prior.widths == dry.widths and journal.is_as_leading(first):
+        # The same plan would have the same result.
         return True
-    if other is None or not is_measured or not journal.is_as_leading(first):
+    if prior is None or not is_measured or not journal.is_as_leading(first):
         return False
     metrics = METRICS if profile.evidence else ("params", "macs")
-    ahead = [saved_share(dry.cuts, profile, metric) - saved_share(other.cuts, profile, metric) for metric in metrics]
+    gains = [saved_share(dry.cuts, profile, metric) - saved_share(prior.cuts, profile, metric) for metric in metrics]
     if first.accepted:
-        return max(ahead) < STEP
-    if dry.kl is not None and other.kl is not None:
-        return dry.kl * TOLERANCE >= other.kl
-    return min(ahead) > -STEP
+        return max(gains) < STEP
+    if dry.kl is not None and prior.kl is not None:
+        return dry.kl * TOLERANCE >= prior.kl
+    return min(gains) > -STEP
 
 
 def _objection(
@@ -350,7 +348,7 @@ def _objection(
     target: Target | None,
     setting: Setting,
 ) -> str | None:
-    """Return why a language model's plan is not measured; None when it is. `target` is the rules'."""
+    """Return why a language model's plan is not measured, or None; `target` is the rules'."""
     dry = guarded.dry_run
     if dry is None or not dry.cuts:
         return f"nothing is left of its plan ({'; '.join(guarded.dropped[:3]) or 'it names no layers and no target'})"
@@ -358,30 +356,29 @@ def _objection(
         return "its plan was rejected already"
     if problem := setting.undeployable(guarded.plan):
         return problem
-    alike = [row for row in _alike(guarded.plan, journal) if row.dry_run] if journal else []
-    if any(row.dry_run and row.dry_run.widths == dry.widths for row in alike):
+    comparable = [row for row in _deployed_alike(guarded.plan, journal) if row.dry_run] if journal else []
+    if any(row.dry_run and row.dry_run.widths == dry.widths for row in comparable):
         return "its plan was measured already"
     if planner == "llm" or dry.kl is None or profile.evidence is None:
         return None
     metric = (guarded.plan.target or target or Target(saving=0.5)).metric
     saving = saved_share(dry.cuts, profile, metric)
     with suppress(PlanError):
-        least = dry_run(obeying(Plan(target=Target(metric=metric, saving=max(saving, 1e-6))), goal), profile).kl
-        if least is not None and dry.kl > least * TOLERANCE + TINY_KL:
-            return f"its plan costs {dry.kl:.2g} nats, where the allocator saves as much for {least:.2g}: {saving:.1%} of the {metric}"
+        min_kl = dry_run(obeying(Plan(target=Target(metric=metric, saving=max(saving, 1e-6))), goal), profile).kl
+        if min_kl is not None and dry.kl > min_kl * TOLERANCE + TINY_KL:
+            return f"its plan costs {dry.kl:.2g} nats, where the allocator saves as much for {min_kl:.2g}: {saving:.1%} of the {metric}"
     if journal is None or not journal.attempts:
         return None
-    measured = [(saved_share(row.dry_run.cuts, profile, metric), row.accepted) for row in alike if row.dry_run]
-    best = max((share for share, accepted in measured if accepted), default=0.0)
-    worst = min((share for share, accepted in measured if not accepted and share > best), default=1.0)
-    if best + STEP / 2 <= saving <= worst - STEP / 2:
+    measured = [(saved_share(row.dry_run.cuts, profile, metric), row.accepted) for row in comparable if row.dry_run]
+    low = max((share for share, accepted in measured if accepted), default=0.0)
+    high = min((share for share, accepted in measured if not accepted and share > low), default=1.0)
+    if low + STEP / 2 <= saving <= high - STEP / 2:
         return None
-    return f"its plan saves {saving:.1%} of the {metric}, where only between {best:.1%} and {worst:.1%} is unknown"
+    return f"its plan saves {saving:.1%} of the {metric}, where only between {low:.1%} and {high:.1%} is unknown"
 
 
-def _alike(plan: Plan, journal: Journal) -> list[Attempt]:
-    """Return the attempts that were deployed as this plan's would be."""
-    wish, leading = plan.quantization, journal.deployment
-    if wish is None or wish == (leading.recommendations if leading else ()):
+def _deployed_alike(plan: Plan, journal: Journal) -> list[Attempt]:
+    requested, leading = plan.quantization, journal.deployment
+    if requested is None or requested == (leading.recommendations if leading else ()):
         return [row for row in journal.attempts if journal.is_as_leading(row)]
-    return [row for row in journal.attempts if row.plan.quantization == wish]
+    return [row for row in journal.attempts if row.plan.quantization == requested]

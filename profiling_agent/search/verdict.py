@@ -1,4 +1,4 @@
-"""Verdict: held-out images tested once a candidate, and the contract against what was measured."""
+"""Verdict: sequential tests on held-out images, and the contract's terms against the measurements."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -52,18 +52,18 @@ from profiling_agent.search.deployments import possible_deployments
 from profiling_agent.search.evaluator import MAX_AT_ONCE, REFUSALS, Evaluator
 from profiling_agent.search.selection import SEARCH_CONFIDENCE
 
-# Of the 5% that `certified` may be wrong in, half is for the accuracy, of all openings together, and half for the speed.
+# `certified` may be wrong in 5%: half of it for the accuracy, over all openings together, and half for the speed.
 ACCURACY_ERROR = 0.025
-# Held-out images alone refuse a candidate where this one-sided bound of its drop is above the contract.
+# Held-out images suffice to refuse a candidate if this one-sided bound of its drop exceeds the contract.
 REFUSAL_CONFIDENCE = 0.95
-# The odds are open where the contract's drop is within so many standard errors of what was measured: the middle eight tenths.
+# The outcome is open if the contract's drop lies within so many standard errors of the measured one: the middle 80%.
 OPEN_ERRORS = 1.28
 
 
 class HeldoutTest(Record):
-    """The baseline and a candidate on the same held-out images, which test of them it was, and what it decided.
+    """Baseline and candidate on the same held-out images, the test's number, and its decision.
 
-    `together` is the drop on search and held-out images, corrected for having chosen the candidate by the former.
+    `together` is the drop on search and held-out images, corrected for the selection on the former.
     """
 
     baseline: Evaluation
@@ -74,50 +74,50 @@ class HeldoutTest(Record):
 
 
 def error_of(opening: Opening) -> float:
-    """Return how often a test with this share of the error may show what isn't so."""
+    """Return the error rate of a test with this opening's share of ACCURACY_ERROR."""
     return ACCURACY_ERROR * opening.share
 
 
 def looks(num_images: int) -> Iterator[range]:
-    """Yield which images to look at next: those of a shard, then a third to a half more than were seen, in whole shards.
+    """Yield the images of each look: one shard, then a third to a half more than before, in whole shards.
 
-    A look may start two processes, and whatever is seen past the decision is seen for nothing.
+    A look may start two processes, and images beyond the decision are wasted.
     """
     start, end = 0, num_images if num_images <= MAX_AT_ONCE else SHARD
     while start < num_images:
         yield range(start, end)
-        seen = end // SHARD
-        start, end = end, min(end + SHARD * max(1, 2 ** (seen.bit_length() - 2)), num_images)
+        num_shards = end // SHARD
+        start, end = end, min(end + SHARD * max(1, 2 ** (num_shards.bit_length() - 2)), num_images)
 
 
 def run_heldout_test(
     evaluator: Evaluator, candidate: Evaluation, *, bias: float = 0.0, fresh: str | None = None
 ) -> HeldoutTest:
-    """Look at held-out images until they decide, or they or the time end; then search images decide with them.
+    """Evaluate held-out images until they decide, or images or time run out; then search images decide with them.
 
-    At least MIN_LOOK images are looked at whatever the time. The test is noted in the user's ledger first, which gives its share of the
-    error; `fresh` is why earlier tests don't count. `bias` is what the candidate's drop on the search images is raised by.
+    At least MIN_LOOK images are used whatever the time. The opening is first recorded in the user's ledger, which gives its share of the error;
+    `fresh` is why earlier tests don't count. `bias` is added to the candidate's drop on the search images.
     """
     heldout, budget = evaluator.acquired.heldout, evaluator.budget
-    searched, allowed = candidate.drop, evaluator.goal.max_accuracy_drop
-    assert searched is not None, "a candidate was compared with the baseline on the search images"
+    search_drop, allowed = candidate.drop, evaluator.goal.max_accuracy_drop
+    assert search_drop is not None, "a candidate was compared with the baseline on the search images"
     task = OpenHeldoutTask(baseline=evaluator.baseline, candidate=candidate.model, heldout=heldout, fresh=fresh)
     opening = evaluator.jobs.run(task)
     error = error_of(opening)
     baselines, candidates, counts = list[Evaluation](), list[Evaluation](), Counts(0, 0, 0)
-    drop, decision = searched, "undecided"
+    drop, decision = search_drop, "undecided"
     began_s = evaluator.jobs.timesheet.spent_s
     for part in looks(heldout.num_images):
-        seen = counts.num_images
-        if seen >= MIN_LOOK:
-            per_image_s = max(budget.pass_s, (evaluator.jobs.timesheet.spent_s - began_s) / seen)
+        num_seen = counts.num_images
+        if num_seen >= MIN_LOOK:
+            per_image_s = max(budget.pass_s, (evaluator.jobs.timesheet.spent_s - began_s) / num_seen)
             part_s = per_image_s * len(part)
             if not budget.has_time_for(part_s):
                 break
-            # What is left of a slow model's images is for an open question, or for a certificate that is within reach.
-            distance = abs(pooled_drop(searched, drop, bias) - allowed)
-            is_open = distance <= OPEN_ERRORS * pooled_error(searched, drop)
-            is_reachable = can_be_shown(counts, heldout.num_images - seen, allowed, error)
+            # A slow model's further images are used only for an open outcome or a certificate within reach.
+            distance = abs(pooled_drop(search_drop, drop, bias) - allowed)
+            is_open = distance <= OPEN_ERRORS * pooled_error(search_drop, drop)
+            is_reachable = can_be_shown(counts, heldout.num_images - num_seen, allowed, error)
             if budget.is_sparing and not is_open and not (is_reachable and budget.is_worth(part_s)):
                 break
         baselines.append(evaluator.evaluate_baseline(heldout, part))
@@ -126,19 +126,19 @@ def run_heldout_test(
                 candidate.variant, candidate.model, heldout, baselines[-1], candidate.deployment, images=part
             )
         )
-        seen_now = candidates[-1].drop
-        assert seen_now is not None, "a candidate is always compared with the baseline"
-        counts = counts.with_more(seen_now.num_lost, seen_now.num_gained, seen_now.num_images)
-        # Whether there is to be another look was asked before each but the first, and is asked after it.
-        drop = seen_now if len(part) == heldout.num_images else at_a_look(counts, len(baselines) + 1)
+        part_drop = candidates[-1].drop
+        assert part_drop is not None, "a candidate is always compared with the baseline"
+        counts = counts.with_more(part_drop.num_lost, part_drop.num_gained, part_drop.num_images)
+        # The decision to look again is made before every look but the first, and after each.
+        drop = part_drop if len(part) == heldout.num_images else at_a_look(counts, len(baselines) + 1)
         decision = decide(counts, allowed, error)
         if decision != "undecided":
             break
-    together = pooled_drop(searched, drop, bias)
+    together = pooled_drop(search_drop, drop, bias)
     is_refuted = decision == "lost" or one_sided_lower_bound(drop, REFUSAL_CONFIDENCE) > allowed
     return HeldoutTest(
-        baseline=_joined(baselines),
-        candidate=_joined(candidates, drop),
+        baseline=_join(baselines),
+        candidate=_join(candidates, drop),
         opening=opening,
         together=together,
         keeps_accuracy=decision == "kept" or (together <= allowed and not is_refuted),
@@ -146,8 +146,8 @@ def run_heldout_test(
 
 
 def opening_notes(opening: Opening) -> tuple[str, ...]:
-    """Return what a reader of the verdict should know of openings before this one."""
-    said = (
+    """Return notes for the verdict's reader about earlier openings."""
+    notes = (
         (opening.note is not None, opening.note or ""),
         (opening.fresh is not None, f"openings of the held-out images are counted afresh: {opening.fresh}"),
         (
@@ -156,39 +156,39 @@ def opening_notes(opening: Opening) -> tuple[str, ...]:
             f"certified may be wrong in {error_of(opening):.2%} for the accuracy, of {ACCURACY_ERROR:.1%} in all",
         ),
     )
-    return tuple(text for holds, text in said if holds)
+    return tuple(text for holds, text in notes if holds)
 
 
 def first_look(evaluator: Evaluator) -> Evaluation:
-    """Return the baseline on the images of the first look: where it is what is returned, there is nothing to test."""
+    """Return the baseline on the first look's images; enough if it is returned, as nothing is tested."""
     heldout = evaluator.acquired.heldout
     return evaluator.evaluate_baseline(heldout, next(looks(heldout.num_images)))
 
 
-def _joined(parts: Sequence[Evaluation], drop: AccuracyDrop | None = None) -> Evaluation:
+def _join(parts: Sequence[Evaluation], drop: AccuracyDrop | None = None) -> Evaluation:
     predictions = Predictions.joined([part.predictions for part in parts])
     return parts[0].model_copy(update={"predictions": predictions, "drop": drop})
 
 
 def why_unproven(acquired: Acquired, goal: Goal) -> str | None:
-    """Return why no answers on so few images could show the accuracy kept, and what would do; None where they could.
+    """Return why so few images can't show the accuracy kept, and how many could; None if they can.
 
-    Counted is what a model takes that answers nothing differently: any other takes more.
+    Assumed is a model that answers nothing differently: any other needs more.
     """
-    asked, error = goal.max_accuracy_drop, ACCURACY_ERROR * share(1)
+    max_drop, error = goal.max_accuracy_drop, ACCURACY_ERROR * share(1)
     num_search, num_heldout = acquired.search.num_images, acquired.heldout.num_images
-    lines: list[str] = []
-    if (bound := perfect_bound(num_search, SEARCH_CONFIDENCE)) > asked:
-        lines.append(_too_few(num_search, "search", least_images(asked, SEARCH_CONFIDENCE), bound))
-    if (bound := _heldout_bound(num_heldout, error)) > asked:
-        lines.append(_too_few(num_heldout, "held-out", _least_heldout(num_heldout, asked, error), bound))
-    return f"whatever is returned will be unproven: {'; '.join(lines)}" if lines else None
+    reasons: list[str] = []
+    if (bound := perfect_bound(num_search, SEARCH_CONFIDENCE)) > max_drop:
+        reasons.append(_too_few(num_search, "search", least_images(max_drop, SEARCH_CONFIDENCE), bound))
+    if (bound := _heldout_bound(num_heldout, error)) > max_drop:
+        reasons.append(_too_few(num_heldout, "held-out", _least_heldout(num_heldout, max_drop, error), bound))
+    return f"whatever is returned will be unproven: {'; '.join(reasons)}" if reasons else None
 
 
 def images_that_certify(drop: AccuracyDrop, max_drop: float, error: float) -> int | None:
-    """Return about how many held-out images would show the loss below `max_drop`, were all answered as those of `drop`, by the test that so many get.
+    """Return about how many held-out images would show the loss below `max_drop`, if answered like those of `drop`.
 
-    None where no number would.
+    The test is the one for so many images. None if no number would.
     """
     needed = images_to_certify(drop, max_drop, 1 - error)
     if needed is None or needed <= MAX_AT_ONCE:
@@ -198,14 +198,14 @@ def images_that_certify(drop: AccuracyDrop, max_drop: float, error: float) -> in
 
 
 def _heldout_bound(num_images: int, error: float) -> float:
-    """Return the least that a test of all held-out images can show: looked at once, or more and more of many."""
+    """Return the lowest bound that all held-out images can show: in one look, or sequentially if there are many."""
     if num_images <= MAX_AT_ONCE:
         return certain_perfect_bound(num_images, 1 - error)
     return upper_bound(Counts(0, 0, num_images), error)
 
 
 def _least_heldout(num_images: int, max_drop: float, error: float) -> int | None:
-    """Return how many images would do, at least as many as there are; the test of more than are looked at once is another."""
+    """Return how many images suffice, by the test for at least as many as there are."""
     least = least_certain_images(max_drop, 1 - error)
     if least is None or max(least, num_images) <= MAX_AT_ONCE:
         return least
@@ -218,15 +218,15 @@ def _too_few(num_images: int, name: str, needed: int | None, bound: float) -> st
     return f"it takes {more}a bound of {bound * 100:.2g} points"
 
 
-# Of the 5% that `certified` may be wrong in, what the accuracy leaves: for the speed, or half each for speed and memory.
+# The rest of the 5% that `certified` may be wrong in: for the speed, or half each for speed and memory.
 OTHER_ERROR = 0.025
 
 
 class Facts(Record):
-    """What the verdict rests on: the winner on the held-out images, in the sessions of its race and on disk.
+    """Measurements that the verdict rests on: the winner on held-out images, in its sessions and on disk.
 
-    `together` is the drop on search and held-out images, where it decided otherwise than the held-out images alone would.
-    `memory_ratio` is of one process each, for where the sessions could not tell.
+    `together` is the drop on search and held-out images, if it changed the decision of the held-out images. `memory_ratio` is from one process
+    each, for sessions without memory.
     """
 
     drop: AccuracyDrop | None = None
@@ -242,67 +242,66 @@ class Facts(Record):
 
 
 class Limit(Record):
-    """What the cheapest model takes in the best of all deployments, whatever its accuracy; None of what wasn't asked."""
+    """Least size and highest speed of the most cut model over all deployments; None if not requested."""
 
     size_ratio: float | None = None
     speedup_high: float | None = None
 
 
-def _accuracy(facts: Facts, goal: Goal) -> Term:
-    asked = goal.max_accuracy_drop
+def _accuracy_term(facts: Facts, goal: Goal) -> Term:
+    required = goal.max_accuracy_drop
     if facts.drop is None:
-        return Term(name="accuracy", required=asked, measured=0.0, bound=0.0, holds=True)
+        return Term(name="accuracy", required=required, measured=0.0, bound=0.0, holds=True)
     bound = certain_bound(facts.drop, 1 - facts.accuracy_error)
     measured = facts.drop.drop if facts.together is None else facts.together
-    holds = measured <= asked and facts.refused is None
-    return Term(name="accuracy", required=asked, measured=measured, bound=bound, holds=holds)
+    holds = measured <= required and facts.refused is None
+    return Term(name="accuracy", required=required, measured=measured, bound=bound, holds=holds)
 
 
-def _speed(facts: Facts, goal: Goal) -> Term:
-    asked = goal.min_speedup
+def _speed_term(facts: Facts, goal: Goal) -> Term:
+    required = goal.min_speedup
     if facts.race is None or facts.model is None:
-        return Term(name="speed", required=asked, measured=1.0, bound=1.0, holds=asked <= 1)
+        return Term(name="speed", required=required, measured=1.0, bound=1.0, holds=required <= 1)
     result = facts.race.result_of(facts.model)
-    # Of a machine that was too noisy no bound is known.
-    logs = [math.log(one) for one in result.by_session]
-    bound = None if facts.race.unsteady else _bound(logs, -_error(goal))
-    return Term(name="speed", required=asked, measured=result.speedup, bound=bound, holds=result.speedup >= asked)
+    # A machine that was too noisy gives no bound.
+    logs = [math.log(ratio) for ratio in result.by_session]
+    bound = None if facts.race.unsteady else _session_bound(logs, -_term_error(goal))
+    return Term(name="speed", required=required, measured=result.speedup, bound=bound, holds=result.speedup >= required)
 
 
-def _size(facts: Facts, goal: Goal) -> Term:
-    asked, measured = goal.max_size_ratio, facts.size_ratio
+def _size_term(facts: Facts, goal: Goal) -> Term:
+    limit, measured = goal.max_size_ratio, facts.size_ratio
     holds = goal.allows_size(measured)
     return Term(
-        name="size", required=asked, measured=measured, bound=min(measured, asked) if holds else measured, holds=holds
+        name="size", required=limit, measured=measured, bound=min(measured, limit) if holds else measured, holds=holds
     )
 
 
-def _memory(facts: Facts, goal: Goal, asked: float) -> Term:
+def _memory_term(facts: Facts, goal: Goal, required: float) -> Term:
     ratios: list[float] = []
     if facts.race is not None and facts.model is not None:
-        own, baseline = facts.race.result_of(facts.model).peak_bytes, facts.race.results[0].peak_bytes
-        ratios = [mine / first for mine, first in zip(own, baseline, strict=False)]
+        peaks, baseline_peaks = facts.race.result_of(facts.model).peak_bytes, facts.race.results[0].peak_bytes
+        ratios = [peak / baseline_peak for peak, baseline_peak in zip(peaks, baseline_peaks, strict=False)]
     if ratios:
         logs = [math.log(ratio) for ratio in ratios]
-        measured, bound = math.exp(sum(logs) / len(logs)), _bound(logs, _error(goal))
+        measured, bound = math.exp(sum(logs) / len(logs)), _session_bound(logs, _term_error(goal))
     else:
-        # The baseline itself, which is what is returned where nothing was measured, takes as much as it takes.
+        # The baseline, returned if nothing was measured, has a ratio of 1.
         measured = 1.0 if facts.memory_ratio is None else facts.memory_ratio
         bound = None if facts.model is not None else measured
-    return Term(name="memory", required=asked, measured=measured, bound=bound, holds=measured <= asked)
+    return Term(name="memory", required=required, measured=measured, bound=bound, holds=measured <= required)
 
 
-def _error(goal: Goal) -> float:
+def _term_error(goal: Goal) -> float:
     return OTHER_ERROR if goal.max_memory_ratio is None else OTHER_ERROR / 2
 
 
-def _bound(logs: Sequence[float], error: float) -> float | None:
-    """Return the one-sided bound of a ratio, the lower one where `error` is negative; of one session there is none."""
+def _session_bound(logs: Sequence[float], error: float) -> float | None:
+    """Return the one-sided bound of a ratio, the lower one if `error` is negative; None for one session."""
     return math.exp(bound_over_sessions(logs, error)) if len(logs) > 1 else None
 
 
 def _shortfall(term: Term) -> float:
-    """Return by what part of what was asked a missed term falls short, so that terms can be compared."""
     gap = term.required - term.measured if term.name == "speed" else term.measured - term.required
     return gap / term.required if term.required else float("inf")
 
@@ -322,17 +321,17 @@ def _is_certain(term: Term) -> bool:
     return term.bound >= term.required if term.name == "speed" else term.bound <= term.required
 
 
-def _met(facts: Facts, goal: Goal, terms: tuple[Term, ...]) -> Verdict:
+def _met_verdict(facts: Facts, goal: Goal, terms: tuple[Term, ...]) -> Verdict:
     certified = all(_is_certain(term) for term in terms)
-    needed = None
-    # Where another term isn't certain either, no number of images would do.
+    num_needed = None
+    # If another term isn't certain either, more images would not help.
     if facts.drop and not _is_certain(terms[0]) and all(_is_certain(term) for term in terms[1:]):
-        needed = images_that_certify(facts.drop, goal.max_accuracy_drop, facts.accuracy_error)
-    said = "its bounds, together at 95%, meet it too" if certified else "its bounds, together at 95%, do not"
+        num_needed = images_that_certify(facts.drop, goal.max_accuracy_drop, facts.accuracy_error)
+    certainty = "its bounds, together at 95%, meet it too" if certified else "its bounds, together at 95%, do not"
     if facts.unproven is not None and not certified:
-        said = f"{said}; {facts.unproven}"
+        certainty = f"{certainty}; {facts.unproven}"
     if facts.race is not None and facts.race.unsteady:
-        said = f"{said}; the speed is unproven, as the machine was too noisy: {facts.race.unsteady}"
+        certainty = f"{certainty}; the speed is unproven, as the machine was too noisy: {facts.race.unsteady}"
     images = "held-out images"
     if facts.together is not None and facts.drop is not None:
         images = f"search and {images} together ({facts.drop.drop * 100:+.2f} points on held-out images alone)"
@@ -340,13 +339,13 @@ def _met(facts: Facts, goal: Goal, terms: tuple[Term, ...]) -> Verdict:
         outcome=Outcome.MET,
         certified=certified,
         terms=terms,
-        images_to_certify=needed,
-        explanation=f"the contract is met on {images}; {said}",
+        images_to_certify=num_needed,
+        explanation=f"the contract is met on {images}; {certainty}",
     )
 
 
 def decide_verdict(facts: Facts, goal: Goal, limit: Limit | None = None) -> Verdict:
-    """Return the verdict; `limit` is needed to call a missed contract infeasible, and is only measured then."""
+    """Decide the verdict; `limit` is needed to call a missed contract infeasible, and is only measured then."""
     verdict = _decide_terms(facts, goal, limit)
     if facts.doubt is None:
         return verdict
@@ -355,12 +354,12 @@ def decide_verdict(facts: Facts, goal: Goal, limit: Limit | None = None) -> Verd
 
 
 def _decide_terms(facts: Facts, goal: Goal, limit: Limit | None) -> Verdict:
-    terms = (_accuracy(facts, goal), _speed(facts, goal), _size(facts, goal))
+    terms = (_accuracy_term(facts, goal), _speed_term(facts, goal), _size_term(facts, goal))
     if goal.max_memory_ratio is not None:
-        terms = (*terms, _memory(facts, goal, goal.max_memory_ratio))
+        terms = (*terms, _memory_term(facts, goal, goal.max_memory_ratio))
     missed = [term for term in terms if not term.holds]
     if not missed and facts.refused is None:
-        return _met(facts, goal, terms)
+        return _met_verdict(facts, goal, terms)
     unreachable = out_of_reach(limit, goal) if limit else None
     if unreachable is not None:
         return Verdict(
@@ -376,48 +375,50 @@ def _decide_terms(facts: Facts, goal: Goal, limit: Limit | None) -> Verdict:
 
 
 def find_limit(evaluator: Evaluator, journal: Journal, term: str) -> Limit | None:
-    """Return the least bytes, or the most speed, that any deployment of the most cut model has, or of the unpruned one as the run has made it.
+    """Return the least size or highest speed of the most cut model in any deployment, or of the unpruned one.
 
-    The most promising deployment is made first, of all its layers, and one that keeps the term ends it: nothing is infeasible then. None where
-    nothing can be made or timed.
+    Deployments are made with all layers quantized, most promising first, until one keeps the term, which is then feasible. None if none can be made
+    or timed.
     """
     options = journal.deployment_search.options if journal.deployment_search else ()
-    seen = [option.deployed.model for option in options if option.deployed]
-    raced = [option.race_result.speedup_high for option in options if option.race_result]
+    known_models = [option.deployed.model for option in options if option.deployed]
+    known_speedups = [option.race_result.speedup_high for option in options if option.race_result]
     try:
-        model = _cheapest(evaluator)
+        model = _make_cheapest(evaluator)
     except ProfilingAgentError:
         return None
     limit: Limit | None = None
-    made: list[ArtifactRef] = []
-    for number, deployment in enumerate(promising := _promising(evaluator, journal, term)):
-        # Of the deployments that there was time for nothing can be said of all.
-        if made and not evaluator.budget.has_time_for(TEST_S):
+    models: list[ArtifactRef] = []
+    for number, deployment in enumerate(promising := _rank_deployments(evaluator, journal, term)):
+        # Without time for all deployments, nothing can be concluded.
+        if models and not evaluator.budget.has_time_for(TEST_S):
             return None
         try:
             if deployment == Deployment():
-                made.append(model)
+                models.append(model)
             else:
-                made.append(evaluator.jobs.run(evaluator.deployer.deploy_task(model, deployment)).model)
+                models.append(evaluator.jobs.run(evaluator.deployer.deploy_task(model, deployment)).model)
         except REFUSALS:
             continue
-        # Races take long: one of the most promising, and one of all where that doesn't reach.
+        # Races take long: one after the first deployment, and one of all if that doesn't suffice.
         if term == "size":
-            limit = Limit(size_ratio=min(one.size_bytes for one in (*made, *seen)) / evaluator.baseline.size_bytes)
-        elif len(made) == 1 or number == len(promising) - 1:
-            limit = _fastest(evaluator, made, raced)
+            limit = Limit(
+                size_ratio=min(m.size_bytes for m in (*models, *known_models)) / evaluator.baseline.size_bytes
+            )
+        elif len(models) == 1 or number == len(promising) - 1:
+            limit = _race_for_limit(evaluator, models, known_speedups)
         if limit is not None and out_of_reach(limit, evaluator.goal) != term:
             break
     return limit
 
 
-def _cheapest(evaluator: Evaluator) -> ArtifactRef:
-    """Return the float32 model with every unit cut as far as is allowed."""
+def _make_cheapest(evaluator: Evaluator) -> ArtifactRef:
+    """Return the float32 model with every unit cut as far as allowed."""
     cuts = [Cut(unit=unit, keep=snap(unit, 0.99), requested_ratio=0.99) for unit in evaluator.profile.units]
     cuts = [cut for cut in cuts if cut.keep < cut.unit.width]
     if not cuts:
         return evaluator.baseline
-    # Only its size and speed are asked for, and those don't depend on compensation.
+    # Only size and speed matter, which don't depend on compensation.
     task = PruneTask(
         baseline=evaluator.baseline,
         cuts=tuple(cuts),
@@ -429,30 +430,30 @@ def _cheapest(evaluator: Evaluator) -> ArtifactRef:
     return evaluator.jobs.run(task).model
 
 
-def _promising(evaluator: Evaluator, journal: Journal, term: str) -> Sequence[Deployment]:
-    """Return the deployments that the baseline was tried in, first those in which it took least, and eager float32.
+def _rank_deployments(evaluator: Evaluator, journal: Journal, term: str) -> Sequence[Deployment]:
+    """Return the baseline's tried deployments, the least size or time first, and eager float32.
 
-    As they were asked for: layers that were left in float for the sake of accuracy, which is no matter here, take bytes and time.
+    They are as requested: layers left in float for accuracy, which doesn't matter here, cost bytes and time.
     """
     options = list(journal.deployment_search.options) if journal.deployment_search else []
-    asked = {
-        (each.runtime, each.scheme): each
-        for each in possible_deployments(Plan(quantization=journal.wish), evaluator.choices)
+    requested = {
+        (deployment.runtime, deployment.scheme): deployment
+        for deployment in possible_deployments(Plan(quantization=journal.wish), evaluator.choices)
     }
 
-    def wanted(place: int) -> tuple[bool, float]:
+    def cost(place: int) -> tuple[bool, float]:
         option = options[place]
         if term == "size":
             return option.deployed is None, option.deployed.model.size_bytes if option.deployed else 0.0
         return option.race_result is None, -option.race_result.speedup if option.race_result else 0.0
 
-    tried = [options[place].deployment for place in sorted(range(len(options)), key=wanted)]
-    return [*(asked.get((each.runtime, each.scheme), each) for each in tried), Deployment()]
+    tried = [options[place].deployment for place in sorted(range(len(options)), key=cost)]
+    return [*(requested.get((deployment.runtime, deployment.scheme), deployment) for deployment in tried), Deployment()]
 
 
-def _fastest(evaluator: Evaluator, made: Sequence[ArtifactRef], before: Sequence[float]) -> Limit | None:
-    """Return the most that the fastest of them may be faster: by sessions of its own, by one session for the others, and what was raced `before`."""
-    entries = [(Variant.BASELINE, evaluator.baseline), *((Variant.BOTH, model) for model in made)]
+def _race_for_limit(evaluator: Evaluator, models: Sequence[ArtifactRef], known: Sequence[float]) -> Limit | None:
+    """Return the highest speedup of these models and those `known`; the fastest model may get its own sessions."""
+    entries = [(Variant.BASELINE, evaluator.baseline), *((Variant.BOTH, model) for model in models)]
     try:
         race = evaluator.race(entries)
         raced = [result for result in race.results if result.variant is Variant.BOTH]
@@ -461,10 +462,10 @@ def _fastest(evaluator: Evaluator, made: Sequence[ArtifactRef], before: Sequence
         best = max(raced, key=lambda result: result.speedup)
         highs = [result.speedup_high for result in raced if result.model != best.model]
         if best.speedup < evaluator.goal.min_speedup:
-            again = ((Variant.BASELINE, evaluator.baseline), (Variant.BOTH, best.model))
+            rematch = ((Variant.BASELINE, evaluator.baseline), (Variant.BOTH, best.model))
             num_sessions = evaluator.settings.num_sessions
-            sessions = hold_sessions(lambda number: evaluator.hold_session(again, number), num_sessions)
+            sessions = hold_sessions(lambda number: evaluator.hold_session(rematch, number), num_sessions)
             best = pool(*sessions).result_of(best.model)
-        return Limit(speedup_high=max(best.speedup_high, *highs, *before, 0.0))
+        return Limit(speedup_high=max(best.speedup_high, *highs, *known, 0.0))
     except JobError:
         return None

@@ -12,7 +12,7 @@ import popular
 import pytest
 import quantization_accuracy
 from checks import Check, Estimate, commit, finish, stamped
-from deployed import all_deployments, deployment
+from deployments import all_deployments, deployment
 from full_size_table import Chosen
 from PIL import Image
 from pruning.families import FAMILIES, TIMM_FAMILIES

@@ -11,7 +11,7 @@ import zoo
 from conftest import World
 from datasets import load_dataset
 from full_size import MODELS, SPEC
-from made import drop, evaluation, plan, race_result, ref
+from sample_records import drop, evaluation, plan, race_result, ref
 
 from benchmarks.paper.__main__ import PAGE, RESULTS, choose, data_sets, filled, main, read
 from benchmarks.paper.methods import dynamic_int8, paper_prune, uniform_prune

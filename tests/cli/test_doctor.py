@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from broken import break_library
 from chat_server import Said, chat_server, error, in_turn
 from commands import call
+from crashing_library import break_library
 
 from profiling_agent.cli.doctor import Finding, cpu_found, examine, memory_found, self_tested
 from profiling_agent.errors import RequestError

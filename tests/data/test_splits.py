@@ -443,13 +443,13 @@ NUM_IMAGES = 200
 
 
 @pytest.fixture
-def photographs(tmp_path, make):
+def pictures(tmp_path, make):
     """Return a folder of pictures in folders of their classes."""
     for row in range(NUM_IMAGES):
-        place = tmp_path / "photographs" / "test" / POOLS[row % 2] / f"{row:04}.png"
+        place = tmp_path / "pictures" / "test" / POOLS[row % 2] / f"{row:04}.png"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(make.png(row))
-    return tmp_path / "photographs"
+    return tmp_path / "pictures"
 
 
 @pytest.fixture
@@ -501,7 +501,7 @@ def pool(opened):
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
-        ("photographs", "'test/{name}/{number:04}.png'"),
+        ("pictures", "'test/{name}/{number:04}.png'"),
         ("archived", "'test.zip/{number:04}.png'"),
         ("table", "row {row}"),
     ],

@@ -13,10 +13,10 @@ import transformers as hf
 import zoo
 from conftest import World
 from data.test_models import refusal
-from needs import TIMM
 from PIL import Image
 from pruning.families import TIMM_FAMILIES
 from safetensors.torch import load_file, save_file
+from skips import TIMM
 from typer.testing import CliRunner
 from world import fitted, pictures, write_data
 

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import deployed
-import fresh
+import bare_python
+import deployments
 import numpy as np
 import pytest
 import transformers as hf
@@ -55,16 +53,6 @@ NAMES = [
 EXPORTED = [*(("vit", name) for name in NAMES), *(("resnet", name) for name in NAMES if "static" in name)]
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Source]:
-    return cache(lambda family: deployed.source_of(family, tmp_path_factory.mktemp("source") / family))
-
-
-@pytest.fixture(scope="module")
-def source(sources: Callable[[str], Source]) -> Source:
-    return sources("vit")
-
-
 def pictures(folder: Path, count: int = 6) -> list[Path]:
     """Return images of which a model answers more than one class."""
     generator = np.random.default_rng(5)
@@ -77,8 +65,8 @@ def pictures(folder: Path, count: int = 6) -> list[Path]:
 
 def printed(folder: Path, needed: tuple[str, ...], images: list[Path], scratch: Path) -> list[str]:
     """Return what `run.py` prints of each image where only these packages are installed."""
-    packages = fresh.packages(scratch / "packages", *needed)
-    return fresh.run(packages, RUN, folder / "run.py", *images, beside=folder).splitlines()
+    packages = bare_python.packages(scratch / "packages", *needed)
+    return bare_python.run(packages, RUN, folder / "run.py", *images, beside=folder).splitlines()
 
 
 def labels_of(saved: Path, images: list[Path]) -> list[str]:
@@ -86,9 +74,9 @@ def labels_of(saved: Path, images: list[Path]) -> list[str]:
 
 
 @pytest.mark.parametrize(("family", "name"), EXPORTED)
-def test_a_graph_runs_by_its_runtime_alone(sources: Callable[[str], Source], tmp_path: Path, family: str, name: str):
+def test_a_graph_runs_by_its_runtime_alone(sources: deployments.Sources, tmp_path: Path, family: str, name: str):
     saved, home, images = tmp_path / "saved", tmp_path / "home", pictures(tmp_path)
-    form = deployed.deployment(name)
+    form = deployments.deployment(name)
     save_deployed(sources(family), form, saved, num_threads=1)
 
     line = export(saved, None, home)
@@ -114,7 +102,7 @@ def test_a_model_of_torch_runs_without_us(
     source: Source, tmp_path: Path, name: str, format_: Any, needed: tuple[str, ...]
 ):
     saved, home, images = tmp_path / "saved", tmp_path / "home", pictures(tmp_path)
-    save_deployed(source, deployed.deployment(name), saved, num_threads=1)
+    save_deployed(source, deployments.deployment(name), saved, num_threads=1)
 
     export(saved, None if format_ == "hf" else format_, home)
 
@@ -123,7 +111,7 @@ def test_a_model_of_torch_runs_without_us(
 
 def test_photographs_are_prepared_as_those_that_accuracy_is_measured_on(source: Source, tmp_path: Path):
     saved, home = tmp_path / "saved", tmp_path / "home"
-    save_deployed(source, deployed.deployment("onnxruntime float32"), saved, num_threads=1)
+    save_deployed(source, deployments.deployment("onnxruntime float32"), saved, num_threads=1)
     paths = [taken(tmp_path) for taken in PHOTOGRAPHS]
     decoded = [decode_rgb(path.read_bytes()) for path in paths]
     measured = zoo.processor()(images=decoded, return_tensors="np")["pixel_values"]
@@ -155,7 +143,7 @@ def test_a_model_whose_layers_were_cut_differently_is_exported_to_onnx_alone(tmp
 
 def test_the_folder_names_its_files_and_holds_no_path(source: Source, tmp_path: Path):
     saved, home = tmp_path / "saved", tmp_path / "home"
-    save_deployed(source, deployed.deployment("onnxruntime dynamic"), saved, num_threads=1)
+    save_deployed(source, deployments.deployment("onnxruntime dynamic"), saved, num_threads=1)
     recipe = json.loads((saved / "recipe.json").read_text()) | {"base_model": "/home/somebody/my-model"}
     (saved / "recipe.json").write_text(json.dumps(recipe))
     (saved / "README.md").unlink()
@@ -200,7 +188,7 @@ def test_models_of_eight_bits_name_the_instructions_that_their_runtime_needs(sou
     assert needed("eager", kind="cast", dtype="bfloat16") == needed_instructions("openvino", []) == ()
 
     saved = tmp_path / "saved"
-    save_deployed(source, deployed.deployment("onnxruntime dynamic"), saved, num_threads=1)
+    save_deployed(source, deployments.deployment("onnxruntime dynamic"), saved, num_threads=1)
     recipe, lines = json.loads((saved / "recipe.json").read_text()), dict[bool, str]()
     for reduced in (False, True):
         # As it would have been noted on either kind of processor.
@@ -214,8 +202,8 @@ def test_models_of_eight_bits_name_the_instructions_that_their_runtime_needs(sou
 
 
 def test_a_model_for_batches_of_two_is_filled_up(tmp_path: Path):
-    source = deployed.source_of("vit", tmp_path / "vit", batch_size=2)
-    save_deployed(source, deployed.deployment("onnxruntime float32"), tmp_path / "saved", num_threads=1)
+    source = deployments.source_of("vit", tmp_path / "vit", batch_size=2)
+    save_deployed(source, deployments.deployment("onnxruntime float32"), tmp_path / "saved", num_threads=1)
     image, *_ = pictures(tmp_path)
 
     export(tmp_path / "saved", "onnx", tmp_path / "home")
@@ -230,7 +218,7 @@ def test_a_preparation_that_numbers_can_not_express_is_left_to_transformers(sour
     # It crops before it resizes.
     own = replace(source, processor=PerceiverImageProcessorPil(crop_size=28, size=32))
     saved, home, images = tmp_path / "saved", tmp_path / "home", pictures(tmp_path)
-    save_deployed(own, deployed.deployment("openvino float32"), saved, num_threads=1)
+    save_deployed(own, deployments.deployment("openvino float32"), saved, num_threads=1)
 
     export(saved, None, home)
 
@@ -251,7 +239,7 @@ def test_a_preparation_that_numbers_can_not_express_is_left_to_transformers(sour
 def test_a_format_that_can_not_hold_a_model_is_refused_with_what_can(
     source: Source, tmp_path: Path, name: str, format_: str | None, reason: str
 ):
-    save_deployed(source, deployed.deployment(name), tmp_path / "saved", num_threads=1)
+    save_deployed(source, deployments.deployment(name), tmp_path / "saved", num_threads=1)
 
     with pytest.raises(ArtifactError) as caught:
         export(tmp_path / "saved", format_, tmp_path / "home")
@@ -264,8 +252,8 @@ def test_a_format_that_can_not_hold_a_model_is_refused_with_what_can(
 
 def test_a_graph_that_computes_something_else_leaves_nothing_behind(source: Source, tmp_path: Path):
     first, other = tmp_path / "first", tmp_path / "other"
-    save_deployed(source, deployed.deployment("onnxruntime float32"), first, num_threads=1)
-    save_deployed(source, deployed.deployment("onnxruntime static"), other, num_threads=1)
+    save_deployed(source, deployments.deployment("onnxruntime float32"), first, num_threads=1)
+    save_deployed(source, deployments.deployment("onnxruntime static"), other, num_threads=1)
     recipe = json.loads((first / "recipe.json").read_text())
     shutil.copy(other / "model.onnx", first / "model.onnx")
     recipe["files"]["model.onnx"] = json.loads((other / "recipe.json").read_text())["files"]["model.onnx"]

@@ -5,8 +5,8 @@ import json
 import shutil
 from pathlib import Path
 
-import made
 import pytest
+import sample_records
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -19,7 +19,7 @@ from profiling_agent.reporting.report import RunReport
 from profiling_agent.runtimes.load import load
 from profiling_agent.schemas import RaceResult, Term, Variant
 
-GOAL = made.GOAL.model_copy(update={"max_accuracy_drop": 0.05, "max_size_ratio": 0.6})
+GOAL = sample_records.GOAL.model_copy(update={"max_accuracy_drop": 0.05, "max_size_ratio": 0.6})
 
 
 def measured(
@@ -29,10 +29,10 @@ def measured(
     variant = Variant.BASELINE if number == 0 else Variant.BOTH
     raced: RaceResult | None = None
     if speedup is not None:
-        raced = made.race_result(name, speedup, speedup, speedup, variant)
+        raced = sample_records.race_result(name, speedup, speedup, speedup, variant)
         raced = raced.model_copy(update={"peak_bytes": (peak,) if peak else ()})
     against = None if number == 0 else 900
-    evaluation = made.evaluation(name, variant, correct=correct, against=against, size_bytes=size_bytes)
+    evaluation = sample_records.evaluation(name, variant, correct=correct, against=against, size_bytes=size_bytes)
     return Measured(
         number=number, evaluation=evaluation, race_result=raced, terms=(), is_judged=False, is_on_front=False
     )

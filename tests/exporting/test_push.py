@@ -7,9 +7,9 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import deployed
+import deployments
+import fake_hub
 import pytest
-import taking_hub
 import yaml
 
 from profiling_agent.exporting.export import export
@@ -66,13 +66,13 @@ def rewritten(folder, **fields):
 
 def write_models(models):
     """Write a model that was made from a path, one that was made from the Hub, what was exported of it, and damaged ones."""
-    source = deployed.source_of("vit", models / "source")
+    source = deployments.source_of("vit", models / "source")
     known = source.recipe.model_dump() | {
         "base_model": SECRET,
         "config": source.recipe.config | {"_name_or_path": SECRET},
     }
     source = replace(source, recipe=Recipe.model_validate(known))
-    save_deployed(source, deployed.deployment("onnxruntime dynamic"), models / "local", num_threads=1)
+    save_deployed(source, deployments.deployment("onnxruntime dynamic"), models / "local", num_threads=1)
     shutil.copytree(models / "local", models / "based")
     rewritten(models / "based", base_model="acme/vit", base_revision="0" * 40)
     judged = Judged(dataset="acme/insects", config="small", split="test", top1=0.875)
@@ -114,7 +114,7 @@ def world(tmp_path_factory):
     shutil.copy(models / "local" / "recipe.json", root / "models/acme/theirs")
     (root / "models/me/alike").mkdir()
     (root / "models/me/alike/recipe.json").write_text("{}")
-    with taking_hub.take(root, USERS) as hub:
+    with fake_hub.take(root, USERS) as hub:
         hub.made["acme/vit"] = {"cardData": {"license": "apache-2.0"}}
         answers = ask(
             hub.address, home,
@@ -165,7 +165,7 @@ def test_a_runs_model_goes_up_whole_and_loads_from_there(world):
     root, answers, hub = world
 
     assert answers["run"]["url"] == f"{hub.address}/me/small"
-    assert answers["run"]["commit"] == taking_hub.COMMIT
+    assert answers["run"]["commit"] == fake_hub.COMMIT
     assert hub.made["me/small"]["visibility"] == "private"
     held = [*answers["run"]["files"], ".gitattributes"]
     assert names_in(root / "me/small") == sorted(held)

@@ -5,11 +5,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import deployed
+import deployments
 import pytest
-from needs import TIMM
 from PIL import Image
 from pruning.families import FAMILIES, processor_of, spec_of
+from skips import TIMM
 
 from profiling_agent import load
 from profiling_agent.exporting.export import export
@@ -26,8 +26,8 @@ def write(family: str, folder: Path, name: str) -> InputSpec:
     model = FAMILIES[family]()
     spec = spec_of(model)
     save_model(model, folder / "model", spec=spec, processor=processor_of(spec), base_model="zoo")
-    source = replace(deployed.saved_source(folder), processor=processor_of(spec))
-    save_deployed(source, deployed.deployment(name), folder / "saved", num_threads=1)
+    source = replace(deployments.saved_source(folder), processor=processor_of(spec))
+    save_deployed(source, deployments.deployment(name), folder / "saved", num_threads=1)
     return spec
 
 

@@ -16,8 +16,8 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import Checkpoint, empty_checkpoint
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
-from made import BASELINE, attempt, journal, profile, ref
 from pydantic import BaseModel
+from sample_records import BASELINE, attempt, journal, profile, ref
 from typer.testing import CliRunner
 
 from profiling_agent import Request, approve, build_graph, resume

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import zoo
-from broken import break_library
 from commands import call
+from crashing_library import break_library
 
 from profiling_agent.cli.models import _installed, _show
 from profiling_agent.jobs.handlers import support

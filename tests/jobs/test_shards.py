@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import in_process
-import made
 import numpy as np
 import pytest
+import sample_records
 import torch
 import zoo
 from full_disk import at_most
@@ -111,8 +111,8 @@ def evaluator(jobs: Jobs, root: Path) -> Evaluator:
         jobs=jobs,
         acquired=acquired,
         baseline=ref(root, "baseline"),
-        profile=made.profile(),
-        goal=made.GOAL,
+        profile=sample_records.profile(),
+        goal=sample_records.GOAL,
         settings=Settings(batch_size=BATCH_SIZE, seed=0),
     )
 
@@ -143,7 +143,9 @@ def evaluation(root: Path, model: str, shard: int) -> EvaluateTask:
 
 def test_shards_are_512_images_and_what_is_left():
     def of(num_images: int) -> SplitInfo:
-        return SplitInfo(name="search", source_split="test", num_images=num_images, file=made.ref("s", "split"))
+        return SplitInfo(
+            name="search", source_split="test", num_images=num_images, file=sample_records.ref("s", "split")
+        )
 
     assert [of(1100).rows(shard) for shard in of(1100).shards()] == [range(512), range(512, 1024), range(1024, 1100)]
     assert [len(of(number).shards()) for number in (0, 1, 512, 513)] == [0, 1, 1, 2]

@@ -12,10 +12,10 @@ from chat_server import Said, Script, chat_server, error, in_turn
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage
 from langgraph.graph import END, START, StateGraph
-from loops import NUM_ATTEMPTS, best_saving, loop
-from made import GOAL, evidence, profile
-from personas import PERSONAS, drawn, uniform
+from llm_personas import PERSONAS, drawn, uniform
 from pydantic import BaseModel, Field
+from sample_records import GOAL, evidence, profile
+from simulated_runs import NUM_ATTEMPTS, best_saving, loop
 
 from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestError
 from profiling_agent.llm.chat import Chat, Endpoint, check_endpoint, open_model, read_answer

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from made import unit as made_unit
 from pruning import families
+from sample_records import unit as made_unit
 from torch import nn
 
 from profiling_agent.lib.io import cache_folder

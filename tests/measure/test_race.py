@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
-import made
 import numpy as np
 import pytest
+import sample_records
 
 from profiling_agent.errors import JobError, KilledError
 from profiling_agent.measure.race import (
@@ -312,7 +312,10 @@ def test_sessions_beside_another_process_neither_move_the_estimate_nor_hide_what
 
 def session_of(speedup: float, baseline_ms: float = 200.0) -> Race:
     """Return one session of a baseline and a model so many times as fast."""
-    first, own = made.race_result("m0", 1.0, 0.99, 1.01), made.race_result("best", speedup, speedup, speedup)
+    first, own = (
+        sample_records.race_result("m0", 1.0, 0.99, 1.01),
+        sample_records.race_result("best", speedup, speedup, speedup),
+    )
     stats = first.latency.model_copy(update={"median_ms": baseline_ms})
     results = [
         first.model_copy(update={"latency": stats, "turns": ((1.0,),)}),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import zoo
-from activated import activated
+from activated_norms import activated
 from torch import nn
 from torch.nn import functional as F
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import zoo
-from made import evidence, profile, unit
 from pruning import families
+from sample_records import evidence, profile, unit
 
 from profiling_agent.errors import PlanError
 from profiling_agent.modules.complexity import count_complexity

@@ -1,7 +1,7 @@
 import json
 from typing import Any
 
-from made import GOAL, attempt, evidence, journal, plan, profile
+from sample_records import GOAL, attempt, evidence, journal, plan, profile
 
 from profiling_agent.llm.transcript import quoted
 from profiling_agent.planning.digest import (

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import re2
 from langchain_core.messages import AIMessage
-from made import GOAL, profile
+from sample_records import GOAL, profile
 
 from profiling_agent.errors import PlanError
 from profiling_agent.lib.io import DocumentError

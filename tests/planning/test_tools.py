@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from advisors import advisor_of
 from chat_server import Said, chat_server, in_turn
-from made import BASELINE, GOAL, attempt, evidence, journal, plan, profile
+from sample_records import BASELINE, GOAL, attempt, evidence, journal, plan, profile
 
 from profiling_agent.planning.allocation import allowed_kl, dry_run, guard
 from profiling_agent.planning.llm_planner import evidence_tools

@@ -10,8 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import made
 import pytest
+import sample_records
 import torch
 import zoo
 from pruning import families
@@ -318,9 +318,9 @@ def test_kls_are_drawn_through_the_measured_ones(measured, predicted, expected):
     assert drawn == pytest.approx(expected)
 
 
-UNITS = made.profile().units
+UNITS = sample_records.profile().units
 KLS = {unit.name: [0.01 * step for step in range(len(aligned_widths(unit.width, unit.step)))] for unit in UNITS}
-EVIDENCE = made.evidence(UNITS, KLS)
+EVIDENCE = sample_records.evidence(UNITS, KLS)
 
 
 def test_what_is_kept_is_read_back_by_whoever_depends_on_the_same(tmp_path: Path):

@@ -9,7 +9,9 @@ from pathlib import Path
 import prompt_examples
 import pytest
 from advisors import advisor_of
-from asked import (
+from chat_server import Said, chat_server
+from full_depth import judged_deep
+from prompt_records import (
     CHANGED,
     DEAR,
     FIRST_KL,
@@ -24,11 +26,9 @@ from asked import (
     setting,
     tried,
 )
-from chat_server import Said, chat_server
-from full_depth import judged_deep
-from loops import best_saving, loop
-from made import GOAL, attempt, journal, race_result
+from sample_records import GOAL, attempt, journal, race_result
 from scipy import stats
+from simulated_runs import best_saving, loop
 
 from profiling_agent.planning.allocation import dry_run, guard, saved_share
 from profiling_agent.planning.llm_planner import NextAnswer, PlanAnswer, plan_question

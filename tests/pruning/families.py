@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from needs import TIMM
+from skips import TIMM
 from torch import nn
 from zoo import LABELS, PLAIN
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from activated import ActivatedNorm
+from activated_norms import ActivatedNorm
 from pruning.families import FAMILIES, TYPICAL_FIRST, processor_of, spec_of
 from torch import nn
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from activated import activated
+from activated_norms import activated
 from torch import nn
 from torch_dynamic import torch_quantize_dynamic
 

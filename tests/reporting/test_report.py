@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from conftest import World
-from made import evidence, profile
+from sample_records import evidence, profile
 
 from profiling_agent.profiling.profile import launch_bound_share
 from profiling_agent.reporting.render import render_html, render_markdown

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import deployed
+import deployments
 import numpy as np
 import pytest
 import torch
@@ -53,7 +53,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_model_opens_with_its_logits_in_any_batch_size(source: Source, tmp_path: Path, name: str):
-    deployment, folder = deployed.deployment(name), tmp_path / "model"
+    deployment, folder = deployments.deployment(name), tmp_path / "model"
     recipe = save_deployed(source, deployment, folder)
 
     session = open_session(folder, device="cuda")
@@ -65,8 +65,8 @@ def test_a_saved_model_opens_with_its_logits_in_any_batch_size(source: Source, t
     found = [session.run(images) for images in batches]
     for images, logits in zip(batches, found, strict=True):
         assert logits.shape == (len(images), len(zoo.LABELS))
-        expected = deployed.float_logits(source, images)
-        assert deployed.distance(logits, expected) < DISTANCES[deployment.scheme]
+        expected = deployments.float_logits(source, images)
+        assert deployments.distance(logits, expected) < DISTANCES[deployment.scheme]
     # A later pass doesn't write into the answers of an earlier one.
     before = found[0].copy()
     session.run(noise_batch(zoo.SPEC, 8, seed=99))
@@ -94,7 +94,7 @@ def test_replayed_tensors_are_not_aliased():
 
 def test_two_sessions_keep_their_own_precision(source: Source, tmp_path: Path):
     for name in ("eager float32", "eager tf32"):
-        save_deployed(source, deployed.deployment(name), tmp_path / name)
+        save_deployed(source, deployments.deployment(name), tmp_path / name)
     images = noise_batch(zoo.SPEC, 8)
     exact, rounded = (open_session(tmp_path / name, device="cuda") for name in ("eager float32", "eager tf32"))
 
@@ -126,7 +126,7 @@ def test_what_can_not_be_captured_is_refused_and_breaks_nothing():
     model = zoo.vit()
     with torch.inference_mode():
         expected = model(pixel_values=torch.from_numpy(images)).logits.numpy()
-    assert deployed.distance(GraphedSession(model.cuda()).run(images), expected) < 1e-3
+    assert deployments.distance(GraphedSession(model.cuda()).run(images), expected) < 1e-3
 
 
 def test_convolutions_are_channels_last(tmp_path: Path):
@@ -138,7 +138,7 @@ def test_convolutions_are_channels_last(tmp_path: Path):
     assert isinstance(session, TorchSession)
     images = noise_batch(zoo.SPEC, 4)
     assert session.to_device(images).is_contiguous(memory_format=torch.channels_last)
-    assert deployed.distance(session.run(images), deployed.float_logits(source, images)) < 0.1
+    assert deployments.distance(session.run(images), deployments.float_logits(source, images)) < 0.1
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_inductor_compiles_a_wide_model_within_a_minute(wide: Source, tmp_path: 
     took: dict[str, float] = {}
     for name in ("eager bfloat16", f"graphed {scheme}", f"inductor {scheme}"):
         folder, started = tmp_path / name, time.perf_counter()
-        save_deployed(wide, deployed.deployment(name), folder)
+        save_deployed(wide, deployments.deployment(name), folder)
         session = open_session(folder, device="cuda")
         assert isinstance(session, TorchSession)
         first = session.run(images)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import deployed
+import deployments
 import numpy as np
 import onnx
 import pytest
@@ -45,7 +45,7 @@ INT8 = ("dynamic", "static", "static_nncf")
 SLOW = {("resnet", "openvino static")}
 # test_opened_elsewhere.py and test_plain_files.py have the others' layers.
 COMPILED = {("vit", "inductor bfloat16"), ("resnet", "inductor static")}
-NAMES = [deployment.name for deployment in deployed.all_deployments()]
+NAMES = [deployment.name for deployment in deployments.all_deployments()]
 
 
 def bound_of(deployment: Deployment) -> float:
@@ -59,31 +59,25 @@ def case(family: str, name: str):
     return pytest.param(family, name, marks=pytest.mark.slow if is_slow else (), id=f"{family} {name}")
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
-    root = tmp_path_factory.mktemp("sources")
-    return {family: deployed.source_of(family, root / family) for family in deployed.MODELS}
-
-
 @pytest.mark.parametrize(
     ("family", "name"),
     [
         case(family, name)
-        for family in deployed.MODELS
+        for family in deployments.MODELS
         for name in NAMES
         if not name.startswith("inductor") or (family, name) in COMPILED
     ],
 )
-def test_an_opened_form_says_what_the_float_model_does(sources: dict[str, Source], tmp_path: Path, family, name):
-    source, deployment = sources[family], deployed.deployment(name)
+def test_an_opened_form_says_what_the_float_model_does(sources: deployments.Sources, tmp_path: Path, family, name):
+    source, deployment = sources(family), deployments.deployment(name)
 
     save_deployed(source, deployment, tmp_path / "model", num_threads=1)
     session = open_session(tmp_path / "model", num_threads=1)
 
-    expected = deployed.float_logits(source, IMAGES)
+    expected = deployments.float_logits(source, IMAGES)
     assert session.run(IMAGES).dtype == np.float32
-    assert deployed.distance(session.run(IMAGES), expected) < bound_of(deployment)
-    assert deployed.distance(session.run(IMAGES[:1]), expected[:1]) < 2 * bound_of(deployment)
+    assert deployments.distance(session.run(IMAGES), expected) < bound_of(deployment)
+    assert deployments.distance(session.run(IMAGES[:1]), expected[:1]) < 2 * bound_of(deployment)
     assert session.bound(IMAGES)() > 0
     assert threads_of(session) == 1
 
@@ -99,7 +93,7 @@ def threads_of(session: ModelSession) -> int:
 
 
 def test_every_runtime_of_the_cpu_has_float32_and_torch_is_what_cuda_has():
-    on_cpu, on_cuda = deployed.all_deployments(), deployed.all_deployments("cuda")
+    on_cpu, on_cuda = deployments.all_deployments(), deployments.all_deployments("cuda")
 
     assert {each.runtime for each in on_cpu if each.scheme == "float32"} == {*RUNTIMES} - {"graphed"}
     assert {each.runtime for each in on_cpu} == {*RUNTIMES} - {"graphed"}
@@ -113,16 +107,16 @@ def weight_bytes(folder: Path, deployment: Deployment) -> int:
 
 
 @pytest.mark.parametrize("name", ["eager dynamic", "onnxruntime dynamic", "openvino static_nncf", "openvino bfloat16"])
-def test_weights_are_stored_as_small_as_they_are(sources: dict[str, Source], tmp_path: Path, name: str):
-    deployment = deployed.deployment(name)
-    params = sum(parameter.numel() for parameter in sources["vit"].module.parameters())
+def test_weights_are_stored_as_small_as_they_are(sources: deployments.Sources, tmp_path: Path, name: str):
+    deployment = deployments.deployment(name)
+    params = sum(parameter.numel() for parameter in sources("vit").module.parameters())
     in_layers = sum(
         module.weight.numel()
-        for module in sources["vit"].module.modules()
+        for module in sources("vit").module.modules()
         if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)
     )
 
-    save_deployed(sources["vit"], deployment, tmp_path / "model", num_threads=1)
+    save_deployed(sources("vit"), deployment, tmp_path / "model", num_threads=1)
 
     each = 2 if deployment.scheme == "bfloat16" else 1
     expected = in_layers * each + (params - in_layers) * 4
@@ -134,10 +128,10 @@ def test_weights_are_stored_as_small_as_they_are(sources: dict[str, Source], tmp
     "name", ["eager dynamic", "onnxruntime dynamic", "onnxruntime static", "openvino static", "openvino static_nncf"]
 )
 def test_one_side_of_int8_has_seven_bits_where_the_runtimes_own_kernels_saturate(sources, tmp_path: Path, name: str):
-    deployment = deployed.deployment(name)
+    deployment = deployments.deployment(name)
     saturates = not has_vnni(deployment.runtime, environment().cpu_flags)
 
-    recipe = save_deployed(sources["vit"], deployment, tmp_path / "model", num_threads=1)
+    recipe = save_deployed(sources("vit"), deployment, tmp_path / "model", num_threads=1)
 
     assert {layer.reduce_range for layer in recipe.quantized} == {saturates}
     if deployment.runtime == "onnxruntime":
@@ -147,8 +141,8 @@ def test_one_side_of_int8_has_seven_bits_where_the_runtimes_own_kernels_saturate
 
 
 @pytest.mark.parametrize("name", ["eager dynamic", "onnxruntime dynamic", "onnxruntime static", "openvino static_nncf"])
-def test_a_layer_that_is_to_stay_in_float_does(sources: dict[str, Source], tmp_path: Path, name: str):
-    deployment = deployed.deployment(name)
+def test_a_layer_that_is_to_stay_in_float_does(sources: deployments.Sources, tmp_path: Path, name: str):
+    deployment = deployments.deployment(name)
     kind = "dynamic" if deployment.scheme == "dynamic" else "static"
     recommendations = (
         QuantizationRecommendation(layer="all", quantization_type=kind, dtype="qint8"),
@@ -156,7 +150,7 @@ def test_a_layer_that_is_to_stay_in_float_does(sources: dict[str, Source], tmp_p
     )
 
     def saved(deployment: Deployment, folder: Path) -> tuple[set[str], int]:
-        recipe = save_deployed(sources["vit"], deployment, folder, num_threads=1)
+        recipe = save_deployed(sources("vit"), deployment, folder, num_threads=1)
         return {layer.name for layer in recipe.quantized}, weight_bytes(folder, deployment)
 
     every, small = saved(deployment, tmp_path / "every")
@@ -167,34 +161,34 @@ def test_a_layer_that_is_to_stay_in_float_does(sources: dict[str, Source], tmp_p
     assert larger - small == pytest.approx(256 * 64 * 3, rel=0.1)
 
 
-def test_static_int8_of_a_convnet_has_integers_for_every_layer(sources: dict[str, Source], tmp_path: Path):
-    save_deployed(sources["resnet"], deployed.deployment("onnxruntime static"), tmp_path / "model", num_threads=1)
+def test_static_int8_of_a_convnet_has_integers_for_every_layer(sources: deployments.Sources, tmp_path: Path):
+    save_deployed(sources("resnet"), deployments.deployment("onnxruntime static"), tmp_path / "model", num_threads=1)
 
     graph = onnx.load(tmp_path / "model" / ONNX).graph
     weights = {held.name: held.data_type for held in graph.initializer if len(held.dims) == 4}
     assert set(weights.values()) == {TensorProto.INT8}
 
 
-def test_a_pattern_that_hits_nothing_is_refused_and_leaves_nothing(sources: dict[str, Source], tmp_path: Path):
+def test_a_pattern_that_hits_nothing_is_refused_and_leaves_nothing(sources: deployments.Sources, tmp_path: Path):
     wrong = QuantizationRecommendation(layer="no_such_layer", quantization_type="static", dtype="qint8")
 
     for name in ("onnxruntime static", "openvino static_nncf", "openvino static"):
-        deployment = deployed.deployment(name).model_copy(update={"recommendations": (wrong,)})
+        deployment = deployments.deployment(name).model_copy(update={"recommendations": (wrong,)})
         with pytest.raises(PlanError, match="no_such_layer"):
-            save_deployed(sources["vit"], deployment, tmp_path / "model")
+            save_deployed(sources("vit"), deployment, tmp_path / "model")
 
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_fixed_batch_is_run_as_it_is_and_no_other(tmp_path: Path):
-    source = deployed.source_of("resnet", tmp_path / "source", batch_size=4)
+    source = deployments.source_of("resnet", tmp_path / "source", batch_size=4)
     images = noise_batch(zoo.SPEC, 4)
 
     for name in ("onnxruntime float32", "openvino float32"):
         folder = tmp_path / name.replace(" ", "-")
-        save_deployed(source, deployed.deployment(name), folder, num_threads=1)
+        save_deployed(source, deployments.deployment(name), folder, num_threads=1)
         session = open_session(folder, num_threads=1)
-        assert deployed.distance(session.run(images), deployed.float_logits(source, images)) < 1e-5
+        assert deployments.distance(session.run(images), deployments.float_logits(source, images)) < 1e-5
         with pytest.raises(ArtifactError, match="exactly 4 images, not 3"):
             session.run(images[:3])
         with pytest.raises(ArtifactError, match="exactly 4 images, not 1"):
@@ -213,9 +207,9 @@ print([name for name in ("torch", "transformers", "openvino_telemetry.main", "nn
 
 @pytest.mark.parametrize("name", ["onnxruntime float32", "openvino float32"])
 def test_what_needs_no_torch_is_raced_without_it_and_reports_to_nobody(
-    sources: dict[str, Source], tmp_path: Path, name: str
+    sources: deployments.Sources, tmp_path: Path, name: str
 ):
-    save_deployed(sources["vit"], deployed.deployment(name), tmp_path / "model", num_threads=1)
+    save_deployed(sources("vit"), deployments.deployment(name), tmp_path / "model", num_threads=1)
 
     command = [sys.executable, "-c", OPENED, str(tmp_path / "model")]
     (home := tmp_path / "home").mkdir()
@@ -267,9 +261,9 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["onnxruntime float32", "openvino float32"])
-def test_a_racer_with_a_broken_graph_says_which_file(sources: dict[str, Source], tmp_path: Path, name: str):
-    deployment = deployed.deployment(name)
-    save_deployed(sources["vit"], deployment, tmp_path / "model", num_threads=1)
+def test_a_racer_with_a_broken_graph_says_which_file(sources: deployments.Sources, tmp_path: Path, name: str):
+    deployment = deployments.deployment(name)
+    save_deployed(sources("vit"), deployment, tmp_path / "model", num_threads=1)
     graph = tmp_path / "model" / (ONNX if deployment.runtime == "onnxruntime" else "model.xml")
     graph.write_bytes(graph.read_bytes()[:1000])
 
@@ -280,24 +274,24 @@ def test_a_racer_with_a_broken_graph_says_which_file(sources: dict[str, Source],
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("name", [deployment.name for deployment in deployed.all_deployments("cuda")])
-def test_forms_on_cuda(sources: dict[str, Source], tmp_path: Path, name: str):
+@pytest.mark.parametrize("name", [deployment.name for deployment in deployments.all_deployments("cuda")])
+def test_forms_on_cuda(sources: deployments.Sources, tmp_path: Path, name: str):
     source = Source(
-        module=sources["vit"].module,
-        recipe=sources["vit"].recipe,
-        processor=sources["vit"].processor,
-        calibration=sources["vit"].calibration,
+        module=sources("vit").module,
+        recipe=sources("vit").recipe,
+        processor=sources("vit").processor,
+        calibration=sources("vit").calibration,
         batch_size=8,
         device="cuda",
     )
-    deployment = deployed.deployment(name)
+    deployment = deployments.deployment(name)
 
     save_deployed(source, deployment, tmp_path / "model")
     session: Any = open_session(tmp_path / "model", device="cuda")
 
     # CUDA multiplies float32 as tf32 where it is allowed to.
     bound = max(1e-3, bound_of(deployment))
-    assert deployed.distance(session.run(IMAGES), deployed.float_logits(source, IMAGES)) < bound
+    assert deployments.distance(session.run(IMAGES), deployments.float_logits(source, IMAGES)) < bound
     assert session.bound(IMAGES)() > 0
     assert next(session.module.parameters()).is_cuda
 
@@ -307,9 +301,9 @@ def test_relu6_is_in_the_range_of_an_int8_convolutions_output(tmp_path: Path):
     model = FAMILIES["mobilenet_v1"]()
     spec = spec_of(model)
     save_model(model, tmp_path / "model", spec=spec, processor=processor_of(spec), base_model="tiny")
-    source = deployed.saved_source(tmp_path)
+    source = deployments.saved_source(tmp_path)
 
-    save_deployed(source, deployed.deployment("onnxruntime static"), tmp_path / "int8", num_threads=1)
+    save_deployed(source, deployments.deployment("onnxruntime static"), tmp_path / "int8", num_threads=1)
     before, after = (
         [node.op_type for node in onnx.load(path).graph.node]
         for path in (tmp_path / "model.onnx", tmp_path / "int8" / ONNX)
@@ -319,12 +313,12 @@ def test_relu6_is_in_the_range_of_an_int8_convolutions_output(tmp_path: Path):
     assert "Clip" not in after
 
 
-TIMED = [one.name for one in deployed.all_deployments() if one.runtime != "inductor"]
+TIMED = [one.name for one in deployments.all_deployments() if one.runtime != "inductor"]
 
 
 @pytest.mark.parametrize("name", TIMED)
-def test_each_runtime_says_where_a_pass_goes(sources: deployed.Sources, tmp_path: Path, name: str):
-    wide, deployment = sources("wide"), deployed.deployment(name)
+def test_each_runtime_says_where_a_pass_goes(sources: deployments.Sources, tmp_path: Path, name: str):
+    wide, deployment = sources("wide"), deployments.deployment(name)
     save_deployed(wide, deployment, tmp_path / "model", num_threads=1)
     # OpenVINO isn't given that file for our int8 layers: it reads an export of its own.
     exported = None if name == "openvino static" else wide.onnx
@@ -344,8 +338,8 @@ def test_each_runtime_says_where_a_pass_goes(sources: deployed.Sources, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eager float32", "onnxruntime static", "openvino static", "openvino static_nncf"])
-def test_each_convolution_of_a_network_has_its_time(sources: deployed.Sources, tmp_path: Path, name: str):
-    source, deployment = sources("resnet"), deployed.deployment(name)
+def test_each_convolution_of_a_network_has_its_time(sources: deployments.Sources, tmp_path: Path, name: str):
+    source, deployment = sources("resnet"), deployments.deployment(name)
     save_deployed(source, deployment, tmp_path / "model", num_threads=1)
 
     told = layer_times(

@@ -4,11 +4,11 @@ import json
 import warnings
 from pathlib import Path
 
-import kept_models
+import fixture_models
 import numpy as np
 import pytest
 from commands import call
-from kept_models import FIXTURES, REPORTS, SAVED, kept_names, models_of_this_version, report_of_this_version
+from fixture_models import FIXTURES, REPORTS, SAVED, kept_names, models_of_this_version, report_of_this_version
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -80,7 +80,7 @@ def test_a_report_of_this_version_is_kept():
 def test_what_a_version_wrote_is_never_written_again(capsys: pytest.CaptureFixture[str]):
     before = {file: file.read_bytes() for file in FIXTURES.rglob("*") if file.is_file()}
 
-    assert kept_models.main() == 1
+    assert fixture_models.main() == 1
 
     assert "never replaced" in capsys.readouterr().err
     assert {file: file.read_bytes() for file in FIXTURES.rglob("*") if file.is_file()} == before

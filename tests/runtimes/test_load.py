@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import deployed
+import deployments
 import numpy as np
 import pytest
 import torch
@@ -50,9 +50,9 @@ def folder_of(root: Path, name: str) -> Path:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("deployed")
-    source = deployed.source_of("vit", root / "source")
+    source = deployments.source_of("vit", root / "source")
     for name in NAMES:
-        save_deployed(source, deployed.deployment(name), folder_of(root, name), num_threads=1)
+        save_deployed(source, deployments.deployment(name), folder_of(root, name), num_threads=1)
     return root
 
 
@@ -238,7 +238,7 @@ def test_int8_of_eight_bits_is_never_said_to_compute_the_same_where_its_sums_may
     root: Path, name: str, layer, cpu_flags, lacks: str | None
 ):
     made = QuantizedLayer.model_validate({"name": "fc", "kind": "static", "dtype": "qint8"} | layer)
-    changes = {"deployment": deployed.deployment(name), "quantized": (made,)}
+    changes = {"deployment": deployments.deployment(name), "quantized": (made,)}
     recipe = read_recipe(folder_of(root, SIMPLE)).model_copy(update=changes)
     here = environment().model_copy(update={"cpu_flags": cpu_flags})
 
@@ -365,7 +365,7 @@ def test_loading_is_silent(root: Path):
 
 
 def test_a_source_without_onnx_is_refused_where_a_runtime_reads_it(root: Path, tmp_path: Path):
-    source = deployed.source_of("resnet", tmp_path / "source")
+    source = deployments.source_of("resnet", tmp_path / "source")
     bare = Source(
         module=source.module,
         recipe=source.recipe,
@@ -376,7 +376,7 @@ def test_a_source_without_onnx_is_refused_where_a_runtime_reads_it(root: Path, t
 
     for name in ("onnxruntime float32", "openvino float32"):
         with pytest.raises(ArtifactError, match="needs the model as ONNX"):
-            save_deployed(bare, deployed.deployment(name), tmp_path / "model")
+            save_deployed(bare, deployments.deployment(name), tmp_path / "model")
         assert not (tmp_path / "model").exists()
 
 
@@ -452,14 +452,14 @@ BATCHES = [noise_batch(zoo.SPEC, size, seed=10 * size + number) for size in (1, 
 
 @pytest.mark.parametrize("name", ["eager float32", "onnxruntime float32", "openvino float32", "openvino static"])
 def test_each_thread_gets_the_answers_to_its_own_images(source: Source, tmp_path: Path, name: str):
-    save_deployed(source, deployed.deployment(name), tmp_path / "model", num_threads=1)
+    save_deployed(source, deployments.deployment(name), tmp_path / "model", num_threads=1)
     model, together = load(tmp_path / "model"), threading.Barrier(NUM_THREADS)
     alone = [model(batch).logits.numpy() for batch in BATCHES]
 
     def apart(number: int) -> float:
         """Return how far an answer is from that of one thread alone; another's is 1 from it."""
         found = model(BATCHES[number]).logits.numpy()
-        return deployed.distance(found, alone[number]) / deployed.distance(alone[number ^ 1], alone[number])
+        return deployments.distance(found, alone[number]) / deployments.distance(alone[number ^ 1], alone[number])
 
     def ask(first: int) -> float:
         together.wait()
@@ -470,7 +470,7 @@ def test_each_thread_gets_the_answers_to_its_own_images(source: Source, tmp_path
 
 
 def test_of_the_sizes_that_a_graph_is_compiled_for_the_one_longest_unused_goes(source: Source, tmp_path: Path):
-    save_deployed(source, deployed.deployment("openvino float32"), tmp_path / "model", num_threads=1)
+    save_deployed(source, deployments.deployment("openvino float32"), tmp_path / "model", num_threads=1)
     session = open_session(tmp_path / "model", num_threads=1)
     assert isinstance(session, OpenVinoSession)
     image = noise_batch(zoo.SPEC, 1)
@@ -479,7 +479,7 @@ def test_of_the_sizes_that_a_graph_is_compiled_for_the_one_longest_unused_goes(s
     answers = [session.run(np.repeat(image, size, axis=0)) for size in (*range(1, MAX_SIZES + 1), 1, MAX_SIZES + 1)]
 
     assert [*session._requests] == [*range(3, MAX_SIZES + 1), 1, MAX_SIZES + 1]
-    assert max(deployed.distance(row, expected) for answer in answers for row in answer) < 1e-5
+    assert max(deployments.distance(row, expected) for answer in answers for row in answer) < 1e-5
 
 
 def test_large_weights_are_laid_out_for_fewer_sizes():

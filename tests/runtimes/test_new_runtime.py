@@ -31,20 +31,20 @@ ROWS = (
 SCRIPT = """
 import sys
 from pathlib import Path
-import deployed, numpy, zoo
+import deployments, numpy, zoo
 from profiling_agent import ProfilingAgentError, load
 from profiling_agent.runtimes.artifact import check_golden
 from profiling_agent.runtimes.registry import noise_batch
 from profiling_agent.runtimes.registry import open_session
 from profiling_agent.runtimes.save import save_deployed
 folder, images = Path(sys.argv[1]), noise_batch(zoo.SPEC, 3, seed=2)
-source = deployed.source_of("vit", folder / "source")
-recipe = save_deployed(source, deployed.deployment("toy float32"), folder / "model")
+source = deployments.source_of("vit", folder / "source")
+recipe = save_deployed(source, deployments.deployment("toy float32"), folder / "model")
 print(load(folder / "model").runtime, "model.onnx" in recipe.files, "onnx" in recipe.libraries)
 card = (folder / "model" / "README.md").read_text()
 print("toy opens them" in card, "from_pretrained" in card)
 session = open_session(folder / "model", num_threads=1)
-print(deployed.distance(session.run(images), deployed.float_logits(source, images)) < 1e-5, session.bound(images)() > 0)
+print(deployments.distance(session.run(images), deployments.float_logits(source, images)) < 1e-5, session.bound(images)() > 0)
 try:
     check_golden(lambda given: session.run(given) * numpy.float32(1.01), folder / "model", recipe)
 except ProfilingAgentError as error:

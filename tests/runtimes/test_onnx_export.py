@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import deployed
+import deployments
 import numpy as np
 import onnx
 import onnxruntime
@@ -186,7 +186,7 @@ def test_an_exported_vit_masks_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", ["vit", "swin"])
-def test_each_block_becomes_one_node_that_computes_the_same(sources: deployed.Sources, family: str):
+def test_each_block_becomes_one_node_that_computes_the_same(sources: deployments.Sources, family: str):
     exported = sources(family).onnx
     assert exported is not None
     model = onnx.load(exported)
@@ -197,12 +197,12 @@ def test_each_block_becomes_one_node_that_computes_the_same(sources: deployed.So
     assert len(taken) == operators(found).count("Attention") == blocks > 0
     assert "Softmax" not in operators(found)
     assert all([name.rsplit(".", 1)[1] for name in names] == ["q_proj", "k_proj", "v_proj"] for names in taken.values())
-    assert deployed.distance(logits(found), logits(model)) < 1e-6
+    assert deployments.distance(logits(found), logits(model)) < 1e-6
 
 
-def test_dynamic_int8_has_attention_in_int8_and_says_so(sources: deployed.Sources, tmp_path: Path):
+def test_dynamic_int8_has_attention_in_int8_and_says_so(sources: deployments.Sources, tmp_path: Path):
     recipe = save_deployed(
-        sources("vit"), deployed.deployment("onnxruntime dynamic"), tmp_path / "model", num_threads=1
+        sources("vit"), deployments.deployment("onnxruntime dynamic"), tmp_path / "model", num_threads=1
     )
 
     saved = operators(onnx.load(tmp_path / "model" / ONNX))
@@ -211,9 +211,9 @@ def test_dynamic_int8_has_attention_in_int8_and_says_so(sources: deployed.Source
     assert "Attention" not in saved
 
 
-def test_with_keys_left_in_float_nothing_is_fused(sources: deployed.Sources, tmp_path: Path):
+def test_with_keys_left_in_float_nothing_is_fused(sources: deployments.Sources, tmp_path: Path):
     recommendation = QuantizationRecommendation(layer=r"q_proj|v_proj|fc1", quantization_type="dynamic", dtype="qint8")
-    deployment = deployed.deployment("onnxruntime dynamic").model_copy(update={"recommendations": (recommendation,)})
+    deployment = deployments.deployment("onnxruntime dynamic").model_copy(update={"recommendations": (recommendation,)})
 
     recipe = save_deployed(sources("vit"), deployment, tmp_path / "model", num_threads=1)
 
@@ -222,7 +222,7 @@ def test_with_keys_left_in_float_nothing_is_fused(sources: deployed.Sources, tmp
     assert not any("k_proj" in row.name for row in recipe.quantized)
 
 
-def test_int8_with_a_position_bias_is_not_fused(sources: deployed.Sources):
+def test_int8_with_a_position_bias_is_not_fused(sources: deployments.Sources):
     exported = sources("swin").onnx
     assert exported is not None
     model = onnx.load(exported)

@@ -8,13 +8,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import deployed
+import deployments
 import numpy as np
 import pytest
 import torch
 import zoo
-from needs import TIMM
 from pruning.families import FAMILIES, processor_of, spec_of
+from skips import TIMM
 from transformers import AutoModelForImageClassification
 
 from profiling_agent.data.models import load_model
@@ -34,7 +34,7 @@ from profiling_agent.schemas import Cut
 
 REFUSED = (OSError, ValueError, RuntimeError)
 OLD = Path(__file__).parents[1] / "fixtures" / "saved" / "0.1.0-s2"
-FORMS = [each.name for each in deployed.all_deployments()]
+FORMS = [each.name for each in deployments.all_deployments()]
 TIMM_FORMS = ["eager float32", "eager bfloat16", "eager dynamic", "inductor static", "onnxruntime static"]
 IMAGES = noise_batch(zoo.SPEC, 4, seed=3)
 
@@ -47,7 +47,7 @@ def save(model: Any, folder: Path, **described: Any) -> Path:
 
 def write(source: Source, form: str, folder: Path) -> None:
     """Save a deployment; what torch.compile would take minutes for is written as its eager layers."""
-    deployment = deployed.deployment(form)
+    deployment = deployments.deployment(form)
     if deployment.runtime != "inductor":
         save_deployed(source, deployment, folder, num_threads=1)
         return
@@ -74,7 +74,7 @@ def check_refused(folder: Path, model: Any) -> None:
 
 @pytest.mark.parametrize("family", ["vit", "resnet"])
 @pytest.mark.parametrize("form", FORMS)
-def test_transformers_opens_no_saved_deployment(sources: deployed.Sources, tmp_path: Path, family: str, form: str):
+def test_transformers_opens_no_saved_deployment(sources: deployments.Sources, tmp_path: Path, family: str, form: str):
     write(sources(family), form, tmp_path / "saved")
 
     check_refused(tmp_path / "saved", sources(family).module)
@@ -85,7 +85,7 @@ def other_models() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     whole = zoo.vit()
     cuts = [Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in find_units(whole, zoo.SPEC, {}).units]
     yield "pruned", prune_model(whole, cuts, spec=zoo.SPEC).model, {"cuts": cuts}
-    yield "half", zoo.vit().to(torch.bfloat16), {"deployment": deployed.deployment("eager bfloat16")}
+    yield "half", zoo.vit().to(torch.bfloat16), {"deployment": deployments.deployment("eager bfloat16")}
     tied = zoo.vit()
     tied.vit.layers[1].mlp.fc1.weight = tied.vit.layers[0].mlp.fc1.weight
     yield "tied", tied, {}
@@ -98,7 +98,7 @@ def test_transformers_opens_no_saved_model_that_was_changed(tmp_path: Path, mode
 
 @pytest.mark.parametrize("form", ["eager float32", "eager float16"])
 def test_a_hugging_face_export_answers_in_transformers_as_the_saved_model(
-    sources: deployed.Sources, tmp_path: Path, form: str
+    sources: deployments.Sources, tmp_path: Path, form: str
 ):
     write(sources("vit"), form, tmp_path / "saved")
 
@@ -106,10 +106,10 @@ def test_a_hugging_face_export_answers_in_transformers_as_the_saved_model(
 
     found = transformers_logits(tmp_path / "hf", dtype=torch.float32)
     bound = 1e-5 if form == "eager float32" else 2e-2
-    assert deployed.distance(found, load(tmp_path / "saved")(IMAGES).logits.numpy()) < bound
+    assert deployments.distance(found, load(tmp_path / "saved")(IMAGES).logits.numpy()) < bound
 
 
-def test_transformers_misreads_the_layout_of_schema_2_and_load_reads_it(sources: deployed.Sources, tmp_path: Path):
+def test_transformers_misreads_the_layout_of_schema_2_and_load_reads_it(sources: deployments.Sources, tmp_path: Path):
     folder = tmp_path / "saved"
     write(sources("vit"), "eager dynamic", folder)
     expected = load(folder)(IMAGES).logits.numpy()
@@ -123,7 +123,7 @@ def test_transformers_misreads_the_layout_of_schema_2_and_load_reads_it(sources:
     (folder / "recipe.json").write_text(json.dumps(recipe))
 
     assert np.array_equal(load(folder)(IMAGES).logits.numpy(), expected)
-    assert deployed.distance(transformers_logits(folder), expected) > 1
+    assert deployments.distance(transformers_logits(folder), expected) > 1
     with pytest.raises(AcquisitionError, match="was written by profiling-agent"):
         load_model(str(folder))
 
@@ -148,7 +148,7 @@ def test_neither_timm_nor_transformers_opens_a_saved_timm_model(tmp_path: Path, 
 
     model = FAMILIES[family]()
     save(model, tmp_path / "model")
-    source = replace(deployed.saved_source(tmp_path), processor=processor_of(spec_of(model)))
+    source = replace(deployments.saved_source(tmp_path), processor=processor_of(spec_of(model)))
     folder = tmp_path / "saved"
     write(source, form, folder)
 
@@ -165,7 +165,7 @@ def test_no_path_of_this_machine_is_written(tmp_path: Path):
     config: Any = loaded.model.config
     assert config.name_or_path == str(tmp_path / "private" / "my-vit")
     save_model(loaded.model, tmp_path / "model", spec=zoo.SPEC, processor=loaded.processor, base_model=loaded.source)
-    source = deployed.saved_source(tmp_path)
+    source = deployments.saved_source(tmp_path)
     for form in ("eager dynamic", "onnxruntime float32", "openvino float32"):
         write(source, form, tmp_path / form)
     export(tmp_path / "model", "hf", tmp_path / "hf")

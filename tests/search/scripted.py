@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import made
 import numpy as np
+import sample_records
 
 from profiling_agent.jobs.store import SHEET, Timesheet
 from profiling_agent.jobs.tasks import Evaluated, Exported
@@ -59,14 +59,14 @@ class Jobs:
         return [task for task in self.asked if isinstance(task, kind)]
 
     def ExportTask(self, task: Any) -> Exported:  # noqa: N802
-        return Exported(onnx=made.ref("onnx", "onnx"), distance=0.0)
+        return Exported(onnx=sample_records.ref("onnx", "onnx"), distance=0.0)
 
     def evaluated(self, task: Any, is_wrong: Any, *, params: int = 1000, size_bytes: int = 1000) -> Evaluated:
         """Write the answers to a shard, of which those images are wrong."""
         predicted = np.asarray(is_wrong, dtype=np.int64)
-        file = made.ref(f"{name_of(task.model)}-answers-{task.shard}", "predictions")
+        file = sample_records.ref(f"{name_of(task.model)}-answers-{task.shard}", "predictions")
         self.path(file).parent.mkdir(exist_ok=True, parents=True)
-        write_predictions(self.path(file), made.answers(predicted, np.zeros_like(predicted)))
+        write_predictions(self.path(file), sample_records.answers(predicted, np.zeros_like(predicted)))
         return Evaluated(
             footprint=Footprint(params=params, macs=params, parameter_bytes=1000, size_bytes=size_bytes),
             predictions=Predictions(
@@ -76,7 +76,7 @@ class Jobs:
 
 
 def deployed(task: Any, name: str, size_bytes: int = 1000, *, distance: float = 0.0, kl: float = 0.0) -> DeployedModel:
-    model = made.ref(name, size_bytes=size_bytes)
+    model = sample_records.ref(name, size_bytes=size_bytes)
     return DeployedModel(model=model, deployment=task.deployment, layers=(), distance=distance, kl=kl, seconds=1.0)
 
 
@@ -88,7 +88,7 @@ def acquired(num_heldout: int = 1000, num_search: int | None = None) -> Acquired
     """Return three splits, of which the search has as many images as are held out unless it is given."""
 
     def split(name: Any, num_images: int) -> SplitInfo:
-        return SplitInfo(name=name, source_split="test", num_images=num_images, file=made.ref(name, "split"))
+        return SplitInfo(name=name, source_split="test", num_images=num_images, file=sample_records.ref(name, "split"))
 
     return Acquired(
         source=ModelSource(name="m", architecture="ViTForImageClassification", device="cpu"),
@@ -103,7 +103,7 @@ def evaluator(
     jobs: Any,
     *,
     num_images: int = 1000,
-    baseline: ArtifactRef = made.BASELINE.model,
+    baseline: ArtifactRef = sample_records.BASELINE.model,
     profile: ModelProfile | None = None,
     choices: DeploymentChoices | None = None,
     settings: dict[str, Any] | None = None,
@@ -113,8 +113,8 @@ def evaluator(
         jobs=jobs,
         acquired=acquired(num_images),
         baseline=baseline,
-        profile=profile or made.profile(),
-        goal=made.GOAL.model_copy(update=goal),
+        profile=profile or sample_records.profile(),
+        goal=sample_records.GOAL.model_copy(update=goal),
         settings=Settings(batch_size=4, seed=0, **(settings or {})),
         choices=choices or DeploymentChoices(),
     )

@@ -1,7 +1,7 @@
 """What a person may say of a plan, and what becomes of it and of the plans after it."""
 
 import pytest
-from made import GOAL, attempt, journal, judged, plan, profile
+from sample_records import GOAL, attempt, journal, judged, plan, profile
 
 from profiling_agent.errors import PlanError, RequestError
 from profiling_agent.planning.allocation import dry_run, obeying

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import made
 import numpy as np
 import pytest
+import sample_records
 from search.scripted import Jobs, deployed, evaluator, memory_use, name_of
 
 from profiling_agent.errors import JobError, QuantizationError
@@ -75,7 +75,7 @@ class Script(Jobs):
                 dropped.append(Dropped(variant=variant, model=ref, reason="died of SIGFPE"))
                 continue
             fast = does.speedup
-            results.append(made.race_result(name_of(ref), fast, fast * 0.97, fast * 1.03, variant))
+            results.append(sample_records.race_result(name_of(ref), fast, fast * 0.97, fast * 1.03, variant))
         return Race(results=tuple(results), num_repeats=12, num_sessions=1, dropped=tuple(dropped))
 
     def MemoryTask(self, task):  # noqa: N802
@@ -101,8 +101,8 @@ def evaluator_of(
     found = evaluator(
         script,
         num_images=NUM_IMAGES,
-        baseline=made.ref("m0", size_bytes=4000),
-        profile=made.profile(pass_s=pass_s),
+        baseline=sample_records.ref("m0", size_bytes=4000),
+        profile=sample_records.profile(pass_s=pass_s),
         settings={"time_budget_s": time_budget_s},
         choices=choices,
         **goal,
@@ -317,7 +317,7 @@ def test_a_slow_model_is_looked_at_on_as_many_shards_as_can_show_something(
     ],
 )
 def test_as_many_are_looked_at_as_can_show_the_contract_kept(tmp_path: Path, asked: dict[str, Any], expected: int):
-    goal = made.GOAL.model_copy(update=asked)
+    goal = sample_records.GOAL.model_copy(update=asked)
     assert most_searched(2000, Budget(Timesheet(tmp_path / SHEET), 0.2), goal) == expected
     assert most_searched(2000, Budget(Timesheet(tmp_path / SHEET), 0.2, 3600.0), goal) == 2000
 
@@ -391,7 +391,7 @@ def test_a_contract_that_has_changed_chooses_again_and_keeps_the_attempts(tmp_pa
     choices = DeploymentChoices({"eager": ("dynamic",), "openvino": ("static",)}, ASKED_SCHEMES["auto"])
     deployments = {"openvino static": Made(speedup=4.0, lost=30), "eager dynamic": Made(speedup=2.0)}
     loose, _ = evaluator_of(tmp_path, deployments, choices=choices, max_accuracy_drop=0.03)
-    opened = open_journal(loose, Plan()).with_attempt(made.attempt(1, 0.25, accepted=True))
+    opened = open_journal(loose, Plan()).with_attempt(sample_records.attempt(1, 0.25, accepted=True))
     assert getattr(opened.deployment, "name", None) == "openvino static"
     assert reopened(loose, opened) is opened
     # What a person fixed of plans is no other contract.
@@ -601,7 +601,7 @@ def test_dynamic_int8_is_as_large_as_what_it_leaves_in_float(linear_share: float
     names = (*ALL, "onnxruntime static")
     asked = [asked_for(*name.split()) for name in names]
     budget = Budget(Timesheet(tmp_path / SHEET), 0.1)
-    found = in_rounds(asked, budget, made.GOAL, DeploymentChoices(), linear_share)
+    found = in_rounds(asked, budget, sample_records.GOAL, DeploymentChoices(), linear_share)
 
     assert [len(each.deployments) for each in found] == rounds
     assert [each.pruned for each in found] == [0.0, 0.0, MOST_PRUNED]

@@ -1,7 +1,7 @@
 """Which deployments may be made, and that of a plan: a wish is carried out, or refused with a reason."""
 
 import pytest
-from made import BASELINE, GOAL, attempt, journal, profile, race_result, ref
+from sample_records import BASELINE, GOAL, attempt, journal, profile, race_result, ref
 
 from profiling_agent.errors import PlanError, RequestError
 from profiling_agent.modules.layer_names import matching_names

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import made
 import numpy as np
 import pytest
+import sample_records
 from search.scripted import Jobs, evaluator, memory_use, name_of
 
 from profiling_agent.errors import JobError
@@ -56,14 +56,14 @@ class Script(Jobs):
 
     def RaceTask(self, task: Any) -> Race:  # noqa: N802
         self.screened.append(tuple(name_of(ref) for _, ref in task.entries))
-        return made.race(*(_one_session(self._result(ref, variant)) for variant, ref in task.entries[1:]))
+        return sample_records.race(*(_one_session(self._result(ref, variant)) for variant, ref in task.entries[1:]))
 
     def SessionTask(self, task: Any) -> Race:  # noqa: N802
         self.timed.append(tuple(name_of(ref) for _, ref in task.entries[1:]))
         # Three per cent either way, others for each process.
         luck = [1 + 0.03 * ((task.number + place) % 3 - 1) for place in range(len(task.entries))]
         held = [self._result(ref, variant, luck[place]) for place, (variant, ref) in enumerate(task.entries[1:])]
-        one = made.race(*held)
+        one = sample_records.race(*held)
         return one.model_copy(
             update={"num_sessions": 1, "results": tuple(_one_session(result) for result in one.results)}
         )
@@ -73,7 +73,7 @@ class Script(Jobs):
 
     def _result(self, ref: Any, variant: Variant, luck: float = 1.0) -> RaceResult:
         fast = self.speedups.get(name_of(ref), 2.0) * luck
-        return made.race_result(name_of(ref), fast, fast * 0.97, fast * 1.03, variant)
+        return sample_records.race_result(name_of(ref), fast, fast * 0.97, fast * 1.03, variant)
 
 
 def _one_session(result: RaceResult) -> RaceResult:
@@ -82,10 +82,10 @@ def _one_session(result: RaceResult) -> RaceResult:
 
 def attempt(number: int, *, lost: int, size_bytes: int = 1000, macs: int = 400) -> Any:
     """Return an attempt that was accepted, and whose float32 model wasn't."""
-    done = made.attempt(number, 0.5, accepted=True, correct=900 - lost, macs=macs, size_bytes=size_bytes)
+    done = sample_records.attempt(number, 0.5, accepted=True, correct=900 - lost, macs=macs, size_bytes=size_bytes)
     assert done.deployed is not None
     int8 = done.deployed.model_copy(update={"deployment": Deployment(scheme="dynamic")})
-    return done.model_copy(update={"pruned_model": made.ref(f"pruned{number}"), "deployed": int8})
+    return done.model_copy(update={"pruned_model": sample_records.ref(f"pruned{number}"), "deployed": int8})
 
 
 def chosen(
@@ -101,7 +101,7 @@ def chosen(
 ) -> tuple[FinalChoice, Script]:
     jobs = script(root, lost, speedups or {})
     asked: dict[str, Any] = {"max_accuracy_drop": 0.02, "max_size_ratio": 1.0} | (goal or {})
-    journal = Journal(baseline=made.BASELINE, attempts=attempts, deployment_search=search)
+    journal = Journal(baseline=sample_records.BASELINE, attempts=attempts, deployment_search=search)
     return finalize(evaluator(jobs, settings=settings, **asked), journal), jobs
 
 
@@ -175,7 +175,7 @@ def test_without_a_candidate_the_held_out_images_are_opened_for_nobody(tmp_path:
 def option(runtime: Any, scheme: Any, name: str, *, lost: int, size_bytes: int = 1000) -> DeploymentOption:
     """Return a deployment that the unpruned model was measured in, and that keeps the accuracy."""
     deployment = Deployment(runtime=runtime, scheme=scheme)
-    measured = made.evaluation(name, Variant.QUANTIZED, correct=900 - lost, size_bytes=size_bytes)
+    measured = sample_records.evaluation(name, Variant.QUANTIZED, correct=900 - lost, size_bytes=size_bytes)
     measured = measured.model_copy(update={"deployment": deployment})
     return DeploymentOption(deployment=deployment, evaluation=measured, keeps_accuracy=True, reason="kept")
 
@@ -200,8 +200,8 @@ def shown(
     assert made_of.evaluation is not None
     return made_of.model_copy(
         update={
-            "evaluation": made_of.evaluation.model_copy(update={"drop": made.drop(*seen)}),
-            "race_result": made.race_result(name, speedup, speedup - 0.1, speedup + 0.1),
+            "evaluation": made_of.evaluation.model_copy(update={"drop": sample_records.drop(*seen)}),
+            "race_result": sample_records.race_result(name, speedup, speedup - 0.1, speedup + 0.1),
         }
     )
 
@@ -216,7 +216,7 @@ def doubtful_option(scheme: Any, name: str, seen: tuple[int, ...], speedup: floa
 def large_option(lost: int = 0) -> DeploymentOption:
     """Return a float32 deployment that is larger than half of the baseline, and five times as fast."""
     large = option("onnxruntime", "float32", "large", lost=lost, size_bytes=4000)
-    return large.model_copy(update={"race_result": made.race_result("large", 5.0, 4.9, 5.1)})
+    return large.model_copy(update={"race_result": sample_records.race_result("large", 5.0, 4.9, 5.1)})
 
 
 def among(
@@ -388,8 +388,11 @@ def test_a_runner_up_that_the_sessions_show_faster_is_returned(tmp_path: Path):
     class Lucky(Script):
         def RaceTask(self, task: Any) -> Race:  # noqa: N802
             self.screened.append(tuple(name_of(ref) for _, ref in task.entries))
-            luck = made.race_result("both1", 2.06, 1.9, 2.2), made.race_result("both2", 2.0, 1.9, 2.1)
-            return made.race(*(_one_session(result) for result in luck))
+            luck = (
+                sample_records.race_result("both1", 2.06, 1.9, 2.2),
+                sample_records.race_result("both2", 2.0, 1.9, 2.1),
+            )
+            return sample_records.race(*(_one_session(result) for result in luck))
 
     final, script = chosen(tmp_path, (BOLD, MILD), {}, FAST, script=Lucky)
     assert script.timed == [("both2", "both1")] * NUM_SESSIONS
@@ -447,8 +450,8 @@ def test_sessions_that_contradict_what_was_timed_before_prove_no_speed(
 ):
     class Neighbour(Script):
         def RaceTask(self, task: Any) -> Race:  # noqa: N802
-            return made.race(
-                *(_one_session(made.race_result(f"both{number}", raced, raced, raced)) for number in (1, 2))
+            return sample_records.race(
+                *(_one_session(sample_records.race_result(f"both{number}", raced, raced, raced)) for number in (1, 2))
             )
 
         def SessionTask(self, task: Any) -> Race:  # noqa: N802
@@ -471,15 +474,17 @@ def test_sessions_that_contradict_what_was_timed_before_prove_no_speed(
 
 def timed_option(runtime: Any, speedup: float | None) -> DeploymentOption:
     deployment = Deployment(runtime=runtime, scheme="static")
-    raced = made.race_result(runtime, speedup, speedup * 0.95, speedup * 1.05) if speedup else None
+    raced = sample_records.race_result(runtime, speedup, speedup * 0.95, speedup * 1.05) if speedup else None
     return DeploymentOption(deployment=deployment, race_result=raced, keeps_accuracy=True, reason="kept")
 
 
 def rivals(*options: DeploymentOption, macs: int = 500, **goal: Any) -> list[str]:
     search = DeploymentSearch(options=options, chosen=options[0].deployment) if options else None
-    journal = made.journal().model_copy(update={"deployment_search": search})
-    pruned = Candidate(variant=Variant.BOTH, attempt=1, evaluation=made.evaluation("both1", Variant.BOTH, macs=macs))
-    return [each.runtime for each in _rivals(journal, pruned, made.GOAL.model_copy(update=goal))]
+    journal = sample_records.journal().model_copy(update={"deployment_search": search})
+    pruned = Candidate(
+        variant=Variant.BOTH, attempt=1, evaluation=sample_records.evaluation("both1", Variant.BOTH, macs=macs)
+    )
+    return [each.runtime for each in _rivals(journal, pruned, sample_records.GOAL.model_copy(update=goal))]
 
 
 def test_what_was_far_behind_on_the_baseline_is_not_made_of_the_pruned_model():
@@ -499,18 +504,18 @@ def test_eager_float32_is_as_much_faster_as_its_macs_are_fewer():
 def test_of_a_slow_model_what_stays_larger_than_the_contract_allows_is_not_made():
     # Of 2,000 bytes the pruned model has 600 in its deployment, and half of the params are left: 1,000 in eager float32, and half of what others have.
     def sized(runtime: Any, size_bytes: int) -> DeploymentOption:
-        evaluation = made.evaluation(runtime, Variant.QUANTIZED, size_bytes=size_bytes)
+        evaluation = sample_records.evaluation(runtime, Variant.QUANTIZED, size_bytes=size_bytes)
         return timed_option(runtime, 3.0).model_copy(update={"evaluation": evaluation})
 
     options = (sized("openvino", 1000), sized("onnxruntime", 1700), sized("inductor", 1500))
     search = DeploymentSearch(options=options, chosen=options[0].deployment)
-    whole = made.evaluation("m0", Variant.BASELINE, size_bytes=2000)
-    journal = made.journal().model_copy(update={"deployment_search": search, "baseline": whole})
+    whole = sample_records.evaluation("m0", Variant.BASELINE, size_bytes=2000)
+    journal = sample_records.journal().model_copy(update={"deployment_search": search, "baseline": whole})
 
     def rivals_of(max_size_ratio: float, *, size_bytes: int = 600, small_alone: bool = True) -> list[str]:
-        own = made.evaluation("both1", Variant.BOTH, macs=400, params=500, size_bytes=size_bytes)
+        own = sample_records.evaluation("both1", Variant.BOTH, macs=400, params=500, size_bytes=size_bytes)
         pruned = Candidate(variant=Variant.BOTH, attempt=1, evaluation=own)
-        goal = made.GOAL.model_copy(update={"max_size_ratio": max_size_ratio})
+        goal = sample_records.GOAL.model_copy(update={"max_size_ratio": max_size_ratio})
         return [each.runtime for each in _rivals(journal, pruned, goal, small_alone=small_alone)]
 
     assert rivals_of(0.5) == ["eager", "openvino", "onnxruntime", "inductor"]

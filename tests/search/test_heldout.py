@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import made
 import numpy as np
 import pytest
+import sample_records
 from search import scripted
 from search.scripted import Jobs, acquired
 
@@ -35,8 +35,8 @@ from profiling_agent.search.verdict import (
     why_unproven,
 )
 
-BASELINE, CANDIDATE = made.ref("baseline"), made.ref("candidate")
-MEASURED = made.evaluation("candidate", Variant.BOTH)
+BASELINE, CANDIDATE = sample_records.ref("baseline"), sample_records.ref("candidate")
+MEASURED = sample_records.evaluation("candidate", Variant.BOTH)
 Answers = Callable[[range], list[bool]]
 
 
@@ -113,7 +113,7 @@ def test_no_more_images_are_looked_at_than_a_time_budget_has_room_for(tmp_path: 
 
 def searched(lost: int, gained: int, num_images: int = 1000) -> Evaluation:
     """Return the candidate as so many search images have it."""
-    return MEASURED.model_copy(update={"drop": made.drop(lost, gained, num_images)})
+    return MEASURED.model_copy(update={"drop": sample_records.drop(lost, gained, num_images)})
 
 
 @pytest.mark.parametrize(("time_budget_s", "seen"), [(10.0, 1024), (3600.0, 5000)])
@@ -150,7 +150,7 @@ def test_where_held_out_images_are_undecided_the_search_images_decide_with_them(
 
 
 def test_the_best_of_several_measured_drops_is_too_good_to_be_true():
-    alone, far = made.drop(60, 40), made.drop(200, 40)
+    alone, far = sample_records.drop(60, 40), sample_records.drop(200, 40)
     # The standard error is sqrt(100) of 1,000; of two equals the least is 0.56 of it too low, of three 0.85.
     assert selection_bias([alone]) == 0.0
     assert selection_bias([alone, alone]) == pytest.approx(0.56 * 0.01, rel=0.1)
@@ -193,7 +193,7 @@ def test_of_a_slow_model_no_images_are_answered_that_can_show_nothing_nor_for_a_
     tester, jobs = evaluator(tmp_path, 5000, every(lost))
     jobs.right[BASELINE.path] = lambda part: [image % gained != 0 or image == 0 for image in part]
     settings = tester.settings.model_copy(update={"time_budget_s": time_budget_s})
-    tester = replace(tester, profile=made.profile(pass_s=pass_s), settings=settings)
+    tester = replace(tester, profile=sample_records.profile(pass_s=pass_s), settings=settings)
     jobs.shard_s = 10.0 if spent_s else 0.0
     jobs.timesheet.go_on_from(spent_s)
 
@@ -270,7 +270,9 @@ def test_search_images_are_looked_at_no_further_than_decides(
 
 
 def said(num_heldout: int, max_drop: float, num_search: int = 10**6) -> str | None:
-    return why_unproven(acquired(num_heldout, num_search), made.GOAL.model_copy(update={"max_accuracy_drop": max_drop}))
+    return why_unproven(
+        acquired(num_heldout, num_search), sample_records.GOAL.model_copy(update={"max_accuracy_drop": max_drop})
+    )
 
 
 def test_enough_images_leave_nothing_to_say():
@@ -305,7 +307,7 @@ def test_as_many_as_are_said_to_be_missing_suffice_and_are_never_less_than_none(
 @pytest.mark.parametrize(("lost", "gained", "num_images"), [(30, 24, 1000), (12, 2, 1024), (1, 0, 300)])
 def test_as_many_as_are_said_to_certify_do_by_the_test_that_so_many_get(lost: int, gained: int, num_images: int):
     """What 1,024 images are looked at once for takes more where another run would look at more and more of them."""
-    drop = made.drop(lost, gained, num_images)
+    drop = sample_records.drop(lost, gained, num_images)
     needed = images_that_certify(drop, 0.02, 0.02)
     at_once = images_to_certify(drop, 0.02, 0.98)
 

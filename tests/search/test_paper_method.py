@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import made
 import numpy as np
 import pytest
+import sample_records
 from search import scripted
 from search.scripted import Jobs, deployed
 
@@ -24,14 +24,18 @@ class Script(Jobs):
     latencies_ms: tuple[float, ...] = (3.0, 2.0)
 
     def PruneTask(self, task: Any) -> PrunedModel:  # noqa: N802
-        return PrunedModel(model=made.ref(f"p{len(self.of(tasks.PruneTask))}"), cuts=task.cuts, mask_error=0.0)
+        return PrunedModel(
+            model=sample_records.ref(f"p{len(self.of(tasks.PruneTask))}"), cuts=task.cuts, mask_error=0.0
+        )
 
     def HeadlineTask(self, task: Any) -> Headline:  # noqa: N802
-        latency = made.STATS.model_copy(update={"median_ms": self.latencies_ms[int(task.model.sha256[1:]) - 1]})
+        latency = sample_records.STATS.model_copy(
+            update={"median_ms": self.latencies_ms[int(task.model.sha256[1:]) - 1]}
+        )
         return Headline(latency=latency, peak_memory_bytes=1, forward_passes=1)
 
     def TuneTask(self, task: Any) -> Tuned:  # noqa: N802
-        return Tuned(model=made.ref("tuned"), kl=0.1, kl_unfolded=0.2, num_images=32, seconds=1.0)
+        return Tuned(model=sample_records.ref("tuned"), kl=0.1, kl_unfolded=0.2, num_images=32, seconds=1.0)
 
     def DeployTask(self, task: Any) -> DeployedModel:  # noqa: N802
         return deployed(task, "int8")
@@ -41,18 +45,18 @@ class Script(Jobs):
 
 
 def evaluator(script: Script, **goal: Any) -> Evaluator:
-    profile = made.profile()
-    evidence = made.evidence(profile.units, {unit.name: (0.001, 0.002) for unit in profile.units})
+    profile = sample_records.profile()
+    evidence = sample_records.evidence(profile.units, {unit.name: (0.001, 0.002) for unit in profile.units})
     asked: dict[str, Any] = {"selection": "paper", "calibrate": False} | goal
     return scripted.evaluator(
-        script, baseline=made.ref("m0"), profile=profile.model_copy(update={"evidence": evidence}), **asked
+        script, baseline=sample_records.ref("m0"), profile=profile.model_copy(update={"evidence": evidence}), **asked
     )
 
 
 def attempted(asked: Evaluator, *ratios: float) -> Journal:
-    journal = open_journal(asked, made.plan(ratios[0]))
+    journal = open_journal(asked, sample_records.plan(ratios[0]))
     for ratio in ratios:
-        prepared = quantize_attempt(asked, prune_attempt(asked, made.plan(ratio)), None)
+        prepared = quantize_attempt(asked, prune_attempt(asked, sample_records.plan(ratio)), None)
         journal = journal.with_attempt(measure_attempt(asked, prepared, journal))
     return journal
 
@@ -61,7 +65,7 @@ def attempted(asked: Evaluator, *ratios: float) -> Journal:
 def test_without_calibration_the_weights_alone_decide_and_nothing_makes_up_for_the_cut(tmp_path: Path, calibrate: bool):
     script = Script(tmp_path)
 
-    prune_attempt(evaluator(script, calibrate=calibrate), made.plan(0.25))
+    prune_attempt(evaluator(script, calibrate=calibrate), sample_records.plan(0.25))
 
     (task,) = script.of(tasks.PruneTask)
     assert task.compensate is calibrate
@@ -76,7 +80,7 @@ def test_without_calibration_a_model_is_quantized_as_it_is(tmp_path: Path, tunes
     assert asked.deployer.tunes is tunes
     deployer = Deployer(asked.jobs, asked.acquired.calibration, batch_size=4, tunes=tunes)
 
-    option = deployer.make(made.ref("m0"), Deployment(scheme="dynamic"), choose_layers=True)
+    option = deployer.make(sample_records.ref("m0"), Deployment(scheme="dynamic"), choose_layers=True)
 
     assert option.deployed is not None
     assert [task.model.sha256 for task in script.of(tasks.DeployTask)] == [source]
@@ -105,7 +109,7 @@ def test_a_resumed_run_ranks_by_the_times_that_were_measured_first(tmp_path: Pat
 def test_latency_is_timed_for_the_papers_selection_alone(tmp_path: Path):
     script = Script(tmp_path)
     asked = evaluator(script, selection="contract", calibrate=True)
-    prepared = quantize_attempt(asked, prune_attempt(asked, made.plan(0.25)), None)
+    prepared = quantize_attempt(asked, prune_attempt(asked, sample_records.plan(0.25)), None)
     baseline = asked.evaluate(Variant.BASELINE, asked.baseline, asked.acquired.search)
 
     attempt = measure_attempt(asked, prepared, Journal(baseline=baseline))

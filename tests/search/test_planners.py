@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import made
 import pytest
+import sample_records
 from advisors import advisor_of
 from chat_server import Said, chat_server, in_turn
-from made import BASELINE, GOAL, attempt, evaluation, profile
+from sample_records import BASELINE, GOAL, attempt, evaluation, profile
 
 from profiling_agent.errors import AdvisorError, ContextTooLongError, PlanError
 from profiling_agent.llm.transcript import Advice, LanguageModel, Question
@@ -54,7 +54,7 @@ class Scripted(LanguageModel):
 
 def judged(num_layers: int = 4) -> ModelProfile:
     """MLPs of which the first costs ten times as much as the others."""
-    return made.judged(num_layers, {0: [10 * kl for kl in made.DOUBLING]})
+    return sample_records.judged(num_layers, {0: [10 * kl for kl in sample_records.DOUBLING]})
 
 
 def measured(number: int, plan: Plan, found: ModelProfile, *, accepted: bool) -> Attempt:
@@ -408,14 +408,14 @@ def removed(plan: Plan) -> float:
 
 
 def test_after_an_accepted_plan_the_next_one_is_twice_as_strong():
-    choice = propose(GOAL, PROFILE, made.journal(attempt(1, 0.125, accepted=True)), max_iterations=5)
+    choice = propose(GOAL, PROFILE, sample_records.journal(attempt(1, 0.125, accepted=True)), max_iterations=5)
 
     assert isinstance(choice, Plan)
     assert choice.pruning[0].pruning_ratio == pytest.approx(0.25)
 
 
 def test_after_a_refused_plan_the_next_one_is_milder():
-    choice = propose(GOAL, PROFILE, made.journal(attempt(1, 0.25, accepted=False)), max_iterations=5)
+    choice = propose(GOAL, PROFILE, sample_records.journal(attempt(1, 0.25, accepted=False)), max_iterations=5)
 
     assert isinstance(choice, Plan)
     assert choice.pruning[0].pruning_ratio == pytest.approx(0.125)
@@ -423,7 +423,7 @@ def test_after_a_refused_plan_the_next_one_is_milder():
 
 @pytest.mark.parametrize("cliff", [0.1, 0.2, 0.4, 0.6, 0.74])
 def test_the_loop_brackets_the_accuracy_cliff_to_one_aligned_step(cliff: float):
-    seen = made.journal(attempt(1, 0.125, accepted=cliff >= 0.125))
+    seen = sample_records.journal(attempt(1, 0.125, accepted=cliff >= 0.125))
     while isinstance(choice := propose(GOAL, PROFILE, seen, max_iterations=50), Plan):
         number = len(seen.attempts) + 1
         tried = Attempt(number=number, plan=choice, accepted=removed(choice) <= cliff, reason="made")
@@ -435,7 +435,7 @@ def test_the_loop_brackets_the_accuracy_cliff_to_one_aligned_step(cliff: float):
 
 
 def test_no_plan_is_measured_twice():
-    seen = made.journal(attempt(1, 0.125, accepted=True))
+    seen = sample_records.journal(attempt(1, 0.125, accepted=True))
     while isinstance(choice := propose(GOAL, PROFILE, seen, max_iterations=50), Plan):
         seen = seen.with_attempt(Attempt(number=len(seen.attempts) + 1, plan=choice, accepted=True, reason="made"))
 
@@ -444,7 +444,7 @@ def test_no_plan_is_measured_twice():
 
 
 def test_no_ratio_passes_the_ceiling():
-    seen = made.journal(attempt(1, 0.5, accepted=True))
+    seen = sample_records.journal(attempt(1, 0.5, accepted=True))
 
     choice = propose(GOAL, PROFILE, seen, max_iterations=5)
 
@@ -454,7 +454,7 @@ def test_no_ratio_passes_the_ceiling():
 
 def test_the_budget_ends_the_loop():
     assert (
-        propose(GOAL, PROFILE, made.journal(attempt(1, 0.125, accepted=True)), max_iterations=1)
+        propose(GOAL, PROFILE, sample_records.journal(attempt(1, 0.125, accepted=True)), max_iterations=1)
         is StopReason.BUDGET_SPENT
     )
 
@@ -462,11 +462,11 @@ def test_the_budget_ends_the_loop():
 def test_a_first_plan_that_prunes_nothing_ends_the_loop():
     empty = Attempt(number=1, plan=Plan(), accepted=True, reason="made")
 
-    assert propose(GOAL, PROFILE, made.journal(empty), max_iterations=5) is StopReason.NOTHING_TO_PRUNE
+    assert propose(GOAL, PROFILE, sample_records.journal(empty), max_iterations=5) is StopReason.NOTHING_TO_PRUNE
 
 
 def test_the_papers_loop_answers_to_the_last_evaluation_alone_and_uses_every_iteration():
-    seen = made.journal(attempt(1, 0.2, accepted=True), attempt(2, 0.3, accepted=False))
+    seen = sample_records.journal(attempt(1, 0.2, accepted=True), attempt(2, 0.3, accepted=False))
 
     choice = propose(PAPER, PROFILE, seen, max_iterations=3)
 

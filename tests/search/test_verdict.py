@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import made
 import pytest
-from made import BASELINE, GOAL, attempt, drop, evaluation, journal, race, race_result, ref
+import sample_records
+from sample_records import BASELINE, GOAL, attempt, drop, evaluation, journal, race, race_result, ref
 from search.scripted import Jobs, deployed, evaluator, name_of
 
 from profiling_agent.errors import JobError
@@ -155,8 +155,8 @@ def test_a_candidate_that_is_small_enough_comes_before_a_cheaper_one_that_is_not
 
 def test_the_papers_rule_prefers_accuracy_then_params_and_nobody_who_does_not_beat_the_baseline():
     def pruned(number: int, **measured: int):
-        made = evaluation(f"p{number}", Variant.PRUNED, **measured)
-        return attempt(number, 0.1, accepted=True).model_copy(update={"pruned": made, "deployed": made})
+        answers = evaluation(f"p{number}", Variant.PRUNED, **measured)
+        return attempt(number, 0.1, accepted=True).model_copy(update={"pruned": answers, "deployed": answers})
 
     seen = journal(
         pruned(1, correct=905, params=950), pruned(2, correct=905, params=900), pruned(3, correct=899, params=100)
@@ -300,7 +300,7 @@ class Script(Jobs):
 
     def PruneTask(self, task: Any) -> PrunedModel:  # noqa: N802
         assert all(cut.keep <= cut.unit.width // 4 for cut in task.cuts), "every unit is cut as far as is allowed"
-        model = made.ref("cheapest", size_bytes=self.sizes.get("eager float32", 3000))
+        model = sample_records.ref("cheapest", size_bytes=self.sizes.get("eager float32", 3000))
         return PrunedModel(model=model, cuts=task.cuts, mask_error=0.0)
 
     def DeployTask(self, task: Any) -> DeployedModel:  # noqa: N802
@@ -311,7 +311,9 @@ class Script(Jobs):
 
     def RaceTask(self, task: Any) -> Race:  # noqa: N802
         fast = {name: self.speedups.get(name, 1.2) for name in raced_in(task)}
-        return made.race(*(made.race_result(name, one, one * 0.98, one * 1.02) for name, one in fast.items()))
+        return sample_records.race(
+            *(sample_records.race_result(name, one, one * 0.98, one * 1.02) for name, one in fast.items())
+        )
 
     SessionTask = RaceTask
 
@@ -329,14 +331,21 @@ def verdict_journal() -> Journal:
                 Deployment(runtime="openvino", scheme=scheme, recommendations=recommend(scheme)), ["head"]
             ),
             deployed=DeployedModel(
-                model=made.ref(scheme, size_bytes=size), deployment=Deployment(), layers=(), distance=0, kl=0, seconds=1
+                model=sample_records.ref(scheme, size_bytes=size),
+                deployment=Deployment(),
+                layers=(),
+                distance=0,
+                kl=0,
+                seconds=1,
             ),
-            race_result=made.race_result(scheme, speedup, speedup * 0.98, speedup * 1.02),
+            race_result=sample_records.race_result(scheme, speedup, speedup * 0.98, speedup * 1.02),
             reason="",
         )
         for scheme, size, speedup in schemes
     ]
-    return Journal(baseline=made.BASELINE, deployment_search=DeploymentSearch(options=tuple(options), chosen=None))
+    return Journal(
+        baseline=sample_records.BASELINE, deployment_search=DeploymentSearch(options=tuple(options), chosen=None)
+    )
 
 
 def limit_of(script: Script, term: str, choices: DeploymentChoices | None = None, **goal: Any):

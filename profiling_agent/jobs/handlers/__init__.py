@@ -1,1 +1,1 @@
-"""Handlers: what does each job, a function of its task and its context; imported in the process that does it."""
+"""Handlers: a function of task and context for each job, imported in the process that runs it."""

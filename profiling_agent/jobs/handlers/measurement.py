@@ -1,4 +1,4 @@
-"""Handlers of measurements: evaluation, timing, memory. Imports torch only where the model's runtime is torch's."""
+"""Handlers of measurements: evaluation, timing, memory. Torch is imported only for its own runtimes."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -71,10 +71,10 @@ def memory(task: MemoryTask, job: JobContext) -> MemoryUse:
 def layer_times(task: LayerTimesTask, job: JobContext) -> LayerTimes:
     """Ask the model's runtime what the parts of a pass take."""
     exported = job.path(task.onnx) if task.onnx else None
-    found = layers.layer_times(
+    times = layers.layer_times(
         job.path(task.model), exported, batch_size=task.batch_size, num_threads=available_threads()
     )
-    return LayerTimes(layers=found)
+    return LayerTimes(layers=times)
 
 
 def open_heldout(task: OpenHeldoutTask, job: JobContext) -> Opening:
@@ -87,8 +87,8 @@ def open_heldout(task: OpenHeldoutTask, job: JobContext) -> Opening:
 
 
 @dataclass
-class _Opened:
-    """A model that was opened, what it is to answer in, and what it takes; `check` compares it with its golden logits, until it was called."""
+class _OpenedModel:
+    """An opened model, its inference context and footprint; `check` compares it with its golden logits, and is None once called."""
 
     session: ModelSession
     answering: Callable[[], AbstractContextManager[None]]
@@ -101,14 +101,14 @@ def evaluate(task: EvaluateTask, job: JobContext) -> Evaluated:
     images = job.images("images")
     name = f"{task.model.path} {task.model.sha256} {task.device}"
     if job.kept.keys() != {name}:
-        # What was opened before goes first: two large models may be more than there is memory for.
+        # Free the previous model first: memory may not hold two large ones.
         job.kept.clear()
-        job.kept[name] = _open(task, job)
-    opened: _Opened = job.kept[name]
+        job.kept[name] = _open_model(task, job)
+    opened: _OpenedModel = job.kept[name]
     with opened.answering():
         answers = answer(opened.session, images, task.batch_size, job.progress)
     if opened.check is not None:
-        # Last, because a runtime that compiles for each size of batch then has a larger one to put the two images in.
+        # After the images: a runtime that compiles for each batch size then has a larger one for the two golden images.
         opened.check()
         opened.check = None
     out = job.folder / "predictions.safetensors"
@@ -122,7 +122,7 @@ def evaluate(task: EvaluateTask, job: JobContext) -> Evaluated:
     return Evaluated(footprint=opened.footprint, predictions=predictions)
 
 
-def _open(task: EvaluateTask, job: JobContext) -> _Opened:
+def _open_model(task: EvaluateTask, job: JobContext) -> _OpenedModel:
     path = job.path(task.model)
     recipe = open_folder(path, verify=True)
     session = open_session(path, device=task.device, num_threads=available_threads())
@@ -135,8 +135,8 @@ def _open(task: EvaluateTask, job: JobContext) -> _Opened:
         answering = quick_products
         if recipe.deployment == Deployment() and task.device == "cpu" and isinstance(session, TorchSession):
             fuse_norms_(session.module, random_batch(recipe.input, 2))
-    counts = recipe.counts or _counts(path)
-    return _Opened(
+    counts = recipe.counts or _count(path)
+    return _OpenedModel(
         session=session,
         answering=answering,
         footprint=Footprint(**counts.model_dump(), size_bytes=model_bytes(path)),
@@ -145,18 +145,18 @@ def _open(task: EvaluateTask, job: JobContext) -> _Opened:
 
 
 def answer(session: ModelSession, images: PreparedImages, batch_size: int, progress: Progress) -> Answers:
-    """Ask a session about each image; RequestError where there is none."""
-    found, done = list[Answers](), 0
+    """Return a session's answers for all images; RequestError if there are none."""
+    answers, done = list[Answers](), 0
     for pixel_values, true in images.batches(batch_size):
-        found.append(answers_of(session.run(pixel_values), true))
+        answers.append(answers_of(session.run(pixel_values), true))
         done += len(true)
         progress("evaluating", done, len(images))
-    if not found:
+    if not answers:
         raise RequestError("there are 0 images to evaluate on: raise num_samples")
-    return joined(found)
+    return joined(answers)
 
 
-def _counts(path: Path) -> Counts:
+def _count(path: Path) -> Counts:
     from profiling_agent.jobs.handlers.models import complexity_of
     from profiling_agent.quantization.kinds import parameter_bytes
     from profiling_agent.runtimes.torch_artifact import load_module

@@ -92,28 +92,28 @@ from profiling_agent.schemas import (
     Tuned,
 )
 
-FILE, NAME = "logits.safetensors", "logits"
+LOGITS_FILE, LOGITS = "logits.safetensors", "logits"
 
 
 def ask(task: LogitsTask, job: JobContext) -> Answered:
     """Run the model over the images and write down its logits."""
     model = on_device(load_module(job.path(task.model)), task.device)
-    read = partial(iter_batches, job.images("images"), batch_size=task.batch_size, limit=task.num_images)
-    images = Calibration(batches=read, device=device_of(model), dtype=next(model.parameters()).dtype)
+    read_batches = partial(iter_batches, job.images("images"), batch_size=task.batch_size, limit=task.num_images)
+    images = Calibration(batches=read_batches, device=device_of(model), dtype=next(model.parameters()).dtype)
     if task.device == "cpu":
         fuse_norms_(model.eval(), next(images.every())[:2])
     with quick_products():
         logits = [logits_of(model, batch).float() for batch in (images.judged() if task.judged else images.every())]
-    # Fewer than 32 images have none that judge; whoever compares then does it on all of them.
+    # Fewer than 32 images hold none that judge; the comparison then uses all.
     if not logits and not task.judged:
         raise RequestError("there are 0 images to ask a model about: raise num_samples")
-    found = torch.cat(logits).cpu() if logits else torch.empty(0, 0)
-    write_bytes(job.folder / FILE, save({NAME: found}))
-    return Answered(num_images=len(found))
+    stacked = torch.cat(logits).cpu() if logits else torch.empty(0, 0)
+    write_bytes(job.folder / LOGITS_FILE, save({LOGITS: stacked}))
+    return Answered(num_images=len(stacked))
 
 
 def given_logits(job: JobContext) -> Tensor | None:
-    """Return the reference logits, float32 (images, classes), that a job's task needs; None where it needs none.
+    """Return the reference logits, float32 (images, classes), that a job's task needs; None if it needs none.
 
     Raises:
         ArtifactError: they can't be read.
@@ -121,12 +121,12 @@ def given_logits(job: JobContext) -> Tensor | None:
     folders: list[Path] = job.folders("logits")
     if not folders:
         return None
-    path = folders[0] / FILE
-    with foreign_code(lambda said: ArtifactError(f"{str(path)!r} can't be read ({said}): run again")):
-        held = load_file(path)
-    if held.keys() != {NAME} or held[NAME].dim() != 2 or held[NAME].dtype != torch.float32:
+    path = folders[0] / LOGITS_FILE
+    with foreign_code(lambda problem: ArtifactError(f"{str(path)!r} can't be read ({problem}): run again")):
+        tensors = load_file(path)
+    if tensors.keys() != {LOGITS} or tensors[LOGITS].dim() != 2 or tensors[LOGITS].dtype != torch.float32:
         raise ArtifactError(f"{str(path)!r} holds no logits: run again")
-    return held[NAME]
+    return tensors[LOGITS]
 
 
 def acquire(task: AcquireTask, job: JobContext) -> Acquired:
@@ -136,20 +136,20 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
         job.progress(note, 0, 0)
     loaded = load_model(task.model, revision=task.revision, device=device, progress=job.progress)
     check_processor(loaded.model, loaded.processor)
-    shared = task.model_dump(include=set(DataQuery.model_fields))
+    query = task.model_dump(include=set(DataQuery.model_fields))
     config: Any = loaded.model.config
-    drawn = draw_splits(DataQuery(**shared), id2label=config.id2label, folder=job.folder, progress=job.progress)
-    drawn = _with_chosen_labels(drawn, loaded, job)
-    if len(measured := np.unique(SplitImages(drawn.search.path).labels)) < 2:
+    drawn = draw_splits(DataQuery(**query), id2label=config.id2label, folder=job.folder, progress=job.progress)
+    drawn = _choose_labels(drawn, loaded, job)
+    if len(classes := np.unique(SplitImages(drawn.search.path).labels)) < 2:
         raise AcquisitionError(
-            f"all {drawn.search.num_images} images to search on are of one class ({config.id2label[int(measured[0])]!r}), so that no loss of "
+            f"all {drawn.search.num_images} images to search on are of one class ({config.id2label[int(classes[0])]!r}), so that no loss of "
             "accuracy would show: give a split of several classes; in folders of images, each class has its own"
         )
     notes = (*drawn.notes, *([loaded.note] if loaded.note else []))
-    for line in notes:
-        job.progress(line, 0, 0)
+    for text in notes:
+        job.progress(text, 0, 0)
 
-    def info(name: Any, split: DrawnSplit) -> SplitInfo:
+    def split_info(name: Any, split: DrawnSplit) -> SplitInfo:
         return SplitInfo(
             name=name,
             source_split=split.source_split,
@@ -165,20 +165,20 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
             architecture=loaded.architecture,
             device=device,
         ),
-        calibration=info("calibration", drawn.calibration),
-        search=info("search", drawn.search),
-        heldout=info("heldout", drawn.heldout),
-        recovery=info("recovery", drawn.recovery) if drawn.recovery else None,
+        calibration=split_info("calibration", drawn.calibration),
+        search=split_info("search", drawn.search),
+        heldout=split_info("heldout", drawn.heldout),
+        recovery=split_info("recovery", drawn.recovery) if drawn.recovery else None,
         labels=drawn.labels,
         notes=(*notes, *([note] if note else [])),
     )
 
 
-def _with_chosen_labels(drawn: DrawnSplits, loaded: LoadedModel, job: JobContext) -> DrawnSplits:
-    """Return the images labelled by the matching that the model's answers on the calibration images fit.
+def _choose_labels(drawn: DrawnSplits, loaded: LoadedModel, job: JobContext) -> DrawnSplits:
+    """Label the images by the matching that fits the model's predictions on the calibration images.
 
     Raises:
-        AcquisitionError: several matchings fit, and the answers don't decide.
+        AcquisitionError: the predictions don't decide between matchings.
     """
     if len(drawn.matchings) == 1:
         return drawn
@@ -202,9 +202,9 @@ def match_labels(task: MatchLabelsTask, job: JobContext) -> MatchedLabels:
     """Open the model and the data set, and match their classes."""
     loaded = load_model(task.model, revision=task.revision, device="cpu", progress=job.progress)
     check_processor(loaded.model, loaded.processor)
-    shared = task.model_dump(include=set(DataQuery.model_fields))
+    query = task.model_dump(include=set(DataQuery.model_fields))
     config: Any = loaded.model.config
-    split, matches = look_up_labels(DataQuery(**shared), id2label=config.id2label, progress=job.progress)
+    split, matches = look_up_labels(DataQuery(**query), id2label=config.id2label, progress=job.progress)
     return MatchedLabels(split=split, labels=matches, num_classes=len(config.id2label))
 
 
@@ -257,7 +257,7 @@ def profile(task: ProfileTask, job: JobContext) -> Profiled:
     if task.times_widths:
         batch = random_batch(measured.input, task.batch_size).to(task.device)
         write_table(job.folder / WIDTHS, time_units(model, measured.units, batch, progress=job.progress))
-    return _kept_profile(measured.model_copy(update={"trace": job.ref(trace, "trace")}), job)
+    return _save_profile(measured.model_copy(update={"trace": job.ref(trace, "trace")}), job)
 
 
 def add_evidence(task: EvidenceTask, job: JobContext) -> Profiled:
@@ -267,11 +267,11 @@ def add_evidence(task: EvidenceTask, job: JobContext) -> Profiled:
         profiled = read_record(ModelProfile, folder / PROFILE)
     except (OSError, DocumentError) as error:
         raise ArtifactError(f"{str(folder / PROFILE)!r} is no profile ({error}): run again") from error
-    evidence, note = _evidence(task, job, profiled, read_table(folder / WIDTHS))
-    return _kept_profile(profiled.model_copy(update={"evidence": evidence, "evidence_note": note}), job)
+    evidence, note = _measure_evidence(task, job, profiled, read_table(folder / WIDTHS))
+    return _save_profile(profiled.model_copy(update={"evidence": evidence, "evidence_note": note}), job)
 
 
-def _kept_profile(profiled: ModelProfile, job: JobContext) -> Profiled:
+def _save_profile(profiled: ModelProfile, job: JobContext) -> Profiled:
     out = job.folder / PROFILE
     write_text(out, profiled.model_dump_json(indent=1))
     return Profiled(
@@ -284,37 +284,37 @@ def _kept_profile(profiled: ModelProfile, job: JobContext) -> Profiled:
     )
 
 
-def _evidence(
+def _measure_evidence(
     task: EvidenceTask, job: JobContext, profiled: ModelProfile, table: LatencyTable
 ) -> tuple[Evidence | None, str | None]:
-    """Return the evidence on the model's units, or why there is none."""
+    """Return the evidence on the model's units, or None and the reason."""
     path = job.path(task.model)
-    kept = _kept(task, path) if task.cache else None
-    if kept is not None and (known := read_evidence(kept, profiled.units)) is not None:
+    cache_path = _evidence_cache_path(task, path) if task.cache else None
+    if cache_path is not None and (cached := read_evidence(cache_path, profiled.units)) is not None:
         job.progress("evidence of an earlier run is used", 0, 0)
-        # Its KLs; what units take was timed anew, and a machine that is never quiet keeps evidence too.
-        return timed(known, profiled.units, table), None
+        # Only its KLs: units were timed again, so that evidence from a busy machine can be cached too.
+        return timed(cached, profiled.units, table), None
     model = on_device(load_module(path), task.device)
-    read = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
+    read_batches = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
     try:
         with quick_products():
             evidence = measure_sensitivity(
                 model,
                 profiled.units,
-                read,
+                read_batches,
                 table=table,
                 seed=task.seed,
                 progress=job.progress,
             )
     except PruningError as error:
         return None, str(error)
-    if kept is not None:
-        keep_evidence(kept, evidence)
+    if cache_path is not None:
+        keep_evidence(cache_path, evidence)
     return evidence, None
 
 
-def _kept(task: EvidenceTask, model: Path) -> Path | None:
-    """Return where evidence is kept that depends on the same: model, images, what was asked for, code and machine; None without a cache folder."""
+def _evidence_cache_path(task: EvidenceTask, model: Path) -> Path | None:
+    """Return the cache path for this model, images, request, code and machine; None without a cache folder."""
     if (folder := kept_folder("evidence")) is None:
         return None
     images = task.calibration
@@ -331,25 +331,27 @@ def prune(task: PruneTask, job: JobContext) -> PrunedModel:
     """Cut the units, pass the gates, compensate, save the candidate."""
     path = job.path(task.baseline)
     model, recipe = on_device(load_module(path), task.device), load_recipe(path)
-    read = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
-    images, _ = next(read(batch_size=NUM_GATE_IMAGES))
-    keep = {name: list(kept) for name, kept in task.keep.items()}
+    read_batches = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
+    images, _ = next(read_batches(batch_size=NUM_GATE_IMAGES))
+    keep = {name: list(indices) for name, indices in task.keep.items()}
     pruned = prune_model(model, task.cuts, spec=recipe.input, seed=task.seed, images=images, keep=keep or None)
-    made = None
+    compensated = None
     if task.compensate:
         expected = given_logits(job)
         with quick_products():
-            made = compensate(
-                model, pruned.model, task.cuts, pruned.keep, read, expected=expected, progress=job.progress
+            compensated = compensate(
+                model, pruned.model, task.cuts, pruned.keep, read_batches, expected=expected, progress=job.progress
             )
     return PrunedModel(
-        model=keep_model((made.model if made else pruned.model).cpu(), task.baseline, job, cuts=task.cuts),
+        model=save_and_reload(
+            (compensated.model if compensated else pruned.model).cpu(), task.baseline, job, cuts=task.cuts
+        ),
         cuts=task.cuts,
         mask_error=pruned.mask_error,
-        kl=made.kl_after if made else None,
-        kl_uncompensated=made.kl_before if made else None,
-        compensation=made.steps if made else (),
-        compensation_note=made.note if made else None,
+        kl=compensated.kl_after if compensated else None,
+        kl_uncompensated=compensated.kl_before if compensated else None,
+        compensation=compensated.steps if compensated else (),
+        compensation_note=compensated.note if compensated else None,
     )
 
 
@@ -371,7 +373,7 @@ def recover(task: RecoverTask, job: JobContext) -> RecoveredModel:
             expected=given_logits(job),
             progress=job.progress,
         )
-    model = task.model if recovered.model is pruned else keep_model(recovered.model.cpu(), task.model, job)
+    model = task.model if recovered.model is pruned else save_and_reload(recovered.model.cpu(), task.model, job)
     return RecoveredModel(
         model=model,
         epochs_run=recovered.epochs_run,
@@ -381,15 +383,15 @@ def recover(task: RecoverTask, job: JobContext) -> RecoveredModel:
     )
 
 
-def keep_model(
+def save_and_reload(
     model: nn.Module, source: ArtifactRef, job: JobContext, *, cuts: Sequence[Cut] | None = None
 ) -> ArtifactRef:
-    """Save `model`, made of the saved model `source`, with its source's cuts where none are given; return the reference.
+    """Save `model`, derived from the saved model `source`, and return its reference; `cuts` default to the source's.
 
-    It is loaded once, which is the reload gate: a model that doesn't come back as it was saved is never handed on.
+    It is reloaded once: a model that doesn't load as it was saved is never returned.
 
     Raises:
-        ArtifactError: it doesn't come back, or `source` is damaged.
+        ArtifactError: it doesn't load as saved, or `source` is damaged.
     """
     folder = job.folder / "model"
     save_derived(model, job.path(source), folder, cuts=cuts)
@@ -397,7 +399,7 @@ def keep_model(
     return job.ref(folder, "model")
 
 
-# Activation ranges and NNCF's statistics settle well before; more only take longer.
+# Images: activation ranges and NNCF's statistics settle well before; more only take longer.
 MAX_CALIBRATION = 128
 
 
@@ -411,7 +413,7 @@ def tune(task: TuneTask, job: JobContext) -> Tuned:
     with quick_products():
         tuned = tuning.tune(model, images, task.scheme, task.latency_shares, progress=job.progress)
     return Tuned(
-        model=task.model if tuned.model is model else keep_model(tuned.model, task.model, job),
+        model=task.model if tuned.model is model else save_and_reload(tuned.model, task.model, job),
         sites=tuned.sites,
         layers=tuned.rows,
         kl=tuned.kl,
@@ -430,7 +432,7 @@ def export(task: ExportTask, job: JobContext) -> Exported:
 
 def deploy(task: DeployTask, job: JobContext) -> DeployedModel:
     """Bring a float32 model into a deployment, save it, open it again, and see how far it is from its parent."""
-    source, folder, expected = _source(task, job), job.folder / "model", given_logits(job)
+    source, folder, expected = _load_source(task, job), job.folder / "model", given_logits(job)
     assert expected is not None, "where there are calibration images, the float32 model was asked about them"
     num_threads = available_threads()
     job.progress(f"converting to {task.deployment.name}", 0, 0)
@@ -439,7 +441,7 @@ def deploy(task: DeployTask, job: JobContext) -> DeployedModel:
     recipe = save_deployed(source, task.deployment, folder, complexity=complexity, num_threads=num_threads)
     seconds = time.perf_counter() - started
     session = open_session(folder, device=task.device, num_threads=num_threads)
-    distance, kl = _differences(session, source, expected)
+    distance, kl = _compare(session, source, expected)
     check_golden(session.run, folder, recipe)
     return DeployedModel(
         model=job.ref(folder, "model"),
@@ -451,7 +453,7 @@ def deploy(task: DeployTask, job: JobContext) -> DeployedModel:
     )
 
 
-def _source(task: DeployTask, job: JobContext) -> Source:
+def _load_source(task: DeployTask, job: JobContext) -> Source:
     path = job.path(task.model)
     images = [
         pixel_values for pixel_values, _ in job.images("calibration").batches(task.batch_size, limit=MAX_CALIBRATION)
@@ -475,28 +477,25 @@ def complexity_of(path: Path) -> tuple[int, int]:
     return sum(row.params for row in rows), sum(row.macs for row in rows)
 
 
-def _differences(session: ModelSession, source: Source, expected: Tensor) -> tuple[float, float]:
-    """Return the relative distance of the logits from the float32 model's, and the KL divergence to it, nats.
-
-    `expected` is what the float32 model says of the first calibration images.
-    """
+def _compare(session: ModelSession, source: Source, expected: Tensor) -> tuple[float, float]:
+    """Return the relative distance and the KL divergence, nats, to `expected`: float32 logits of the first calibration images."""
     compared: Batch = source.calibration[: len(expected)]
-    found = [
+    batches = [
         torch.from_numpy(session.run(compared[index : index + source.batch_size]))
         for index in range(0, len(compared), source.batch_size)
     ]
-    ours, theirs = torch.cat(found).double(), expected.double()
-    if not ours.isfinite().all():
+    logits, reference = torch.cat(batches).double(), expected.double()
+    if not logits.isfinite().all():
         raise QuantizationError("on calibration images the logits aren't finite in this deployment: leave it out")
-    # Rounding makes it a hair negative where both are equal.
-    return relative_distance(ours, theirs), max(0.0, mean_kl(theirs, ours))
+    # Rounding makes it slightly negative if both are equal.
+    return relative_distance(logits, reference), max(0.0, mean_kl(reference, logits))
 
 
 def prepare(task: PrepareTask, job: JobContext) -> Prepared:
     """Write what the processor makes of the shard's images, and the processor beside it."""
     path = job.path(task.split.file)
     split, rows = SplitImages(path), task.split.rows(task.shard)
-    # A run that is short of time takes the first of them alone.
+    # The split may hold more: a run that is short of time uses only the first images.
     if len(split) < task.split.num_images:
         raise ArtifactError(
             f"split {str(path)!r} holds {len(split)} images, {task.split.num_images} were drawn: run again"

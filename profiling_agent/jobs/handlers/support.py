@@ -1,4 +1,4 @@
-"""Steps of a look at a model: read it and cut it, bring it into a deployment, open that again; each in whoever's process."""
+"""Steps of the check of one model: load and prune it, deploy it, reopen the deployment; each in the caller's process."""
 
 from collections import Counter
 from pathlib import Path
@@ -25,7 +25,7 @@ from profiling_agent.runtimes.torch_artifact import load_module, load_processor,
 from profiling_agent.schemas import Cut, Deployability, Deployment, Form, InputSpec, Prunable, by_cause
 
 RATIO = 0.25
-# Ranges are of noise here: what is asked is whether a deployment can be made, not how good it is.
+# Calibration images are noise: the check is whether a deployment can be made, not how accurate it is.
 NUM_CALIBRATION, BATCH = 16, 8
 WHOLE, PRUNED = "whole", "pruned"
 
@@ -49,34 +49,34 @@ def attempt(task: TryTask, job: JobContext) -> Deployability:
 
 
 def lay_out(model: nn.Module, folder: Path, *, spec: InputSpec, processor: object, name: str) -> Prunable:
-    """Write a classifier to `folder`/whole, and with a quarter off every unit to `folder`/pruned; return what can be cut of it.
+    """Save a classifier to `folder`/whole, and with a quarter cut off every unit to `folder`/pruned; return what can be cut.
 
     Without a unit there is no pruned one.
     """
     save_model(model, folder / WHOLE, spec=spec, processor=processor, base_model=name)
-    found = find_units(model, spec, {})
-    snapped = [Cut(unit=unit, keep=snap(unit, RATIO), requested_ratio=RATIO) for unit in found.units]
-    cuts = [cut for cut in snapped if cut.keep < cut.unit.width]
-    params = left = sum(parameter.numel() for parameter in model.parameters())
+    result = find_units(model, spec, {})
+    quartered = [Cut(unit=unit, keep=snap(unit, RATIO), requested_ratio=RATIO) for unit in result.units]
+    cuts = [cut for cut in quartered if cut.keep < cut.unit.width]
+    params = num_left = sum(parameter.numel() for parameter in model.parameters())
     if cuts:
-        cut = prune_model(model, cuts, spec=spec).model
-        left = sum(parameter.numel() for parameter in cut.parameters())
-        save_derived(cut, folder / WHOLE, folder / PRUNED, cuts=cuts)
-    refusals = by_cause(found.refusals)
+        pruned = prune_model(model, cuts, spec=spec).model
+        num_left = sum(parameter.numel() for parameter in pruned.parameters())
+        save_derived(pruned, folder / WHOLE, folder / PRUNED, cuts=cuts)
+    refusals = by_cause(result.refusals)
     return Prunable(
         architecture=type(model).__name__,
         input=spec,
         params=params,
-        units=Counter(unit.kind.value for unit in found.units),
+        units=Counter(unit.kind.value for unit in result.units),
         refused={code: len(layers) for code, layers in refusals.items()},
-        absent=found.absent,
+        absent=result.absent,
         examples={code: layers[0] for code, layers in refusals.items()},
-        cut_share=1 - left / params,
+        cut_share=1 - num_left / params,
     )
 
 
 def write_onnx(folder: Path, form: Form) -> str | None:
-    """Write the ONNX file of a form, of which runtimes make theirs; return why there is none."""
+    """Export a form to ONNX, from which runtimes convert; return the error, or None."""
     try:
         export_onnx(load_module(folder / form), folder / f"{form}.onnx", spec=load_recipe(folder / form).input)
     except ArtifactError as error:
@@ -85,45 +85,45 @@ def write_onnx(folder: Path, form: Form) -> str | None:
 
 
 def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int | None = None) -> Deployability:
-    """Bring a form into a deployment, in a folder beside it; return how far its logits on the golden images are, or why it can't be."""
-    told = Deployability(form=form, deployment=deployment)
+    """Make a deployment of a form, in a folder next to it; return its distance on the golden images, or the error."""
+    row = Deployability(form=form, deployment=deployment)
     source, onnx = folder / form, folder / f"{form}.onnx"
-    module, base = load_module(source), load_recipe(source)
-    given = Source(
+    module, base_recipe = load_module(source), load_recipe(source)
+    deploy_source = Source(
         module=module,
-        recipe=base,
+        recipe=base_recipe,
         processor=load_processor(source),
-        calibration=noise_batch(base.input, NUM_CALIBRATION, seed=1),
+        calibration=noise_batch(base_recipe.input, NUM_CALIBRATION, seed=1),
         batch_size=BATCH,
         onnx=onnx if onnx.is_file() else None,
     )
-    made = made_folder(folder, form, deployment)
+    target = made_folder(folder, form, deployment)
     try:
-        recipe = save_deployed(given, deployment, made, num_threads=num_threads)
-        # What it said when it was saved: opening it once more, which another process does, would compile it once more.
-        golden = read_golden(made)
+        recipe = save_deployed(deploy_source, deployment, target, num_threads=num_threads)
+        # The logits from when it was saved: opening it here would compile it once more, and another process reopens it.
+        golden = read_golden(target)
     except (ArtifactError, PlanError, QuantizationError) as error:
-        return told.model_copy(update={"refused": f"conversion: {error}"})
+        return row.model_copy(update={"refused": f"conversion: {error}"})
     expected = logits_of(module, torch.from_numpy(golden.pixel_values.astype(np.float32)))
-    return told.model_copy(
+    return row.model_copy(
         update={
             "num_layers": len(recipe.quantized),
-            "size_ratio": model_bytes(made) / model_bytes(folder / WHOLE),
+            "size_ratio": model_bytes(target) / model_bytes(folder / WHOLE),
             "distance": relative_distance(torch.from_numpy(golden.logits), expected),
         }
     )
 
 
-def reopen(folder: Path, told: Deployability, *, num_threads: int | None = None) -> Deployability:
-    """Open a deployment in this process, which has not made it, and compare it with what its maker saw; return it, or why not."""
-    made = made_folder(folder, told.form, told.deployment)
+def reopen(folder: Path, row: Deployability, *, num_threads: int | None = None) -> Deployability:
+    """Reopen a deployment in another process than made it, and check its golden logits; return the row, or the error in it."""
+    target = made_folder(folder, row.form, row.deployment)
     try:
-        check_golden(open_session(made, num_threads=num_threads).run, made, load_recipe(made))
+        check_golden(open_session(target, num_threads=num_threads).run, target, load_recipe(target))
     except ArtifactError as error:
-        return told.model_copy(update={"refused": f"reopening: {error}"})
-    return told
+        return row.model_copy(update={"refused": f"reopening: {error}"})
+    return row
 
 
 def made_folder(folder: Path, form: Form, deployment: Deployment) -> Path:
-    """Return where a deployment of a form lies."""
+    """Return the folder of a form's deployment."""
     return folder / f"{form}-{deployment.runtime}-{deployment.scheme}"

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from made import BASELINE, GOAL, attempt, evaluation, evidence, journal, profile, race_result
+from sample_records import BASELINE, GOAL, attempt, evaluation, evidence, journal, profile, race_result
 
 from profiling_agent.llm.transcript import Question
 from profiling_agent.planning.allocation import dry_run

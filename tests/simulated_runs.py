@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from made import BASELINE, GOAL, drop, evaluation
+from sample_records import BASELINE, GOAL, drop, evaluation
 
 from profiling_agent.llm.transcript import LanguageModel
 from profiling_agent.planning.allocation import dry_run

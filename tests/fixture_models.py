@@ -1,6 +1,6 @@
 """Saved models and a report of this version, kept as small fixtures that later versions have to read.
 
-    python tests/kept_models.py
+    python tests/fixture_models.py
 
 writes `tests/fixtures/saved/VERSION-sN` and `tests/fixtures/reports/VERSION-sN.json`, N being the schema version of each, beside
 what earlier versions wrote; the report is of a run, which takes minutes. What is there is never written again: it is what users of
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import zoo
-from deployed import all_deployments, deployment, saved_source
+from deployments import all_deployments, deployment, saved_source
 from world import write_data
 
 from profiling_agent import Request, optimize
