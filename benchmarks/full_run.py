@@ -23,7 +23,7 @@ from fitted import FOLDER, SHARED, fitted
 from full_size import MODELS
 
 from profiling_agent import Request, optimize
-from profiling_agent.lib.io import VARIABLE
+from profiling_agent.lib.io import CACHE_VARIABLE
 from profiling_agent.reporting.report import RunReport
 
 MAX_PASSES, OVER = 12_000.0, 1.1
@@ -150,7 +150,7 @@ def main() -> int:
         for name in asked.models:
             if not asked.warm:
                 # What every user's first run pays for.
-                os.environ[VARIABLE] = str(Path(fresh) / name.replace("/", "-"))
+                os.environ[CACHE_VARIABLE] = str(Path(fresh) / name.replace("/", "-"))
             request = asked_of(name, asked.time_budget, asked.output or scratch)
             started, peak = time.monotonic(), Peak()
             with peak.watched():

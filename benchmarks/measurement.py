@@ -20,7 +20,7 @@ from checks import Check, Estimate, finish, stamped
 from scipy import stats
 
 from profiling_agent.jobs.tasks import MODULES
-from profiling_agent.measure.race import hold_race, session_starter
+from profiling_agent.measure.race import run_race, session_starter
 from profiling_agent.measure.session import worker_command
 from profiling_agent.measure.worker import Start
 from profiling_agent.processes.child import ForkServer, child_command, child_environment, fork_server
@@ -51,7 +51,7 @@ def compare(
     start, servers = Start(batch_size=batch_size, device="cpu"), {0: server, 1: server} if server else None
     for number in range(num):
         starter = session_starter([worker_command(folder), copy], start, servers=servers)
-        result = hold_race(starter, 2, seed=1000 * number)
+        result = run_race(starter, 2, seed=1000 * number)
         score = result.scores[1]
         said = "slower" if score.is_shown_slower else "faster" if score.is_shown_faster else "equal"
         row = {"kind": kind, "said": said, "speedup": score.speedup, "low": score.low, "high": score.high}

@@ -55,7 +55,7 @@ from transformers import (
 
 from profiling_agent import Request, optimize
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.lib.io import VARIABLE
+from profiling_agent.lib.io import CACHE_VARIABLE
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.schemas import DeploymentOption
 
@@ -235,7 +235,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as fresh:
         for name in asked.models:
             # What every user's first run pays for.
-            os.environ[VARIABLE] = str(Path(fresh) / name.replace("/", "-"))
+            os.environ[CACHE_VARIABLE] = str(Path(fresh) / name.replace("/", "-"))
             rows[name] = stamped(run(name, asked.time_budget or MODELS[name].budget, asked.output or scratch))
             ordered = [rows[each] for each in MODELS if each in rows]
             status = finish([check for row in ordered for check in checks_of(row)], ordered, asked.json)

@@ -25,7 +25,7 @@ from workshop import Made, Workshop, deployments
 
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.jobs.tasks import AcquireTask, EvaluateTask, RaceTask, ResolveShapeTask
-from profiling_agent.measure.intervals import compare
+from profiling_agent.measure.intervals import paired_drop
 from profiling_agent.measure.predictions import read_predictions
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe
@@ -89,12 +89,12 @@ def sit(shop: Workshop, model: Path, data: Path, *, is_quick: bool) -> Exam:
 
 def drops(base: tuple[Right, Right], own: tuple[Right, Right]) -> dict[str, Any]:
     """Return the drop on search images, on the others, and on all."""
-    whole = compare(np.concatenate(base), np.concatenate(own))
+    whole = paired_drop(np.concatenate(base), np.concatenate(own))
     return {
         "top1": float(np.concatenate(own).mean()),
         "all": _triple(whole),
-        "search": _triple(compare(base[0], own[0])),
-        "heldout": _triple(compare(base[1], own[1])),
+        "search": _triple(paired_drop(base[0], own[0])),
+        "heldout": _triple(paired_drop(base[1], own[1])),
         "p_value": whole.p_value,
         "num_images": whole.num_images,
     }

@@ -17,7 +17,7 @@ from checks import Estimate, stamped
 from profiling_agent.errors import JobError
 from profiling_agent.lib.machine import available_bytes
 from profiling_agent.measure.session import FREE_FRACTION, RaceSession, SessionLimits, TimedProcess, run_session
-from profiling_agent.measure.statistics import log_ratios, over_sessions
+from profiling_agent.measure.statistics import log_ratios, score_over_sessions
 from profiling_agent.measure.worker import Start
 from profiling_agent.schemas import NUM_SESSIONS
 
@@ -46,7 +46,7 @@ def pool(log_of_sessions: Sequence[float]) -> Estimate:
     """
     if len(log_of_sessions) < 2:
         raise ValueError(f"{len(log_of_sessions)} sessions have no spread; at least 2 are needed")
-    score = over_sessions(log_of_sessions)
+    score = score_over_sessions(log_of_sessions)
     return Estimate(score.speedup, score.low, score.high)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from checks import Check, finish, stamped
 
 from profiling_agent.jobs.handlers import support
-from profiling_agent.jobs.runner import Look
+from profiling_agent.jobs.runner import ModelCheck
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import RUNTIMES, Deployability, Form, Prunable, RuntimeName, Scheme
 
@@ -50,7 +50,7 @@ def looked_at(
     """Look at one family, as `profiling-agent doctor --model` does."""
     model = FAMILIES[family]()
     spec = spec_of(model)
-    with Look() as look:
+    with ModelCheck() as look:
         told = support.lay_out(model, look.folder, spec=spec, processor=processor_of(spec), name=family)
         yield told
         for form in wanted:

@@ -146,7 +146,7 @@ class World:
     def spend(self, seconds: float, passes: float) -> None:
         """Take the time of a job."""
         took_s = self.work * self.noise.uniform(0.9, 1.1) * (seconds + passes * self.pass_s)
-        self.timesheet.go_on_from(self.timesheet.spent_s + took_s)
+        self.timesheet.resume_at(self.timesheet.spent_s + took_s)
 
     def truth(self, model: ArtifactRef) -> Truth:
         """Return what is true of a model; of the baseline nothing is changed."""

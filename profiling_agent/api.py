@@ -22,7 +22,7 @@ from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import REPORT, read_report
 from profiling_agent.request import Request
 from profiling_agent.schemas import Approval, ApprovalQuestion
-from profiling_agent.workspace import Workspace, changed_fields, create_workspace, read_manifest, storage_told
+from profiling_agent.workspace import Workspace, changed_fields, create_workspace, read_manifest, storage_errors
 
 Listener = Callable[[ProgressEvent], None]
 Approver = Callable[[ApprovalQuestion], Approval]
@@ -46,7 +46,7 @@ def _drive(
     answer: Approval | None = None,
 ) -> RunReport:
     """Run the graph on the run folder's thread until there is a report or an approval without `approver`."""
-    with storage_told(workspace.root), interruptible():
+    with storage_errors(workspace.root), interruptible():
         sessions.open(workspace)
         saver = RunSaver(workspace.root.parent)
         config: RunnableConfig = {"configurable": {"thread_id": workspace.root.name}}

@@ -24,10 +24,10 @@ from profiling_agent.lib.io import (
     TEMPORARY,
     DocumentError,
     appearing,
-    holder_said,
     inside,
     make_folders,
     note_holder,
+    read_holder,
     read_json,
     storage_problem,
     sweep,
@@ -55,7 +55,7 @@ class Manifest(Record):
 
 
 @contextmanager
-def storage_told(root: Path) -> Generator[None, None, None]:
+def storage_errors(root: Path) -> Generator[None, None, None]:
     """Turn a failed write of the run's disk into a StorageError of one line; the run can be resumed."""
     try:
         yield
@@ -108,7 +108,7 @@ class Workspace:
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
-            holder = holder_said(self.root / HOLDER)
+            holder = read_holder(self.root / HOLDER)
             raise RunError(f"run {self.root.name!r} is in use by {holder}: wait for it, or end it") from error
         except OSError as error:
             raise RunError(

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from profiling_agent.errors import AcquisitionError, RunError, StorageError
 from profiling_agent.lib.io import (
-    VARIABLE,
+    CACHE_VARIABLE,
     DocumentError,
     FileRefusedError,
     appearing,
@@ -37,7 +37,7 @@ from profiling_agent.lib.io import (
 from profiling_agent.measure import predictions
 from profiling_agent.measure.predictions import data_folder
 from profiling_agent.schemas import Record
-from profiling_agent.workspace import storage_told
+from profiling_agent.workspace import storage_errors
 
 
 def test_what_is_written_is_read_and_nothing_else_stays(tmp_path: Path):
@@ -156,7 +156,7 @@ def test_a_quota_is_told_from_damage_and_leaves_the_old_file(tmp_path: Path):
 )
 def test_what_the_disk_has_against_it_is_one_line_with_the_way_on(tmp_path: Path, number: int, says: str):
     def fail() -> None:
-        with storage_told(tmp_path):
+        with storage_errors(tmp_path):
             raise OSError(number, os.strerror(number), "file")
 
     with pytest.raises(StorageError, match=f"{says}.*profiling-agent resume") as told:
@@ -168,7 +168,7 @@ def test_what_the_disk_has_against_it_is_one_line_with_the_way_on(tmp_path: Path
 def test_an_error_that_says_nothing_of_the_disk_goes_on(tmp_path: Path):
     for error in (FileNotFoundError(errno.ENOENT, "none"), FileRefusedError(tmp_path, "it is no path")):
         assert storage_problem(error) is None
-        with pytest.raises(type(error)), storage_told(tmp_path):
+        with pytest.raises(type(error)), storage_errors(tmp_path):
             raise error
 
 
@@ -237,7 +237,7 @@ def test_inert_text_opens_no_link_and_fetches_no_picture():
     assert inert(said) == said
 
 
-FOLDERS = [(VARIABLE, cache_folder), (predictions.VARIABLE, data_folder)]
+FOLDERS = [(CACHE_VARIABLE, cache_folder), (predictions.VARIABLE, data_folder)]
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_a_folder_that_is_named_needs_no_home_folder(
 
 @pytest.mark.usefixtures("_homeless")
 def test_what_would_be_kept_is_not_made_where_the_cache_folder_is_not_known():
-    with pytest.raises(AcquisitionError, match=f"the cache folder isn't known .*set {VARIABLE}"):
+    with pytest.raises(AcquisitionError, match=f"the cache folder isn't known .*set {CACHE_VARIABLE}"):
         cached("thing", lambda folder: (folder / "whole").touch())
 
 

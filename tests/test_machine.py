@@ -35,7 +35,7 @@ from profiling_agent.lib.machine import (
     quota_threads,
     total_bytes,
 )
-from profiling_agent.lib.third_party import TELEMETRY, checked_logits, foreign_code, hide_telemetry, muted
+from profiling_agent.lib.third_party import TELEMETRY, checked_logits, hide_telemetry, muted, third_party_errors
 from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.calibrate import run
 from profiling_agent.schemas import ArtifactRef, Environment, Gpu
@@ -365,7 +365,7 @@ def test_a_model_that_takes_no_pixel_values_is_refused():
 
 
 def test_errors_raised_on_purpose_go_through():
-    with pytest.raises(QuantizationError, match="as it is"), foreign_code(PruningError):
+    with pytest.raises(QuantizationError, match="as it is"), third_party_errors(PruningError):
         raise QuantizationError("as it is")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 31653, "tests": 31153, "benchmarks": 6939}
+MAX_LINES = {"profiling_agent graphs": 31651, "tests": 31166, "benchmarks": 6939}
 MAX_MODULES = 146
 
 

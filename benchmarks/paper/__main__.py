@@ -183,7 +183,7 @@ def make_tables(given: argparse.Namespace) -> list[Study]:
     options = {name: getattr(given, name) for name in OPTIONS}
     output = Request(output=given.output).output_dir
     with open_display(errors) as display:
-        runs = Runs(output, options, given.llm, given.base_url, display.hear)
+        runs = Runs(output, options, given.llm, given.base_url, display.show)
         for llm, kind in itertools.product((None, *given.llm), KINDS):
             runs.request(Subject(model="checked", family=FAMILIES[0], data=DATA["Imagenette"]), kind, llm)
         fields = {field: getattr(given, name) for name, field in FIELDS.items()}

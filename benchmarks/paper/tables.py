@@ -26,9 +26,9 @@ from profiling_agent.jobs.handlers.measurement import answer
 from profiling_agent.jobs.runner import Jobs, job_key, read_profile
 from profiling_agent.jobs.tasks import prepared
 from profiling_agent.lib.machine import environment
-from profiling_agent.measure.intervals import compare
+from profiling_agent.measure.intervals import paired_drop
 from profiling_agent.measure.race import compare as compare_speed
-from profiling_agent.measure.race import hold_sessions, pool
+from profiling_agent.measure.race import pool, run_sessions
 from profiling_agent.modules.inference import on_device, random_batch
 from profiling_agent.quantization.kinds import parameter_bytes
 from profiling_agent.reporting.report import RunReport
@@ -291,7 +291,7 @@ class Runs:
         first, second = (statistics.median(column) / 1e3 / batch_size for column in zip(*times, strict=True))
         before, after = (_footprint(module) for module in (model, changed))
         top1s = float(rights[0].mean()), float(rights[1].mean())
-        numbers = effect(before, after, top1s, compare(*rights), (first, second))
+        numbers = effect(before, after, top1s, paired_drop(*rights), (first, second))
         # Turn by turn, which what slows both does not change.
         numbers["times as fast"] = Value(value=statistics.median(before / after for before, after in times))
         file.parent.mkdir(exist_ok=True)
@@ -316,7 +316,7 @@ class Runs:
                 goal=report.goal,
                 settings=Settings(batch_size=asked.batch_size, seed=asked.seed, num_sessions=asked.num_sessions),
             )
-            jobs.learn(evaluator.profile.headline, evaluator.profile.device)
+            jobs.set_limits_from(evaluator.profile.headline, evaluator.profile.device)
             yield evaluator
         finally:
             jobs.forget_images()
@@ -348,7 +348,7 @@ def _side_by_side(
     baseline = evaluator.evaluate_baseline(heldout, images)
     seen = [evaluator.evaluate(v, model, heldout, baseline, d, images=images) for v, model, d in models]
     entries = ((Variant.BASELINE, evaluator.baseline), *((variant, model) for variant, model, _ in models))
-    race = pool(*hold_sessions(lambda number: evaluator.hold_session(entries, number), report.request.num_sessions))
+    race = pool(*run_sessions(lambda number: evaluator.hold_session(entries, number), report.request.num_sessions))
     results = [race.result_of(one.model) for one in seen]
     image = 1e3 * report.request.batch_size
     found: list[Numbers] = []

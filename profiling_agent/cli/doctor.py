@@ -18,7 +18,7 @@ from rich.text import Text
 
 from profiling_agent.cli.models import look_at_model
 from profiling_agent.cli.tables import folded_table
-from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, open_display, refusing
+from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, exit_on_errors, open_display
 from profiling_agent.errors import RequestError
 from profiling_agent.lib.io import cache_folder, parse_json
 from profiling_agent.lib.machine import (
@@ -83,7 +83,7 @@ def doctor(  # noqa: PLR0913, PLR0917 - one is an old flag
     if model is not None:
         look_at_model(model, revision=revision, runtimes=runtimes, json_=json_)
         return
-    with refusing():
+    with exit_on_errors():
         fields: dict[str, Any] = {"output": str(output), "llm": llm, "base_url": base_url, "device": device}
         fields, lines = current_names(fields | ({} if advisor is None else {"advisor": advisor}), are_flags=True)
         for line in lines:
@@ -114,8 +114,8 @@ def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     """Yield the result of each check as soon as it ends; nothing is raised."""
     checks: list[Callable[[], Finding]] = [
         _check_software,
-        lambda: cpu_found(environment(), cpu_quota()),
-        lambda: memory_found(available_bytes(), total_bytes()),
+        lambda: check_cpu(environment(), cpu_quota()),
+        lambda: check_memory(available_bytes(), total_bytes()),
         lambda: _check_disk(request.output_dir),
         _measure_noise,
     ]
@@ -134,7 +134,7 @@ def _check_software() -> Finding:
     return Finding(name="software", state="ok", seen=f"Python {host.python}, {versions}, code {host.code_version}")
 
 
-def cpu_found(host: Environment, quota: float | None = None) -> Finding:
+def check_cpu(host: Environment, quota: float | None = None) -> Finding:
     """Return which int8 instructions the CPU has, and a container's quota in CPUs if there is one."""
     limit = "" if quota is None else f" (a quota of {quota:g} CPUs)"
     seen = (
@@ -150,7 +150,7 @@ def cpu_found(host: Environment, quota: float | None = None) -> Finding:
     return Finding(name="CPU", state="ok", seen=seen)
 
 
-def memory_found(free: float, total: float) -> Finding:
+def check_memory(free: float, total: float) -> Finding:
     """Return what so many free bytes are enough for."""
     seen = f"{size(free)} free of {size(total)}"
     if free < FREE_MEMORY:
@@ -222,7 +222,7 @@ def _check_device(name: str) -> Finding:
     if process is None:
         seen = f"{name}: hangs for {SELF_TEST_S:.0f} s"
         return Finding(name="device", state="problem", seen=seen, advice="use --device cpu")
-    return self_tested(name, process.returncode, process.stdout, process.stderr)
+    return read_self_test(name, process.returncode, process.stdout, process.stderr)
 
 
 def _run_module(module: str, argument: str, timeout_s: float) -> subprocess.CompletedProcess[str] | None:
@@ -233,7 +233,7 @@ def _run_module(module: str, argument: str, timeout_s: float) -> subprocess.Comp
     return None
 
 
-def self_tested(name: str, exit_code: int, stdout: str, stderr: str) -> Finding:
+def read_self_test(name: str, exit_code: int, stdout: str, stderr: str) -> Finding:
     """Return the finding of a self-test on the device `name`, from its exit code and its output, a JSON line per step.
 
     A CUDA device that wasn't requested keeps no run from working: `auto` is the CPU.

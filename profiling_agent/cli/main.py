@@ -15,7 +15,7 @@ from profiling_agent.cli.terminal import (
     SIGNALLED,
     errors,
     listen_to_signals,
-    say_refused,
+    print_error,
     stoppable,
     write_what_can_be_written,
 )
@@ -76,7 +76,7 @@ def main() -> None:
         # Without arguments the error is the help, which only standalone mode prints over several lines.
         sys.exit(app(standalone_mode=len(sys.argv) == 1))
     except USAGE_ERROR as error:
-        say_refused(f"{getattr(error, 'format_message', error.__str__)()} (`profiling-agent --help` lists all)")
+        print_error(f"{getattr(error, 'format_message', error.__str__)()} (`profiling-agent --help` lists all)")
         sys.exit(EXIT_BAD_REQUEST)
     except typer.Abort:
         sys.exit(SIGNALLED + signal.SIGINT)

@@ -14,12 +14,12 @@ from profiling_agent.cli.terminal import (
     console,
     echo_json,
     errors,
+    exit_on_errors,
     open_display,
-    refusing,
     run_folder,
 )
 from profiling_agent.errors import RequestError
-from profiling_agent.jobs.runner import Look
+from profiling_agent.jobs.runner import ModelCheck
 from profiling_agent.reporting.units import count, percent
 from profiling_agent.request import SYNONYMS, Request
 from profiling_agent.runtimes import registry
@@ -58,7 +58,7 @@ def race(
     from profiling_agent.measure.throughput import race_saved
     from profiling_agent.reporting.results import models_of_all
 
-    with refusing(), open_display(errors) as display:
+    with exit_on_errors(), open_display(errors) as display:
         names, result = race_saved(
             models_of_all(sources),
             batch_size=batch_size,
@@ -90,7 +90,7 @@ def measure(
     from profiling_agent.measure.throughput import measure_saved
     from profiling_agent.reporting.results import before_and_after
 
-    with refusing(), open_display(errors) as display:
+    with exit_on_errors(), open_display(errors) as display:
         models = [model for source in sources for model in before_and_after(source)]
         measurements = measure_saved(models, device=device, progress=display.stage("measure"))
     if json_:
@@ -113,7 +113,7 @@ def compare(
     from profiling_agent.cli.tables import compare_table
     from profiling_agent.reporting.results import read_report
 
-    with refusing():
+    with exit_on_errors():
         reports = {str(run): read_report(run) for run in runs}
     if json_:
         echo_json({name: report.model_dump(mode="json") for name, report in reports.items()})
@@ -153,7 +153,7 @@ def pick(
     from profiling_agent.exporting.pick import candidates
     from profiling_agent.exporting.pick import pick as take
 
-    with refusing():
+    with exit_on_errors():
         if candidate is None and output is None:
             measured = candidates(run)
             if json_:
@@ -198,7 +198,7 @@ def export(
     """
     from profiling_agent.exporting.export import export as write
 
-    with refusing():
+    with exit_on_errors():
         line = write(source, format_, output, batch_size=batch_size)
     _print_line(line)
 
@@ -230,7 +230,7 @@ def push(
     """
     from profiling_agent.exporting.push import push as put
 
-    with refusing():
+    with exit_on_errors():
         pushed = put(source, repo_id, private=private, update=update)
     _print_line(f"{pushed.url} holds {', '.join(pushed.files)} (commit {pushed.commit[:12]})")
 
@@ -241,10 +241,10 @@ ONLY_BY_NAME: frozenset[RuntimeName] = frozenset({"inductor"})
 
 def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: bool) -> None:
     """Cut a model, deploy the result in every way and show what worked; exit with 1 if no deployment did."""
-    with refusing():
+    with exit_on_errors():
         request = Request.model_validate({"model": model, "revision": revision, "runtimes": runtimes})
         names, left_out = _installed(request)
-        with open_display(errors) as display, Look(display.stage("doctor")) as look:
+        with open_display(errors) as display, ModelCheck(display.stage("doctor")) as look:
             prunable = look.prunable(model, revision)
             rows = list(look.deployable("pruned" if prunable.cut_share else "whole", names))
     if json_:

@@ -27,10 +27,10 @@ from profiling_agent.cli.terminal import (
     console,
     echo_json,
     errors,
+    exit_on_errors,
+    exit_stopped,
     open_display,
     refuse,
-    refusing,
-    say_stopped,
     with_flags,
 )
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError, RequestError, RunError
@@ -64,14 +64,14 @@ def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = Fal
                 with display.paused():
                     return ask(question)
 
-            report = work(display.hear, approver if is_answered_here() and not is_json else None)
+            report = work(display.show, approver if is_answered_here() and not is_json else None)
     except ApprovalPendingError as error:
         errors.print(str(error), markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_WAITING) from None
     except ProfilingAgentError as error:
         refuse(with_flags(str(error)))
     except (KeyboardInterrupt, EOFError) as stop:
-        say_stopped(stop, f"; go on with: profiling-agent resume {root}")
+        exit_stopped(stop, f"; go on with: profiling-agent resume {root}")
     if is_json:
         fields = report.verdict.model_dump(mode="json")
         typer.echo(json.dumps({"event": "verdict", "run": str(root), **fields}))
@@ -133,7 +133,7 @@ def approve(
     from profiling_agent.api import approve as go_on
     from profiling_agent.api import pending
 
-    with refusing():
+    with exit_on_errors():
         answer = _parse_answer(accept=accept, edit=edit, reject=reject)
         question = pending(run)
     if question is None:
@@ -201,7 +201,7 @@ def with_request_flags(command: Callable[..., None]) -> Callable[..., None]:
         values, lines = current_names(fields, are_flags=True)
         for line in lines:
             errors.print(line, markup=False, soft_wrap=True)
-        with refusing():
+        with exit_on_errors():
             request = Request.model_validate(values)
         command(request, **own_values)
 
@@ -221,7 +221,7 @@ def run(request: Request, *, quiet: QuietOption = False, json_: EventsOption = F
     from profiling_agent.api import make_run_id, optimize
 
     named_request = request.model_copy(update={"run_id": request.run_id or make_run_id()})
-    with refusing():
+    with exit_on_errors():
         root = named_request.output_dir / str(named_request.run_id)
     if not quiet and not json_:
         console.print(f"run folder {root}", markup=False, soft_wrap=True)
@@ -249,7 +249,7 @@ def show(
     plan: Annotated[bool, typer.Option("--plan", help="why each layer was changed or left alone")] = False,  # noqa: FBT002
 ) -> None:
     """Show a finished run: the verdict, before and after, every attempt."""
-    with refusing():
+    with exit_on_errors():
         report = read_report(run)
     if json_:
         echo_json(report.model_dump(mode="json"))
@@ -261,7 +261,7 @@ def report(run: RunArgument) -> None:
     """Write the report of a finished run again, and show it."""
     from profiling_agent.reporting.render import write_report
 
-    with refusing():
+    with exit_on_errors():
         run_report = read_report(run)
         try:
             write_report(run_report, run)
@@ -285,7 +285,7 @@ def profile(
     from profiling_agent.jobs.runner import profile_source
 
     with (
-        refusing(),
+        exit_on_errors(),
         tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder,
         open_display(errors) as display,
     ):
@@ -344,13 +344,13 @@ def sweep(
         refuse(f"--ray-address is {ray_address!r} but --engine is 'local': use --engine ray")
     if json_:
         keep_stdout()
-    with refusing(GOES_ON):
+    with exit_on_errors(GOES_ON):
         root = Request.model_validate({"output": output}).output_dir
         with open_display(errors) as display:
             requests = read_sweep(file, str(root))
             check_matches(requests, display.stage("models and data"))
             address = (ray_address or "auto") if engine == "ray" else None
-            rows = optimize_many(requests, display.hear, ray_address=address)
+            rows = optimize_many(requests, display.show, ray_address=address)
     if json_:
         echo_json([row.model_dump(mode="json", include=JSON_FIELDS) for row in rows])
     else:

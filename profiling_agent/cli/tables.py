@@ -8,12 +8,21 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from profiling_agent.exporting.pick import FAILED, Measured
+from profiling_agent.exporting.pick import FAILED, Candidate
 from profiling_agent.measure.race import noise_warning
 from profiling_agent.measure.throughput import Measurements
-from profiling_agent.reporting.report import RunReport, choices, differences, predictions, subject_of
+from profiling_agent.reporting.report import RunReport, differences, final_attempt, predictions, unit_decisions
 from profiling_agent.reporting.results import model_path
-from profiling_agent.reporting.units import asked, count, drop, measured, ms, percent, size, speedup
+from profiling_agent.reporting.units import (
+    count,
+    drop,
+    format_measurement,
+    format_requirement,
+    ms,
+    percent,
+    size,
+    speedup,
+)
 from profiling_agent.schemas import ApprovalQuestion, ModelProfile, Race, Variant, by_cause
 
 # For candidates that were evaluated only on search images.
@@ -35,7 +44,7 @@ def verdict_table(report: RunReport, root: Path) -> Group:
     head = f"{verdict.outcome}{' (certified)' if verdict.certified else ''}: {verdict.explanation}"
     terms = folded_table(f"contract, measured of {report.judged}", "term", "asked", "measured", "holds")
     for term in verdict.terms:
-        terms.add_row(term.name, asked(term), measured(term), "yes" if term.holds else "no")
+        terms.add_row(term.name, format_requirement(term), format_measurement(term), "yes" if term.holds else "no")
     sides = folded_table(
         "before and after", "", "baseline", f"best ({report.best.variant}, {report.best.deployment.name})"
     )
@@ -61,7 +70,7 @@ def verdict_table(report: RunReport, root: Path) -> Group:
 
 def plan_table(report: RunReport) -> Group:
     """Return why each unit and layer was changed or left alone, by the best model's attempt."""
-    attempt = subject_of(report)
+    attempt = final_attempt(report)
     if attempt is None:
         return Group(Text("no plan was carried out"))
     state = "accepted" if attempt.accepted else f"refused: {attempt.reason}"
@@ -73,7 +82,7 @@ def plan_table(report: RunReport) -> Group:
     lines += [f"left out: {part}" for part in attempt.origin.dropped]
     lines += [f"made milder: {attempt.origin.cut_back}"] if attempt.origin.cut_back else []
     units = folded_table("what can be pruned", "unit", "width", "kept", "why")
-    for row in choices(report, attempt):
+    for row in unit_decisions(report, attempt):
         units.add_row(Text(row.unit), str(row.width), str(row.kept), Text(row.reason))
     quantized = folded_table("what is quantized", "layers", "type", "why")
     for rec in attempt.plan.quantization or ():
@@ -95,7 +104,10 @@ def compare_table(reports: Mapping[str, RunReport]) -> Group:
     row("model", lambda r: r.request.model)
     row("data", lambda r: r.request.dataset)
     for name in ("accuracy", "speed", "size", "memory"):
-        row(f"{name} asked", lambda r, name=name: next((asked(t) for t in r.verdict.terms if t.name == name), ""))
+        row(
+            f"{name} asked",
+            lambda r, name=name: next((format_requirement(t) for t in r.verdict.terms if t.name == name), ""),
+        )
     row("accuracy lost", lambda r: drop(r.heldout.drop) if r.heldout.drop else "")
     row("times as fast", lambda r: speedup(r.race_result) if r.race_result else "not raced")
     row("timed on", lambda r: r.environment.machine)
@@ -139,7 +151,7 @@ def race_table(names: Mapping[str, str], race: Race) -> Group:
     return Group(table, *(Text(line) for line in (*lines, noise_warning(race)) if line))
 
 
-def candidates_table(candidates: Sequence[Measured]) -> Group:
+def candidates_table(candidates: Sequence[Candidate]) -> Group:
     """Return all that a run measured, with the numbers for `pick`."""
     title = "what the run measured, on search images"
     table = folded_table(title, "", "candidate", "top-1 lost", "times as fast", "bytes", "on the front", "contract")
@@ -159,11 +171,11 @@ def candidates_table(candidates: Sequence[Measured]) -> Group:
     return Group(table, Text(BY_BOUND), Text(hint))
 
 
-def picked_table(picked: Measured) -> Group:
+def picked_table(picked: Candidate) -> Group:
     """Return a candidate's measurements, the contract's terms by them, and what was not measured."""
     terms = folded_table("contract", "term", "asked", "measured", "holds")
     for term in picked.terms:
-        terms.add_row(term.name, asked(term), measured(term), "yes" if term.holds else "no")
+        terms.add_row(term.name, format_requirement(term), format_measurement(term), "yes" if term.holds else "no")
     for name in picked.unmeasured:
         terms.add_row(name, "", "not measured", "")
     result = picked.evaluation
@@ -178,7 +190,7 @@ def picked_table(picked: Measured) -> Group:
     return Group(*map(Text, lines), terms, Text(judged if picked.is_judged else unjudged), *map(Text, picked.notes))
 
 
-def _holds_text(candidate: Measured) -> str:
+def _holds_text(candidate: Candidate) -> str:
     if FAILED in candidate.notes:
         return "doesn't hold (held-out images)"
     failed = ", ".join(term.name for term in candidate.terms if not term.holds)

@@ -34,7 +34,7 @@ from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.graph.node import ProgressEvent
 from profiling_agent.lib.io import clean, expanded, first_problem
 from profiling_agent.lib.progress import Progress as ProgressCallback
-from profiling_agent.lib.progress import ask_to_stop
+from profiling_agent.lib.progress import request_stop
 from profiling_agent.reporting.units import percent, points
 from profiling_agent.request import Request
 
@@ -94,7 +94,7 @@ def listen_to_signals() -> None:
         if now_s - received_s.get(number, -math.inf) <= SAME_SIGNAL_S:
             return
         received_s[number] = now_s
-        ask_to_stop()
+        request_stop()
         raise Stopped(number)
 
     for number in STOP_SIGNALS:
@@ -102,7 +102,7 @@ def listen_to_signals() -> None:
             signal.signal(number, stop)
 
 
-def say_stopped(stop: BaseException, next_step: str = "") -> NoReturn:
+def exit_stopped(stop: BaseException, next_step: str = "") -> NoReturn:
     """Print that the program was stopped and how to continue; exit with the signal's code."""
     # After a hang-up there is no terminal to print to.
     with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ def stoppable(command: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return command(*arguments, **options)
         except KeyboardInterrupt as stop:
-            say_stopped(stop)
+            exit_stopped(stop)
 
     return wrapper
 
@@ -135,7 +135,7 @@ def with_flags(message: str) -> str:
     return FIELD.sub(lambda match: f"--{match[0].replace('_', '-')}", message)
 
 
-def say_refused(message: str) -> None:
+def print_error(message: str) -> None:
     """Print in one line what was wrong."""
     line = clean(" ".join(message.split()))
     line = line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]} ..."
@@ -144,7 +144,7 @@ def say_refused(message: str) -> None:
 
 def refuse(message: str) -> NoReturn:
     """Print in one line what was wrong, and exit with the code of a bad request."""
-    say_refused(message)
+    print_error(message)
     raise typer.Exit(EXIT_BAD_REQUEST)
 
 
@@ -159,7 +159,7 @@ def run_folder(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def refusing(next_step: str = "") -> Generator[None]:
+def exit_on_errors(next_step: str = "") -> Generator[None]:
     """Exit with one line on a bad request, or on a stop, whose line ends with `next_step`."""
     try:
         yield
@@ -168,7 +168,7 @@ def refusing(next_step: str = "") -> Generator[None]:
     except ValidationError as error:
         refuse(with_flags(first_problem(error)))
     except KeyboardInterrupt as stop:
-        say_stopped(stop, next_step)
+        exit_stopped(stop, next_step)
 
 
 RunArgument = Annotated[
@@ -203,7 +203,7 @@ def about(seconds: float) -> str:
     )
 
 
-def standing(event: ProgressEvent) -> str:
+def status_text(event: ProgressEvent) -> str:
     """Return a run's iteration, time used, and best accepted attempt so far; empty as long as there is none of these."""
     parts = [f"iteration {event.iteration} of {event.iterations}"] if event.iteration else []
     if event.spent_s:
@@ -232,7 +232,7 @@ class Display:
     ) -> None:
         """Leave the output in place."""
 
-    def hear(self, event: ProgressEvent) -> None:
+    def show(self, event: ProgressEvent) -> None:
         """Show an event."""
 
     @contextmanager
@@ -244,7 +244,7 @@ class Display:
         """Return a callback that shows under one stage's name."""
 
         def progress(message: str, done: int, total: int) -> None:
-            self.hear(ProgressEvent(stage=name, message=message, done=done, total=total))
+            self.show(ProgressEvent(stage=name, message=message, done=done, total=total))
 
         return progress
 
@@ -255,7 +255,7 @@ class JsonLines(Display):
     def __init__(self, console: Console) -> None:
         self._file = console.file
 
-    def hear(self, event: ProgressEvent) -> None:
+    def show(self, event: ProgressEvent) -> None:
         """Write an event."""
         line = json.dumps({"event": "progress", **event.model_dump(mode="json", exclude_none=True)})
         print(line, file=self._file, flush=True)
@@ -268,10 +268,10 @@ class Lines(Display):
         self._console = console
         self._last = ("", "")
 
-    def hear(self, event: ProgressEvent) -> None:
+    def show(self, event: ProgressEvent) -> None:
         """Write a line if there is something new."""
         if event.message == "started":
-            status = standing(event)
+            status = status_text(event)
             self._console.print(f"{event.stage}{f' ({status})' if status else ''}", markup=False, soft_wrap=True)
         elif (event.stage, event.message) != self._last:
             self._console.print(f"  {event.message}", markup=False, soft_wrap=True)
@@ -329,10 +329,10 @@ class Bars(Display):
         if is_done and self._tasks:
             self._bars.update(list(self._tasks.values())[-1], total=1, completed=1)
 
-    def hear(self, event: ProgressEvent) -> None:
+    def show(self, event: ProgressEvent) -> None:
         """Show an event."""
         is_new = event.message == "started"
-        self._bars.head = standing(event) or self._bars.head
+        self._bars.head = status_text(event) or self._bars.head
         if is_new or event.stage not in self._tasks:
             self._complete(is_done=True)
             # A stage that is repeated moves to the bottom line.

@@ -8,7 +8,7 @@ import datasets
 
 from profiling_agent.data.dataset import OpenedData
 from profiling_agent.data.hub import did_you_mean
-from profiling_agent.data.labels import Matching, called_by_number, match_labels, match_numbers
+from profiling_agent.data.labels import Matching, classes_named_by_number, match_labels, match_numbers
 from profiling_agent.errors import AcquisitionError
 
 IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")
@@ -152,7 +152,7 @@ def match_column(data: OpenedData, split: str, image: str, column: str, id2label
             raise AcquisitionError(
                 f"label column {column!r} of split {split!r} holds no label: name another with label_column"
             )
-        if not (numbers <= id2label.keys() or numbers <= called_by_number(id2label).keys()):
+        if not (numbers <= id2label.keys() or numbers <= classes_named_by_number(id2label).keys()):
             raise AcquisitionError(
                 f"label column {column!r} holds whole numbers as large as {max(numbers)} and as small as {min(numbers)}, but the "
                 f"model has {len(id2label)} classes, 0 to {len(id2label) - 1}: name another with label_column, or choose a model "

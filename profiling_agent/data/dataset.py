@@ -73,7 +73,7 @@ class DataQuery(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DataSource:
     """A local folder, or a Hub repository at one commit; `root` starts the absolute names of its files."""
 
     name: str
@@ -129,7 +129,7 @@ class OpenedData:
     """
 
     query: DataQuery
-    place: Place
+    place: DataSource
     cache: Path
     splits: Mapping[str, Any]
     builder: Any = None
@@ -167,7 +167,7 @@ class OpenedData:
         if not self.is_image_folder or self.builder.config.drop_labels or len(self.features(split)) > 1:
             return None
         files = itertools.chain.from_iterable(_files_by_split(self.place, self.builder).values())
-        return odd_depth([file for file in files if file.lower().endswith(tuple(self.builder.EXTENSIONS))])
+        return depth_advice([file for file in files if file.lower().endswith(tuple(self.builder.EXTENSIONS))])
 
     def tables(self, split: str, columns: list[str], num_rows: int = BATCH_ROWS) -> Iterator[Any]:
         """Yield a split's rows in file order as Arrow tables of `num_rows` rows; parquet reads no other column."""
@@ -277,7 +277,7 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
         )
 
 
-def _local_place(name: str, folder: Path) -> Place:
+def _local_place(name: str, folder: Path) -> DataSource:
     folder = folder.resolve()
     if PATTERN_CHARACTERS & set(str(folder)):
         raise AcquisitionError(f"dataset {name!r} lies in a folder with one of * ? [ ] in its path: rename it")
@@ -287,7 +287,7 @@ def _local_place(name: str, folder: Path) -> Place:
             f"dataset {name!r} needs a Python script ({scripts[0]!r}), which is never run: "
             "give a folder of parquet, arrow or image files"
         )
-    return Place(
+    return DataSource(
         name=name,
         folder=folder,
         commit=None,
@@ -297,7 +297,7 @@ def _local_place(name: str, folder: Path) -> Place:
     )
 
 
-def _hub_place(name: str, revision: str | None) -> Place:
+def _hub_place(name: str, revision: str | None) -> DataSource:
     """Return a Hub repository at `revision`, or the Hub's parquet copy of it if it needs a script."""
     if datasets_config.HF_HUB_OFFLINE:
         raise AcquisitionError(
@@ -322,7 +322,7 @@ def _hub_place(name: str, revision: str | None) -> Place:
                 raise AcquisitionError(f"{problem}, and the Hub has no parquet copy of it: give a local one") from error
         notes = (f"images are read from the Hub's parquet copy, {PARQUET_COPY} at {info.sha}: {script!r} is never run",)
     commit, files = info.sha or revision or "main", [sibling.rfilename for sibling in info.siblings or []]
-    return Place(
+    return DataSource(
         name=name,
         folder=None,
         commit=commit,
@@ -333,7 +333,7 @@ def _hub_place(name: str, revision: str | None) -> Place:
     )
 
 
-def _choose_config(requested: str | None, place: Place, cache: Path) -> tuple[Any, dict[str, Any]]:
+def _choose_config(requested: str | None, place: DataSource, cache: Path) -> tuple[Any, dict[str, Any]]:
     """Return a builder of the requested config, and its options.
 
     Without a card, `datasets` reads every folder named as a split into that split: a data set in three sizes gives each image
@@ -347,7 +347,7 @@ def _choose_config(requested: str | None, place: Place, cache: Path) -> tuple[An
             check_config(place.name, requested, datasets.get_dataset_config_names(path, revision=place.commit))
             raise
     builder = place.builder(cache)
-    folder = beside_others(place.name, requested, _files_by_split(place, builder))
+    folder = choose_sibling_folder(place.name, requested, _files_by_split(place, builder))
     options: dict[str, Any] = {} if folder is None else {"data_dir": folder}
     if folder is not None:
         builder = place.builder(cache, **options)
@@ -357,13 +357,13 @@ def _choose_config(requested: str | None, place: Place, cache: Path) -> tuple[An
         files = _files_by_split(place, builder)
         tables = tuple(builder.METADATA_FILENAMES)
         has_table = any(file.endswith(tables) for names in files.values() for file in names)
-        if not has_table and (patterns := each_once(files)):
+        if not has_table and (patterns := patterns_without_duplicates(files)):
             options = {"data_files": patterns}
             builder = place.builder(cache, **options)
     return builder, options
 
 
-def _files_by_split(place: Place, builder: Any) -> dict[str, list[str]]:
+def _files_by_split(place: DataSource, builder: Any) -> dict[str, list[str]]:
     """Return the file names of each split, relative to the data set; an image folder's other files are left out."""
     extensions = ("",)
     if isinstance(builder, ImageFolder):
@@ -385,7 +385,7 @@ def check_config(dataset: str, requested: str | None, names: Collection[str]) ->
         )
 
 
-def beside_others(dataset: str, requested: str | None, files: Mapping[str, Iterable[str]]) -> str | None:
+def choose_sibling_folder(dataset: str, requested: str | None, files: Mapping[str, Iterable[str]]) -> str | None:
     """Return which of several sibling folders to read, given the files of each split; None if there is only one.
 
     Raises:
@@ -410,7 +410,7 @@ def beside_others(dataset: str, requested: str | None, files: Mapping[str, Itera
     return requested
 
 
-def each_once(files: Mapping[str, Sequence[str]]) -> dict[str, list[str]] | None:
+def patterns_without_duplicates(files: Mapping[str, Sequence[str]]) -> dict[str, list[str]] | None:
     """Return file patterns that put each image into one split, if some would be read twice, as with a class called train.
 
     The outermost folder that names a split decides. None if no image is read twice, or if such a folder names two splits.
@@ -445,7 +445,7 @@ def _split_parent(file: str) -> str | None:
     return None if depth is None else "/".join(PurePosixPath(file).parts[:depth])
 
 
-def odd_depth(images: Sequence[str]) -> str | None:
+def depth_advice(images: Sequence[str]) -> str | None:
     """Return advice on the first image at another depth than most; None if all lie at one depth.
 
     `datasets` takes folders for labels only if the images of all splits lie at one depth.

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError
-from profiling_agent.lib.third_party import foreign_code
+from profiling_agent.lib.third_party import third_party_errors
 
 MODEL_FILES = [
     "config.json",
@@ -69,7 +69,7 @@ def _suggest(path: Path) -> str:
 @contextmanager
 def library_errors(before: str, after: str = "", kind: type[ProfilingAgentError] = AcquisitionError) -> Generator[None]:
     """Raise `kind` for any error of a library: its type and text, between `before` and `after`."""
-    with foreign_code(lambda problem: kind(f"{before}{problem}{after}")):
+    with third_party_errors(lambda problem: kind(f"{before}{problem}{after}")):
         yield
 
 

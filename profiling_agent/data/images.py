@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from profiling_agent.data.pixels import BROKEN, upright_rgb
+from profiling_agent.data.pixels import METADATA_ERRORS, upright_rgb
 from profiling_agent.errors import ArtifactError, CorruptImageError
 
 # Usual image formats, none of which starts another program as EPS does; Pillow supports 43.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 # Errors that Pillow raises for damaged images.
-DECODE_ERRORS = (*BROKEN, RuntimeError, MemoryError, zlib.error)
+DECODE_ERRORS = (*METADATA_ERRORS, RuntimeError, MemoryError, zlib.error)
 SCHEMA = pa.schema({"image": pa.binary(), "label": pa.int64()})
 # The size of a row group: at most 64 images or 32 MiB, but at least one image. One group is in memory at a time.
 GROUP_IMAGES, GROUP_BYTES = 64, 2**25

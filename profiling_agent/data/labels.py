@@ -83,8 +83,8 @@ def match_labels(
     class_of = {position: match.model_id for position, match in enumerate(matches) if match.model_id is not None}
     if not class_of:
         raise AcquisitionError(
-            f"no label of the data set is a class of the model: the data set has {shown(list(labels))}, "
-            f"the model {shown([id2label[index] for index in sorted(id2label)])}; "
+            f"no label of the data set is a class of the model: the data set has {format_names(list(labels))}, "
+            f"the model {format_names([id2label[index] for index in sorted(id2label)])}; "
             "choose a model that was trained on these classes, or another label_column"
         )
     return _select_by_kind([Matching("name", matches, class_of)], by)
@@ -94,7 +94,7 @@ def match_numbers(numbers: Iterable[int], id2label: Mapping[int, str], *, by: Ma
     """Return every way in which integer labels fit: as names, ids, or ids from 1; AcquisitionError if none is of kind `by`."""
     ordered = sorted(numbers)
     class_of_by_kind: dict[MatchKind, Mapping[int, int]] = {
-        "name": called_by_number(id2label),
+        "name": classes_named_by_number(id2label),
         "number": {index: index for index in sorted(id2label)},
         "from-1": {index + 1: index for index in sorted(id2label)},
     }
@@ -136,7 +136,7 @@ def choose_matching(matchings: Sequence[Matching], predicted: Classes, true: Cla
     # A matching from 1 has no label 0, which may occur in these images although not among the matched labels.
     candidates = [way for way in matchings if class_maps[way.by].keys() >= set(true.tolist())]
     if len(candidates) == 1:
-        return candidates[0], guesses(candidates[0].matches) or f"labels are matched by {candidates[0].by}"
+        return candidates[0], order_match_note(candidates[0].matches) or f"labels are matched by {candidates[0].by}"
     true_by = {way.by: np.array([class_maps[way.by][index] for index in true.tolist()]) for way in candidates}
     ranked = sorted(candidates, key=lambda way: -int(np.sum(true_by[way.by] == predicted)))
     best, second = (true_by[way.by] == predicted for way in ranked[:2])
@@ -215,7 +215,7 @@ def _mislabelling_reason(predicted: Classes, true: Classes, matches: Sequence[La
     )
 
 
-def guesses(matches: Sequence[LabelMatch]) -> str | None:
+def order_match_note(matches: Sequence[LabelMatch]) -> str | None:
     """Return a note on labels matched by order only: each pair, and what to do if it is wrong; None without any."""
     by_order_only = [
         match
@@ -238,13 +238,13 @@ def _format_pair(match: LabelMatch) -> str:
     return f"{match.dataset_label[:MAX_QUOTED]!r} is taken for {(match.model_label or '')[:MAX_QUOTED]!r}"
 
 
-def shown(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     """Format the first few names, quoted, and the number of the rest."""
     rest = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
     return ", ".join(repr(name[:MAX_QUOTED]) for name in names[:NUM_SHOWN]) + rest
 
 
-def called_by_number(id2label: Mapping[int, str]) -> dict[int, int]:
+def classes_named_by_number(id2label: Mapping[int, str]) -> dict[int, int]:
     """Map each number that is the name of a class to that class; empty if two classes share a name."""
     if len(set(id2label.values())) != len(id2label):
         return {}

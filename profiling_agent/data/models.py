@@ -23,7 +23,7 @@ from profiling_agent.errors import AcquisitionError, RequestError
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.lib.third_party import quiet
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
-from profiling_agent.lib.timm_config import check_timm, is_timm, make_plain_, processor_of_timm, settled
+from profiling_agent.lib.timm_config import check_timm, is_timm, make_plain_, normalize_config, processor_of_timm
 
 WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 # Files of this package's saved and exported models, whose int8 weights transformers may read as floats.
@@ -104,7 +104,7 @@ def _read_config(folder: Path, name: str) -> Any:
             def refuse(problem: str) -> AcquisitionError:
                 return AcquisitionError(f"model {name!r} can't be built: {problem}")
 
-            fields = settled(fields, refuse)
+            fields = normalize_config(fields, refuse)
             check_timm(fields, refuse)
             config: Any = TimmWrapperConfig.from_dict(fields)
         else:

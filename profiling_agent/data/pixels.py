@@ -22,7 +22,7 @@ UPRIGHT_BY_ORIENTATION = {
 # Keys of `Image.info` whose values may hold an orientation.
 ORIENTATION_KEYS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
 # Errors that Pillow raises for broken metadata of images that it can still decode.
-BROKEN = (
+METADATA_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -63,7 +63,7 @@ def upright_rgb(image: Image.Image) -> Image.Image:
 def _upright_transpose(image: Image.Image) -> Image.Transpose | None:
     try:
         return UPRIGHT_BY_ORIENTATION.get(image.getexif().get(ORIENTATION, 1))
-    except BROKEN:
+    except METADATA_ERRORS:
         return None
 
 

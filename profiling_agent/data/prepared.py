@@ -78,7 +78,7 @@ class _ByteCodec:
         return codes
 
 
-def in_its_channels(image: "Image", processor: Any) -> "Image":
+def to_processor_channels(image: "Image", processor: Any) -> "Image":
     """Convert an RGB image to the processor's channels: to gray if its `image_mean` has one channel."""
     mean = getattr(processor, "image_mean", None)
     return image.convert("L") if isinstance(mean, list | tuple) and len(mean) == 1 else image
@@ -136,7 +136,7 @@ def processed_batches(split: "SplitImages", rows: range, processor: Any) -> Iter
     """Yield the pixel values of the rows, in order, in batches of as many images as may be decoded at once."""
     images: list[Image] = []
     for row in rows:
-        image = in_its_channels(split.image(row), processor)
+        image = to_processor_channels(split.image(row), processor)
         num_pixels = sum(decoded.width * decoded.height for decoded in (*images, image))
         if images and (len(images) == MAX_BATCH_IMAGES or num_pixels > MAX_BATCH_PIXELS):
             values = _process(images, range(row - len(images), row), processor)

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from torch import nn
 
 from profiling_agent.data.hub import LIBRARY_ERRORS, library_errors
-from profiling_agent.data.prepared import in_its_channels
+from profiling_agent.data.prepared import to_processor_channels
 from profiling_agent.errors import ShapeUnresolvedError
-from profiling_agent.modules.inference import device_of, left_as_found
+from profiling_agent.modules.inference import device_of, preserving_state
 from profiling_agent.schemas import InputSpec, ShapeFacts
 
 Rule = Callable[[nn.Module, Any], InputSpec | None]
@@ -30,7 +30,7 @@ def from_processor(model: nn.Module, processor: Any) -> InputSpec | None:  # noq
     for size in BLANK_SIZES:
         # The processor may be for another modality, or its settings may fit no image.
         try:
-            blank = in_its_channels(Image.new("RGB", size), processor)
+            blank = to_processor_channels(Image.new("RGB", size), processor)
             pixels = processor(images=blank, return_tensors="pt")["pixel_values"]
         except LIBRARY_ERRORS:
             return None
@@ -79,7 +79,7 @@ def verify(model: nn.Module, spec: InputSpec) -> None:
     shape = repr(_format_shape(spec))
     image = torch.zeros(spec.batch(1), device=device_of(model))
     forward_errors = library_errors(f"the model refuses an image of {shape} with ", kind=ShapeUnresolvedError)
-    with left_as_found(model), torch.inference_mode(), forward_errors:
+    with preserving_state(model), torch.inference_mode(), forward_errors:
         output = model.eval()(pixel_values=image)
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or len(logits) != 1:

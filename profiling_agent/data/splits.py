@@ -27,7 +27,7 @@ from profiling_agent.data.columns import (
 from profiling_agent.data.dataset import BATCH_IMAGES, DataQuery, OpenedData, open_data
 from profiling_agent.data.hub import MAX_TEXT, did_you_mean
 from profiling_agent.data.images import FORMATS, decode_rgb, write_rows
-from profiling_agent.data.labels import Matching, guesses, shown
+from profiling_agent.data.labels import Matching, format_names, order_match_note
 from profiling_agent.errors import AcquisitionError, CorruptImageError
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.lib.third_party import quiet
@@ -96,7 +96,7 @@ def draw_splits(
                 "images that accuracy is measured on: set recover_epochs to 0, or choose a data set that has one"
                 f"{misnamed and '; '}{misnamed}"
             )
-        num_rows = num_looked_at(query.num_samples, NUM_CALIBRATION if train == evaluation else 0)
+        num_rows = num_images_to_read(query.num_samples, NUM_CALIBRATION if train == evaluation else 0)
         pool = open_pool(data, evaluation, columns, target=num_rows, spool=spool, progress=progress)
         partition = _read_and_partition(pool, columns.image, pool.usable(query.seed)[:num_rows].tolist(), progress)
         search = pool.stratified(partition.search, query.seed)
@@ -301,10 +301,10 @@ def _model_class(raw: Any, columns: Columns, num_names: int | None) -> int:
     return columns.class_of.get(raw, UNMAPPED)
 
 
-def _read_and_partition(pool: Pool, image_column: str, rows: list[int], progress: Progress) -> "Sides":
+def _read_and_partition(pool: Pool, image_column: str, rows: list[int], progress: Progress) -> "Partition":
     """Read and partition the images of `rows`; AcquisitionError if more than one in a hundred is a copy of another."""
     pool.read(rows, image_column, progress)
-    partition = sides(rows, [pool.digests.get(row) for row in rows])
+    partition = partition_by_content(rows, [pool.digests.get(row) for row in rows])
     if len(partition.repeated) > MAX_REPEATED * len(rows):
         copy = min(partition.repeated)
         original = next(row for row in rows if pool.digests[row] == pool.digests[copy])
@@ -395,7 +395,7 @@ def _notes(
     calibration, search, recovery = drawn["calibration"], drawn["search"], drawn.get("recovery")
     matches, notes = columns.matchings[0].matches, [*data.notes, *columns.notes]
     # If there are several matchings, the model's predictions choose one later.
-    if len(columns.matchings) == 1 and (guessed := guesses(matches)) is not None:
+    if len(columns.matchings) == 1 and (guessed := order_match_note(matches)) is not None:
         notes.append(guessed)
     if evaluation in TRAIN:
         notes.append(
@@ -416,7 +416,7 @@ def _notes(
     if unmapped := [match.dataset_label for match in matches if match.model_id is None]:
         notes.append(
             f"{len(unmapped)} of the data set's {len(matches)} labels match no class of the model or several, and their "
-            f"images were left out: {shown(unmapped)}"
+            f"images were left out: {format_names(unmapped)}"
         )
     if search.num_images + search.num_skipped < (requested := data.query.num_samples or 0):
         notes.append(
@@ -453,7 +453,7 @@ def content_order(labels: Rows, digests: Sequence[bytes]) -> Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class Partition:
     """Rows of a pool by their use, in the given order; `repeated` are copies of earlier images."""
 
     search: list[int] = field(default_factory=list[int])
@@ -461,9 +461,9 @@ class Sides:
     repeated: list[int] = field(default_factory=list[int])
 
 
-def sides(rows: Sequence[int], digests: Sequence[bytes | None]) -> Sides:
+def partition_by_content(rows: Sequence[int], digests: Sequence[bytes | None]) -> Partition:
     """Assign rows to search or held out by the last bit of the image's SHA-256; without an image, of the row number."""
-    partition, seen = Sides(), set[bytes]()
+    partition, seen = Partition(), set[bytes]()
     for row, digest in zip(rows, digests, strict=True):
         if digest is not None and digest in seen:
             partition.repeated.append(row)
@@ -490,7 +490,7 @@ def evaluation_sizes(num_search: int, num_heldout: int, num_samples: int | None,
     return num_wanted, min(HELDOUT_RATIO * num_wanted, num_heldout)
 
 
-def num_looked_at(num_samples: int | None, num_calibration: int = 0) -> int:
+def num_images_to_read(num_samples: int | None, num_calibration: int = 0) -> int:
     """Return how many images of a large split are enough for all sets; about half of them are held out."""
     num_wanted = MAX_SEARCH if num_samples is None else num_samples
     half = max(HELDOUT_RATIO * num_wanted, num_wanted + num_calibration)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.lib.third_party import ALONE, foreign_code, quiet
+from profiling_agent.lib.third_party import SETTINGS_LOCK, quiet, third_party_errors
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.layers import DynamicLinear
 from profiling_agent.runtimes.artifact import appearing
@@ -129,7 +129,7 @@ def _save_and_load(model: Any, processor: Any, folder: Path) -> nn.Module:
         return ArtifactError(f"transformers can't write and load the model ({cause}): deploy the saved folder instead")
 
     # While loading, transformers disables initialisers in all threads.
-    with ALONE, foreign_code(refuse):
+    with SETTINGS_LOCK, third_party_errors(refuse):
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
         return AutoModelForImageClassification.from_pretrained(
@@ -143,7 +143,7 @@ def _save_and_load(model: Any, processor: Any, folder: Path) -> nn.Module:
 def build(fields: Fields) -> nn.Module:
     """Build the model of a config on the meta device: names and shapes without weights."""
     settings = {name: value for name, value in fields.items() if name != "model_type"}
-    with ALONE, torch.random.fork_rng(devices=[]), torch.device("meta"), no_init_weights(), quiet():
+    with SETTINGS_LOCK, torch.random.fork_rng(devices=[]), torch.device("meta"), no_init_weights(), quiet():
         config = AutoConfig.for_model(fields["model_type"], **settings)
         return AutoModelForImageClassification.from_config(config, trust_remote_code=False)
 

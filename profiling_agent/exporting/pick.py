@@ -92,7 +92,7 @@ def model_folder(source: Path) -> Path:
 FAILED = "it failed on the held-out images, and was refused"
 
 
-class Measured(Record):
+class Candidate(Record):
     """One candidate: its number in the report, its measurements, and the contract's terms that they answer.
 
     `terms` are on held-out images if it `is_judged`, else on search images; what was not measured has none.
@@ -130,7 +130,7 @@ class Measured(Record):
         return None if self.unmeasured else True
 
 
-def candidates(run: str | Path) -> tuple[Measured, ...]:
+def candidates(run: str | Path) -> tuple[Candidate, ...]:
     """Return every model that a finished run measured, the baseline first.
 
     Raises:
@@ -139,11 +139,11 @@ def candidates(run: str | Path) -> tuple[Measured, ...]:
     return candidates_of(read_report(Path(run)))
 
 
-def candidates_of(report: RunReport) -> tuple[Measured, ...]:
+def candidates_of(report: RunReport) -> tuple[Candidate, ...]:
     """Return the candidates of a report."""
     rows, goal = report.variants, report.goal
     baseline = rows[0]
-    result: list[Measured] = []
+    result: list[Candidate] = []
     for number, row in enumerate(rows):
         model = row.evaluation.model
         is_judged = model == report.heldout.model
@@ -153,7 +153,7 @@ def candidates_of(report: RunReport) -> tuple[Measured, ...]:
         else:
             terms, unmeasured = _terms(row.evaluation, baseline.evaluation, row.race_result, ratio, goal)
         result.append(
-            Measured(
+            Candidate(
                 number=number,
                 evaluation=row.evaluation,
                 race_result=row.race_result,
@@ -167,7 +167,7 @@ def candidates_of(report: RunReport) -> tuple[Measured, ...]:
     return tuple(entry.model_copy(update={"is_on_front": not _is_dominated(entry, result)}) for entry in result)
 
 
-def named(candidate: str, available: Sequence[Measured]) -> Measured:
+def find_candidate(candidate: str, available: Sequence[Candidate]) -> Candidate:
     """Return the candidate of a number, or of a name that only one has: `openvino static`, or `pruned (eager float32)`.
 
     Raises:
@@ -237,8 +237,8 @@ def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
     )
 
 
-def _is_dominated(candidate: Measured, others: Sequence[Measured]) -> bool:
-    def merits(measured: Measured) -> tuple[float, float, float]:
+def _is_dominated(candidate: Candidate, others: Sequence[Candidate]) -> bool:
+    def merits(measured: Candidate) -> tuple[float, float, float]:
         return -measured.lost, measured.speedup, -measured.evaluation.footprint.size_bytes
 
     values = merits(candidate)
@@ -254,7 +254,7 @@ UNJUDGED = (
 )
 
 
-def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> Measured:
+def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> Candidate:
     """Copy a candidate of a finished run, by number or name, to the folder `output`, with a card of its measurements; return it.
 
     Every file is compared with its hash; the run itself and its `best` stay as they are.
@@ -266,7 +266,7 @@ def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> Measur
     """
     root, folder = expanded(str(run)), expanded(str(output))
     report = read_report(root)
-    picked = named(str(candidate), candidates_of(report))
+    picked = find_candidate(str(candidate), candidates_of(report))
     source = Workspace(run_of(root)).path(picked.evaluation.model)
     recipe = open_current(source)
     try:
@@ -283,7 +283,7 @@ def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> Measur
     return picked
 
 
-def _card_rows(report: RunReport, candidate: Measured) -> tuple[CardRow, ...]:
+def _card_rows(report: RunReport, candidate: Candidate) -> tuple[CardRow, ...]:
     baseline, chosen = report.variants[0].evaluation, candidate.evaluation
     images = f"{chosen.predictions.num_images:,} search images"
 
@@ -299,7 +299,7 @@ def _card_rows(report: RunReport, candidate: Measured) -> tuple[CardRow, ...]:
     return tuple(CardRow(name=name, before=before, after=after) for name, before, after in rows)
 
 
-def _card_notes(report: RunReport, candidate: Measured) -> tuple[str, ...]:
+def _card_notes(report: RunReport, candidate: Candidate) -> tuple[str, ...]:
     """Return what was measured and where, and what was not measured."""
     evaluation, env = candidate.evaluation, report.environment
     notes = [f"Top-1 lost on search images: {drop(evaluation.drop)}."] if evaluation.drop else []

@@ -34,7 +34,7 @@ from profiling_agent.llm import chat
 from profiling_agent.reporting import report
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.search import attempt, finalize
-from profiling_agent.workspace import Workspace, storage_told
+from profiling_agent.workspace import Workspace, storage_errors
 
 MODULES: tuple[ModuleType, ...] = (
     *(import_module(f"{schemas.__name__}.{info.name}") for info in iter_modules(schemas.__path__)),
@@ -68,7 +68,7 @@ def strict_serde() -> JsonPlusSerializer:
 def _storage_errors(path: Path) -> Generator[None, None, None]:
     """Raise RunError with one line for a damaged file, or one that another process uses."""
     try:
-        with storage_told(path.parent):
+        with storage_errors(path.parent):
             yield
     except (sqlite3.Error, ValueError, TypeError, LookupError) as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -151,7 +151,7 @@ class RunSaver(BaseCheckpointSaver[str]):
         """Store a checkpoint."""
         saver = self._saver(config, create=True)
         assert saver is not None, "asked to create"
-        with storage_told(self._path(config).parent):
+        with storage_errors(self._path(config).parent):
             return saver.put(config, checkpoint, metadata, new_versions)
 
     def put_writes(
@@ -160,7 +160,7 @@ class RunSaver(BaseCheckpointSaver[str]):
         """Store a node's writes before the step is complete."""
         saver = self._saver(config, create=True)
         assert saver is not None, "asked to create"
-        with storage_told(self._path(config).parent):
+        with storage_errors(self._path(config).parent):
             saver.put_writes(config, writes, task_id, task_path)
 
     def delete_thread(self, thread_id: str) -> None:

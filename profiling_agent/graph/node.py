@@ -16,11 +16,11 @@ from profiling_agent.errors import RequestError, RunError, TermError
 from profiling_agent.graph.session import Forecast, RunSession, Sessions, choose_run_id
 from profiling_agent.graph.state import RunResult, RunState
 from profiling_agent.lib.io import first_problem
-from profiling_agent.lib.progress import end_if_asked
+from profiling_agent.lib.progress import raise_if_stopped
 from profiling_agent.request import Request, unknown_term
 from profiling_agent.schemas import Candidate, Journal, Record
 from profiling_agent.search.selection import ranked, size_ratio
-from profiling_agent.workspace import storage_told
+from profiling_agent.workspace import storage_errors
 
 Update = dict[str, Any]
 Agent = Callable[[RunState, RunSession], Update]
@@ -80,10 +80,10 @@ def run_node(
     with session.working:
         try:
             progress("started", 0, 0)
-            with storage_told(session.workspace.root):
+            with storage_errors(session.workspace.root):
                 update = work()
             # An interrupted job may end as if done, as a compiler that received the signal too does.
-            end_if_asked()
+            raise_if_stopped()
             return update  # noqa: TRY300
         except BaseException as error:
             # A run's measurements are kept; a request that can't be carried out leaves nothing.
@@ -92,7 +92,7 @@ def run_node(
             raise
 
 
-def standing_of(state: RunState, stage: str) -> ProgressEvent:
+def progress_event(state: RunState, stage: str) -> ProgressEvent:
     """Return an event without a message: the current attempt, and the best accepted so far."""
     budget_s = state.time_budget_s
     if state.journal is None or (not state.journal.attempts and stage not in LOOP):
@@ -130,14 +130,14 @@ def as_node(agent: Agent, sessions: Sessions) -> Node:
         info = runtime.execution_info
         session = sessions.get_session(state, info.thread_id if info else None)
         timesheet = session.jobs.timesheet
-        timesheet.go_on_from(state.spent_s)
+        timesheet.resume_at(state.spent_s)
         began_s = timesheet.spent_s
         update = run_node(
             session,
             stage,
             runtime,
             partial(agent, state, session),
-            standing_of(state, stage),
+            progress_event(state, stage),
             lambda: session.forecast(state, stage, timesheet.spent_s - began_s),
         )
         return {**update, "spent_s": timesheet.spent_s}

@@ -18,11 +18,11 @@ from profiling_agent.jobs.tasks import AcquireTask, ResolvedShape, ResolveShapeT
 from profiling_agent.lib.io import expanded, make_folders
 from profiling_agent.llm.chat import check_endpoint, name_of
 from profiling_agent.llm.transcript import RECORDED, LanguageModel, Recorded, open_recording
-from profiling_agent.planning.allocation import dry_run, obeying
+from profiling_agent.planning.allocation import apply_demands, dry_run
 from profiling_agent.planning.llm_planner import UNKNOWN, advised_shape
 from profiling_agent.planning.rules import analyse, read_plan
 from profiling_agent.reporting.render import write_report
-from profiling_agent.reporting.report import Sources, build_report
+from profiling_agent.reporting.report import ReportInputs, build_report
 from profiling_agent.reporting.results import card_judged, card_notes, card_rows, check_tracker, results_folder, track
 from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
@@ -39,19 +39,19 @@ from profiling_agent.schemas import (
 )
 from profiling_agent.search.attempt import (
     TIGHTER,
+    apply_edit,
+    build_approval_question,
     deployment_of,
-    edited,
     measure_attempt,
     open_journal,
-    pose,
     prune_attempt,
     quantize_attempt,
     read_answer,
-    reopened,
+    rejudge_deployments,
 )
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
 from profiling_agent.search.evaluator import Evaluator
-from profiling_agent.search.finalize import finalize, raced_headline, timed, torch_model
+from profiling_agent.search.finalize import add_race_result, finalize, raced_headline, torch_model
 from profiling_agent.search.planners import first_proposal, milder, next_proposal, setting_of
 from profiling_agent.search.selection import has_answer
 from profiling_agent.search.verdict import why_unproven
@@ -208,7 +208,7 @@ def analysis(state: RunState, session: RunSession) -> Update:
     if state.proposal is not None:
         return {"origin": Origin(by="user")}
     profile = session.profile(state)
-    rules = obeying(milder(analyse(profile, state.goal), len(state.rejected)), state.goal)
+    rules = apply_demands(milder(analyse(profile, state.goal), len(state.rejected)), state.goal)
     advisor = session.advisor(state)
     setting = setting_of(session.evaluator(state), state.seen) if advisor else UNKNOWN
     plan, origin = first_proposal(advisor, state.planner, profile, state.goal, rules, state.seen, setting=setting)
@@ -225,18 +225,20 @@ def question_in(interrupts: Sequence[Any]) -> ApprovalQuestion | None:
     return ApprovalQuestion.model_validate(interrupts[0].value) if interrupts else None
 
 
-def is_asked(state: RunState) -> bool:
+def needs_approval(state: RunState) -> bool:
     """Return whether this plan needs an approval."""
     return state.approve == "each" or (state.approve == "plan" and state.is_first)
 
 
 def approval(state: RunState, session: RunSession) -> Update:
     """Interrupt until the answer is valid. The node may run again, so nothing here has side effects."""
-    if not is_asked(state):
+    if not needs_approval(state):
         return {}
     assert state.proposal is not None, "a plan is proposed before it is approved"
     profile = session.profile(state)
-    question = pose(session.workspace.root.name, state.proposal, state.origin, profile, state.journal)
+    question = build_approval_question(
+        session.workspace.root.name, state.proposal, state.origin, profile, state.journal
+    )
     while True:
         # Checked here: LangGraph's own check ends the turn with a traceback.
         response = interrupt(question.model_dump(mode="json"), response_schema=Approval.model_json_schema())
@@ -244,7 +246,7 @@ def approval(state: RunState, session: RunSession) -> Update:
             answer = read_answer(response)
             plan, goal = (None if answer.decision == "reject" else state.proposal), state.goal
             if answer.decision == "edit":
-                plan, goal = edited(answer, state.proposal, goal, profile)
+                plan, goal = apply_edit(answer, state.proposal, goal, profile)
         except RequestError as error:
             question = question.model_copy(update={"problem": str(error)})
             continue
@@ -267,7 +269,7 @@ def quantization(state: RunState, session: RunSession) -> Update:
     assert state.journal is not None, "the deployment search comes first"
     evaluator = session.evaluator(state)
     # An edit or a fork may have changed the contract since.
-    journal, began_s = reopened(evaluator, state.journal), session.jobs.timesheet.spent_s
+    journal, began_s = rejudge_deployments(evaluator, state.journal), session.jobs.timesheet.spent_s
     if state.prepared.failure is not None:
         return {"journal": journal}
     try:
@@ -287,7 +289,7 @@ def evaluation(state: RunState, session: RunSession) -> Update:
     evaluator = session.evaluator(state)
     attempt = measure_attempt(evaluator, state.prepared, state.journal)
     if state.iterate and attempt.number < state.max_iterations and session.advisor(state) is not None:
-        attempt = timed(evaluator, attempt)
+        attempt = add_race_result(evaluator, attempt)
     journal = state.journal.with_attempt(attempt.model_copy(update={"origin": state.origin or attempt.origin}))
     attempt_s = state.attempt_s + session.jobs.timesheet.spent_s - began_s
     return {
@@ -325,7 +327,7 @@ def iterative_pruning(state: RunState, session: RunSession) -> Update:
 def verdict(state: RunState, session: RunSession) -> Update:
     """Choose the winner by the current contract."""
     evaluator = session.evaluator(state)
-    journal = reopened(evaluator, state.seen)
+    journal = rejudge_deployments(evaluator, state.seen)
     final = finalize(evaluator, journal)
     return {"journal": journal, "final": final, "verdict": final.verdict}
 
@@ -354,7 +356,7 @@ def report(state: RunState, session: RunSession) -> Update:
     document = build_report(
         state.request,
         final,
-        Sources(
+        ReportInputs(
             acquired=state.acquired,
             input=state.resolved.input,
             deployment_search=journal.deployment_search,

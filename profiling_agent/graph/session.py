@@ -19,7 +19,7 @@ from profiling_agent.errors import RunError
 from profiling_agent.graph.state import Limits, RunState, key_for, trusted_addresses
 from profiling_agent.jobs.local import JOB_LOG
 from profiling_agent.jobs.runner import Jobs, measure_headline, profile_artifact, read_profile
-from profiling_agent.jobs.store import SHEET
+from profiling_agent.jobs.store import TIMESHEET_FILE
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.lib.io import resolved
 from profiling_agent.llm.chat import Chat, name_of, open_model
@@ -46,7 +46,7 @@ from profiling_agent.workspace import (
     Workspace,
     open_workspace,
     read_manifest,
-    storage_told,
+    storage_errors,
 )
 
 # A conversion with its KL, and the reference logits and layers before the first one.
@@ -185,7 +185,7 @@ class RunSession:
         # Locked by the running node.
         self.working = threading.Lock()
         # Closed in reverse order: the lock must outlast the worker.
-        with storage_told(workspace.root), ExitStack() as opened:
+        with storage_errors(workspace.root), ExitStack() as opened:
             opened.callback(workspace.lock().release)
             workspace.sweep()
             self.resources = opened.pop_all()
@@ -299,7 +299,7 @@ class RunSession:
         assert state.acquired is not None, "acquisition comes first"
         assert state.resolved is not None, "the input shape resolver comes first"
         profile = self.profile(state)
-        self.jobs.learn(profile.headline, profile.device)
+        self.jobs.set_limits_from(profile.headline, profile.device)
         return Evaluator(
             jobs=self.jobs,
             acquired=state.acquired,
@@ -329,7 +329,7 @@ class RunSession:
         if not self._created:
             return
         shutil.rmtree(self.workspace.jobs, ignore_errors=True)
-        for name in (MANIFEST, SHEET, JOB_LOG, LOCK, HOLDER):
+        for name in (MANIFEST, TIMESHEET_FILE, JOB_LOG, LOCK, HOLDER):
             (root / name).unlink(missing_ok=True)
         # A checkpointer's file may be here, which the checkpointer removes.
         if not any(root.iterdir()):

@@ -8,11 +8,11 @@ from typing import IO
 from pydantic import Field
 
 from profiling_agent.errors import JobError, KilledError, ProfilingAgentError, RunError
-from profiling_agent.jobs.store import ERRORS, Message, Order, holds
+from profiling_agent.jobs.store import ERRORS, Message, Order, is_finished_job
 from profiling_agent.jobs.tasks import MODULES
 from profiling_agent.lib.io import storage_problem, sweep
 from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY, available_bytes, is_busy
-from profiling_agent.lib.progress import Progress, end_if_asked
+from profiling_agent.lib.progress import Progress, raise_if_stopped
 from profiling_agent.processes.child import (
     Child,
     ForkServer,
@@ -104,7 +104,7 @@ class LocalEngine:
                     key = orders[0].key
                     try:
                         # A process that was killed may have done it without reporting.
-                        if not holds(self.workspace.jobs / key):
+                        if not is_finished_job(self.workspace.jobs / key):
                             process.send(orders[0])
                             timeout_message = f"took longer than {batch.timeout_s:.0f} s"
                             deadline = time.monotonic() + batch.timeout_s
@@ -115,7 +115,7 @@ class LocalEngine:
                     except ProfilingAgentError as raised:
                         self._check_open()
                         # The process may have ended just after finishing the job.
-                        error = None if holds(self.workspace.jobs / key) else raised
+                        error = None if is_finished_job(self.workspace.jobs / key) else raised
                     if error is None:
                         del orders[0]
                         ended(key, time.monotonic() - started, None)
@@ -230,7 +230,7 @@ class LocalEngine:
             progress("waiting for a quieter moment to time in: something else is running on this machine", 0, 0)
             self._patience_s -= LOOK_S
             time.sleep(LOOK_S)
-            end_if_asked()
+            raise_if_stopped()
         return {}
 
     def close(self) -> None:

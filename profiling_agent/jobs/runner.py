@@ -12,9 +12,9 @@ from typing import Any, Self, TypeVar
 from profiling_agent.data.prepared import PIXELS
 from profiling_agent.errors import AcquisitionError, JobError, ProfilingAgentError, RunError
 from profiling_agent.jobs.local import Batch, LocalEngine
-from profiling_agent.jobs.store import SHEET, JobStore, Order, Timesheet, artifacts_of, key_of
+from profiling_agent.jobs.store import TIMESHEET_FILE, JobStore, Order, Timesheet, artifacts_of, key_of
 from profiling_agent.jobs.tasks import (
-    LOOKED,
+    CHECK_FOLDER,
     TABLE,
     EvidenceTask,
     HeadlineTask,
@@ -85,14 +85,14 @@ class Jobs:
         self.progress = progress
         self._table = table
         self._store = JobStore(workspace)
-        self.timesheet = Timesheet(workspace.root / SHEET)
+        self.timesheet = Timesheet(workspace.root / TIMESHEET_FILE)
         # The baseline's seconds for an image, from which a slow model's time limits follow; None before it was timed.
         self.pass_s: float | None = None
         # The baseline's peak memory in bytes, in a process that does nothing else; None on a GPU.
         self.peak_bytes: int | None = None
         self.here = LocalEngine(workspace, available=available)
 
-    def learn(self, headline: Headline, device: str) -> None:
+    def set_limits_from(self, headline: Headline, device: str) -> None:
         """Set time and memory limits from the baseline's `headline` on `device`; a GPU's memory sets none, as it isn't the machine's."""
         self.pass_s = headline.pass_s
         self.peak_bytes = headline.peak_memory_bytes if device == "cpu" else None
@@ -286,7 +286,7 @@ def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device:
     """Return the latency and memory of `model`; the first in a run is the baseline's, which sets its jobs' limits."""
     headline = jobs.run(HeadlineTask(model=model, batch_size=batch_size, device=device))
     if jobs.pass_s is None:
-        jobs.learn(headline, device)
+        jobs.set_limits_from(headline, device)
     return headline
 
 
@@ -303,13 +303,13 @@ def profile_source(request: Request, folder: Path, *, batch_size: int, progress:
         return read_profile(jobs, profiled)
 
 
-class Look:
+class ModelCheck:
     """Check of one model without a run; a context manager that leaves neither files nor processes."""
 
     def __init__(self, progress: Progress = silent) -> None:
         self._progress, self._stack = progress, ExitStack()
         self._jobs = self._stack.enter_context(scratch_jobs(progress))
-        self.folder = self._jobs.workspace.root / LOOKED
+        self.folder = self._jobs.workspace.root / CHECK_FOLDER
 
     def __enter__(self) -> Self:
         return self

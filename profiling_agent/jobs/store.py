@@ -80,7 +80,7 @@ def write_hashes(folder: Path) -> None:
     write_text(folder / HASHES, Hashes(files=files).model_dump_json(indent=1) + "\n")
 
 
-def holds(folder: Path) -> bool:
+def is_finished_job(folder: Path) -> bool:
     """Return whether a folder holds a finished, unchanged job."""
     try:
         hashes = read_record(Hashes, folder / HASHES).files
@@ -126,7 +126,7 @@ class JobStore:
 
     def is_complete(self, key: str) -> bool:
         """Return whether a job is finished and unchanged; each is compared with its hashes once."""
-        if key not in self._complete and holds(self.folder(key)):
+        if key not in self._complete and is_finished_job(self.folder(key)):
             self._complete.add(key)
         return key in self._complete
 
@@ -153,7 +153,7 @@ class JobStore:
         return read_record(task.result, self.folder(key) / RESULT)
 
 
-SHEET = "timesheet.jsonl"
+TIMESHEET_FILE = "timesheet.jsonl"
 
 
 class Entry(Record):
@@ -196,9 +196,9 @@ class Timesheet:
 
     def reach(self, key: str) -> None:
         """Count the time up to a requested job as used."""
-        self.go_on_from(self._up_to.get(key, 0.0))
+        self.resume_at(self._up_to.get(key, 0.0))
 
-    def go_on_from(self, spent_s: float) -> None:
+    def resume_at(self, spent_s: float) -> None:
         """Count `spent_s` as used, as by the stages before the one that is resumed."""
         self.spent_s = max(self.spent_s, spent_s)
 

@@ -134,7 +134,7 @@ class SurveyShapeTask(Task[ShapeFacts]):
 
 
 # Work folder of the jobs that check one model.
-LOOKED = "looked"
+CHECK_FOLDER = "looked"
 
 
 class LookTask(Task[Prunable]):
@@ -180,20 +180,20 @@ def prepared(split: SplitInfo, model: Path, shards: range | None = None) -> tupl
     return tuple(PrepareTask(split=split, shard=shard, processor=text) for shard in shards or split.shards())
 
 
-class Answered(Record):
+class SavedLogits(Record):
     """Logits, float32 (images, classes), in `logits.safetensors` of the job's folder."""
 
     num_images: int
 
 
-class LogitsTask(Task[Answered]):
+class LogitsTask(Task[SavedLogits]):
     """Compute a float32 model's logits, in eager torch, with which models made of it are compared.
 
     The images are those that judge compensation and recovery, or the first of the split. Batches are as large as in the
     comparison, so that equal models have equal logits.
     """
 
-    result: ClassVar[type[Record]] = Answered
+    result: ClassVar[type[Record]] = SavedLogits
     model: ArtifactRef
     split: SplitInfo
     batch_size: int
@@ -500,7 +500,7 @@ TABLE: Table = {
     LookTask: JobRow(handler="profiling_agent.jobs.handlers.support:look", secrets=HUB),
     TryTask: JobRow(handler="profiling_agent.jobs.handlers.support:attempt", isolated_timeout_s=HOUR / 4),
     PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.models:prepare"),
-    LogitsTask: JobRow(handler="profiling_agent.jobs.handlers.models:ask"),
+    LogitsTask: JobRow(handler="profiling_agent.jobs.handlers.models:compute_logits"),
     ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.models:profile", timed=True),
     EvidenceTask: JobRow(handler="profiling_agent.jobs.handlers.models:add_evidence", passes=100_000),
     PruneTask: JobRow(handler="profiling_agent.jobs.handlers.models:prune"),

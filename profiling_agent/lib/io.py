@@ -261,15 +261,15 @@ def inert(text: str) -> str:
     return clean(text, layout=True).replace("](", "] (").replace("![", "! [").replace("<", "&lt;")
 
 
-VARIABLE = "PROFILING_AGENT_CACHE"
+CACHE_VARIABLE = "PROFILING_AGENT_CACHE"
 
 
 def cache_folder() -> Path:
     """Return the folder named by PROFILING_AGENT_CACHE, or the user's cache folder; OSError as in `user_folder`."""
-    return user_folder(VARIABLE, platformdirs.user_cache_path)
+    return user_folder(CACHE_VARIABLE, platformdirs.user_cache_path)
 
 
-def kept_folder(name: str) -> Path | None:
+def cache_subfolder(name: str) -> Path | None:
     """Return the cache's folder for what later runs reuse; None if the cache folder is unknown, and nothing is stored."""
     try:
         return cache_folder() / name
@@ -315,7 +315,7 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
                     build(temporary)
     except OSError as error:
         raise AcquisitionError(
-            f"cache folder {str(folder.parent)!r} can't be written ({error.strerror}): set {VARIABLE} to another"
+            f"cache folder {str(folder.parent)!r} can't be written ({error.strerror}): set {CACHE_VARIABLE} to another"
         ) from error
     return folder
 
@@ -329,7 +329,7 @@ def note_holder(path: Path, what: str) -> None:
         write_text(path, f"{what} (process {os.getpid()}, since {time.strftime('%H:%M:%S')})")
 
 
-def holder_said(path: Path) -> str:
+def read_holder(path: Path) -> str:
     """Return the line about a lock's holder, or "another process" if there is none."""
     try:
         line = path.read_text(encoding="utf-8")[:MAX_HOLDER_CHARACTERS]

@@ -26,12 +26,12 @@ class _Interrupt:
     interrupted = False
 
 
-def ask_to_stop() -> None:
+def request_stop() -> None:
     """Make everything that waits in this process end; this can't be undone."""
     _stop_requested.set()
 
 
-def end_if_asked() -> None:
+def raise_if_stopped() -> None:
     """Raise KeyboardInterrupt in this thread if the process has to stop."""
     if _stop_requested.is_set() or _Interrupt.interrupted:
         raise KeyboardInterrupt

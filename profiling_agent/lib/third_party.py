@@ -28,7 +28,7 @@ UNWANTED = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subc
 TELEMETRY, ORT_SWITCH = "openvino_telemetry", "ORT_DISABLE_TELEMETRY"
 # Held while process-wide settings are changed temporarily: of two threads that overlap, the second would save the first's change and
 # restore it for good. A fork server has no other thread, so its copies find it free.
-ALONE = threading.RLock()
+SETTINGS_LOCK = threading.RLock()
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
@@ -98,7 +98,7 @@ def muted(*loggers: str) -> Generator[None]:
     """Mute loggers, warnings and prints of all threads; a second thread that mutes waits."""
     targets = [logging.getLogger(name) for name in loggers]
     with (
-        ALONE,
+        SETTINGS_LOCK,
         warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
@@ -122,7 +122,7 @@ Refuse = Callable[[str], ProfilingAgentError]
 
 
 @contextmanager
-def foreign_code(refuse: Refuse) -> Generator[None]:
+def third_party_errors(refuse: Refuse) -> Generator[None]:
     """Raise `refuse("KeyError ('its text')")` from any exception in the block.
 
     Our own errors and a lack of memory (a device's too) or disk pass unchanged.
@@ -143,7 +143,7 @@ def foreign_code(refuse: Refuse) -> Generator[None]:
 
 @contextmanager
 def compiled_code(refuse: Refuse) -> Generator[None]:
-    """Raise as `foreign_code` does, for code that torch compiles, from the innermost exception: torch wraps it several times."""
+    """Raise as `third_party_errors` does, for code that torch compiles, from the innermost exception: torch wraps it several times."""
     try:
         yield
     except Exception as error:
@@ -179,7 +179,7 @@ def checked_logits(model: "nn.Module", images: "Tensor", refuse: Refuse) -> "Ten
     """
     from torch import Tensor
 
-    with foreign_code(refuse):
+    with third_party_errors(refuse):
         output: Any = model(pixel_values=images)
     logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor):

@@ -28,7 +28,7 @@ def is_timm(config: Mapping[str, Any]) -> bool:
     return config.get("model_type", MODEL_TYPE if "pretrained_cfg" in config else None) == MODEL_TYPE
 
 
-def settled(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+def normalize_config(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     """Return a timm model's config as transformers reads it.
 
     timm's exports repeat the number of classes among the arguments, and may number the names of classes.

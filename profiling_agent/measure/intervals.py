@@ -103,7 +103,7 @@ def images_until_kept(counts: Counts, max_drop: float, error: float) -> int | No
     return math.ceil(many * counts.num_images)
 
 
-def can_be_shown(counts: Counts, num_more: int, max_drop: float, error: float) -> bool:
+def can_be_proven(counts: Counts, num_more: int, max_drop: float, error: float) -> bool:
     """Return whether `num_more` images, as discordant as those seen, would show the drop below `max_drop` at no net loss."""
     num_each = num_more * (counts.num_lost + counts.num_gained) / counts.num_images / 2
     return upper_bound(counts.with_more(round(num_each), round(num_each), num_more), error) <= max_drop
@@ -154,7 +154,7 @@ def _normal_quantile(probability: float) -> float:
     return float(special.ndtri(probability))
 
 
-def compare(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[np.bool_]) -> AccuracyDrop:
+def paired_drop(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[np.bool_]) -> AccuracyDrop:
     """Return baseline minus candidate top-1 on the same images, in the same order, with its paired 95% interval.
 
     The p-value is the exact McNemar test's: a two-sided binomial test of the discordant images against one half.
@@ -180,7 +180,7 @@ def compare(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[np.b
     )
 
 
-def at_a_look(counts: Counts, num_looks: int) -> AccuracyDrop:
+def drop_at_look(counts: Counts, num_looks: int) -> AccuracyDrop:
     """Return the drop after `num_looks` looks, with the interval and the p-value of the sequential test."""
     error = (1 - CONFIDENCE) / 2
     return AccuracyDrop(
@@ -248,7 +248,7 @@ def likelihood(drop: AccuracyDrop, max_drop: float) -> float:
     return float(stats.norm.cdf((max_drop - centre) / error))
 
 
-def largest_shown(max_drop: float, changed: float, num_images: int, confidence: float) -> float:
+def largest_passing_drop(max_drop: float, changed: float, num_images: int, confidence: float) -> float:
     """Return the largest measured drop that shows at most `max_drop` if a share `changed` of the images is discordant.
 
     At least minus that share, which no drop is below.

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.lib.io import DocumentError, kept_folder, read_record, sweep, write_text
+from profiling_agent.lib.io import DocumentError, cache_subfolder, read_record, sweep, write_text
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.modules.hooks import watching
-from profiling_agent.modules.inference import left_as_found
+from profiling_agent.modules.inference import preserving_state
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Record, Unit, UnitKind
 
@@ -221,7 +221,7 @@ def _cache_file(device: torch.device) -> Path | None:
     fields: list[Any] = [here.cpu, here.cpu_flags, torch.get_num_threads(), here.libraries["torch"]]
     if here.gpu:
         fields += [here.gpu.model_dump(), str(_dtype(device)), GRAPH_REPEATS]
-    folder = kept_folder("latency")
+    folder = cache_subfolder("latency")
     return folder / f"{hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]}.json" if folder else None
 
 
@@ -277,7 +277,7 @@ def _input_shapes(model: nn.Module, units: Sequence[Unit], batch: Tensor) -> dic
     def record(name: str, inputs: Tensor) -> None:
         shapes.setdefault(name, tuple(inputs.shape))
 
-    with left_as_found(model), torch.inference_mode(), watching(model, names, before=record):
+    with preserving_state(model), torch.inference_mode(), watching(model, names, before=record):
         model.eval()
         model(pixel_values=batch)
     return shapes

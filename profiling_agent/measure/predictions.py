@@ -67,7 +67,7 @@ def answers_of(logits: NDArray[np.float32], true: Classes) -> Answers:
     return Answers(predicted, true.astype(np.int64))
 
 
-def joined(parts: list[Answers]) -> Answers:
+def concatenate(parts: list[Answers]) -> Answers:
     """Return the answers of one or more sets of images as those of one set, in the order given."""
     return Answers(*(np.concatenate([getattr(part, name) for part in parts]) for name in FIELDS))
 

@@ -1,6 +1,6 @@
 """Race: models take turns on one machine, one process each, for speed-ups with intervals. Imports no torch.
 
-One session chooses (`screen`). The speed-ups of the chosen are measured by several others (`hold_race`): a model chosen for
+One session chooses (`screen`). The speed-ups of the chosen are measured by several others (`run_race`): a model chosen for
 its times in a session is a little slower than it was there.
 """
 
@@ -85,7 +85,7 @@ class RaceOutcome:
         self.num_sessions += 1
 
 
-def against(own: Sequence[Ratios], others: Sequence[Ratios]) -> Score:
+def score_between(own: Sequence[Ratios], others: Sequence[Ratios]) -> Score:
     """Return the score of one model over another, from the log ratios of both to a third, session by session."""
     sessions = [ours[: len(theirs)] - theirs[: len(ours)] for ours, theirs in zip(own, others, strict=True)]
     return _score(sessions)
@@ -98,7 +98,7 @@ def _score(sessions: Sequence[Ratios]) -> Score:
 
 def compare(own: RaceResult, other: RaceResult) -> Score:
     """Return how many times as fast one model of a race is as another."""
-    return against(*([np.log(turns) for turns in result.turns] for result in (own, other)))
+    return score_between(*([np.log(turns) for turns in result.turns] for result in (own, other)))
 
 
 def screen(
@@ -142,7 +142,7 @@ def screen(
             return outcome
 
 
-def hold_sessions(hold: Callable[[int], SessionT], num_sessions: int) -> tuple[list[SessionT], tuple[str, ...]]:
+def run_sessions(hold: Callable[[int], SessionT], num_sessions: int) -> tuple[list[SessionT], tuple[str, ...]]:
     """Return `num_sessions` sessions, and why others are void: a process that dies costs only its session.
 
     Raises:
@@ -159,7 +159,7 @@ def hold_sessions(hold: Callable[[int], SessionT], num_sessions: int) -> tuple[l
     return sessions, void
 
 
-def hold_race(
+def run_race(
     start_session: StartSession,
     num_models: int,
     *,
@@ -177,7 +177,7 @@ def hold_race(
     def hold(number: int) -> RaceSession:
         return _run(start_session, num_models, limits=limits, seed=seed + number, progress=progress)
 
-    sessions, void = hold_sessions(hold, num_sessions)
+    sessions, void = run_sessions(hold, num_sessions)
     outcome = RaceOutcome(void=void)
     for session in sessions:
         outcome.add(session)
@@ -261,7 +261,7 @@ def choose(entries: Entries, track: Track, *, limits: SessionLimits | None = Non
     return _as_race(entries, outcome, track)
 
 
-def hold_one(
+def run_one_session(
     entries: Entries, track: Track, number: int, *, limits: SessionLimits = SHORT, progress: Progress = silent
 ) -> Race:
     """Return session `number` of an estimate, to be pooled with others; all models take part to the end.
@@ -276,7 +276,7 @@ def hold_one(
     return _as_race(entries, outcome, track)
 
 
-def hold_steady_sessions(
+def run_steady_sessions(
     hold: Callable[[int], Race], num_sessions: int, has_time: Callable[[], bool] = lambda: True
 ) -> Race:
     """Return the race over `num_sessions` sessions with a steady baseline; sessions slower than its best one are repeated.
@@ -286,7 +286,7 @@ def hold_steady_sessions(
     Raises:
         JobError: more than two sessions were void, as a process crashed or hung.
     """
-    sessions, void = hold_sessions(hold, num_sessions)
+    sessions, void = run_sessions(hold, num_sessions)
     max_sessions = num_sessions + MAX_AGAIN
     while True:
         best_ms = min(map(_baseline_ms, sessions))

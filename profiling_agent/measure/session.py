@@ -13,7 +13,7 @@ import numpy as np
 from profiling_agent.errors import JobError, KilledError
 from profiling_agent.lib.machine import available_bytes, own_memory_bytes, peak_memory_bytes, total_bytes
 from profiling_agent.lib.progress import Progress, silent
-from profiling_agent.measure.statistics import NUM_RESAMPLES, Ratios, log_ratios, of_one_session
+from profiling_agent.measure.statistics import NUM_RESAMPLES, Ratios, log_ratios, score_one_session
 from profiling_agent.measure.worker import NO_NVML, Reply, SampleRequest, Start, free_bytes, gpu_runs
 from profiling_agent.processes.child import Child, ForkServer, Started, Wording, child_command, child_environment, start
 
@@ -290,7 +290,7 @@ def _is_narrow(session: RaceSession, order: Sequence[int]) -> bool:
     if session.num_repeats < NARROW_REPEATS:
         return False
     ratios = [log_ratios(session.samples[index], session.samples[0]) for index in order if index]
-    rough = [of_one_session(turns, process_spread=0.0, num_resamples=NUM_ROUGH_RESAMPLES) for turns in ratios]
+    rough = [score_one_session(turns, process_spread=0.0, num_resamples=NUM_ROUGH_RESAMPLES) for turns in ratios]
     return all(score.width <= NARROW for score in rough)
 
 

@@ -64,11 +64,11 @@ def log_ratios(samples: Samples, baseline: Samples) -> Ratios:
 def score(sessions: Sequence[Ratios], *, seed: int = 0) -> Score:
     """Return the score of the log ratios of one or more sessions, by the median over each session's turns."""
     if len(sessions) > 1:
-        return over_sessions([float(np.median(ratios)) for ratios in sessions])
-    return of_one_session(sessions[0], seed=seed)
+        return score_over_sessions([float(np.median(ratios)) for ratios in sessions])
+    return score_one_session(sessions[0], seed=seed)
 
 
-def over_sessions(log_speedups: Sequence[float]) -> Score:
+def score_over_sessions(log_speedups: Sequence[float]) -> Score:
     """Return the median of the sessions' speed-ups, with the wider end each of Student's t and order statistics.
 
     Single sessions next to another process are several times off: the median of five withstands two of them, the interval's lower end
@@ -90,7 +90,7 @@ def bound_over_sessions(log_ratios: Sequence[float], error: float) -> float:
     return min(mean - margin, ordered[rank]) if error < 0 else max(mean + margin, ordered[-1 - rank])
 
 
-def of_one_session(
+def score_one_session(
     ratios: Ratios, *, seed: int = 0, process_spread: float = PROCESS_SPREAD, num_resamples: int = NUM_RESAMPLES
 ) -> Score:
     """Return the median of one session's log ratios, and the middle 95% of bootstrap draws of it.

@@ -14,7 +14,16 @@ from profiling_agent.errors import ArtifactError, JobError, RequestError
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.machine import environment, peak_memory_bytes
 from profiling_agent.lib.progress import Progress, silent
-from profiling_agent.measure.race import SHORT, TIMED, Track, choose, hold_one, hold_sessions, pool, session_starter
+from profiling_agent.measure.race import (
+    SHORT,
+    TIMED,
+    Track,
+    choose,
+    pool,
+    run_one_session,
+    run_sessions,
+    session_starter,
+)
 from profiling_agent.measure.session import SessionLimits, TimedProcess, run_session, worker_command
 from profiling_agent.measure.statistics import latency_stats
 from profiling_agent.measure.worker import Start, energy_per_image, gpu_runs, take_turn, warm
@@ -198,7 +207,9 @@ def race_saved(
         entries = [entry for entry in entries if entry[1] not in dropped_refs]
         if len(entries) < 2:
             raise RequestError(f"none but the first can be run here: {'; '.join(each.reason for each in dropped)}")
-        sessions, void = hold_sessions(lambda number: hold_one(entries, track, number, progress=progress), num_sessions)
+        sessions, void = run_sessions(
+            lambda number: run_one_session(entries, track, number, progress=progress), num_sessions
+        )
     race = pool(sessions, void).model_copy(update={"dropped": tuple(dropped)})
     return {ref.path: model.name for ref, model in zip(refs, models, strict=True)}, race
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from profiling_agent.errors import RequestError
 from profiling_agent.modules.hooks import watching
-from profiling_agent.modules.inference import device_of, left_as_found
+from profiling_agent.modules.inference import device_of, preserving_state
 from profiling_agent.schemas import InputSpec
 
 
@@ -145,7 +145,7 @@ def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
         for module in names
         if (kind := next((kind for kind in COUNTED if isinstance(module, kind)), None)) is not None
     }
-    with left_as_found(model), torch.inference_mode(), counted_matmuls(model) as matmul_macs:
+    with preserving_state(model), torch.inference_mode(), counted_matmuls(model) as matmul_macs:
         total, _ = get_model_complexity_info(
             model,
             spec.batch(1),

@@ -36,7 +36,7 @@ def random_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> torch.Te
 
 
 @contextmanager
-def left_as_found(model: nn.Module) -> Generator[nn.Module]:
+def preserving_state(model: nn.Module) -> Generator[nn.Module]:
     """Restore the plain attributes of every module at the end: train or eval mode, and what forward passes change.
 
     Swin shrinks its window permanently when given a small image, and ptflops leaves methods on the model. Tensors changed in
@@ -218,7 +218,7 @@ class _OneDnnLinear(torch.autograd.Function):
         )
 
 
-def places(model: nn.Module) -> dict[str, int]:
+def module_counts(model: nn.Module) -> dict[str, int]:
     """Return the number of places in which each named module occurs."""
     modules = list(model.named_modules(remove_duplicate=False))
     counts = Counter(id(module) for _, module in modules)

@@ -97,7 +97,7 @@ class Replay:
         They must belong to the unit's readers or to later modules. Without `laid`, the modules now in the readers' places run.
         """
         names = [name for name in self._prefixes.skipped[unit] if name in self._outputs]
-        with answering(self._model, {name: self._outputs[name] for name in names}):
+        with replaying_outputs(self._model, {name: self._outputs[name] for name in names}):
             return torch.func.functional_call(self._model, dict(laid), (), {"pixel_values": self._images}).logits
 
 
@@ -131,7 +131,7 @@ def _return_constant(output: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def answering(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
+def replaying_outputs(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
     """Make modules return the given outputs instead of computing them."""
     modules = [model.get_submodule(name) for name in outputs]
     original_forwards = [vars(module).get("forward") for module in modules]
@@ -163,7 +163,7 @@ class _LayerReachedError(Exception):
     """The forward pass has run the layer, and the rest is not needed."""
 
 
-def stopping_at(model: nn.Module, name: str, images: Tensor) -> tuple[Tensor, Tensor]:
+def run_to_layer(model: nn.Module, name: str, images: Tensor) -> tuple[Tensor, Tensor]:
     """Return the input and output of the layer `name` for `images` (b, c, h, w); the forward pass ends there.
 
     Of a layer that is called more than once, only the first call is seen.
@@ -212,13 +212,13 @@ class Walk:
             new[name] = output
 
         with (
-            answering(self._model, cached),
+            replaying_outputs(self._model, cached),
             watching(self._model, [name for name in names if name not in cached], after=record_output),
         ):
-            result = stopping_at(self._model, layer, images)
+            result = run_to_layer(self._model, layer, images)
         if cached and not bool(torch.isfinite(result[0]).all()):
             # The model computes nan itself, or reads an output that it did not read for the one image.
-            return stopping_at(self._model, layer, images)
+            return run_to_layer(self._model, layer, images)
         outputs = cached | new
         entry = {name: outputs[name] if name in self._read_later[layer] else _nan_like(outputs[name]) for name in names}
         if self.num_bytes + _num_bytes(entry) <= self._max_bytes:
@@ -242,7 +242,7 @@ def _later_reads(
         }
         for name in [name for name in answers if name not in unread]:
             trial = answers | {name: _nan_like(outputs[name])}
-            with answering(model, trial):
+            with replaying_outputs(model, trial):
                 is_finite = bool(torch.isfinite(model(pixel_values=image).logits).all())
             if is_finite:
                 answers = trial

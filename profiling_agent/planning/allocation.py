@@ -121,13 +121,13 @@ def _list_choices(
         if row.unit in fixed or row.unit not in units:
             continue
         min_width = units[row.unit].width * (1 - caps.get(row.unit, 1.0)) - 1e-9
-        options = [option for option in row.options if option.keep >= min_width and gains(option)]
+        options = [option for option in row.options if option.keep >= min_width and is_faster(option)]
         if options := [option for option in options if saving_of(option, metric) > 0]:
             choices[row.unit] = [None, *options]
     return choices
 
 
-def gains(option: WidthOption) -> bool:
+def is_faster(option: WidthOption) -> bool:
     """Return whether a width is faster by the latency table, or isn't in it."""
     return option.latency_saved_ms is None or option.latency_saved_ms > 0
 
@@ -301,14 +301,14 @@ def predicted_kl(cuts: Sequence[Cut], evidence: Evidence) -> float | None:
 MAX_RATIO, MAX_SAVING = 0.75, 0.99
 
 
-def demanded(goal: Goal, pins: Sequence[PruningRecommendation], caps: Sequence[Cap]) -> Goal:
+def with_demands(goal: Goal, pins: Sequence[PruningRecommendation], caps: Sequence[Cap]) -> Goal:
     """Return the contract with more pins and caps; of two for the same pattern the later counts."""
     kept_pins = tuple(pin for pin in goal.pins if pin.layer not in {new.layer for new in pins})
     kept_caps = tuple(cap for cap in goal.caps if cap.layer not in {new.layer for new in caps})
     return goal.model_copy(update={"pins": (*kept_pins, *pins), "caps": (*kept_caps, *caps)})
 
 
-def obeying(plan: Plan, goal: Goal) -> Plan:
+def apply_demands(plan: Plan, goal: Goal) -> Plan:
     """Return a plan with the contract's pins and caps last: of several ratios for a unit the last counts."""
     pruning = tuple(rec for rec in plan.pruning if rec not in goal.pins)
     caps = tuple(cap for cap in plan.caps if cap not in goal.caps)
@@ -365,7 +365,7 @@ def allowed_kl(goal: Goal) -> float:
 def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> Guarded:
     """Return the valid parts of a plan, scaled down to the allowed KL; at worst one that prunes nothing."""
     dropped: list[str] = []
-    plan = obeying(plan, goal)
+    plan = apply_demands(plan, goal)
 
     def problem_with(**parts: object) -> str | None:
         try:
@@ -535,4 +535,4 @@ def _point(profile: ModelProfile, metric: Metric, cuts: Sequence[Cut]) -> Reache
 def num_left_out(profile: ModelProfile) -> tuple[int, int]:
     """Return how many widths the allocator never chooses, as the latency table has them no faster, and how many there are."""
     options = [option for row in profile.evidence.units for option in row.options] if profile.evidence else []
-    return sum(not gains(option) for option in options), len(options)
+    return sum(not is_faster(option) for option in options), len(options)

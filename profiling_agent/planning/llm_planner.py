@@ -10,7 +10,7 @@ from profiling_agent.errors import ContextTooLongError, PlanError, ShapeUnresolv
 from profiling_agent.lib.io import DocumentError
 from profiling_agent.llm.transcript import LanguageModel, Question, Tool, quoted
 from profiling_agent.modules.layer_names import matching_names
-from profiling_agent.planning.allocation import NATS_A_POINT, Guarded, allowed_kl, dry_run, gains, guard
+from profiling_agent.planning.allocation import NATS_A_POINT, Guarded, allowed_kl, dry_run, guard, is_faster
 from profiling_agent.planning.digest import (
     DEPLOYMENT_LEGEND,
     FRONTIER_LEGEND,
@@ -112,7 +112,7 @@ class _EvidenceTools:
         )
         if option.latency_saved_ms is not None:
             text += f", {option.latency_saved_ms:.3g} ms of a batch in eager float32"
-            text += "" if gains(option) else " (it isn't faster, so that no target chooses it)"
+            text += "" if is_faster(option) else " (it isn't faster, so that no target chooses it)"
         return text + ("" if option.keep == keep else f"; {keep} is no width that it can be cut to")
 
     def refusal(self, attempt: int) -> str:
@@ -131,7 +131,7 @@ def _format_unit(unit: Unit, profile: ModelProfile) -> str:
     if row is None or not row.options:
         return f"{quoted(unit.name)}: {unit.kind}, width {unit.width}, no evidence"
     widths = ", ".join(
-        f"{option.keep}: {option.kl:.2g}{'' if option.measured else '?'}{'' if gains(option) else '!'}"
+        f"{option.keep}: {option.kl:.2g}{'' if option.measured else '?'}{'' if is_faster(option) else '!'}"
         for option in row.options
     )
     return f"{quoted(unit.name)}: {unit.kind}, width {unit.width}; KL by width kept (? is interpolated, ! no faster alone in eager float32): {widths}"

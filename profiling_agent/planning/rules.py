@@ -16,7 +16,7 @@ from profiling_agent.schemas import (
     Target,
     UnitKind,
     in_arrays,
-    unprinted,
+    restore_printed_json,
 )
 
 
@@ -26,7 +26,7 @@ def parse_plan(text: bytes, *, strict: bool | None = None, quotes: bool = True) 
     The error quotes the text only with `quotes`, and only if it is a JSON object.
     """
     try:
-        document = parse_json(unprinted(text.decode("utf-8")))
+        document = parse_json(restore_printed_json(text.decode("utf-8")))
     except UnicodeDecodeError:
         raise DocumentError("it is no UTF-8 text") from None
     return parse_record(

@@ -30,9 +30,9 @@ from pydantic import ValidationError
 
 from profiling_agent.errors import JobError, KilledError
 from profiling_agent.lib.machine import total_bytes
-from profiling_agent.lib.progress import end_if_asked
+from profiling_agent.lib.progress import raise_if_stopped
 from profiling_agent.lib.third_party import private_stdout
-from profiling_agent.processes.forking import MAX_BYTES, OWN, Asked, control
+from profiling_agent.processes.forking import MAX_BYTES, OWN_PREFIX, ForkRequest, control
 from profiling_agent.schemas import Record
 
 QUIET_SETTINGS = {
@@ -142,10 +142,10 @@ class ForkServer:
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
     ) -> "Forked":
         """Run `module` as a program in a copy; OSError if the server is gone, or the message is too long."""
-        variables = {name: value for name, value in environment.items() if name.startswith(OWN)}
-        return Forked(self, Asked(next(self._numbers), module, arguments, str(Path.cwd()), variables), stderr)
+        variables = {name: value for name, value in environment.items() if name.startswith(OWN_PREFIX)}
+        return Forked(self, ForkRequest(next(self._numbers), module, arguments, str(Path.cwd()), variables), stderr)
 
-    def ask(self, request: Asked, descriptors: Sequence[int] = ()) -> None:
+    def ask(self, request: ForkRequest, descriptors: Sequence[int] = ()) -> None:
         """Send one message; OSError if the server is gone, or the message is too long."""
         message = request.encoded()
         if len(message) > MAX_BYTES:
@@ -208,14 +208,14 @@ def start(
 
 def _starting_conditions(environment: Mapping[str, str]) -> tuple[object, ...]:
     """Return what a new process inherits, except our own variables: environment, cores, limit of file sizes."""
-    variables = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN))
+    variables = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN_PREFIX))
     return (*variables, *sorted(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_FSIZE))
 
 
 class Forked:
     """A process that is a copy of a fork server."""
 
-    def __init__(self, server: ForkServer, request: Asked, stderr: IO[bytes]) -> None:
+    def __init__(self, server: ForkServer, request: ForkRequest, stderr: IO[bytes]) -> None:
         self._server, self._number = server, request.number
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             pipes = [_open_pipe(ours, theirs, to_child=to_child) for to_child in (True, False, False)]
@@ -251,7 +251,7 @@ class Forked:
         """Kill it, if it still runs; one not started yet ends once it starts, as its input is closed."""
         self._is_killed = True
         try:
-            self._server.ask(Asked(self._number))
+            self._server.ask(ForkRequest(self._number))
         except OSError:
             self._kill_directly()
         if self._pid is None:
@@ -361,7 +361,7 @@ def ending(code: int) -> str:
     return f"exit status {code} ({name}{meaning})"
 
 
-def last_words(text: str) -> str:
+def stderr_tail(text: str) -> str:
     """Return the last lines of a process's output, after the message of the C++ exception that ended it, if any."""
     lines = text.strip().splitlines()
     tail = " | ".join(lines[-TAIL_LINES:])[-TAIL_CHARACTERS:]
@@ -441,13 +441,13 @@ class Child(Generic[AnswerT]):
             JobError: it crashed, or was killed (KilledError); it exceeded the memory limit or the `deadline` (of `time.monotonic`; the
                 message contains `late`) and was ended; or it printed something else than an answer.
         """
-        end_if_asked()
+        raise_if_stopped()
         while True:
             try:
                 line = self._lines.get(timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
                 break
             except queue.Empty:
-                end_if_asked()
+                raise_if_stopped()
             if time.monotonic() >= deadline:
                 self.end()
                 raise JobError(f"{self._wording.work} {late} and was ended: {self._wording.too_slow}")
@@ -458,7 +458,7 @@ class Child(Generic[AnswerT]):
                 )
         if line is None:
             # A terminal's Ctrl-C reaches all processes: what it ends is no failure of the work.
-            end_if_asked()
+            raise_if_stopped()
             raise self._death_error()
         try:
             return self._answer.model_validate_json(line)
@@ -489,7 +489,7 @@ class Child(Generic[AnswerT]):
             # Ended by another thread, which has closed its standard error.
             return JobError(f"{self._wording.process} was ended")
         self._stderr.seek(0)
-        output = last_words(self._stderr.read().decode(errors="replace")) or "it said nothing"
+        output = stderr_tail(self._stderr.read().decode(errors="replace")) or "it said nothing"
         kind = KilledError if -code in KILL_SIGNALS else JobError
         return kind(f"{self._wording.process} died with {ending(code)}: {output}")
 

@@ -28,13 +28,13 @@ MAX_BYTES = 2**16
 # The program's standard input, output and error, and the pipe for its status.
 NUM_DESCRIPTORS = 4
 # Prefix of the variables that no import reads.
-OWN = "PROFILING_AGENT_"
+OWN_PREFIX = "PROFILING_AGENT_"
 # CUDA_ERROR_NOT_INITIALIZED of cuda.h: what every call returns before cuInit.
 CUDA_NOT_INITIALIZED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ForkRequest:
     """A request to a fork server: run a module as a program, or kill the program of that number.
 
     `environment` has our own variables; all others are the server's.
@@ -63,7 +63,7 @@ class _Running:
 class Copy:
     """The request that a copy runs, its standard streams, and its socket for requests to the server."""
 
-    asked: Asked
+    asked: ForkRequest
     streams: Sequence[int]
     control: socket.socket
 
@@ -113,7 +113,7 @@ class Server:
         except ConnectionResetError:
             message, descriptors = b"", []
         if message:
-            request = Asked(**json.loads(message))
+            request = ForkRequest(**json.loads(message))
             if request.module is None:
                 return self._kill(control, request.number)
             try:
@@ -129,7 +129,7 @@ class Server:
         control.close()
         return None
 
-    def _fork(self, control: socket.socket, request: Asked, descriptors: list[int]) -> Copy | None:
+    def _fork(self, control: socket.socket, request: ForkRequest, descriptors: list[int]) -> Copy | None:
         if len(descriptors) < NUM_DESCRIPTORS:
             raise OSError("there was no room for the files that came with the message")
         *streams, status = descriptors
@@ -179,7 +179,7 @@ def _write_status(status: int, text: str) -> None:
         os.write(status, text.encode())
 
 
-def become(copy: Copy) -> None:
+def exec_in_child(copy: Copy) -> None:
     """Make this process equal to an interpreter just started with the copy's arguments."""
     request = copy.asked
     _control.append(copy.control.detach())
@@ -187,7 +187,7 @@ def become(copy: Copy) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(request.folder)
-    for name in [name for name in os.environ if name.startswith(OWN)]:
+    for name in [name for name in os.environ if name.startswith(OWN_PREFIX)]:
         del os.environ[name]
     os.environ.update(request.environment)
     if not cuda_is_asleep():

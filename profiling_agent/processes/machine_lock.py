@@ -8,8 +8,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from profiling_agent.lib.io import cache_folder, holder_said, note_holder
-from profiling_agent.lib.progress import Progress, end_if_asked, silent
+from profiling_agent.lib.io import cache_folder, note_holder, read_holder
+from profiling_agent.lib.progress import Progress, raise_if_stopped, silent
 
 # Two runs at once wait for each other's threads: on two cores each took ten times as long instead of twice, and neither latency table
 # showed a width that saves time (LOG, 2026-11-22).
@@ -65,9 +65,9 @@ def _acquire(lock: FileLock, holder: Path, progress: Progress) -> None:
         try:
             lock.acquire(timeout=min(waited_s, 1), poll_interval=POLL_S)
         except Timeout:
-            end_if_asked()
+            raise_if_stopped()
             if waited_s >= report_at_s:
-                progress(f"waiting for the machine, held by {holder_said(holder)}", 0, 0)
+                progress(f"waiting for the machine, held by {read_holder(holder)}", 0, 0)
                 report_at_s = max(FIRST_REPORT_S, 2 * report_at_s)
             waited_s += 1
         else:

@@ -29,7 +29,7 @@ from profiling_agent.lib.io import DocumentError, make_folders, read_record, swe
 from profiling_agent.lib.machine import available_bytes
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.measure.latency_table import MAX_AGE_S, LatencyTable
-from profiling_agent.modules.inference import device_of, left_as_found, mean_kl
+from profiling_agent.modules.inference import device_of, mean_kl, preserving_state
 from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.modules.prefix import Replay, find_prefixes
 from profiling_agent.pruning.compensation import (
@@ -44,7 +44,7 @@ from profiling_agent.pruning.compensation import (
     matrix_of,
     regrouped,
 )
-from profiling_agent.pruning.criteria import best_for, ordered
+from profiling_agent.pruning.criteria import best_for, order_with_kl
 from profiling_agent.pruning.verify import masked_parameters
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Cut, Evidence, Record, Unit, UnitEvidence, WidthOption
@@ -135,7 +135,7 @@ def measure_sensitivity(
     started = time.perf_counter()
     weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     calibration = Calibration(batches=batches, device=device_of(model), dtype=weight.dtype)
-    with left_as_found(model), torch.no_grad():
+    with preserving_state(model), torch.no_grad():
         model.eval()
         if (count := calibration.count_different(MIN_IMAGES)) < MIN_IMAGES:
             raise PruningError(
@@ -155,10 +155,10 @@ def measure_sensitivity(
         num_judged=study.num_measured_on,
         seconds=time.perf_counter() - started,
     )
-    return evidence if table is None else timed(evidence, units, table)
+    return evidence if table is None else with_latencies(evidence, units, table)
 
 
-def timed(evidence: Evidence, units: Sequence[Unit], table: LatencyTable) -> Evidence:
+def with_latencies(evidence: Evidence, units: Sequence[Unit], table: LatencyTable) -> Evidence:
     """Return the evidence with the table's times of these units, replacing earlier times."""
 
     def add_times(row: UnitEvidence, unit: Unit) -> UnitEvidence:
@@ -217,7 +217,7 @@ class _Study:
         for index, unit in enumerate(self.units):
             progress("ordering channels", index, len(self.units))
             unit_criterion = best_for(unit.kind) if criterion == "auto" else criterion
-            result = ordered(self.model, unit, self.moments[unit.name], unit_criterion, seed=self.seed)
+            result = order_with_kl(self.model, unit, self.moments[unit.name], unit_criterion, seed=self.seed)
             widths = aligned_widths(unit.width, unit.step)[::-1]
             orders[unit.name] = result.order
             predicted[unit.name] = {keep: result.loss[unit.width - keep] for keep in widths}
@@ -264,7 +264,7 @@ def _unit_evidence(
     predicted: Mapping[int, float],
     measured: Mapping[int, float],
 ) -> UnitEvidence:
-    kls = through(measured, predicted)
+    kls = interpolate_kl(measured, predicted)
     cuts = {keep: Cut(unit=unit, keep=keep, requested_ratio=1 - keep / unit.width) for keep in predicted}
     options = tuple(
         WidthOption(
@@ -280,7 +280,7 @@ def _unit_evidence(
     return UnitEvidence(unit=unit.name, order=order, options=options)
 
 
-def through(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:
+def interpolate_kl(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:
     """Return a KL for every width of `predicted`, widest first, never below that of a wider one.
 
     Between two measured widths it follows the prediction; above the widest measured one, the prediction is scaled to meet it, because the only
@@ -339,7 +339,7 @@ def _matches_units(evidence: Evidence, units: Sequence[Unit]) -> bool:
     )
 
 
-def keep_evidence(path: Path, evidence: Evidence) -> None:
+def store_evidence(path: Path, evidence: Evidence) -> None:
     """Store evidence for later runs, which add their own times, and delete the oldest files; write errors are ignored."""
     with suppress(OSError):
         make_folders(path.parent)

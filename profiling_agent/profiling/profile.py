@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.modules.complexity import Complexity, count_complexity
 from profiling_agent.modules.hooks import activation_bytes, counted_passes, layer_latency
-from profiling_agent.modules.inference import floating_dtype, left_as_found, random_batch
+from profiling_agent.modules.inference import floating_dtype, preserving_state, random_batch
 from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.kinds import parameter_bytes
 from profiling_agent.schemas import Headline, InputSpec, LayerProfile, ModelProfile, OperatorProfile
@@ -110,7 +110,7 @@ def profile_model(  # noqa: PLR0913 (each is a separate input of the profile)
         RequestError: the model doesn't run on `spec`.
     """
     counted_model = skeleton if skeleton is not None else model
-    with left_as_found(model), left_as_found(counted_model), counted_passes(model, counted_model) as num_passes:
+    with preserving_state(model), preserving_state(counted_model), counted_passes(model, counted_model) as num_passes:
         progress("counting parameters, multiply-accumulates and units", 0, NUM_STEPS)
         complexity = count_complexity(counted_model, spec)
         found_units = find_units(counted_model.eval(), spec, {name: row.macs for name, row in complexity.items()})

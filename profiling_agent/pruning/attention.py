@@ -45,14 +45,14 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class UnsupportedAttention:
     """Attention whose heads can't be cut: its layers, and the reason, a sentence that starts with a code."""
 
     projections: tuple[str, ...]
     reason: str
 
 
-def find_attention(model: nn.Module) -> dict[str, Attention | Refused]:
+def find_attention(model: nn.Module) -> dict[str, Attention | UnsupportedAttention]:
     """Return every attention module, keyed by the name of the module that holds its q, k and v."""
     holders = {
         name: children for name, module in model.named_modules() if (children := _projection_names(module)) is not None
@@ -67,24 +67,28 @@ def _projection_names(module: nn.Module) -> tuple[str, ...] | None:
     return None
 
 
-def _inspect(model: nn.Module, name: str, children: tuple[str, ...], holders: Collection[str]) -> Attention | Refused:
+def _inspect(
+    model: nn.Module, name: str, children: tuple[str, ...], holders: Collection[str]
+) -> Attention | UnsupportedAttention:
     holder = model.get_submodule(name)
     producers = tuple(f"{name}.{child}".lstrip(".") for child in children)
     consumer = _find_output_layer(model, name)
     layers = producers if consumer is None else (*producers, consumer)
     if consumer is None:
-        return Refused(projections=layers, reason="unknown_heads: no layer is found that reads what attention makes")
+        return UnsupportedAttention(
+            projections=layers, reason="unknown_heads: no layer is found that reads what attention makes"
+        )
     *qkv, output_layer = (cast("nn.Linear", model.get_submodule(layer)) for layer in layers)
     stacks = 3 // len(qkv)
     rows = qkv[0].out_features // stacks
     head_shape = _head_shape(holder, rows)
     if isinstance(head_shape, str):
-        return Refused(projections=layers, reason=head_shape)
+        return UnsupportedAttention(projections=layers, reason=head_shape)
     if {layer.out_features for layer in qkv} != {rows * stacks} or output_layer.in_features != rows:
-        return Refused(projections=layers, reason="unequal_heads: q, k, v and o don't have the same heads")
+        return UnsupportedAttention(projections=layers, reason="unequal_heads: q, k, v and o don't have the same heads")
     tables = _find_tables(model, name, layers, head_shape, holders)
     if isinstance(tables, str):
-        return Refused(projections=layers, reason=tables)
+        return UnsupportedAttention(projections=layers, reason=tables)
     num_heads, head_dim = head_shape
     return Attention(
         producers=producers, consumer=consumer, num_heads=num_heads, head_dim=head_dim, tables=tables, stacks=stacks
@@ -125,7 +129,7 @@ def head_sizes(model: nn.Module) -> dict[str, int]:
     return {name: shape[1] for name, shape in shapes.items() if not isinstance(shape, str)}
 
 
-def say_heads_(model: nn.Module, sizes: Mapping[str, int]) -> None:
+def set_head_attributes_(model: nn.Module, sizes: Mapping[str, int]) -> None:
     """Set the attributes that state the number of heads to what the layers have, given the rows per head.
 
     Some forward passes read them; other readers are people, exports and third-party code.

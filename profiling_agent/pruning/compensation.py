@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.modules.hooks import watching
-from profiling_agent.modules.inference import device_of, left_as_found, mean_kl, mkl_is_slow, product
+from profiling_agent.modules.inference import device_of, mean_kl, mkl_is_slow, preserving_state, product
 from profiling_agent.modules.norms import batch_norms, border_of, following_norms, has_bias
 from profiling_agent.modules.prefix import Walk, in_order
 from profiling_agent.schemas import Cut, Unit
@@ -421,7 +421,7 @@ def compensate(
     """
     weight = next(parameter for parameter in baseline.parameters() if parameter.is_floating_point())
     calibration = Calibration(batches=batches, device=device_of(baseline), dtype=weight.dtype)
-    with left_as_found(baseline), left_as_found(pruned), torch.no_grad():
+    with preserving_state(baseline), preserving_state(pruned), torch.no_grad():
         baseline.eval()
         pruned.eval()
         num_different = calibration.count_different(MIN_IMAGES)

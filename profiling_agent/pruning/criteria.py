@@ -86,7 +86,7 @@ def eliminate(weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: in
     return _eliminate(weight, covariance, sensitivity, width, None)
 
 
-def eliminate_in(
+def elimination_errors(
     order: Sequence[int], weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int
 ) -> Elimination:
     """Return the errors of removing the groups in a given `order`."""
@@ -216,10 +216,10 @@ def order_by(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str,
 def predicted_kl(model: nn.Module, unit: Unit, moments: UnitMoments, order: tuple[int, ...]) -> Elimination:
     """Return `order` with the second-order estimate of the KL divergence, in nats, after each removed channel."""
     weight = matrix_of(model.get_submodule(unit.consumer))
-    return _to_nats(eliminate_in(order, weight, moments.covariance, moments.sensitivity, unit.width))
+    return _to_nats(elimination_errors(order, weight, moments.covariance, moments.sensitivity, unit.width))
 
 
-def ordered(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> Elimination:
+def order_with_kl(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> Elimination:
     """Return the order of `order_by` with the estimate of `predicted_kl`, which `fisher_obs` computes anyway.
 
     If gradients are unusable the estimate is zero.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError, RequestError
-from profiling_agent.lib.third_party import foreign_code
+from profiling_agent.lib.third_party import third_party_errors
 from profiling_agent.modules.inference import device_of, random_batch
 from profiling_agent.pruning.criteria import IMPORTANCE, keep_indices, score
 from profiling_agent.pruning.tracing import LAYERS
@@ -67,7 +67,7 @@ def prune_model(
         return PruningError(f"cutting {len(cuts)} units failed with {exception}; leave some of them alone")
 
     # Torch-Pruning, and a model that it left half cut, raise arbitrary exceptions.
-    with foreign_code(to_pruning_error):
+    with third_party_errors(to_pruning_error):
         pruned = cut_units(model, cuts, kept_indices)
         error = mask_error(model, pruned, cuts, kept_indices, batch.to(device_of(model)))
     check_mask_error(error)

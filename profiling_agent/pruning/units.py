@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from profiling_agent.modules.inference import without_weights
-from profiling_agent.pruning.attention import Attention, Refused, find_attention
+from profiling_agent.pruning.attention import Attention, UnsupportedAttention, find_attention
 from profiling_agent.pruning.tracing import LAYERS, Space, Trace, UntraceableError, follow_channels
 from profiling_agent.pruning.verify import Trials
 from profiling_agent.pruning.widths import aligned_widths, step_for
@@ -262,12 +262,16 @@ def _order_units(results: Mapping[str, Unit | str], names: Iterable[str]) -> tup
 
 
 def _attention_unit(
-    model: nn.Module, holder: str, attention: Attention | Refused, costs: _CostTable, tied: Collection[nn.Module]
+    model: nn.Module,
+    holder: str,
+    attention: Attention | UnsupportedAttention,
+    costs: _CostTable,
+    tied: Collection[nn.Module],
 ) -> Unit | str:
     """Return the unit of one attention module's heads, or the reason for its refusal."""
     if any(model.get_submodule(member) in tied for member in attention.projections):
         return "tied: a projection of this attention, or its weights, are used in more than one place"
-    if isinstance(attention, Refused):
+    if isinstance(attention, UnsupportedAttention):
         return attention.reason
     kind, width = UnitKind.HEADS, attention.num_heads
     step = step_for(kind, width)

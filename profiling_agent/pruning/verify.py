@@ -15,11 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.utils._pytree import tree_map
 
 from profiling_agent.errors import PruningError
-from profiling_agent.lib.third_party import checked_logits, foreign_code
+from profiling_agent.lib.third_party import checked_logits, third_party_errors
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.hooks import tensors
-from profiling_agent.modules.inference import device_of, left_as_found, without_weights
-from profiling_agent.pruning.attention import Attention, find_attention, head_sizes, say_heads_
+from profiling_agent.modules.inference import device_of, preserving_state, without_weights
+from profiling_agent.pruning.attention import Attention, find_attention, head_sizes, set_head_attributes_
 from profiling_agent.pruning.tracing import is_response_norm
 from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind
 
@@ -58,7 +58,9 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int
             _cut_tables_(pruned, heads, dropped)
     # Some forward passes read the number of heads there; other readers are people, exports and third-party code.
     sizes = head_sizes(model)
-    say_heads_(pruned, {cut.unit.name: sizes[cut.unit.name] for cut in cuts if cut.unit.kind is UnitKind.HEADS})
+    set_head_attributes_(
+        pruned, {cut.unit.name: sizes[cut.unit.name] for cut in cuts if cut.unit.kind is UnitKind.HEADS}
+    )
     # A cut parameter is a new one: copy whether it is frozen.
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, parameter in pruned.named_parameters():
@@ -124,7 +126,7 @@ def mask_error(
     masked: dict[str, Tensor] = {}
     for cut in cuts:
         masked |= masked_parameters(baseline, cut.unit, keep[cut.unit.name])
-    with left_as_found(baseline), left_as_found(pruned), torch.inference_mode():
+    with preserving_state(baseline), preserving_state(pruned), torch.inference_mode():
         output: Any = functional_call(baseline.eval(), masked, (), {"pixel_values": images})
         expected = output.logits.float()
         logits = pruned.eval()(pixel_values=images).logits.float()
@@ -290,7 +292,7 @@ def _try_cut(module: nn.Module, unit: Unit, arguments: CallArguments) -> str | N
     kept_indices = list(range(1, unit.width))
     cut = Cut(unit=unit, keep=len(kept_indices), requested_ratio=1 / unit.width)
     try:
-        with foreign_code(PruningError), torch.no_grad():
+        with third_party_errors(PruningError), torch.no_grad():
             masked = masked_parameters(trial, unit, kept_indices)
             expected = next(tensors(functional_call(trial, masked, _clone_tensors(args), _clone_tensors(kwargs))))
             pruned = cut_units(trial, [cut], {unit.name: kept_indices})

@@ -19,7 +19,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.third_party import checked_logits
 from profiling_agent.modules.hooks import watching
-from profiling_agent.modules.inference import device_of, left_as_found, places, quick_products
+from profiling_agent.modules.inference import device_of, module_counts, preserving_state, quick_products
 from profiling_agent.modules.norms import Folded, following_norms
 from profiling_agent.quantization.layers import LEVELS, Grid, StaticLayer
 
@@ -138,7 +138,7 @@ def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[st
         samplers[name].add(x, generator)
 
     num_images = 0
-    with left_as_found(model), torch.inference_mode(), quick_products():
+    with preserving_state(model), torch.inference_mode(), quick_products():
         model.eval()
         with watching(model, names, before=add_sample):
             for batch in images():
@@ -185,7 +185,12 @@ def output_means(model: nn.Module, names: Iterable[str], images: Images) -> Mean
         means[name].append(_channel_means(output))
 
     if means:
-        with left_as_found(model), torch.inference_mode(), quick_products(), watching(model.eval(), means, after=add):
+        with (
+            preserving_state(model),
+            torch.inference_mode(),
+            quick_products(),
+            watching(model.eval(), means, after=add),
+        ):
             for batch in _first_images(images()):
                 run(model, batch)
     return means
@@ -199,7 +204,7 @@ def correct_biases_(quantized: nn.Module, expected: Means, images: Images) -> di
     what it was (docs/decisions/LOG.md, 2026-11-25).
     """
     shifts: dict[str, _Shift] = {}
-    with left_as_found(quantized), torch.inference_mode(), quick_products(), ExitStack() as hooks:
+    with preserving_state(quantized), torch.inference_mode(), quick_products(), ExitStack() as hooks:
         for name, means in expected.items():
             layer = quantized.get_submodule(name)
             if isinstance(layer, StaticLayer) and layer.geometry and layer.bias is not None and means:
@@ -260,7 +265,7 @@ def fold_norms_(model: nn.Module, convolutions: Collection[str], images: Tensor)
     that nothing else reads it is checked by the logits of `images` (b, c, h, w): a pair that changes them isn't folded.
     """
     expected = run(model, images)
-    count = places(model)
+    count = module_counts(model)
     # Modules that are used in several places are left out.
     pairs = {
         convolution: norm

@@ -27,13 +27,13 @@ CLASSES: Mapping[tuple[Kind, type[nn.Module]], type[QuantizedModule]] = {
 }
 
 
-def can_be(kind: Kind, layer: nn.Module) -> bool:
+def supports(kind: Kind, layer: nn.Module) -> bool:
     """Return whether `layer` supports this kind; subclasses never do, because third-party code may read their weights."""
     pads_zeros = not isinstance(layer, nn.Conv2d) or layer.padding_mode == "zeros"
     return (kind, type(layer)) in CLASSES and pads_zeros
 
 
-def rebuilt(kind: Kind, tensors: Mapping[str, Tensor], like: nn.Module, *, reduce_range: bool) -> QuantizedModule:
+def rebuild_layer(kind: Kind, tensors: Mapping[str, Tensor], like: nn.Module, *, reduce_range: bool) -> QuantizedModule:
     """Return the layer that these tensors were exported from, to replace `like`.
 
     Raises:

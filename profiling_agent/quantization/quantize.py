@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import PlanError, QuantizationError
-from profiling_agent.modules.inference import left_as_found, places
+from profiling_agent.modules.inference import module_counts, preserving_state
 from profiling_agent.modules.layer_names import matching_names, near_names
 from profiling_agent.quantization.calibrate import (
     MIN_IMAGES,
@@ -21,7 +21,7 @@ from profiling_agent.quantization.calibrate import (
     output_means,
 )
 from profiling_agent.quantization.cuda_linear import MULTIPLE, Float8Linear, Int8Linear, has_float8
-from profiling_agent.quantization.kinds import can_be
+from profiling_agent.quantization.kinds import supports
 from profiling_agent.quantization.layers import (
     CastLayer,
     DynamicLinear,
@@ -88,7 +88,7 @@ def quantize_model(
         except QuantizationError as error:
             raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
     # A layer used in two places becomes two layers, while its means cover both.
-    num_places = places(quantized)
+    num_places = module_counts(quantized)
     convolutions = [
         name
         for name, layer in layers.items()
@@ -153,7 +153,7 @@ def chosen_layers(
     choices: dict[str, QuantizationRecommendation] = {}
     for recommendation in recommendations:
         kind, pattern = recommendation.quantization_type, recommendation.layer
-        names = [name for name, module in modules.items() if can_be(kind, module)]
+        names = [name for name, module in modules.items() if supports(kind, module)]
         matches = names if pattern == EVERYTHING else matching_names(pattern, names)
         if not matches:
             raise _no_match_error(recommendation, modules)
@@ -170,12 +170,12 @@ def _no_match_error(
     """
     pattern, kind = recommendation.layer, recommendation.quantization_type
     layer_types = "nn.Linear" if kind == "dynamic" else "nn.Linear or nn.Conv2d"
-    quantizable = [name for name, module in modules.items() if can_be("static", module)]
+    quantizable = [name for name, module in modules.items() if supports("static", module)]
     if pattern == EVERYTHING or matching_names(pattern, quantizable):
         subject = "the model has" if pattern == EVERYTHING else f"the layer pattern {pattern!r} hits"
         addition = "; static int8 and bfloat16 take nn.Conv2d as well" if kind == "dynamic" else ""
         return QuantizationError(f"{subject} no {layer_types}, which alone this quantizes{addition}")
-    near = near_names(pattern, [name for name in quantizable if can_be(kind, modules[name])] or quantizable)
+    near = near_names(pattern, [name for name in quantizable if supports(kind, modules[name])] or quantizable)
     advice = f"near names: {', '.join(map(repr, near))}" if near else f"use {EVERYTHING!r} for every layer"
     return PlanError(f"the layer pattern {pattern!r} hits no {layer_types} to quantize; {advice}")
 
@@ -192,7 +192,7 @@ def _fold_and_observe_(
         )
     convolutions = [name for name in names if isinstance(model.get_submodule(name), nn.Conv2d)]
     # No inference mode: its tensors could not be used in later training or exports.
-    with left_as_found(model), torch.no_grad():
+    with preserving_state(model), torch.no_grad():
         folded = fold_norms_(model.eval(), convolutions, first_batch[:NUM_CHECKED]) if convolutions else ()
     return folded, observe(model, names, calibration)
 

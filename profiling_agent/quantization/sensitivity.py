@@ -126,7 +126,7 @@ def place_(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, nn.M
     return originals
 
 
-def mark_kept(rows: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+def mark_float_layers(rows: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
     """Return the rows with those marked that stay in float: most KL for least time and fewest bytes.
 
     None if all layers' KLs add up to less than 1e-3 nats. Otherwise the layers with the highest ratio of KL to share, as long as these add up to at

@@ -14,11 +14,18 @@ from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.hooks import watching
-from profiling_agent.modules.inference import mean_kl, places
+from profiling_agent.modules.inference import mean_kl, module_counts
 from profiling_agent.quantization.calibrate import Observed, is_near, run
 from profiling_agent.quantization.layers import QuantizedModule
 from profiling_agent.quantization.quantize import NUM_CHECKED, quantize_model, quantized_layer
-from profiling_agent.quantization.sensitivity import CHUNK, mark_kept, measure_layers, place_, spec_of, swapped_logits
+from profiling_agent.quantization.sensitivity import (
+    CHUNK,
+    mark_float_layers,
+    measure_layers,
+    place_,
+    spec_of,
+    swapped_logits,
+)
 from profiling_agent.schemas import EVERYTHING, FoldedSite, LayerCost, QuantizationRecommendation
 
 ALPHAS = (0.5, 0.7)
@@ -205,7 +212,7 @@ def find_sites(model: nn.Module, images: Tensor) -> tuple[Site, ...]:
 
     with watching(model, [*norms, *linears], before=begin, after=end):
         run(model, images)
-    shared = {name for name, count in places(model).items() if count > 1}
+    shared = {name for name, count in module_counts(model).items() if count > 1}
     return tuple(
         Site(norm, tuple(reader_names))
         for norm, reader_names in readers.items()
@@ -337,7 +344,7 @@ def tune(
     return Tuning(
         model=best,
         sites=smoothed.sites,
-        rows=mark_kept(rows),
+        rows=mark_float_layers(rows),
         kl=smoothed.kl,
         kl_unfolded=smoothed.kl_unfolded,
         num_images=num_judged,

@@ -17,7 +17,7 @@ MAX_GROUPS, MAX_UNITS = 14, 80
 SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 
 
-def plain(text: object) -> str:
+def escape_for_plotly(text: object) -> str:
     """Replace angle brackets in third-party text, because Plotly interprets some tags; return at most 120 characters."""
     return str(text).replace("<", "\u2039").replace(">", "\u203a")[:120]
 
@@ -67,7 +67,7 @@ def add_points(
     figure.add_scatter(
         x=[x for x, _, _ in rows],
         y=[y for _, y, _ in rows],
-        text=[plain(text) for _, _, text in rows],
+        text=[escape_for_plotly(text) for _, _, text in rows],
         name=name,
         mode="markers",
         marker={"size": 11, "color": color, "line": {"width": 1, "color": "white"}} | marker,
@@ -159,7 +159,7 @@ def by_group(report: RunReport, field: str, label: str) -> go.Figure | None:
         return None
     title = "Where the time goes" if field == "latency_ms" else "Where the parameters are"
     figure = new_figure(title, label, "", height=120 + 26 * len(groups))
-    names = [plain(group.name) for group in groups]
+    names = [escape_for_plotly(group.name) for group in groups]
     for name, color, attribute in (("after", ACCENT, after_field), ("before", "#cbd2d9", field)):
         values = [getattr(group, attribute) for group in groups]
         hover = "%{y}<br>%{x:.4s} " + name + "<extra></extra>"
@@ -179,7 +179,7 @@ def heat_map(rows: Sequence[Sensitivity]) -> go.Figure | None:
         z=[[math.log10(max(option.kl, 1e-6)) for option in row] for row in options],
         customdata=[[[option.kl, option.keep] for option in row] for row in options],
         x=[f"{share:.0%}" for share in SHARES],
-        y=[plain(row.unit) for row in units],
+        y=[escape_for_plotly(row.unit) for row in units],
         colorscale="YlOrRd",
         colorbar={"title": "nats", "tickvals": [-5, -4, -3, -2, -1, 0], "ticktext": [f"1e{n}" for n in range(-5, 1)]},
         hovertemplate="%{y}<br>%{customdata[1]} kept: %{customdata[0]:.2g} nats<extra></extra>",
@@ -196,7 +196,7 @@ def runtime_race(report: RunReport) -> go.Figure | None:
     results.sort(key=lambda row: row[1].speedup)
     figure = new_figure("The race of the baseline's deployments", "times as fast", "", height=120 + 30 * len(results))
     figure.add_bar(
-        y=[plain(name) for name, _ in results],
+        y=[escape_for_plotly(name) for name, _ in results],
         x=[race_result.speedup for _, race_result in results],
         error_x={
             "type": "data",

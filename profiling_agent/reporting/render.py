@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from profiling_agent.lib.io import inert, write_text
 from profiling_agent.reporting.charts import charts
-from profiling_agent.reporting.report import RunReport, choices, omissions, predictions, subject_of
+from profiling_agent.reporting.report import RunReport, final_attempt, omissions, predictions, unit_decisions
 from profiling_agent.reporting.units import FORMATS
 from profiling_agent.request import Request
 
@@ -85,7 +85,7 @@ def render_sweep(rows: Sequence[Any], number: int) -> str:
 
 def render_html(report: RunReport) -> str:
     """Return the report as one HTML page."""
-    jinja, subject = environment(), subject_of(report)
+    jinja, subject = environment(), final_attempt(report)
     jinja.filters.update(HTML_FILTERS)
     return jinja.get_template("report.html.jinja").render(
         r=report,
@@ -95,7 +95,7 @@ def render_html(report: RunReport) -> str:
         style=Markup(source("report.css")),
         script=Markup(source("report.js")),
         subject=subject,
-        units=choices(report, subject)[:MAX_ROWS] if subject else (),
+        units=unit_decisions(report, subject)[:MAX_ROWS] if subject else (),
         row=ROW,
         left=LEFT,
         span=SPAN,

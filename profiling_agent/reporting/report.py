@@ -214,7 +214,7 @@ def sensitivity_of(profile: ModelProfile) -> tuple[Sensitivity, ...]:
     )
 
 
-class Sources(Record):
+class ReportInputs(Record):
     """Inputs of the report other than the final choice; `profiles` has `baseline` and, if another won, `best`."""
 
     acquired: Acquired
@@ -262,7 +262,7 @@ def absence_notes(profile: ModelProfile) -> tuple[str, ...]:
     return tuple(f"no {kind} can be cut: {reason}" for kind, reason in profile.absent.items())
 
 
-def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunReport:
+def build_report(request: Request, final: FinalChoice, sources: ReportInputs) -> RunReport:
     """Build the report of a run from its request, final choice and other sources."""
     race, winner, acquired, profiles = final.race, final.winner, sources.acquired, sources.profiles
     baseline, best = profiles["baseline"], profiles.get("best", profiles["baseline"])
@@ -355,7 +355,7 @@ def _join_names(options: list[DeploymentOption]) -> str:
 def differences(reports: Mapping[str, RunReport]) -> tuple[str, ...]:
     """Return a line for each difference that makes the runs' times incomparable; empty if there is none."""
     lines: list[str] = []
-    machines = {name: place(report.environment) for name, report in reports.items()}
+    machines = {name: machine_text(report.environment) for name, report in reports.items()}
     if _differ(machines):
         lines.append(
             f"runs of different machines, whose times and speed-ups aren't compared: {_group_by_value(machines)}; "
@@ -372,7 +372,7 @@ def differences(reports: Mapping[str, RunReport]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def place(environment: Environment) -> str:
+def machine_text(environment: Environment) -> str:
     """Return all that times depend on, except software, as text."""
     flags = ", ".join(environment.cpu_flags) or "no vector extensions of note"
     return f"{environment.machine} ({flags}; {environment.system}, {environment.device})"
@@ -444,13 +444,13 @@ def predictions(attempt: Attempt, report: RunReport) -> tuple[ForecastCheck, ...
     )
 
 
-def subject_of(report: RunReport) -> Attempt | None:
+def final_attempt(report: RunReport) -> Attempt | None:
     """Return the attempt that the returned model came from, else the last one, or None without attempts."""
     chosen = next((attempt for attempt in report.attempts if attempt.number == report.best.attempt), None)
     return chosen or (report.attempts[-1] if report.attempts else None)
 
 
-def choices(report: RunReport, attempt: Attempt) -> tuple[Choice, ...]:
+def unit_decisions(report: RunReport, attempt: Attempt) -> tuple[Choice, ...]:
     """Return what an attempt did to each unit that could be cut, and why, in the model's order."""
     cuts = {cut.unit.name: cut for cut in attempt.dry_run.cuts} if attempt.dry_run else {}
     sensitivities = {row.unit: row for row in report.sensitivity}

@@ -15,7 +15,7 @@ from profiling_agent.measure.throughput import SavedModel, saved_model
 from profiling_agent.reporting.report import RunReport, Summary
 from profiling_agent.reporting.units import count, drop, ms, percent, size, speedup
 from profiling_agent.request import Request
-from profiling_agent.runtimes.artifact import CardRow, Judged
+from profiling_agent.runtimes.artifact import CardRow, HeldOutAccuracy
 from profiling_agent.schemas import ArtifactRef
 from profiling_agent.workspace import MANIFEST, Workspace, check_version, read_manifest
 
@@ -149,13 +149,13 @@ def card_notes(report: RunReport) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def card_judged(report: RunReport) -> Judged | None:
+def card_judged(report: RunReport) -> HeldOutAccuracy | None:
     """Return the held-out result as metadata for the Hub, or None if the data set isn't on the Hub."""
     request = report.request
     if is_local(request.dataset) or "/" not in request.dataset:
         return None
     split = report.acquired.heldout.source_split
-    return Judged(dataset=request.dataset, config=request.dataset_config, split=split, top1=report.best.top1)
+    return HeldOutAccuracy(dataset=request.dataset, config=request.dataset_config, split=split, top1=report.best.top1)
 
 
 EXPERIMENT, TAG = "profiling-agent", "profiling_agent.results"

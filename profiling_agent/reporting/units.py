@@ -57,7 +57,7 @@ def speedup(race_result: RaceResult) -> str:
     return f"{race_result.speedup:.2f} [{race_result.speedup_low:.2f}, {race_result.speedup_high:.2f}]{noise_note}"
 
 
-def asked(term: Term) -> str:
+def format_requirement(term: Term) -> str:
     """Return what the contract requires of a term."""
     return {
         "accuracy": f"lose at most {term.required * 100:.2f} points",
@@ -67,7 +67,7 @@ def asked(term: Term) -> str:
     }[term.name]
 
 
-def measured(term: Term) -> str:
+def format_measurement(term: Term) -> str:
     """Return a term's measured value, and its certain bound if that is another number."""
     if term.bound is None or term.bound == term.measured:
         return _text(term, term.measured)
@@ -93,5 +93,17 @@ def origin(name: str) -> str:
 # Filters of the report's templates, by the names that they use.
 FORMATS: dict[str, Callable[..., str]] = {
     format_.__name__: format_
-    for format_ in (asked, count, drop, measured, ms, origin, percent, points, sessions, size, speedup)
+    for format_ in (
+        format_requirement,
+        count,
+        drop,
+        format_measurement,
+        ms,
+        origin,
+        percent,
+        points,
+        sessions,
+        size,
+        speedup,
+    )
 }

@@ -79,7 +79,7 @@ class PreparedFiles:
     folded: tuple[str, ...] = ()
 
 
-class Counts(Record):
+class ParentCounts(Record):
     """Counts of the float32 parent, for files that torch can't count; `parameter_bytes` are those of this model's files."""
 
     params: int
@@ -114,7 +114,9 @@ class Recipe(Description):
 
     schema_version: int = SCHEMA_VERSION
     quantized: tuple[QuantizedLayer, ...]
-    counts: Counts | None = Field(default=None, description="None where the weights are torch's and can be counted")
+    counts: ParentCounts | None = Field(
+        default=None, description="None where the weights are torch's and can be counted"
+    )
     folded: tuple[str, ...] = Field(default=(), description="batch norms that went into the convolutions before them")
     tied: dict[str, str] = Field(description="parameters that are stored under the name of another one")
     files: dict[str, str]
@@ -372,7 +374,7 @@ class CardRow(Record):
     after: str
 
 
-class Judged(Record):
+class HeldOutAccuracy(Record):
     """Top-1 accuracy on held-out images of a data set on the Hub, for the card's metadata."""
 
     dataset: str
@@ -382,7 +384,7 @@ class Judged(Record):
 
 
 def write_card(
-    folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] = (), *, judged: Judged | None = None
+    folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] = (), *, judged: HeldOutAccuracy | None = None
 ) -> None:
     """Write `README.md` into a saved folder, with a table of `rows` and a list of `notes`, if any.
 
@@ -426,7 +428,7 @@ def text_templates(package: str) -> Environment:
     )
 
 
-def _render_card(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], judged: Judged | None) -> str:
+def _render_card(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], judged: HeldOutAccuracy | None) -> str:
     jinja = text_templates("profiling_agent.runtimes")
     # For third-party names.
     jinja.filters["plain"] = _plain_text
@@ -442,7 +444,7 @@ def _render_card(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], 
     )
 
 
-def metadata_of(recipe: Recipe, judged: Judged | None = None) -> ModelCardData:
+def metadata_of(recipe: Recipe, judged: HeldOutAccuracy | None = None) -> ModelCardData:
     """Return the card's metadata for the Hub, without paths of this machine."""
     fields: dict[str, Any] = {}
     if recipe.base_revision is not None and _is_hub_id(recipe.base_model):

@@ -14,10 +14,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from profiling_agent.data.pixels import upright_rgb
-from profiling_agent.data.prepared import in_its_channels
+from profiling_agent.data.prepared import to_processor_channels
 from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError
 from profiling_agent.lib.machine import environment, has_vnni, needed_instructions
-from profiling_agent.lib.third_party import foreign_code
+from profiling_agent.lib.third_party import third_party_errors
 from profiling_agent.runtimes.artifact import Recipe, check_golden, named_folder, open_folder
 from profiling_agent.runtimes.registry import ModelSession, check_images, open_session
 from profiling_agent.runtimes.torch_artifact import load_processor
@@ -109,9 +109,9 @@ class Deployed:
             return ArtifactError(f"the image processor in {str(self.folder)!r} gives {message}: save the model again")
 
         processor = self._processor
-        with foreign_code(damaged):
-            pictures = [in_its_channels(upright_rgb(image), processor) for image in images]
-        with foreign_code(refuse):
+        with third_party_errors(damaged):
+            pictures = [to_processor_channels(upright_rgb(image), processor) for image in images]
+        with third_party_errors(refuse):
             return processor(images=pictures, return_tensors="np")["pixel_values"]
 
 

@@ -26,7 +26,7 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import TEMPORARY
-from profiling_agent.lib.third_party import foreign_code, muted
+from profiling_agent.lib.third_party import muted, third_party_errors
 from profiling_agent.modules.inference import logits_of, random_batch, relative_distance
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.runtimes.onnx_runtime import one_thread
@@ -225,7 +225,7 @@ def _logits_distance(model: nn.Module, path: Path, batch: Tensor) -> float:
         advice = "a fixed batch size may work"
         return ArtifactError(f"ONNX Runtime can't run the exported model on {len(batch)} images ({message}): {advice}")
 
-    with foreign_code(refuse):
+    with third_party_errors(refuse):
         exported_logits = torch.from_numpy(one_thread(str(path)).run([OUTPUT], {INPUT: batch.numpy()})[0])
     return relative_distance(exported_logits, logits_of(model, batch))
 

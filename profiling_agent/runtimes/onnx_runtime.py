@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import read_json
 from profiling_agent.lib.machine import quota_threads, waits_passively
-from profiling_agent.lib.third_party import foreign_code, import_onnxruntime
+from profiling_agent.lib.third_party import import_onnxruntime, third_party_errors
 from profiling_agent.runtimes.artifact import ONNX, Recipe
 from profiling_agent.runtimes.registry import INPUT, OUTPUT, Batch, OperatorTime, check_fixed_batch, missing_packages
 from profiling_agent.schemas import Scheme
@@ -49,7 +49,7 @@ class OnnxSession:
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
         check_fixed_batch(self.fixed_size, pixel_values)
-        with foreign_code(lambda message: ArtifactError(f"ONNX Runtime can't run the model: {message}")):
+        with third_party_errors(lambda message: ArtifactError(f"ONNX Runtime can't run the model: {message}")):
             logits: Any = self._session.run([OUTPUT], {INPUT: pixel_values})[0]
         return logits
 
@@ -133,5 +133,5 @@ def _open_session(folder: Path, options: Any) -> "InferenceSession":
     def refuse(message: str) -> ArtifactError:
         return ArtifactError(f"ONNX Runtime can't open {path!r} ({message}): save it again")
 
-    with foreign_code(refuse):
+    with third_party_errors(refuse):
         return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

@@ -9,7 +9,7 @@ from typing import Any
 
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.machine import quota_threads
-from profiling_agent.lib.third_party import foreign_code, import_openvino
+from profiling_agent.lib.third_party import import_openvino, third_party_errors
 from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, Recipe
 from profiling_agent.runtimes.registry import MODULE, Batch, OperatorTime, check_fixed_batch, missing_packages
 from profiling_agent.schemas import Scheme
@@ -76,7 +76,7 @@ class OpenVinoSession:
         return ArtifactError(f"OpenVINO can't read {str(self._path)!r} ({message}): save it again")
 
     def _read(self) -> Any:
-        with foreign_code(self._read_error):
+        with third_party_errors(self._read_error):
             return self._core.read_model(self._path)
 
     def _request(self, pixel_values: Batch) -> Any:
@@ -88,7 +88,7 @@ class OpenVinoSession:
             model = self._read()
             while len(self._requests) >= self._num_kept:
                 del self._requests[next(iter(self._requests))]
-            with foreign_code(self._read_error):
+            with third_party_errors(self._read_error):
                 if size != ANY_SIZE_KEY:
                     model.reshape(list(pixel_values.shape))
                 compiled = self._core.compile_model(model, "CPU", self._properties)
@@ -100,7 +100,7 @@ class OpenVinoSession:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
         with self._lock:
             request = self._request(pixel_values)
-            with foreign_code(lambda message: ArtifactError(f"OpenVINO can't run the model: {message}")):
+            with third_party_errors(lambda message: ArtifactError(f"OpenVINO can't run the model: {message}")):
                 (logits,) = request.infer([pixel_values]).values()
             return logits.copy()
 
@@ -132,7 +132,7 @@ class OpenVinoSession:
             for op in compiled.get_ops()
             if ORIGINALS_KEY in (info := op.get_rt_info())
         }
-        names = {name: [original(part) for part in (name, *originals.get(name, ()))] for _, name in durations}
+        names = {name: [exported_name(part) for part in (name, *originals.get(name, ()))] for _, name in durations}
         return [
             OperatorTime(names=(*(layers[part] for part in names[name] if part in layers), *names[name]), ms=median(ms))
             for (_, name), ms in durations.items()
@@ -152,11 +152,11 @@ def layers_by_weight(model: Any) -> dict[str, str]:
             if source.get_type_name() in WEIGHT_OPS:
                 sources += [port.get_source_output().get_node() for port in source.inputs()]
             elif source.get_type_name() == "Constant" and (name := source.get_friendly_name()).startswith(MODULE):
-                layers[original(op.get_friendly_name())] = name.rpartition(".")[0]
+                layers[exported_name(op.get_friendly_name())] = name.rpartition(".")[0]
     return layers
 
 
-def original(name: str) -> str:
+def exported_name(name: str) -> str:
     """Return the exported node's name; the operators of a split node, as a convolution and its bias, begin with it."""
     return name.split("/", maxsplit=1)[0]
 

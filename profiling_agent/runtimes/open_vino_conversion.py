@@ -22,7 +22,7 @@ from profiling_agent.quantization.quantize import chosen_layers, quantize_model
 from profiling_agent.runtimes.artifact import IR, PreparedFiles, QuantizedLayer
 from profiling_agent.runtimes.onnx_export import write_graph
 from profiling_agent.runtimes.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
-from profiling_agent.runtimes.open_vino import LAYER_TYPES, OpenVinoSession, original
+from profiling_agent.runtimes.open_vino import LAYER_TYPES, OpenVinoSession, exported_name
 from profiling_agent.runtimes.registry import INPUT, Batch, Source, missing_packages, recommended
 from profiling_agent.runtimes.save import calibration_batches
 from profiling_agent.schemas import Deployment
@@ -189,7 +189,7 @@ def _quantize_with_nncf(model: Any, images: Batch, excluded: Collection[str], *,
         names = [
             name
             for op in model.get_ops()
-            if op.get_type_name() in LAYER_TYPES and original(name := op.get_friendly_name()) in excluded
+            if op.get_type_name() in LAYER_TYPES and exported_name(name := op.get_friendly_name()) in excluded
         ]
         random_state = torch.get_rng_state()
         try:

@@ -19,13 +19,13 @@ from transformers.initialization import no_init_weights
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.io import file_sha256, first_line, parse_json, write_text
 from profiling_agent.lib.machine import environment
-from profiling_agent.lib.third_party import ALONE, checked_logits, foreign_code, is_out_of_memory, muted
+from profiling_agent.lib.third_party import SETTINGS_LOCK, checked_logits, is_out_of_memory, muted, third_party_errors
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import check_timm, make_plain_
-from profiling_agent.modules.inference import floating_dtype, left_as_found, logits_of, random_batch
+from profiling_agent.modules.inference import floating_dtype, logits_of, preserving_state, random_batch
 from profiling_agent.modules.norms import Folded
-from profiling_agent.pruning.attention import head_sizes, say_heads_
-from profiling_agent.quantization.kinds import quantized_modules, rebuilt
+from profiling_agent.pruning.attention import head_sizes, set_head_attributes_
+from profiling_agent.quantization.kinds import quantized_modules, rebuild_layer
 from profiling_agent.quantization.layers import QuantizedModule
 from profiling_agent.runtimes.artifact import (
     CARD,
@@ -36,9 +36,9 @@ from profiling_agent.runtimes.artifact import (
     PROCESSOR,
     RECIPE,
     WEIGHTS,
-    Counts,
     Description,
     Golden,
+    ParentCounts,
     PreparedFiles,
     QuantizedLayer,
     Recipe,
@@ -110,7 +110,7 @@ def read_processor(folder: Path) -> Any:
     def refuse(text: str) -> ArtifactError:
         return ArtifactError(f"{str(folder)!r} has no image processor that can be read ({text}): save the model again")
 
-    with muted("transformers"), foreign_code(refuse):
+    with muted("transformers"), third_party_errors(refuse):
         return AutoImageProcessor.from_pretrained(
             folder,
             # By default the processor would be read from a timm model's config.
@@ -138,7 +138,7 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
         def refuse(message: str) -> ArtifactError:
             return ArtifactError(f"the model gives {message}: save it again")
 
-        with left_as_found(model), torch.inference_mode():
+        with preserving_state(model), torch.inference_mode():
             dtype = floating_dtype(model)
             check_golden(
                 lambda images: checked_logits(model, torch.from_numpy(images).to(dtype), refuse).float().numpy(),
@@ -183,7 +183,7 @@ def _build_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module
             owner, _, leaf = name.rpartition(".")
             source, _, source_leaf = first.rpartition(".")
             setattr(model.get_submodule(owner), leaf, getattr(model.get_submodule(source), source_leaf))
-        say_heads_(model, sizes)
+        set_head_attributes_(model, sizes)
         _halve_rest_(model)
     except MISFITS as error:
         if is_out_of_memory(error):
@@ -218,7 +218,7 @@ def _build_architecture(recipe: Recipe) -> nn.Module:
     if name == TIMM:
         check_timm(fields, lambda problem: ArtifactError(f"{recipe.base_model!r} can't be built: {problem}"))
     # Transformers removes torch's initialisers for all threads, which share torch's generator too.
-    with ALONE, torch.random.fork_rng(devices=[]), no_init_weights():
+    with SETTINGS_LOCK, torch.random.fork_rng(devices=[]), no_init_weights():
         config = AutoConfig.for_model(name, **fields)
         model = AutoModelForImageClassification.from_config(config, trust_remote_code=False)
     make_plain_(model)
@@ -230,7 +230,7 @@ def _insert_layer_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, T
     prefix = f"{layer.name}."
     stored = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
     plain = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
-    quantized = rebuilt(layer.kind, plain, model.get_submodule(layer.name), reduce_range=layer.reduce_range)
+    quantized = rebuild_layer(layer.kind, plain, model.get_submodule(layer.name), reduce_range=layer.reduce_range)
     module = quantized.dequantized() if dequantize else quantized
     if dequantize:
         tensors |= {f"{prefix}{leaf}": tensor for leaf, tensor in module.state_dict().items()}
@@ -280,7 +280,7 @@ def _draft_recipe(
     if complexity is not None:
         files = (folder / name for name in MODEL_FILES[deployment.runtime] if not name.endswith(".xml"))
         weights = sum(path.stat().st_size for path in files)
-        counts = Counts(params=complexity[0], macs=complexity[1], parameter_bytes=weights)
+        counts = ParentCounts(params=complexity[0], macs=complexity[1], parameter_bytes=weights)
     versions = {name: metadata.version(name) for name in PACKAGES[deployment.runtime] if find_spec(name)}
     return Recipe(
         **dict(description),

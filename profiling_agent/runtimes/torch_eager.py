@@ -30,12 +30,12 @@ def schemes(device: str) -> tuple[Scheme, ...]:
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":
     """Open a saved folder; without `num_threads` the process keeps its threads."""
-    from profiling_agent.runtimes.torch_session import TorchSession, in_its_layout, memory_format
+    from profiling_agent.runtimes.torch_session import TorchSession, memory_format, to_kernel_layout
 
     module, tf32 = load(folder, device, num_threads), recipe.deployment.scheme == "tf32"
     if device != "cuda":
         return TorchSession(module, device=device)
-    return TorchSession(in_its_layout(module), device=device, memory_format=memory_format(module), tf32=tf32)
+    return TorchSession(to_kernel_layout(module), device=device, memory_format=memory_format(module), tf32=tf32)
 
 
 def load(folder: Path, device: str, num_threads: int | None) -> "nn.Module":

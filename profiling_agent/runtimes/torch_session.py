@@ -153,7 +153,7 @@ class InductorSession(SizedSession):
     """A session whose module torch.compile compiles at its first run."""
 
     def __init__(self, module: nn.Module, *, device: str) -> None:
-        module = in_its_layout(module)
+        module = to_kernel_layout(module)
         call = _compile_for_cuda(module) if device == "cuda" else _compile_for_cpu(module)
         super().__init__(module, device=device, call=call)
 
@@ -171,7 +171,7 @@ class GraphedSession(SizedSession):
     """A session that captures a CUDA graph for each batch size and replays it: kernels are launched at once."""
 
     def __init__(self, module: nn.Module, *, tf32: bool = False) -> None:
-        module = in_its_layout(module)
+        module = to_kernel_layout(module)
         self._graphs: dict[torch.Size, _CapturedPass] = {}
         self._lock = threading.Lock()
         super().__init__(module, device="cuda", call=self._replay, tf32=tf32)
@@ -230,7 +230,7 @@ def _forbid_waiting() -> Generator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def in_its_layout(module: nn.Module) -> nn.Module:
+def to_kernel_layout(module: nn.Module) -> nn.Module:
     """Return the module with its weights in the memory format of its kernels."""
     return module.to(memory_format=memory_format(module))  # pyright: ignore[reportCallIssue] - torch's stubs lack this overload
 

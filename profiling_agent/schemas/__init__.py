@@ -48,7 +48,7 @@ from profiling_agent.schemas.plan import Target as Target
 from profiling_agent.schemas.plan import Tuned as Tuned
 from profiling_agent.schemas.plan import UnitCut as UnitCut
 from profiling_agent.schemas.plan import in_arrays as in_arrays
-from profiling_agent.schemas.plan import unprinted as unprinted
+from profiling_agent.schemas.plan import restore_printed_json as restore_printed_json
 from profiling_agent.schemas.profile import SHARD as SHARD
 from profiling_agent.schemas.profile import Acquired as Acquired
 from profiling_agent.schemas.profile import ArtifactRef as ArtifactRef

@@ -116,7 +116,7 @@ class Cap(Record):
     max_ratio: float = Field(default=0.0, ge=0, lt=1)
 
 
-def unprinted(text: str) -> str:
+def restore_printed_json(text: str) -> str:
     """Restore the JSON object from its members as the paper prints them (Figure 4); return other text unchanged.
 
     The paper prints no braces, no commas between members, and an arrow before the rest of a long line. Text with two members of one name is

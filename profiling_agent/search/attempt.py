@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError, RequestError
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.lib.io import first_problem
-from profiling_agent.planning.allocation import demanded, dry_run, obeying
+from profiling_agent.planning.allocation import apply_demands, dry_run, with_demands
 from profiling_agent.schemas import (
     SHARD,
     Approval,
@@ -39,7 +39,7 @@ from profiling_agent.search.selection import hopeless_kl, judge
 TIGHTER = {"max_accuracy_drop": -1, "min_speedup": 1, "max_size_ratio": -1, "max_memory_ratio": -1}
 
 
-def pose(
+def build_approval_question(
     run_id: str, plan: Plan, origin: Origin | None, profile: ModelProfile, journal: Journal | None
 ) -> ApprovalQuestion:
     """Build the approval question about a plan; raises PlanError if the plan can't be made."""
@@ -77,16 +77,16 @@ def read_answer(value: Any) -> Approval:
         raise RequestError(f"that is no answer: {first_problem(error)}") from error
 
 
-def edited(answer: Approval, plan: Plan, goal: Goal, profile: ModelProfile) -> tuple[Plan, Goal]:
+def apply_edit(answer: Approval, plan: Plan, goal: Goal, profile: ModelProfile) -> tuple[Plan, Goal]:
     """Apply an edit to the plan and the contract.
 
     Raises:
         PlanError: a pattern matches nothing, or the target is out of reach.
         RequestError: a limit would be loosened.
     """
-    goal = demanded(_tighten(goal, answer), answer.pruning, answer.caps)
+    goal = with_demands(_tighten(goal, answer), answer.pruning, answer.caps)
     edited_plan = plan.model_copy(update={"target": answer.target}) if answer.target else plan
-    edited_plan = obeying(edited_plan, goal)
+    edited_plan = apply_demands(edited_plan, goal)
     dry_run(edited_plan, profile)
     return edited_plan, goal
 
@@ -249,7 +249,7 @@ def open_journal(evaluator: Evaluator, plan: Plan, known: Collection[str] = ()) 
     return journal.model_copy(update={"deployment_search": search, "quantized": quantized})
 
 
-def reopened(evaluator: Evaluator, journal: Journal) -> Journal:
+def rejudge_deployments(evaluator: Evaluator, journal: Journal) -> Journal:
     """Judge the journal's deployments again if an edit or a fork changed the contract; measurements are read back."""
     if journal.contract in (None, evaluator.goal.without_demands):
         return journal

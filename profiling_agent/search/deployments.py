@@ -224,7 +224,7 @@ def _schemes_for(
     return [mixture] if mixture is not None and mixture in available and kinds <= allowed else []
 
 
-def leaving_in_float(deployment: Deployment, layers: Sequence[str]) -> Deployment:
+def keep_layers_in_float(deployment: Deployment, layers: Sequence[str]) -> Deployment:
     """Return `deployment` with the named `layers` left in float32."""
     float_layers = tuple(
         QuantizationRecommendation(

@@ -19,8 +19,8 @@ from profiling_agent.jobs.tasks import (
     SessionTask,
     TuneTask,
 )
-from profiling_agent.measure.intervals import at_a_look, compare, counts_of, decide, least_images
-from profiling_agent.measure.predictions import Answers, joined, read_predictions
+from profiling_agent.measure.intervals import counts_of, decide, drop_at_look, least_images, paired_drop
+from profiling_agent.measure.predictions import Answers, concatenate, read_predictions
 from profiling_agent.measure.race import Entries
 from profiling_agent.runtimes.registry import reads_onnx
 from profiling_agent.schemas import (
@@ -40,7 +40,7 @@ from profiling_agent.schemas import (
     Variant,
 )
 from profiling_agent.search.budget import Budget
-from profiling_agent.search.deployments import INT8, DeploymentChoices, leaving_in_float
+from profiling_agent.search.deployments import INT8, DeploymentChoices, keep_layers_in_float
 from profiling_agent.search.selection import SEARCH_CONFIDENCE, can_be_bounded, keeps_accuracy
 
 # Failures of a conversion or a runtime: they cost the deployment or the attempt, never the run.
@@ -72,7 +72,7 @@ class Deployer:
                 tuned = self.jobs.run(self._tune_task(model, deployment))
                 # A plan with recommendations by layer leaves no layers to choose.
                 if choose_layers and len(deployment.recommendations) <= 1:
-                    deployment = leaving_in_float(deployment, tuned.kept)
+                    deployment = keep_layers_in_float(deployment, tuned.kept)
             deployed = self.jobs.run(self.deploy_task(tuned.model if tuned else model, deployment))
         except REFUSALS as error:
             is_unfit = isinstance(error, QuantizationError)
@@ -210,7 +210,7 @@ class Evaluator:
         drop = None
         if against is not None:
             correct = self._read_correct(predictions)
-            drop = compare(self._read_correct(against.predictions)[: len(correct)], correct)
+            drop = paired_drop(self._read_correct(against.predictions)[: len(correct)], correct)
         return Evaluation(
             variant=variant,
             model=model,
@@ -243,7 +243,7 @@ class Evaluator:
             assert evaluation.drop is not None, "it was compared with the baseline"
             counts = counts_of(evaluation.drop)
             if decide(counts, self.goal.max_accuracy_drop, EARLY_ERROR) != "undecided":
-                return evaluation.model_copy(update={"drop": at_a_look(counts, 2)})
+                return evaluation.model_copy(update={"drop": drop_at_look(counts, 2)})
             shard_s = SHARD * self.budget.pass_s + self.jobs.timesheet.spent_s - began_s
             has_room = self.budget.has_room_for((len(images) / SHARD - 1) * shard_s)
             is_shown = (self.budget.is_pressed or not in_full) and keeps_accuracy(evaluation, self.goal)
@@ -255,7 +255,7 @@ class Evaluator:
 
     def answers(self, measured: Evaluation) -> Answers:
         """Return a model's answers on the images that it was evaluated on, in the split's order."""
-        return joined([read_predictions(self.jobs.path(file)) for file in measured.predictions.files])
+        return concatenate([read_predictions(self.jobs.path(file)) for file in measured.predictions.files])
 
     def _read_correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
         return np.concatenate([read_predictions(self.jobs.path(file)).right for file in predictions.files])

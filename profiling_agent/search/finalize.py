@@ -7,7 +7,7 @@ from functools import partial
 
 from profiling_agent.errors import JobError
 from profiling_agent.measure.intervals import selection_bias
-from profiling_agent.measure.race import compare, hold_steady_sessions, noise_warning
+from profiling_agent.measure.race import compare, noise_warning, run_steady_sessions
 from profiling_agent.schemas import (
     SHARD,
     AccuracyDrop,
@@ -29,11 +29,11 @@ from profiling_agent.search.deployment_search import MAX_SHIFT, Trial, memory_if
 from profiling_agent.search.evaluator import REFUSALS, Evaluator
 from profiling_agent.search.selection import (
     Ranking,
+    accuracy_lost,
     candidates,
     is_doubtful,
     is_likely,
     likelihood_of,
-    lost,
     may_be_returned,
     ranked,
     size_ratio,
@@ -75,7 +75,7 @@ def estimate(evaluator: Evaluator, candidates: Sequence[Candidate], screening: R
         return evaluator.hold_session(entries, number)
 
     # Repeated sessions must not take the time of the held-out images.
-    race = hold_steady_sessions(run_session, evaluator.settings.num_sessions, evaluator.budget.has_time_for_a_test)
+    race = run_steady_sessions(run_session, evaluator.settings.num_sessions, evaluator.budget.has_time_for_a_test)
     unsteady = race.unsteady or _disagreement(evaluator, race, screening)
     return race.model_copy(update={"unsteady": unsteady})
 
@@ -93,7 +93,7 @@ def _disagreement(evaluator: Evaluator, race: Race, screening: Race | None) -> s
     return None
 
 
-def better(first: Candidate, second: Candidate, race: Race, min_speedup: float) -> Candidate:
+def choose_faster(first: Candidate, second: Candidate, race: Race, min_speedup: float) -> Candidate:
     """Return the only candidate as fast as the contract requires, else `second` if shown faster, else `first`.
 
     If they can't be told apart, `first` is the more accurate or the smaller; both kept the same terms in the screening.
@@ -104,7 +104,7 @@ def better(first: Candidate, second: Candidate, race: Race, min_speedup: float) 
     return second if compare(second_result, first_result).is_shown_faster else first
 
 
-def timed(evaluator: Evaluator, attempt: Attempt) -> Attempt:
+def add_race_result(evaluator: Evaluator, attempt: Attempt) -> Attempt:
     """Add a race against the baseline to a measured attempt, for a planner that can't rely on predicted speed.
 
     The attempt stays as it is if there is no time or its process died; no decision depends on it.
@@ -149,7 +149,7 @@ def torch_model(winner: Candidate, journal: Journal, baseline: ArtifactRef) -> A
     return winner.evaluation.model if is_eager else made_from(winner, journal, baseline)
 
 
-def measured(evaluator: Evaluator, journal: Journal) -> tuple[Candidate, ...]:
+def measure_candidates(evaluator: Evaluator, journal: Journal) -> tuple[Candidate, ...]:
     """Return all candidates measured on the search images, and the cheapest accepted attempt in further deployments.
 
     The best deployment may differ after pruning: that attempt is measured in eager float32 and in every deployment that suited the baseline.
@@ -206,9 +206,9 @@ def finalists(evaluator: Evaluator, journal: Journal, pool: tuple[Candidate, ...
     if goal.selection == "paper":
         return ranked(journal, goal)
     eligible = tuple(c for c in pool if may_be_returned(c.evaluation, journal.baseline, goal))
-    if any(is_all_asked(c, journal, goal) for c in eligible):
+    if any(meets_other_terms(c, journal, goal) for c in eligible):
         return eligible
-    doubtful = [c for c in pool if is_doubtful(c.evaluation, goal) and is_all_asked(c, journal, goal)]
+    doubtful = [c for c in pool if is_doubtful(c.evaluation, goal) and meets_other_terms(c, journal, goal)]
     chosen = journal.quantized
     doubtful.sort(
         key=lambda c: (chosen is None or c.evaluation.model != chosen.model, -likelihood_of(c.evaluation, goal))
@@ -227,11 +227,11 @@ def fallback_candidates(
     if goal.selection == "paper" or goal.max_memory_ratio is not None:
         return ()
     doubtful = [c for c in pool if c not in eligible and is_doubtful(c.evaluation, goal)]
-    fallbacks = [c for c in doubtful if is_all_asked(c, journal, goal)]
+    fallbacks = [c for c in doubtful if meets_other_terms(c, journal, goal)]
     return tuple(sorted(fallbacks, key=lambda c: -likelihood_of(c.evaluation, goal)))
 
 
-def is_all_asked(candidate: Candidate, journal: Journal, goal: Goal) -> bool:
+def meets_other_terms(candidate: Candidate, journal: Journal, goal: Goal) -> bool:
     """Return whether a candidate keeps size and speed, by its deployment's speed on the baseline; pruning doesn't slow it."""
     search, deployment = journal.deployment_search, candidate.evaluation.deployment
     options = search.options if search else ()
@@ -297,7 +297,7 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
     Candidates are tested in order until one keeps the contract: three at most, each at the error that is left.
     """
     goal, budget = evaluator.goal, evaluator.budget
-    pool = measured(evaluator, journal)
+    pool = measure_candidates(evaluator, journal)
     baseline = journal.baseline
     # The baseline needs as many search images as any candidate.
     num_searched = max((c.evaluation.predictions.num_images for c in pool), default=0)
@@ -308,7 +308,7 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
     order, ranking, notes = _rank(evaluator, journal, eligible)
     fallbacks = fallback_candidates(journal, goal, pool, eligible)
     # Fallbacks come behind all raced candidates that keep the other terms too.
-    place = max((place for place, c in enumerate(order, start=1) if is_all_asked(c, journal, goal)), default=0)
+    place = max((place for place, c in enumerate(order, start=1) if meets_other_terms(c, journal, goal)), default=0)
     queue = [*order[:place], *fallbacks, *order[place:]]
     screening = ranking.race if ranking else None
     failed: list[_TestedCandidate] = []
@@ -390,7 +390,7 @@ def _time_candidates(
     if second is not None:
         try:
             race = estimate(evaluator, [first, second], screening)
-            return better(first, second, race, evaluator.goal.min_speedup), race
+            return choose_faster(first, second, race, evaluator.goal.min_speedup), race
         except JobError:
             # One of the two can't be run repeatedly; the next sessions, of the first only, show whether it is that one.
             pass
@@ -406,7 +406,7 @@ def _is_cut_further(candidate: Candidate, refused: Candidate) -> bool:
     """Return whether a candidate is cut further than a refused one in its deployment, and lost no less."""
     old, new = refused.evaluation, candidate.evaluation
     is_smaller = new.deployment == old.deployment and new.footprint.macs < old.footprint.macs
-    return is_smaller and lost(candidate) >= lost(refused)
+    return is_smaller and accuracy_lost(candidate) >= accuracy_lost(refused)
 
 
 def _format_loss(tested: _TestedCandidate, goal: Goal) -> str:

@@ -15,9 +15,9 @@ from profiling_agent.planning.allocation import (
     MAX_SAVING,
     METRICS,
     Guarded,
+    apply_demands,
     dry_run,
     most_saving,
-    obeying,
     saved_share,
     scaled,
 )
@@ -157,7 +157,7 @@ def propose(
     It is `first`, by default the first measured plan, at another strength. No measured time decides, so a resumed run proposes the same plans.
     """
     # The deployment belongs to the attempt: the next one uses the leading deployment.
-    first = obeying((first or journal.attempts[0].plan).model_copy(update={"quantization": None}), goal)
+    first = apply_demands((first or journal.attempts[0].plan).model_copy(update={"quantization": None}), goal)
     if not first.pruning and first.target is None:
         return StopReason.NOTHING_TO_PRUNE
     if len(journal.attempts) >= max_iterations:
@@ -308,7 +308,7 @@ def _first_rules_plan(profile: ModelProfile, goal: Goal, journal: Journal) -> Pl
     """Return the rules' plan if a language model's was measured first; None if it cuts nothing or fails."""
     if journal.attempts[0].origin.by in ("rules", "user"):
         return None
-    plan = obeying(milder(analyse(profile, goal), len(journal.rejected)), goal)
+    plan = apply_demands(milder(analyse(profile, goal), len(journal.rejected)), goal)
     try:
         return plan if dry_run(plan, profile).cuts else None
     except PlanError:
@@ -364,7 +364,7 @@ def _objection(
     metric = (guarded.plan.target or target or Target(saving=0.5)).metric
     saving = saved_share(dry.cuts, profile, metric)
     with suppress(PlanError):
-        min_kl = dry_run(obeying(Plan(target=Target(metric=metric, saving=max(saving, 1e-6))), goal), profile).kl
+        min_kl = dry_run(apply_demands(Plan(target=Target(metric=metric, saving=max(saving, 1e-6))), goal), profile).kl
         if min_kl is not None and dry.kl > min_kl * TOLERANCE + TINY_KL:
             return f"its plan costs {dry.kl:.2g} nats, where the allocator saves as much for {min_kl:.2g}: {saving:.1%} of the {metric}"
     if journal is None or not journal.attempts:

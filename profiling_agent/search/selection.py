@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from profiling_agent.measure.intervals import (
-    largest_shown,
+    largest_passing_drop,
     likelihood,
     one_sided_bound,
     one_sided_lower_bound,
@@ -94,7 +94,7 @@ def rule_text(goal: Goal, num_images: int, changed: float | None = None) -> str:
     if goal.selection == "paper" or perfect_bound(num_images, SEARCH_CONFIDENCE) > goal.max_accuracy_drop:
         return f"an attempt is accepted where at most {allowed} of top-1 are lost on {images}"
     share = CHANGED if changed is None else changed
-    aim = largest_shown(goal.max_accuracy_drop, share, num_images, SEARCH_CONFIDENCE)
+    aim = largest_passing_drop(goal.max_accuracy_drop, share, num_images, SEARCH_CONFIDENCE)
     note = "as the attempts so far have" if changed is not None else "as many have"
     return (
         f"an attempt is accepted where the upper {SEARCH_CONFIDENCE:.0%} bound of the top-1 that it loses on {images} is at most {allowed}. Where {share:.1%} of "
@@ -225,7 +225,7 @@ def ranked(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
     )
 
 
-def lost(candidate: Candidate) -> float:
+def accuracy_lost(candidate: Candidate) -> float:
     """Return the top-1 that a candidate lost on the search images; 0 for the baseline."""
     return candidate.evaluation.drop.drop if candidate.evaluation.drop else 0.0
 
@@ -251,7 +251,7 @@ class Ranking:
         remaining = [c for c in finalists if self.race.reason(c.evaluation.model) is None]
         order: list[Candidate] = []
         while remaining:
-            best = min(self._leader_and_ties(remaining), key=lambda c: (lost(c), self._size(c)))
+            best = min(self._leader_and_ties(remaining), key=lambda c: (accuracy_lost(c), self._size(c)))
             remaining.remove(best)
             order.append(best)
         return tuple(order)

@@ -7,12 +7,12 @@ from profiling_agent.errors import JobError, ProfilingAgentError
 from profiling_agent.jobs.tasks import OpenHeldoutTask, PruneTask
 from profiling_agent.measure.intervals import (
     Counts,
-    at_a_look,
-    can_be_shown,
+    can_be_proven,
     certain_bound,
     certain_perfect_bound,
     counts_of,
     decide,
+    drop_at_look,
     images_to_certify,
     images_until_kept,
     least_certain_images,
@@ -24,7 +24,7 @@ from profiling_agent.measure.intervals import (
     upper_bound,
 )
 from profiling_agent.measure.predictions import share
-from profiling_agent.measure.race import hold_sessions, pool
+from profiling_agent.measure.race import pool, run_sessions
 from profiling_agent.measure.statistics import bound_over_sessions
 from profiling_agent.pruning.widths import snap
 from profiling_agent.schemas import (
@@ -78,7 +78,7 @@ def error_of(opening: Opening) -> float:
     return ACCURACY_ERROR * opening.share
 
 
-def looks(num_images: int) -> Iterator[range]:
+def look_ranges(num_images: int) -> Iterator[range]:
     """Yield the images of each look: one shard, then a third to a half more than before, in whole shards.
 
     A look may start two processes, and images beyond the decision are wasted.
@@ -107,7 +107,7 @@ def run_heldout_test(
     baselines, candidates, counts = list[Evaluation](), list[Evaluation](), Counts(0, 0, 0)
     drop, decision = search_drop, "undecided"
     began_s = evaluator.jobs.timesheet.spent_s
-    for part in looks(heldout.num_images):
+    for part in look_ranges(heldout.num_images):
         num_seen = counts.num_images
         if num_seen >= MIN_LOOK:
             per_image_s = max(budget.pass_s, (evaluator.jobs.timesheet.spent_s - began_s) / num_seen)
@@ -117,7 +117,7 @@ def run_heldout_test(
             # A slow model's further images are used only for an open outcome or a certificate within reach.
             distance = abs(pooled_drop(search_drop, drop, bias) - allowed)
             is_open = distance <= OPEN_ERRORS * pooled_error(search_drop, drop)
-            is_reachable = can_be_shown(counts, heldout.num_images - num_seen, allowed, error)
+            is_reachable = can_be_proven(counts, heldout.num_images - num_seen, allowed, error)
             if budget.is_sparing and not is_open and not (is_reachable and budget.is_worth(part_s)):
                 break
         baselines.append(evaluator.evaluate_baseline(heldout, part))
@@ -130,7 +130,7 @@ def run_heldout_test(
         assert part_drop is not None, "a candidate is always compared with the baseline"
         counts = counts.with_more(part_drop.num_lost, part_drop.num_gained, part_drop.num_images)
         # The decision to look again is made before every look but the first, and after each.
-        drop = part_drop if len(part) == heldout.num_images else at_a_look(counts, len(baselines) + 1)
+        drop = part_drop if len(part) == heldout.num_images else drop_at_look(counts, len(baselines) + 1)
         decision = decide(counts, allowed, error)
         if decision != "undecided":
             break
@@ -162,7 +162,7 @@ def opening_notes(opening: Opening) -> tuple[str, ...]:
 def first_look(evaluator: Evaluator) -> Evaluation:
     """Return the baseline on the first look's images; enough if it is returned, as nothing is tested."""
     heldout = evaluator.acquired.heldout
-    return evaluator.evaluate_baseline(heldout, next(looks(heldout.num_images)))
+    return evaluator.evaluate_baseline(heldout, next(look_ranges(heldout.num_images)))
 
 
 def _join(parts: Sequence[Evaluation], drop: AccuracyDrop | None = None) -> Evaluation:
@@ -464,7 +464,7 @@ def _race_for_limit(evaluator: Evaluator, models: Sequence[ArtifactRef], known: 
         if best.speedup < evaluator.goal.min_speedup:
             rematch = ((Variant.BASELINE, evaluator.baseline), (Variant.BOTH, best.model))
             num_sessions = evaluator.settings.num_sessions
-            sessions = hold_sessions(lambda number: evaluator.hold_session(rematch, number), num_sessions)
+            sessions = run_sessions(lambda number: evaluator.hold_session(rematch, number), num_sessions)
             best = pool(*sessions).result_of(best.model)
         return Limit(speedup_high=max(best.speedup_high, *highs, *known, 0.0))
     except JobError:

@@ -12,10 +12,10 @@ from chat_server import Said, chat_server, error, in_turn
 from commands import call
 from crashing_library import break_library
 
-from profiling_agent.cli.doctor import Finding, cpu_found, examine, memory_found, self_tested
+from profiling_agent.cli.doctor import Finding, check_cpu, check_memory, examine, read_self_test
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs.self_test import SelfTest, main
-from profiling_agent.lib.io import VARIABLE
+from profiling_agent.lib.io import CACHE_VARIABLE
 from profiling_agent.lib.machine import environment
 from profiling_agent.request import Request
 from profiling_agent.runtimes.probe import probe
@@ -52,7 +52,7 @@ def test_what_is_quick_to_find_comes_first_and_a_machine_that_is_fit_has_no_prob
     ],
 )
 def test_a_processor_is_told_by_who_can_use_its_int8_instructions(cpu_flags: tuple[str, ...], state: str, advice: str):
-    found = cpu_found(environment().model_copy(update={"cpu_flags": cpu_flags}))
+    found = check_cpu(environment().model_copy(update={"cpu_flags": cpu_flags}))
 
     assert found.state == state
     assert advice in found.advice
@@ -62,16 +62,16 @@ def test_a_processor_is_told_by_who_can_use_its_int8_instructions(cpu_flags: tup
 def test_a_quota_is_told_beside_the_threads_that_it_leaves():
     here = environment().model_copy(update={"num_threads": 2})
 
-    assert ", 2 threads (a quota of 1.5 CPUs), " in cpu_found(here, 1.5).seen
-    assert ", 2 threads, " in cpu_found(here).seen
+    assert ", 2 threads (a quota of 1.5 CPUs), " in check_cpu(here, 1.5).seen
+    assert ", 2 threads, " in check_cpu(here).seen
 
 
 def test_memory_is_looked_at_for_small_models_and_for_large_ones():
-    states = {free: memory_found(free, 16e9).state for free in (3.9e9, 4e9, 9.9e9, 10e9)}
+    states = {free: check_memory(free, 16e9).state for free in (3.9e9, 4e9, 9.9e9, 10e9)}
 
     assert list(states.values()) == ["problem", "note", "note", "ok"]
-    assert memory_found(5e9, 16e9).seen == "5 GB free of 16 GB"
-    assert "5 to 9 GB: --time-budget" in memory_found(5e9, 16e9).advice
+    assert check_memory(5e9, 16e9).seen == "5 GB free of 16 GB"
+    assert "5 to 9 GB: --time-budget" in check_memory(5e9, 16e9).advice
 
 
 def test_what_is_being_looked_at_is_told_while_it_is_looked_at(tmp_path: Path):
@@ -99,11 +99,11 @@ def test_an_output_folder_that_can_not_be_made_is_a_problem_with_advice(tmp_path
 def test_a_cache_whose_home_folder_can_not_be_found_is_noted_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(VARIABLE, "~nobody-of-that-name/cache")
+    monkeypatch.setenv(CACHE_VARIABLE, "~nobody-of-that-name/cache")
     disk = looked(tmp_path)["disk"]
 
     assert (disk.state, disk.seen.endswith("the cache folder isn't known")) == ("note", True)
-    assert disk.advice == f"the home folder can't be found: set {VARIABLE} to an absolute path"
+    assert disk.advice == f"the home folder can't be found: set {CACHE_VARIABLE} to an absolute path"
 
 
 def test_a_language_model_is_asked_for_one_word(tmp_path: Path):
@@ -171,10 +171,10 @@ def test_what_a_self_test_saw_and_where_it_failed_is_shown():
     cuda = {"device": "cuda"}, {"begun": "find"}, {"seen": "a card"}, {"begun": "profile"}
     error = "Traceback\n  line\nRuntimeError: no kernel image is available"
 
-    asked = self_tested("cuda", 1, said_by(*cuda), error)
-    unasked = self_tested("auto", 1, said_by(*cuda), error)
-    killed = self_tested("cuda", -11, said_by(*cuda), "")
-    well = self_tested("auto", 0, said_by(*cuda, {"seen": "quick"}), "")
+    asked = read_self_test("cuda", 1, said_by(*cuda), error)
+    unasked = read_self_test("auto", 1, said_by(*cuda), error)
+    killed = read_self_test("cuda", -11, said_by(*cuda), "")
+    well = read_self_test("auto", 0, said_by(*cuda, {"seen": "quick"}), "")
 
     assert (asked.state, asked.name) == ("problem", "device")
     assert asked.seen == "cuda; find: a card; profile failed: RuntimeError: no kernel image is available"
@@ -183,8 +183,8 @@ def test_what_a_self_test_saw_and_where_it_failed_is_shown():
     assert killed.seen.endswith("profile failed: exit status -11 (SIGSEGV)")
     assert (well.state, well.seen) == ("note", "cuda; find: a card; profile: quick")
     assert "--device cuda asks for it" in well.advice
-    assert self_tested("cuda", 0, said_by(*cuda, {"seen": "quick"}), "").state == "ok"
-    assert self_tested("auto", 0, said_by({"device": None}), "").seen == "the CPU: there is no CUDA device"
+    assert read_self_test("cuda", 0, said_by(*cuda, {"seen": "quick"}), "").state == "ok"
+    assert read_self_test("auto", 0, said_by({"device": None}), "").seen == "the CPU: there is no CUDA device"
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from rich.console import Console
 
-from profiling_agent.cli.terminal import open_display, standing
+from profiling_agent.cli.terminal import open_display, status_text
 from profiling_agent.graph.node import Best, ProgressEvent
 
 BEST = Best(attempt=1, drop=0.005, macs_saved=0.25, size_ratio=0.375)
@@ -30,7 +30,7 @@ def shown(*, is_terminal: bool = False, **asked: bool) -> str:
     file = io.StringIO()
     with open_display(Console(file=file, force_terminal=is_terminal, width=160), **asked) as display:
         for event in EVENTS:
-            display.hear(event)
+            display.show(event)
     return file.getvalue()
 
 
@@ -40,17 +40,19 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_a_run_stands_is_said_once_there_is_something_to_say():
-    assert standing(EVENTS[0]) == ""
-    assert standing(EVENTS[4]) == "iteration 1 of 3"
-    assert standing(EVENTS[6]) == STANDING
+    assert status_text(EVENTS[0]) == ""
+    assert status_text(EVENTS[4]) == "iteration 1 of 3"
+    assert status_text(EVENTS[6]) == STANDING
     timed = EVENTS[4].model_copy(update={"spent_s": 125.4})
-    assert standing(timed) == "iteration 1 of 3; 2:05"
-    assert standing(timed.model_copy(update={"budget_s": 3600.0})) == "iteration 1 of 3; 2:05 of 1:00:00; 57:55 left"
-    assert standing(timed.model_copy(update={"budget_s": 100.0})) == "iteration 1 of 3; 2:05 of 1:40; 0:00 left"
+    assert status_text(timed) == "iteration 1 of 3; 2:05"
+    assert status_text(timed.model_copy(update={"budget_s": 3600.0})) == "iteration 1 of 3; 2:05 of 1:00:00; 57:55 left"
+    assert status_text(timed.model_copy(update={"budget_s": 100.0})) == "iteration 1 of 3; 2:05 of 1:40; 0:00 left"
     foretold = timed.model_copy(update={"stage_left_s": 42.0, "left_s": 1234.0})
-    assert standing(foretold) == "iteration 1 of 3; 2:05; about 40 s left of this stage, about 21 min of the run"
+    assert status_text(foretold) == "iteration 1 of 3; 2:05; about 40 s left of this stage, about 21 min of the run"
     soon = foretold.model_copy(update={"stage_left_s": 0.0, "left_s": 31.0, "budget_s": 3600.0})
-    assert standing(soon) == "iteration 1 of 3; 2:05 of 1:00:00; about 10 s left of this stage, about 30 s of the run"
+    assert (
+        status_text(soon) == "iteration 1 of 3; 2:05 of 1:00:00; about 10 s left of this stage, about 30 s of the run"
+    )
 
 
 def test_what_is_no_terminal_gets_each_stage_and_each_change_once_as_plain_lines():
@@ -103,8 +105,8 @@ def test_a_stage_that_comes_round_again_has_one_line_at_the_bottom():
 def test_a_run_that_fails_leaves_its_last_stage_unfinished():
     file = io.StringIO()
     with suppress(ValueError), open_display(Console(file=file, force_terminal=True)) as display:
-        display.hear(EVENTS[0])
-        display.hear(EVENTS[1])
+        display.show(EVENTS[0])
+        display.show(EVENTS[1])
         raise ValueError
 
     assert "1/3" in file.getvalue()
@@ -116,12 +118,12 @@ def test_whoever_asks_something_has_the_terminal_to_themselves():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=160)
     with open_display(console) as display:
-        display.hear(EVENTS[0])
+        display.show(EVENTS[0])
         with display.paused():
             before = file.tell()
             console.print("accept?")
             asked = file.getvalue()[before:]
-        display.hear(EVENTS[-1])
+        display.show(EVENTS[-1])
 
     assert asked == "accept?\n"
     assert STANDING in file.getvalue()

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Value
 
-from profiling_agent.data.dataset import beside_others, each_once, odd_depth
+from profiling_agent.data.dataset import choose_sibling_folder, depth_advice, patterns_without_duplicates
 from profiling_agent.data.images import SplitImages
 from profiling_agent.errors import AcquisitionError
 
@@ -335,8 +335,8 @@ def test_an_empty_folder_and_an_unknown_reference_are_errors(tmp_path, draw):
 )
 def test_folders_with_the_same_split_are_told_apart(first, second):
     with pytest.raises(AcquisitionError, match="dataset 'x' has several configs, a, b: name one with dataset_config"):
-        beside_others("x", None, {"train": [first, second]})
-    assert beside_others("x", "b", {"train": [first, second]}) == "b"
+        choose_sibling_folder("x", None, {"train": [first, second]})
+    assert choose_sibling_folder("x", "b", {"train": [first, second]}) == "b"
 
 
 @pytest.mark.parametrize(
@@ -350,8 +350,8 @@ def test_one_inside_another_may_be_read_and_not_the_other_with_it(outer, at):
     )
     for asked in (None, "photos", "elsewhere"):
         with pytest.raises(AcquisitionError, match=said):
-            beside_others("x", asked, files)
-    assert beside_others("x", "photos/small", files) == "photos/small"
+            choose_sibling_folder("x", asked, files)
+    assert choose_sibling_folder("x", "photos/small", files) == "photos/small"
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_one_inside_another_may_be_read_and_not_the_other_with_it(outer, at):
     ],
 )
 def test_parts_of_one_data_set_are_left_together(files):
-    assert beside_others("x", None, files) is None
+    assert choose_sibling_folder("x", None, files) is None
 
 
 @pytest.mark.parametrize(
@@ -380,12 +380,12 @@ def test_parts_of_one_data_set_are_left_together(files):
     ],
 )
 def test_what_two_splits_have_is_left_to_the_one_that_its_first_folder_names(both, patterns):
-    assert each_once({"train": ["train/cat/0.png", both], "test": [both]}) == patterns
-    assert each_once({"train": ["train/cat/0.png"], "test": [both]}) is None
+    assert patterns_without_duplicates({"train": ["train/cat/0.png", both], "test": [both]}) == patterns
+    assert patterns_without_duplicates({"train": ["train/cat/0.png"], "test": [both]}) is None
 
 
 def test_of_images_at_two_depths_the_first_of_the_rarer_is_told():
-    said = odd_depth(["train/a/0.png", "train/a/2/0.png", "train/a/1.png", "train/a/1/0.png", "train/a/2.png"])
+    said = depth_advice(["train/a/0.png", "train/a/2/0.png", "train/a/1.png", "train/a/1/0.png", "train/a/2.png"])
     assert said is not None
     assert "2 of 5 don't lie as deep as 'train/a/0.png', the first is 'train/a/2/0.png'" in said
-    assert odd_depth(["train/a/0.png", "test/b/0.png"]) is odd_depth([]) is None
+    assert depth_advice(["train/a/0.png", "test/b/0.png"]) is depth_advice([]) is None

@@ -12,7 +12,7 @@ import zoo
 from PIL import Image
 
 from profiling_agent.data.images import SplitImages
-from profiling_agent.data.labels import choose_matching, guesses, match_labels, match_numbers, why_doubtful
+from profiling_agent.data.labels import choose_matching, match_labels, match_numbers, order_match_note, why_doubtful
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.jobs.tasks import AcquireTask
 from profiling_agent.schemas import Acquired, LabelMatch
@@ -104,7 +104,7 @@ def test_whole_numbers_are_names_or_ids_or_ids_from_1(numbers, names, expected, 
         assert [way.class_of[number] for number in numbers] == ids(way.matches)
         assert sorted(way.class_of.values()) == list(range(len(names)))
         assert set(rules(way.matches)) == {way.by}
-    assert (" by their numbers alone" in (guesses(matchings[0].matches) or "")) == is_guess
+    assert (" by their numbers alone" in (order_match_note(matchings[0].matches) or "")) == is_guess
 
 
 @pytest.mark.parametrize(
@@ -162,14 +162,14 @@ def test_a_label_is_never_taken_for_a_kind_of_what_it_means(label, kind_of_it):
 
 
 def test_labels_that_are_taken_by_their_places_alone_are_told():
-    said = guesses(matched(["Apple", "Cherry", "banana"], unnamed(3))) or ""
+    said = order_match_note(matched(["Apple", "Cherry", "banana"], unnamed(3))) or ""
 
     assert said.startswith(
         "'Apple' is taken for 'LABEL_0', 'Cherry' is taken for 'LABEL_1', 'banana' is taken for 'LABEL_2', by their places"
     )
     # A label that is a number is its own class's, and names that are equal leave nothing to guess.
-    assert guesses(matched(["2", "0", "1"], unnamed(3))) is None
-    assert guesses(matched(["class 0", "class 1"], {0: "class 0", 1: "class 1"})) is None
+    assert order_match_note(matched(["2", "0", "1"], unnamed(3))) is None
+    assert order_match_note(matched(["class 0", "class 1"], {0: "class 0", 1: "class 1"})) is None
 
 
 IMAGENETTE = ["n01440764", "n02102040", "n02979186", "n15075141"]

@@ -20,7 +20,7 @@ from profiling_agent.data.shape import (
     verify,
 )
 from profiling_agent.errors import AdvisorError, ShapeUnresolvedError
-from profiling_agent.modules.inference import left_as_found
+from profiling_agent.modules.inference import preserving_state
 from profiling_agent.planning.llm_planner import advised_shape
 from profiling_agent.schemas import InputSpec, ShapeFacts
 
@@ -204,7 +204,7 @@ def test_verifying_leaves_modes_and_statistics_alone():
 def test_a_refused_small_image_does_not_shrink_swins_windows():
     model = zoo.swin()
     pixels = torch.ones(zoo.SPEC.batch(1))
-    with torch.inference_mode(), left_as_found(model):
+    with torch.inference_mode(), preserving_state(model):
         before = model(pixel_values=pixels).logits
 
     with pytest.raises(ShapeUnresolvedError):
@@ -217,7 +217,7 @@ def test_a_refused_small_image_does_not_shrink_swins_windows():
 
 def test_attributes_that_appear_meanwhile_are_gone_afterwards():
     model = zoo.vit()
-    with left_as_found(model):
+    with preserving_state(model):
         model.vit.note = "here for a moment"
         model.eval_count = 1
 

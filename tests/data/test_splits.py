@@ -26,9 +26,9 @@ from profiling_agent.data.splits import (
     ClassQuotas,
     content_order,
     evaluation_sizes,
-    num_looked_at,
+    num_images_to_read,
     open_pool,
-    sides,
+    partition_by_content,
     stratified_order,
 )
 from profiling_agent.errors import AcquisitionError
@@ -375,7 +375,7 @@ def test_a_split_of_which_nothing_can_be_held_out_or_searched_on_is_too_small(th
 
 @pytest.mark.parametrize(("asked", "num_calibration"), [(None, 0), (100, 0), (100, 256), (1, 0)])
 def test_so_many_are_looked_at_that_chance_leaves_enough_on_either_side(asked, num_calibration):
-    wanted, num_rows = asked or 2000, num_looked_at(asked, num_calibration)
+    wanted, num_rows = asked or 2000, num_images_to_read(asked, num_calibration)
     most = max(4 * wanted, wanted + num_calibration)
     # Half of them is most + 3 sqrt(2 most), six standard deviations of a fair coin above most.
     assert stats.binom.cdf(most - 1, num_rows, 0.5) < 2e-3
@@ -384,16 +384,16 @@ def test_so_many_are_looked_at_that_chance_leaves_enough_on_either_side(asked, n
 
 def test_the_content_decides_the_side_whoever_is_beside_it():
     digests = [hashlib.sha256(bytes([number])).digest() for number in range(100)]
-    found = sides(range(100), digests)
+    found = partition_by_content(range(100), digests)
     assert sorted([*found.search, *found.heldout]) == list(range(100))
     assert all(digests[row][-1] % 2 == 1 for row in found.heldout)
     assert all(digests[row][-1] % 2 == 0 for row in found.search)
-    assert sides(range(50, 100), digests[50:]).heldout == [row for row in found.heldout if row >= 50]
+    assert partition_by_content(range(50, 100), digests[50:]).heldout == [row for row in found.heldout if row >= 50]
 
 
 def test_the_first_of_equal_images_counts_and_a_row_without_one_is_nobodys_copy():
     same = hashlib.sha256(b"same").digest()
-    found = sides([7, 3, 9, 1], [same, None, same, None])
+    found = partition_by_content([7, 3, 9, 1], [same, None, same, None])
     assert found.repeated == [9]
     assert sorted([*found.search, *found.heldout]) == [1, 3, 7]
 

@@ -59,7 +59,7 @@ def pictures(folder: Path, count: int = 6) -> list[Path]:
     paths = [folder / f"{number}.png" for number in range(count)]
     for number, path in enumerate(paths):
         pixels = generator.integers(0, 60 + 39 * number, (48, 40, 3), dtype=np.uint8)
-        Image.fromarray(np.roll(pixels, number, 2) * np.uint8([1, number % 3, 1])).save(path)
+        Image.fromarray(np.roll(pixels, number, 2) * np.array([1, number % 3, 1], np.uint8)).save(path)
     return paths
 
 

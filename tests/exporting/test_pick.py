@@ -14,7 +14,7 @@ from profiling_agent import pick
 from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import candidates_table, picked_table
 from profiling_agent.errors import ArtifactError, RequestError
-from profiling_agent.exporting.pick import Measured, candidates, candidates_of, named
+from profiling_agent.exporting.pick import Candidate, candidates, candidates_of, find_candidate
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.runtimes.load import load
 from profiling_agent.schemas import RaceResult, Term, Variant
@@ -24,7 +24,7 @@ GOAL = sample_records.GOAL.model_copy(update={"max_accuracy_drop": 0.05, "max_si
 
 def measured(
     number: int, name: str, *, correct: int, size_bytes: int, speedup: float | None, peak: int = 0
-) -> Measured:
+) -> Candidate:
     """Return a candidate of a baseline that answers 900 of 1000 images right and has 4000 bytes."""
     variant = Variant.BASELINE if number == 0 else Variant.BOTH
     raced: RaceResult | None = None
@@ -33,7 +33,7 @@ def measured(
         raced = raced.model_copy(update={"peak_bytes": (peak,) if peak else ()})
     against = None if number == 0 else 900
     evaluation = sample_records.evaluation(name, variant, correct=correct, against=against, size_bytes=size_bytes)
-    return Measured(
+    return Candidate(
         number=number, evaluation=evaluation, race_result=raced, terms=(), is_judged=False, is_on_front=False
     )
 
@@ -61,12 +61,12 @@ def test_a_candidate_that_held_out_images_refused_is_listed_as_such():
 
 
 def test_a_candidate_is_named_by_number_or_by_what_only_one_is():
-    assert named("3", FOUND).number == 3
-    assert named("baseline (eager float32)", FOUND).number == 0
+    assert find_candidate("3", FOUND).number == 3
+    assert find_candidate("baseline (eager float32)", FOUND).number == 0
     with pytest.raises(RequestError, match=r"'7' names none of the run's candidates: choose a number of 0 baseline"):
-        named("7", FOUND)
+        find_candidate("7", FOUND)
     with pytest.raises(RequestError, match="'eager float32' names several"):
-        named("eager float32", FOUND)
+        find_candidate("eager float32", FOUND)
 
 
 def report_of(run: Path) -> RunReport:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from profiling_agent.exporting.export import export
-from profiling_agent.runtimes.artifact import Judged, Recipe, write_card
+from profiling_agent.runtimes.artifact import HeldOutAccuracy, Recipe, write_card
 from profiling_agent.runtimes.load import load
 from profiling_agent.runtimes.save import save_deployed
 
@@ -75,7 +75,7 @@ def write_models(models):
     save_deployed(source, deployments.deployment("onnxruntime dynamic"), models / "local", num_threads=1)
     shutil.copytree(models / "local", models / "based")
     rewritten(models / "based", base_model="acme/vit", base_revision="0" * 40)
-    judged = Judged(dataset="acme/insects", config="small", split="test", top1=0.875)
+    judged = HeldOutAccuracy(dataset="acme/insects", config="small", split="test", top1=0.875)
     write_card(models / "based", judged=judged)
     export(models / "based", "onnx", models / "exported")
     shutil.copytree(models / "local", models / "damaged")

@@ -11,7 +11,7 @@ from crashing_library import break_library
 
 from profiling_agent.cli.models import _installed, _show
 from profiling_agent.jobs.handlers import support
-from profiling_agent.jobs.runner import Look
+from profiling_agent.jobs.runner import ModelCheck
 from profiling_agent.request import Request
 from profiling_agent.schemas import Deployment
 
@@ -41,7 +41,7 @@ def test_a_deployment_that_can_not_be_made_says_why(tmp_path: Path):
 def test_a_damaged_deployment_is_told_when_it_is_opened_again(tmp_path: Path):
     support.lay_out(zoo.vit(num_hidden_layers=1), tmp_path, spec=zoo.SPEC, processor=zoo.processor(), name="zoo")
     row = support.make(tmp_path, "whole", Deployment(runtime="eager", scheme="dynamic"))
-    folder = support.made_folder(tmp_path, "whole", row.deployment)
+    folder = support.deployment_folder(tmp_path, "whole", row.deployment)
     assert (row.refused, support.reopen(tmp_path, row).refused) == ("", "")
 
     (folder / "weights.safetensors").write_bytes(b"")
@@ -105,7 +105,7 @@ def test_a_model_is_looked_at_from_its_folder_a_crash_is_a_refusal_and_nothing_i
 def test_an_export_that_fails_is_the_reason_of_each_deployment_that_reads_it(tmp_path: Path):
     zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "model")
 
-    with Look() as look:
+    with ModelCheck() as look:
         look.prunable(str(tmp_path / "model"))
         # Where the file would be written.
         (look.folder / "whole.onnx").mkdir()

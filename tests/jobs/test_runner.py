@@ -154,7 +154,7 @@ def test_a_job_that_there_is_no_memory_for_is_not_begun_and_goes_on_when_there_i
     workspace, model = baseline
     free = [10 * 2**30]
     jobs = Jobs(workspace, available=lambda: free[0])
-    jobs.learn(BASELINE, "cpu")
+    jobs.set_limits_from(BASELINE, "cpu")
     names = ("one.parquet", "two.parquet", "three.parquet")
     for name in names:
         (workspace.root / name).write_bytes((workspace.root / "split.parquet").read_bytes())
@@ -168,11 +168,11 @@ def test_a_job_that_there_is_no_memory_for_is_not_begun_and_goes_on_when_there_i
 
     assert copies() == []
     # What a device allocates is no memory of the machine's.
-    jobs.learn(BASELINE, "cuda")
+    jobs.set_limits_from(BASELINE, "cuda")
     jobs.run(three)
     jobs.close()
     jobs = Jobs(workspace, available=lambda: free[0])
-    jobs.learn(BASELINE, "cpu")
+    jobs.set_limits_from(BASELINE, "cpu")
     free[0] = 2 * 2**30
     jobs.run(one)
     # What the worker holds is the run's own, and free for the next job.

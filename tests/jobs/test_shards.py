@@ -32,7 +32,7 @@ from profiling_agent.jobs.tasks import (
     prepared,
 )
 from profiling_agent.lib.io import file_sha256
-from profiling_agent.measure.predictions import Answers, answers_of, joined, read_predictions
+from profiling_agent.measure.predictions import Answers, answers_of, concatenate, read_predictions
 from profiling_agent.modules.inference import quick_products
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
@@ -194,9 +194,9 @@ def test_the_answers_are_those_of_all_images_at_once_whichever_shard_is_first(jo
                 expected.append(answers_of(model(pixel_values=torch.from_numpy(pixel_values)).logits.numpy(), labels))
     found = [read_predictions(root / file.path) for file in predictions.files]
     for name in ("predicted", "true"):
-        assert np.array_equal(getattr(joined(found), name), getattr(joined(expected), name)), name
+        assert np.array_equal(getattr(concatenate(found), name), getattr(concatenate(expected), name)), name
     assert [len(part.true) for part in found] == [SHARD, SHARD, NUM_IMAGES - 2 * SHARD]
-    assert predictions.num_correct == int(joined(expected).right.sum())
+    assert predictions.num_correct == int(concatenate(expected).right.sum())
 
 
 def test_images_that_were_forgotten_are_prepared_again_and_what_was_prepared_stays_told(jobs: Jobs, root: Path):

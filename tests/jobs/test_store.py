@@ -11,7 +11,7 @@ from toy_job import CopyTask, Doubled, DoubleTask, NoteTask
 
 from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.store import RESULT, SHEET, Timesheet, artifacts_of
+from profiling_agent.jobs.store import RESULT, TIMESHEET_FILE, Timesheet, artifacts_of
 from profiling_agent.jobs.tasks import TABLE, JobRow, Table
 from profiling_agent.schemas import ArtifactRef
 from profiling_agent.workspace import Workspace
@@ -125,17 +125,17 @@ def jobs(workspace: Workspace) -> Iterator[Jobs]:
 
 
 def test_time_is_counted_up_to_the_latest_job_that_was_asked_for(tmp_path: Path):
-    sheet = Timesheet(tmp_path / SHEET)
+    sheet = Timesheet(tmp_path / TIMESHEET_FILE)
     for key, seconds in (("prepare-1", 1.0), ("evaluate-1", 2.0), ("evaluate-2", 4.0)):
         sheet.note(key, seconds)
     assert sheet.spent_s == 7.0
 
-    resumed = Timesheet(tmp_path / SHEET)
+    resumed = Timesheet(tmp_path / TIMESHEET_FILE)
     assert resumed.spent_s == 0.0
     resumed.reach("evaluate-1")
     resumed.reach("prepare-1")
     assert resumed.spent_s == 3.0
-    resumed.go_on_from(6.5)
+    resumed.resume_at(6.5)
     assert resumed.spent_s == 6.5
     resumed.reach("evaluate-2")
     resumed.reach("nobody's")
@@ -144,24 +144,27 @@ def test_time_is_counted_up_to_the_latest_job_that_was_asked_for(tmp_path: Path)
 
 
 def test_a_job_that_is_done_again_counts_once_and_one_that_is_tried_again_both_times(tmp_path: Path):
-    sheet = Timesheet(tmp_path / SHEET)
+    sheet = Timesheet(tmp_path / TIMESHEET_FILE)
     sheet.note("prepare-1", 1.0)
     sheet.note("deploy-1", 2.0)
     sheet.note("prepare-1", 100.0)
-    assert (sheet.spent_s, Timesheet(tmp_path / SHEET).by_kind()) == (3.0, {"deploy": (1, 2.0), "prepare": (1, 1.0)})
+    assert (sheet.spent_s, Timesheet(tmp_path / TIMESHEET_FILE).by_kind()) == (
+        3.0,
+        {"deploy": (1, 2.0), "prepare": (1, 1.0)},
+    )
 
-    resumed = Timesheet(tmp_path / SHEET)
+    resumed = Timesheet(tmp_path / TIMESHEET_FILE)
     resumed.reach("prepare-1")
     resumed.note("deploy-1", 500.0)
     assert resumed.spent_s == 503.0
 
 
 def test_a_fork_is_not_charged_for_what_the_other_branch_did(tmp_path: Path):
-    sheet = Timesheet(tmp_path / SHEET)
+    sheet = Timesheet(tmp_path / TIMESHEET_FILE)
     for key, seconds in (("prune-1", 100.0), ("prune-2", 80.0)):
         sheet.note(key, seconds)
-    fork = Timesheet(tmp_path / SHEET)
-    fork.go_on_from(100.0)
+    fork = Timesheet(tmp_path / TIMESHEET_FILE)
+    fork.resume_at(100.0)
     fork.note("prune-3", 5.0)
 
     assert fork.spent_s == 105.0
@@ -169,8 +172,8 @@ def test_a_fork_is_not_charged_for_what_the_other_branch_did(tmp_path: Path):
 
 @pytest.mark.parametrize("line", ["", "{", '{"key": "a"}'])
 def test_a_damaged_line_counts_nothing(tmp_path: Path, line: str):
-    (tmp_path / SHEET).write_text(f'{line}\n{{"key": "deploy-1", "seconds": 2.5, "up_to": 2.5}}\n')
-    sheet = Timesheet(tmp_path / SHEET)
+    (tmp_path / TIMESHEET_FILE).write_text(f'{line}\n{{"key": "deploy-1", "seconds": 2.5, "up_to": 2.5}}\n')
+    sheet = Timesheet(tmp_path / TIMESHEET_FILE)
     sheet.reach("deploy-1")
 
     assert sheet.spent_s == 2.5
@@ -197,7 +200,7 @@ def test_jobs_are_noted_those_that_failed_too_and_read_back_they_cost_what_they_
 
 
 def test_a_sheet_that_can_not_be_written_is_a_line(jobs: Jobs, workspace: Workspace):
-    (workspace.root / SHEET).mkdir()
+    (workspace.root / TIMESHEET_FILE).mkdir()
     with pytest.raises(RunError, match=r"timesheet\.jsonl' can't be written .*: move it away, and resume"):
         jobs.run(DoubleTask(number=1))
 

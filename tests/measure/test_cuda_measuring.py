@@ -16,7 +16,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.machine import find_gpu, nvml
 from profiling_agent.measure.latency_table import time_units
-from profiling_agent.measure.race import Track, hold_one, pool
+from profiling_agent.measure.race import Track, pool, run_one_session
 from profiling_agent.measure.throughput import measure_headline, throughput
 from profiling_agent.measure.worker import energy_per_image, read_state
 from profiling_agent.modules.hooks import layer_latency
@@ -118,7 +118,7 @@ def test_equal_models_race_equal_and_a_slower_one_is_shown(tmp_path: Path):
         (Variant.QUANTIZED, saved(tmp_path, vit(384, 6, depth=7), "longer")),
     ]
     track = Track(root=tmp_path, batch_size=32, device="cuda")
-    race = pool([hold_one(entries, track, number) for number in range(2)])
+    race = pool([run_one_session(entries, track, number) for number in range(2)])
     for row in race.results:
         print(
             f"{row.variant}: {row.latency.median_ms:.4f} ms, {row.speedup:.4f} [{row.speedup_low:.4f}, "

@@ -15,7 +15,6 @@ from profiling_agent.measure.intervals import (
     Counts,
     certain_bound,
     certain_perfect_bound,
-    compare,
     decide,
     images_to_certify,
     images_until_kept,
@@ -23,6 +22,7 @@ from profiling_agent.measure.intervals import (
     least_images,
     lower_bound,
     one_sided_bound,
+    paired_drop,
     perfect_bound,
     upper_bound,
 )
@@ -31,7 +31,7 @@ from profiling_agent.measure.predictions import (
     VARIABLE,
     Answers,
     answers_of,
-    joined,
+    concatenate,
     note_opening,
     read_predictions,
     share,
@@ -44,11 +44,11 @@ def answers(num_lost: int, num_gained: int, num_images: int) -> AccuracyDrop:
     baseline, candidate = np.ones(num_images, dtype=bool), np.ones(num_images, dtype=bool)
     candidate[:num_lost] = False
     baseline[num_lost : num_lost + num_gained] = False
-    return compare(baseline, candidate)
+    return paired_drop(baseline, candidate)
 
 
 def test_lost_and_gained_images_are_counted_by_pairs():
-    drop = compare(np.array([True, True, True, False, False]), np.array([True, False, False, True, False]))
+    drop = paired_drop(np.array([True, True, True, False, False]), np.array([True, False, False, True, False]))
 
     assert (drop.num_lost, drop.num_gained, drop.num_images) == (2, 1, 5)
     assert drop.drop == pytest.approx(0.2)
@@ -135,7 +135,7 @@ def test_the_interval_covers_the_true_drop_as_often_as_it_says(lost: float, gain
     covered = below = 0
     for _ in range(num_trials):
         draws = rng.random(num_images)
-        drop = compare(draws >= gained, (draws < gained) | (draws >= gained + lost))
+        drop = paired_drop(draws >= gained, (draws < gained) | (draws >= gained + lost))
         covered += drop.low <= lost - gained <= drop.high
         below += lost - gained <= one_sided_bound(drop, 0.95)
 
@@ -146,7 +146,7 @@ def test_the_interval_covers_the_true_drop_as_often_as_it_says(lost: float, gain
 
 def test_answers_to_different_images_are_refused():
     with pytest.raises(ValueError, match="paired"):
-        compare(np.ones(3, dtype=bool), np.ones(4, dtype=bool))
+        paired_drop(np.ones(3, dtype=bool), np.ones(4, dtype=bool))
 
 
 @pytest.mark.parametrize("max_drop", [-0.01, 0.0, 5e-324, 1e-10])
@@ -305,7 +305,7 @@ def test_as_many_logits_as_labels():
 def test_parts_stand_in_the_order_given():
     parts = [said([1.0, 0.0]), said([0.0, 3.0], [2.0, 0.0])]
 
-    assert joined(parts).predicted.tolist() == [0, 1, 0]
+    assert concatenate(parts).predicted.tolist() == [0, 1, 0]
 
 
 def test_a_missing_or_damaged_file_is_one_line(tmp_path: Path):

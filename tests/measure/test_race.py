@@ -15,11 +15,11 @@ from profiling_agent.measure.race import (
     MAX_AGAIN,
     MAX_VOID,
     StartSession,
-    against,
-    hold_race,
-    hold_sessions,
-    hold_steady_sessions,
     noise_warning,
+    run_race,
+    run_sessions,
+    run_steady_sessions,
+    score_between,
     screen,
 )
 from profiling_agent.measure.session import FAR_BEHIND, MAX_REPEATS, MAX_RUNS, NARROW_REPEATS, SessionLimits, room_bytes
@@ -27,9 +27,9 @@ from profiling_agent.measure.statistics import (
     bound_over_sessions,
     detectable,
     log_ratios,
-    of_one_session,
-    over_sessions,
     score,
+    score_one_session,
+    score_over_sessions,
 )
 from profiling_agent.schemas import NUM_SESSIONS, Race
 
@@ -91,7 +91,7 @@ def screened(*processes: Scripted, limits: SessionLimits = LIMITS):
 
 
 def held(*processes: Scripted, num_sessions: int = NUM_SESSIONS):
-    return hold_race(starting(processes), len(processes), num_sessions=num_sessions, limits=BRIEF)
+    return run_race(starting(processes), len(processes), num_sessions=num_sessions, limits=BRIEF)
 
 
 def test_a_model_screened_against_its_equal_is_neither_slower_nor_faster():
@@ -181,7 +181,7 @@ def test_a_model_that_dies_again_and_again_ends_the_race():
         raise JobError("it died of SIGFPE")
 
     with pytest.raises(JobError, match="SIGFPE"):
-        hold_sessions(hold, NUM_SESSIONS)
+        run_sessions(hold, NUM_SESSIONS)
     assert asked == list(range(MAX_VOID + 1))
 
 
@@ -194,7 +194,7 @@ def test_as_many_processes_run_at_once_as_memory_holds():
     assert started == [(0, 1, 2, 3, 4), (0, 3, 4)]
     assert sorted(result.scores) == [0, 1, 2, 3, 4]
     assert result.scores[4].speedup == pytest.approx(10 / 6, rel=0.03)
-    assert against(result.ratios[4], result.ratios[1]).speedup == pytest.approx(9 / 6, rel=0.03)
+    assert score_between(result.ratios[4], result.ratios[1]).speedup == pytest.approx(9 / 6, rel=0.03)
     assert result.num_sessions == 1
 
 
@@ -270,7 +270,7 @@ def test_every_session_starts_anew():
         pairs.append({index: steady((10, 11.5)[index]) for index in chosen})
         return nullcontext(pairs[-1])
 
-    hold_race(start_session, 2, limits=BRIEF)
+    run_race(start_session, 2, limits=BRIEF)
     assert len(pairs) == NUM_SESSIONS
     assert all(timed.samples for pair in pairs for timed in pair.values())
 
@@ -283,14 +283,14 @@ def test_the_median_of_sessions_counts_and_peak_memory_is_read_of_each():
     def start_session(chosen: Sequence[int]):
         return nullcontext({0: steady(10, held=9), 1: next(sessions)})
 
-    result = hold_race(start_session, 2, num_sessions=3, limits=BRIEF)
+    result = run_race(start_session, 2, num_sessions=3, limits=BRIEF)
     assert result.scores[1].speedup == pytest.approx(1.0, rel=0.01)
     assert result.peak_bytes == {0: [9, 9, 9], 1: [7, 7, 7]}
 
 
 def test_over_sessions_the_interval_is_students_t():
     # Mean 0.2, standard deviation 0.1, of three; t with two degrees of freedom is 4.303 at 97.5%, 2.920 at 95%.
-    found = over_sessions([0.1, 0.2, 0.3])
+    found = score_over_sessions([0.1, 0.2, 0.3])
     reach = 4.3027 * 0.1 / math.sqrt(3)
     assert (found.speedup, found.low, found.high) == pytest.approx(
         (math.exp(0.2), math.exp(0.2 - reach), math.exp(0.2 + reach)), rel=1e-4
@@ -301,7 +301,7 @@ def test_over_sessions_the_interval_is_students_t():
 
 def test_sessions_beside_another_process_neither_move_the_estimate_nor_hide_what_is_true():
     """Five sessions of a ViT, two of them beside another process; in one harness it was 6.6 times as fast."""
-    found = over_sessions([math.log(speedup) for speedup in (36.0, 27.0, 5.3, 5.4, 5.1)])
+    found = score_over_sessions([math.log(speedup) for speedup in (36.0, 27.0, 5.3, 5.4, 5.1)])
     assert found.speedup == pytest.approx(5.4)
     assert found.low <= 5.1
     assert found.high >= 36.0
@@ -327,7 +327,7 @@ def session_of(speedup: float, baseline_ms: float = 200.0) -> Race:
 def test_a_session_whose_baseline_is_slow_is_held_again():
     # A candidate of 37 ms: the baseline took 1,332 and 999 ms beside another process, else 189 to 200.
     drawn = iter([(36.0, 1332.0), (27.0, 999.0), (5.3, 196.0), (5.4, 200.0), (5.1, 189.0), (5.2, 192.0), (5.3, 195.0)])
-    race = hold_steady_sessions(lambda number: session_of(*next(drawn)), 5)
+    race = run_steady_sessions(lambda number: session_of(*next(drawn)), 5)
     assert (race.num_sessions, race.unsteady) == (5, None)
     assert race.results[1].by_session == pytest.approx((5.3, 5.4, 5.1, 5.2, 5.3))
     assert race.void == tuple(f"the baseline took {took} ms, in its best session 189" for took in ("1.33e+03", "999"))
@@ -341,7 +341,7 @@ def test_where_too_few_sessions_are_steady_the_race_shows_nothing():
         numbers.append(number)
         return session_of(5.0, next(times))
 
-    race = hold_steady_sessions(hold, 5)
+    race = run_steady_sessions(hold, 5)
     assert numbers == list(range(5 + MAX_AGAIN))
     assert (race.num_sessions, len(race.void)) == (1, 4 + MAX_AGAIN)
     assert race.unsteady is not None
@@ -350,20 +350,20 @@ def test_where_too_few_sessions_are_steady_the_race_shows_nothing():
 
 def test_no_session_is_held_again_where_there_is_no_time():
     drawn = iter([(20.0, 800.0), (5.3, 196.0), (5.4, 200.0), (5.1, 189.0)])
-    race = hold_steady_sessions(lambda number: session_of(*next(drawn)), 4, lambda: False)
+    race = run_steady_sessions(lambda number: session_of(*next(drawn)), 4, lambda: False)
     assert (race.num_sessions, race.unsteady, len(race.void)) == (3, None, 1)
 
 
 def test_any_two_models_can_be_compared():
     result = held(steady(10), steady(5), steady(2.5))
-    assert against(result.ratios[2], result.ratios[1]).speedup == pytest.approx(2, rel=0.02)
-    assert against(result.ratios[1], result.ratios[2]).speedup == pytest.approx(0.5, rel=0.02)
-    assert against(result.ratios[0], result.ratios[2]).speedup == pytest.approx(0.25, rel=0.02)
+    assert score_between(result.ratios[2], result.ratios[1]).speedup == pytest.approx(2, rel=0.02)
+    assert score_between(result.ratios[1], result.ratios[2]).speedup == pytest.approx(0.5, rel=0.02)
+    assert score_between(result.ratios[0], result.ratios[2]).speedup == pytest.approx(0.25, rel=0.02)
 
 
 def test_what_differs_by_less_than_the_noise_is_called_too_noisy_to_tell():
     equal = log_ratios([[10.0]] * 9, [[10.0]] * 9)
-    halves = [detectable([of_one_session(equal, process_spread=spread)]) for spread in (0.01, 0.1)]
+    halves = [detectable([score_one_session(equal, process_spread=spread)]) for spread in (0.01, 0.1)]
     assert halves[0] == pytest.approx(1.96 * 0.01, rel=0.1)
     assert halves[1] == pytest.approx(1.96 * 0.1, rel=0.2)
     assert noise_warning(Race(results=(), num_repeats=9, num_sessions=1, detectable=halves[0])) is None
@@ -374,7 +374,7 @@ def test_what_differs_by_less_than_the_noise_is_called_too_noisy_to_tell():
 
 def test_drift_that_slows_everybody_changes_no_speedup():
     fast, slow = ([[base * (1 + repeat)] for repeat in range(20)] for base in (5.0, 10.0))
-    faster = of_one_session(log_ratios(fast, slow), process_spread=0.0)
+    faster = score_one_session(log_ratios(fast, slow), process_spread=0.0)
     assert (faster.speedup, faster.low, faster.high) == pytest.approx((2, 2, 2))
 
 
@@ -404,7 +404,7 @@ def test_the_interval_of_five_sessions_covers_what_is_true(between_processes: fl
                 }
             )
 
-        found = hold_race(start_session, 2, limits=BRIEF).scores[1]
+        found = run_race(start_session, 2, limits=BRIEF).scores[1]
         covered += math.log(found.low) <= true <= math.log(found.high)
     # Of 95% in truth, 400 worlds show 93% or fewer once in thirty times; each world is drawn by its number.
     assert covered / num_worlds >= 0.93

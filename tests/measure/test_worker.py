@@ -17,7 +17,7 @@ from transformers import ViTForImageClassification
 
 from profiling_agent.errors import JobError
 from profiling_agent.lib.io import file_sha256
-from profiling_agent.measure.race import Track, hold_one, pool
+from profiling_agent.measure.race import Track, pool, run_one_session
 from profiling_agent.measure.session import (
     CONTEXT_BYTES,
     MAX_VOID_TURNS,
@@ -85,7 +85,7 @@ def test_sessions_that_are_held_one_by_one_are_pooled(root: Path):
     save_model(large, root / "large", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
     entries = [(Variant.BASELINE, ref(root / "baseline")), (Variant.PRUNED, ref(root / "large"))]
     track = Track(root=root, batch_size=8, num_threads=1)
-    sessions = [hold_one(entries, track, number, limits=BRIEF) for number in range(2)]
+    sessions = [run_one_session(entries, track, number, limits=BRIEF) for number in range(2)]
     result = pool(sessions, ["one died"])
     slower = result.results[1]
     assert (result.num_sessions, result.void) == (2, ("one died",))

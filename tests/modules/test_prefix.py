@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.modules.prefix import Replay, Walk, find_prefixes, in_order, stopping_at
+from profiling_agent.modules.prefix import Replay, Walk, find_prefixes, in_order, run_to_layer
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
@@ -188,7 +188,7 @@ def test_every_layer_is_reached_with_what_a_whole_pass_gives_though_weights_chan
     walk = Walk(model, layers, IMAGES[:1], max_bytes)
     for layer in layers:
         for number, images in enumerate(IMAGES.split(2)):
-            reached, whole = walk.reach(layer, number, images), stopping_at(model, layer, images)
+            reached, whole = walk.reach(layer, number, images), run_to_layer(model, layer, images)
             assert torch.equal(reached[0], whole[0])
             assert torch.equal(reached[1], whole[1])
         model.get_submodule(layer).weight.mul_(0.9)
@@ -206,7 +206,7 @@ def test_a_walk_of_its_own_through_a_pruned_model_reaches_what_that_one_gives(fa
     for layer in layers:
         for number, images in enumerate(IMAGES.split(2)):
             for walk, through in zip(walks, (model, pruned), strict=True):
-                reached, whole = walk.reach(layer, number, images), stopping_at(through, layer, images)
+                reached, whole = walk.reach(layer, number, images), run_to_layer(through, layer, images)
                 assert torch.equal(reached[0], whole[0])
                 assert torch.equal(reached[1], whole[1])
 
@@ -227,7 +227,7 @@ def test_what_was_passed_is_not_run_again():
     layers = consumers_of(model)
     walk = Walk(model, layers, IMAGES[:1])
     with Products() as whole:
-        stopping_at(model, layers[-1], IMAGES)
+        run_to_layer(model, layers[-1], IMAGES)
     with Products() as walked:
         for layer in layers:
             walk.reach(layer, 0, IMAGES)
@@ -264,5 +264,5 @@ def test_a_batch_of_many_is_not_mixed_up_with_another():
         walk.reach(layers[0], number, images)
     again = [walk.reach(layers[1], number, images)[0] for number, images in ((1, second), (0, first))]
 
-    assert torch.equal(again[0], stopping_at(model, layers[1], second)[0])
-    assert torch.equal(again[1], stopping_at(model, layers[1], first)[0])
+    assert torch.equal(again[0], run_to_layer(model, layers[1], second)[0])
+    assert torch.equal(again[1], run_to_layer(model, layers[1], first)[0])

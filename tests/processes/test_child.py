@@ -17,9 +17,9 @@ from toy_job import DoubleTask
 
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import TABLE, AcquireTask, JobRow
-from profiling_agent.lib.io import VARIABLE, holder_said
+from profiling_agent.lib.io import CACHE_VARIABLE, read_holder
 from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY, is_busy, num_spare, waits_passively
-from profiling_agent.processes.child import HUB, child_environment, last_words, withheld
+from profiling_agent.processes.child import HUB, child_environment, stderr_tail, withheld
 from profiling_agent.processes.machine_lock import HOLDER, LOCK, machine_lock
 from profiling_agent.workspace import Workspace
 
@@ -35,17 +35,17 @@ frame #3: PyEval_EvalCode + 0x15b (0x5c in python3)
 
 
 def test_what_cpp_says_of_its_exception_comes_before_the_end_of_its_stack():
-    cause, *frames = last_words(ABORTED).split(" | ")
+    cause, *frames = stderr_tail(ABORTED).split(" | ")
 
     assert cause == "what():  Tried to register an operator (torchvision::nms) with the same name twice."
     assert [frame[:8] for frame in frames] == ["frame #1", "frame #2", "frame #3"]
 
 
 def test_of_all_else_the_last_lines_are_kept():
-    assert last_words("a warning\nTraceback\n  line\nValueError: no\n") == "Traceback |   line | ValueError: no"
-    assert last_words("what(): it alone\n") == "what(): it alone"
-    assert last_words(f"begins\n{'x' * 600}") == "x" * 500
-    assert last_words(" \n") == ""
+    assert stderr_tail("a warning\nTraceback\n  line\nValueError: no\n") == "Traceback |   line | ValueError: no"
+    assert stderr_tail("what(): it alone\n") == "what(): it alone"
+    assert stderr_tail(f"begins\n{'x' * 600}") == "x" * 500
+    assert stderr_tail(" \n") == ""
 
 
 SECRETS = (
@@ -223,7 +223,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def test_a_job_waits_for_the_one_of_another_run_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     heard, waits = [], threading.Event()
 
     def progress(message: str, done: int, total: int) -> None:
@@ -250,7 +250,7 @@ def test_a_machine_is_told_by_its_start_which_no_other_shares():
 
 
 def test_nothing_is_said_where_the_machine_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "not" / "there" / "yet"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "not" / "there" / "yet"))
     heard = []
 
     for _ in range(2):
@@ -264,7 +264,7 @@ def test_nothing_is_said_where_the_machine_is_free(tmp_path: Path, monkeypatch: 
 def test_without_a_cache_that_can_be_written_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str):
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(VARIABLE, cache)
+    monkeypatch.setenv(CACHE_VARIABLE, cache)
 
     with machine_lock():
         done = True
@@ -282,7 +282,7 @@ with machine_lock(what="run 'a'"):
 
 
 def test_a_holder_is_named_with_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     holder = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     holder.stdout.readline()
@@ -293,7 +293,7 @@ def test_a_holder_is_named_with_what_it_does(tmp_path: Path, monkeypatch: pytest
         holder.kill()
 
     with machine_lock(progress):
-        own = holder_said(tmp_path / HOLDER)
+        own = read_holder(tmp_path / HOLDER)
     holder.wait()
     holder.stdout.close()
 
@@ -306,4 +306,4 @@ def test_a_holder_is_named_with_what_it_does(tmp_path: Path, monkeypatch: pytest
 def test_a_note_that_cannot_be_read_names_nobody(tmp_path: Path):
     (tmp_path / HOLDER).write_bytes(b"\xff")
 
-    assert holder_said(tmp_path / HOLDER) == holder_said(tmp_path / "none") == "another process"
+    assert read_holder(tmp_path / HOLDER) == read_holder(tmp_path / "none") == "another process"

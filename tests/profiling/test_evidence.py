@@ -25,11 +25,11 @@ from profiling_agent.profiling import evidence
 from profiling_agent.profiling.evidence import (
     evidence_path,
     fold,
-    keep_evidence,
+    interpolate_kl,
     measure_sensitivity,
     read_evidence,
-    through,
-    timed,
+    store_evidence,
+    with_latencies,
 )
 from profiling_agent.pruning.compensation import gather_moments
 from profiling_agent.pruning.criteria import order_by, predicted_kl
@@ -313,7 +313,7 @@ def test_without_a_table_nothing_is_said_of_time():
     ids=["between", "falling", "negative", "silent", "falling_prediction", "alone"],
 )
 def test_kls_are_drawn_through_the_measured_ones(measured, predicted, expected):
-    drawn = through(measured, predicted)
+    drawn = interpolate_kl(measured, predicted)
     assert list(drawn) == list(predicted)
     assert drawn == pytest.approx(expected)
 
@@ -326,7 +326,7 @@ EVIDENCE = sample_records.evidence(UNITS, KLS)
 def test_what_is_kept_is_read_back_by_whoever_depends_on_the_same(tmp_path: Path):
     path = evidence_path(tmp_path / "cache", {"model": "a", "seed": 0})
     assert read_evidence(path, UNITS) is None
-    keep_evidence(path, EVIDENCE)
+    store_evidence(path, EVIDENCE)
 
     assert read_evidence(evidence_path(tmp_path / "cache", {"seed": 0, "model": "a"}), UNITS) == EVIDENCE
     assert read_evidence(evidence_path(tmp_path / "cache", {"model": "a", "seed": 1}), UNITS) is None
@@ -367,12 +367,12 @@ def of_another_unit(path: Path) -> None:
 )
 def test_what_is_damaged_or_of_others_is_measured_again(tmp_path: Path, damage: Callable[[Path], None]):
     path = evidence_path(tmp_path, {})
-    keep_evidence(path, EVIDENCE)
+    store_evidence(path, EVIDENCE)
     assert read_evidence(path, UNITS) == EVIDENCE
     damage(path)
 
     assert read_evidence(path, UNITS) is None
-    keep_evidence(path, EVIDENCE)
+    store_evidence(path, EVIDENCE)
 
 
 @pytest.mark.parametrize("shift_s", [-31 * 24 * 3600.0, 3600.0])
@@ -386,7 +386,7 @@ def test_what_is_old_or_of_a_time_to_come_is_measured_again(tmp_path: Path, shif
 
 def test_what_a_busy_machine_timed_is_kept_and_has_the_times_of_whoever_reads_it(tmp_path: Path):
     slow = EVIDENCE.units[0].model_copy(update={"is_unsteady": True, "latency_ms": 500.0})
-    keep_evidence(
+    store_evidence(
         path := evidence_path(tmp_path, {}), EVIDENCE.model_copy(update={"units": (slow, *EVIDENCE.units[1:])})
     )
     first = UNITS[0]
@@ -395,7 +395,7 @@ def test_what_a_busy_machine_timed_is_kept_and_has_the_times_of_whoever_reads_it
 
     known = read_evidence(path, UNITS)
     assert known is not None
-    now = timed(known, UNITS, table)
+    now = with_latencies(known, UNITS, table)
 
     assert (now.units[0].latency_ms, now.units[0].is_unsteady) == (2.0, False)
     assert [option.latency_saved_ms for option in now.units[0].options] == [
@@ -408,9 +408,9 @@ def test_what_a_busy_machine_timed_is_kept_and_has_the_times_of_whoever_reads_it
 
 def test_the_oldest_make_way(tmp_path: Path):
     for number in range(evidence.MAX_FILES + 3):
-        keep_evidence(path := evidence_path(tmp_path, {"number": number}), EVIDENCE)
+        store_evidence(path := evidence_path(tmp_path, {"number": number}), EVIDENCE)
         os.utime(path, (number, number))
-    keep_evidence(evidence_path(tmp_path, {"number": "last"}), EVIDENCE)
+    store_evidence(evidence_path(tmp_path, {"number": "last"}), EVIDENCE)
 
     assert len(list(tmp_path.glob("*.json"))) == evidence.MAX_FILES
     assert not evidence_path(tmp_path, {"number": 3}).exists()
@@ -419,4 +419,4 @@ def test_the_oldest_make_way(tmp_path: Path):
 
 def test_a_cache_that_can_not_be_written_costs_nothing(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    keep_evidence(evidence_path(tmp_path / "file" / "evidence", {}), EVIDENCE)
+    store_evidence(evidence_path(tmp_path / "file" / "evidence", {}), EVIDENCE)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import mean_kl, random_batch
-from profiling_agent.modules.prefix import Walk, in_order, stopping_at
+from profiling_agent.modules.prefix import Walk, in_order, run_to_layer
 from profiling_agent.pruning.compensation import (
     RIDGE,
     Calibration,
@@ -312,7 +312,7 @@ def test_moments_pair_what_the_pruned_consumer_reads_with_what_the_dense_one_giv
         moments = paired_moments(
             dense, small, pruned.get_submodule(unit.consumer), unit.consumer, rows, REGRESSED.split(24)
         )
-        read, given = stopping_at(model, unit.consumer, REGRESSED)
+        read, given = run_to_layer(model, unit.consumer, REGRESSED)
         z = features(layer, read).double()[:, columns_of(unit, layer, kept)]
         y = outputs_of(layer, given).double()[:, rows]
 
@@ -325,7 +325,7 @@ def test_a_forward_pass_ends_at_the_layer_and_the_model_keeps_no_hook():
     model, reached = zoo.vit(), []
     model.classifier.register_forward_hook(lambda *_: reached.append(1))
     with torch.no_grad():
-        read, given = stopping_at(model, "vit.layers.0.mlp.fc2", REGRESSED[:2])
+        read, given = run_to_layer(model, "vit.layers.0.mlp.fc2", REGRESSED[:2])
 
     assert (read.shape, given.shape) == ((2, 17, 256), (2, 17, 64))
     assert reached == []
@@ -342,7 +342,7 @@ def test_consumers_give_on_average_what_the_dense_ones_give(make):
     norm = last.replace(".convolution", ".normalization")
     with torch.no_grad():
         compensate_units_(model, made.model, cuts, made.keep, lambda: REGRESSED.split(32))
-        dense, pruned = (stopping_at(each, norm, REGRESSED)[1] for each in (model, made.model))
+        dense, pruned = (run_to_layer(each, norm, REGRESSED)[1] for each in (model, made.model))
     means = [each.movedim(1, -1).flatten(0, -2) if each.dim() == 4 else each.flatten(0, -2) for each in (dense, pruned)]
 
     assert matrix_of(made.model.get_submodule(last)).shape[1] < matrix_of(model.get_submodule(last)).shape[1]

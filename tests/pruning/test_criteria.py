@@ -14,10 +14,10 @@ from profiling_agent.pruning.criteria import (
     CRITERIA,
     IMPORTANCE,
     eliminate,
-    eliminate_in,
+    elimination_errors,
     keep_indices,
     order_by,
-    ordered,
+    order_with_kl,
     predicted_kl,
     score,
     unit_rows,
@@ -76,7 +76,7 @@ def test_gradients_that_overflow_tell_nothing_and_the_order_is_that_of_the_outpu
     variance = [1.0, 2.0, 0.2]
     lost = moments_of([0.0, 0.0, 0.0], variance, sensitivity=(math.inf, 1.0))
 
-    found = ordered(two_layers(), UNIT, lost, criterion)
+    found = order_with_kl(two_layers(), UNIT, lost, criterion)
 
     assert found.order == order("obs", moments_of([0.0, 0.0, 0.0], variance))
     assert found.loss == (0.0, 0.0, 0.0, 0.0)
@@ -233,8 +233,8 @@ def test_an_order_that_is_given_has_the_errors_of_its_sets(size):
     weight, covariance, sensitivity = problem(size)
     done = eliminate(weight, covariance, sensitivity, 5)
 
-    assert eliminate_in(done.order, weight, covariance, sensitivity, 5).loss == pytest.approx(done.loss)
-    backwards = eliminate_in(done.order[::-1], weight, covariance, sensitivity, 5)
+    assert elimination_errors(done.order, weight, covariance, sensitivity, 5).loss == pytest.approx(done.loss)
+    backwards = elimination_errors(done.order[::-1], weight, covariance, sensitivity, 5)
     assert backwards.order == done.order[::-1]
     assert backwards.loss[2] == pytest.approx(
         least_error(weight, covariance, sensitivity, set(done.order[-2:]), size), rel=1e-6

@@ -13,7 +13,7 @@ from torch_dynamic import torch_quantize_dynamic
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.machine import environment, has_vnni
 from profiling_agent.quantization.calibrate import CAPACITY, Observed, Sampler
-from profiling_agent.quantization.kinds import CLASSES, parameter_bytes, rebuilt
+from profiling_agent.quantization.kinds import CLASSES, parameter_bytes, rebuild_layer
 from profiling_agent.quantization.layers import CastLayer, DynamicLinear, Grid, StaticLayer, torch_has_vnni
 from profiling_agent.runtimes.artifact import model_bytes
 from profiling_agent.runtimes.torch_artifact import save_model
@@ -220,7 +220,9 @@ def test_a_group_keeps_its_size_where_groups_were_cut():
     original = nn.Conv2d(8, 8, 3, groups=8)
     cut = nn.Conv2d(6, 6, 3, groups=6)
 
-    back = rebuilt("static", StaticLayer.from_float(cut, -1.0, 1.0).export_tensors(), original, reduce_range=False)
+    back = rebuild_layer(
+        "static", StaticLayer.from_float(cut, -1.0, 1.0).export_tensors(), original, reduce_range=False
+    )
 
     assert back(torch.randn(1, 6, 5, 5)).shape == (1, 6, 3, 3)
     assert back.dequantized().groups == 6
@@ -249,7 +251,7 @@ def test_plain_tensors_bring_a_static_layer_back_bit_by_bit(kind, float_layer: n
     layer = made.from_float(float_layer, -1.0, 2.0) if kind == "static" else made.from_float(float_layer)
     x = torch.randn(2, 4) if isinstance(float_layer, nn.Linear) else torch.randn(2, 4, 3, 3)
 
-    back = rebuilt(kind, layer.state_dict(), float_layer, reduce_range=layer.reduce_range)
+    back = rebuild_layer(kind, layer.state_dict(), float_layer, reduce_range=layer.reduce_range)
 
     assert layer.state_dict().keys() == layer.export_tensors().keys()
     assert torch.equal(back(x), layer(x))
@@ -278,7 +280,7 @@ def test_tensors_of_another_kind_are_refused():
     with pytest.raises(QuantizationError, match="int8"):
         StaticLayer.from_tensors(CastLayer.from_float(nn.Linear(2, 2)).export_tensors() | {"scale": torch.ones(2)})
     with pytest.raises(QuantizationError, match="'LayerNorm'"):
-        rebuilt("static", {}, nn.LayerNorm(2), reduce_range=False)
+        rebuild_layer("static", {}, nn.LayerNorm(2), reduce_range=False)
     with pytest.raises(QuantizationError, match="'Linear'"):
         StaticLayer.from_tensors({"weight": torch.zeros(1, 1, 1, 1, dtype=torch.int8)}, nn.Linear(1, 1))
 

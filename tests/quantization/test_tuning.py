@@ -21,7 +21,7 @@ from profiling_agent.quantization.calibrate import correct_biases_, fold_norms_,
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.layers import StaticLayer
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.quantization.sensitivity import mark_kept, measure_layers, swapped_logits
+from profiling_agent.quantization.sensitivity import mark_float_layers, measure_layers, swapped_logits
 from profiling_agent.quantization.tune import find_sites, tune
 from profiling_agent.schemas import LayerCost, QuantizationRecommendation
 
@@ -187,7 +187,7 @@ def costing(layer: str, kl: float, share: float, latency: float | None = None, p
 
 
 def kept(*rows: LayerCost) -> list[str]:
-    return [row.layer for row in mark_kept(rows) if row.kept]
+    return [row.layer for row in mark_float_layers(rows) if row.kept]
 
 
 def test_what_costs_most_for_least_time_is_kept():

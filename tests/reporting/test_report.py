@@ -11,14 +11,14 @@ from profiling_agent.profiling.profile import launch_bound_share
 from profiling_agent.reporting.render import render_html, render_markdown
 from profiling_agent.reporting.report import (
     RunReport,
-    choices,
     differences,
     evidence_notes,
+    final_attempt,
     gpu_lines,
     is_off,
     omissions,
     predictions,
-    subject_of,
+    unit_decisions,
 )
 from profiling_agent.reporting.results import (
     card_judged,
@@ -32,7 +32,7 @@ from profiling_agent.reporting.results import (
 )
 from profiling_agent.reporting.units import count, percent
 from profiling_agent.request import Request
-from profiling_agent.runtimes.artifact import Judged
+from profiling_agent.runtimes.artifact import HeldOutAccuracy
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import (
     Cap,
@@ -63,7 +63,7 @@ def asked(report: RunReport, **changed: Any) -> RunReport:
 def test_the_hub_is_told_of_its_own_data_sets_alone(report: RunReport, tmp_path: Path):
     of_the_hub = asked(report, dataset="uoft-cs/cifar10", dataset_config="plain_text")
 
-    assert card_judged(of_the_hub) == Judged(
+    assert card_judged(of_the_hub) == HeldOutAccuracy(
         dataset="uoft-cs/cifar10",
         config="plain_text",
         split=report.acquired.heldout.source_split,
@@ -316,10 +316,10 @@ def test_a_kl_that_is_far_off_is_marked_in_the_report(reflected: RunReport):
 
 
 def test_every_unit_has_its_reason(reflected: RunReport):
-    attempt = subject_of(reflected)
+    attempt = final_attempt(reflected)
     assert attempt is not None
     assert attempt.dry_run is not None
-    rows = {row.unit: row for row in choices(reflected, attempt)}
+    rows = {row.unit: row for row in unit_decisions(reflected, attempt)}
 
     assert set(rows) >= {row.unit for row in reflected.sensitivity}
     assert all(row.reason for row in rows.values())
@@ -340,12 +340,12 @@ def test_reasons_follow_the_plan(reflected: RunReport):
             ),
         ),
     )
-    told = choices(reflected, attempt.model_copy(update={"plan": named, "dry_run": others}))
+    told = unit_decisions(reflected, attempt.model_copy(update={"plan": named, "dry_run": others}))
     assert next(row.reason for row in told if row.unit == first).startswith("the plan cuts 50% of it: it is wide (")
     assert {row.reason for row in told if row.unit != first} == {"the plan doesn't name it"}
 
     capped = Plan(target=Target(saving=0.3), caps=(Cap(layer="layers"),))
-    told = choices(reflected, attempt.model_copy(update={"plan": capped, "dry_run": others}))
+    told = unit_decisions(reflected, attempt.model_copy(update={"plan": capped, "dry_run": others}))
     assert "the plan leaves 'layers' alone" in {row.reason for row in told}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import sample_records
 
-from profiling_agent.jobs.store import SHEET, Timesheet
+from profiling_agent.jobs.store import TIMESHEET_FILE, Timesheet
 from profiling_agent.jobs.tasks import Evaluated, Exported
 from profiling_agent.lib.machine import environment
 from profiling_agent.measure.predictions import write_predictions
@@ -39,7 +39,7 @@ class Jobs:
     asked: list[Any] = field(default_factory=list[Any], kw_only=True)
 
     def __post_init__(self) -> None:
-        self.timesheet = Timesheet(self.root / SHEET)
+        self.timesheet = Timesheet(self.root / TIMESHEET_FILE)
 
     @property
     def workspace(self):

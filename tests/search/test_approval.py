@@ -4,7 +4,7 @@ import pytest
 from sample_records import GOAL, attempt, journal, judged, plan, profile
 
 from profiling_agent.errors import PlanError, RequestError
-from profiling_agent.planning.allocation import dry_run, obeying
+from profiling_agent.planning.allocation import apply_demands, dry_run
 from profiling_agent.schemas import (
     Approval,
     Cap,
@@ -16,7 +16,7 @@ from profiling_agent.schemas import (
     StopReason,
     Target,
 )
-from profiling_agent.search.attempt import edited, pose, read_answer
+from profiling_agent.search.attempt import apply_edit, build_approval_question, read_answer
 from profiling_agent.search.planners import milder, propose
 from profiling_agent.search.selection import rejudged
 
@@ -31,7 +31,7 @@ def kept(plan: Plan, found: ModelProfile) -> dict[str, int]:
 
 def test_a_question_tells_what_would_be_cut_and_what_that_is_predicted_to_do():
     found = judged(2, each=KLS)
-    question = pose("run", plan(0.5), Origin(by="rules", reason="why not"), found, None)
+    question = build_approval_question("run", plan(0.5), Origin(by="rules", reason="why not"), found, None)
 
     # 2 units of 512 keep 256: 2 x 256 x 10 params of 10304, 2 x 256 x 20 MACs of 20480.
     assert question.params_saved == pytest.approx(5120 / 10304)
@@ -66,17 +66,17 @@ def test_what_is_no_answer_is_refused_in_one_line(said, wrong: str):
 def test_an_edit_fixes_ratios_and_leaves_units_alone_in_later_plans_too():
     found = judged(3, each=KLS)
     answer = Approval(decision="edit", pruning=(PIN,), caps=(LEFT_ALONE,))
-    now, goal = edited(answer, plan(0.25), GOAL, found)
+    now, goal = apply_edit(answer, plan(0.25), GOAL, found)
     assert kept(now, found) == {"0": 256, "2": 384}
 
-    later = obeying(Plan(target=Target(saving=0.3)), goal)
+    later = apply_demands(Plan(target=Target(saving=0.3)), goal)
     assert kept(later, found)["0"] == 256
     assert "1" not in kept(later, found)
     # The same again changes nothing.
-    assert obeying(later, goal) == later
+    assert apply_demands(later, goal) == later
 
     once_more = Approval(decision="edit", pruning=(PIN.model_copy(update={"pruning_ratio": 0.25}),))
-    changed, goal = edited(once_more, later, goal, found)
+    changed, goal = apply_edit(once_more, later, goal, found)
     assert kept(changed, found)["0"] == 384
     assert len(goal.pins) == 1
 
@@ -90,12 +90,12 @@ def test_an_edit_that_cant_be_carried_out_says_why():
         (Approval(decision="edit", max_size_ratio=0.6), "an edit can only tighten it"),
     ):
         with pytest.raises(RequestError, match=wrong):
-            edited(answer, plan(0.25), GOAL, found)
+            apply_edit(answer, plan(0.25), GOAL, found)
     assert issubclass(PlanError, RequestError)
 
 
 def test_a_limit_that_was_not_there_is_a_tighter_one():
-    _, goal = edited(
+    _, goal = apply_edit(
         Approval(decision="edit", max_memory_ratio=0.8, min_speedup=2), plan(0.25), GOAL, judged(3, each=KLS)
     )
     assert (goal.max_memory_ratio, goal.min_speedup, goal.max_accuracy_drop) == (0.8, 2, 0.01)

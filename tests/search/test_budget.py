@@ -18,7 +18,7 @@ END = 50 + 45 + 1024 * 0.15 + 30 + 60 + 1024 * 0.05
 
 def budget(root: Path, spent_s: float, limit_s: float | None = None, pass_s: float = PASS_S) -> Budget:
     sheet = Timesheet(root / "timesheet.jsonl")
-    sheet.go_on_from(spent_s)
+    sheet.resume_at(spent_s)
     return Budget(sheet, pass_s, limit_s)
 
 

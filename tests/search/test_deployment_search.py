@@ -11,10 +11,10 @@ from search.scripted import Jobs, deployed, evaluator, memory_use, name_of
 
 from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.jobs import tasks
-from profiling_agent.jobs.store import SHEET, Timesheet
+from profiling_agent.jobs.store import TIMESHEET_FILE, Timesheet
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import Cap, Deployment, DeploymentSearch, Dropped, LayerCost, Plan, Race, Tuned, Variant
-from profiling_agent.search.attempt import open_journal, reopened
+from profiling_agent.search.attempt import open_journal, rejudge_deployments
 from profiling_agent.search.budget import Budget
 from profiling_agent.search.deployment_search import NUM_MEASURED, as_search, try_deployments
 from profiling_agent.search.deployments import ASKED_SCHEMES, MOST_PRUNED, DeploymentChoices, in_rounds
@@ -318,8 +318,8 @@ def test_a_slow_model_is_looked_at_on_as_many_shards_as_can_show_something(
 )
 def test_as_many_are_looked_at_as_can_show_the_contract_kept(tmp_path: Path, asked: dict[str, Any], expected: int):
     goal = sample_records.GOAL.model_copy(update=asked)
-    assert most_searched(2000, Budget(Timesheet(tmp_path / SHEET), 0.2), goal) == expected
-    assert most_searched(2000, Budget(Timesheet(tmp_path / SHEET), 0.2, 3600.0), goal) == 2000
+    assert most_searched(2000, Budget(Timesheet(tmp_path / TIMESHEET_FILE), 0.2), goal) == expected
+    assert most_searched(2000, Budget(Timesheet(tmp_path / TIMESHEET_FILE), 0.2, 3600.0), goal) == 2000
 
 
 def test_nothing_is_chosen_that_is_shown_slower_than_the_baseline(tmp_path: Path):
@@ -393,17 +393,17 @@ def test_a_contract_that_has_changed_chooses_again_and_keeps_the_attempts(tmp_pa
     loose, _ = evaluator_of(tmp_path, deployments, choices=choices, max_accuracy_drop=0.03)
     opened = open_journal(loose, Plan()).with_attempt(sample_records.attempt(1, 0.25, accepted=True))
     assert getattr(opened.deployment, "name", None) == "openvino static"
-    assert reopened(loose, opened) is opened
+    assert rejudge_deployments(loose, opened) is opened
     # What a person fixed of plans is no other contract.
     pinned, _ = evaluator_of(tmp_path, deployments, choices=choices, max_accuracy_drop=0.03, caps=(Cap(layer="mlp"),))
-    assert reopened(pinned, opened) is opened
+    assert rejudge_deployments(pinned, opened) is opened
 
     strict, _ = evaluator_of(tmp_path, deployments, choices=choices, max_accuracy_drop=0.01)
-    again = reopened(strict, opened)
+    again = rejudge_deployments(strict, opened)
 
     assert getattr(again.deployment, "name", None) == "eager dynamic"
     assert again.attempts == opened.attempts
-    assert reopened(strict, again) is again
+    assert rejudge_deployments(strict, again) is again
 
 
 class Telling(Script):
@@ -584,7 +584,7 @@ def test_a_contract_that_has_changed_reads_back_what_was_tried_whatever_time_is_
     stricter, script = evaluator_of(tmp_path, tried, max_accuracy_drop=0.011, **asked)
     script.timesheet.note("attempts", 1_000.0)
 
-    again = reopened(stricter, opened)
+    again = rejudge_deployments(stricter, opened)
 
     for journal in (opened, again):
         assert journal.deployment_search is not None
@@ -600,7 +600,7 @@ def test_dynamic_int8_is_as_large_as_what_it_leaves_in_float(linear_share: float
     # Of a share of 0.6 remain 0.4 + 0.6 * 0.26 of the bytes: 55.6%, and 44% when a fifth is pruned.
     names = (*ALL, "onnxruntime static")
     asked = [asked_for(*name.split()) for name in names]
-    budget = Budget(Timesheet(tmp_path / SHEET), 0.1)
+    budget = Budget(Timesheet(tmp_path / TIMESHEET_FILE), 0.1)
     found = in_rounds(asked, budget, sample_records.GOAL, DeploymentChoices(), linear_share)
 
     assert [len(each.deployments) for each in found] == rounds

@@ -24,7 +24,7 @@ from profiling_agent.search.deployments import (
     by_promise,
     check_runtimes,
     deployment_choices,
-    leaving_in_float,
+    keep_layers_in_float,
     possible_deployments,
     schemes_of,
     why_undeployable,
@@ -98,7 +98,7 @@ def test_each_scheme_is_read_back_from_its_own_recommendation():
 
 
 def test_a_layer_left_in_float_is_that_layer_alone():
-    deployment = leaving_in_float(
+    deployment = keep_layers_in_float(
         Deployment(scheme="static", recommendations=recommend("static")), ["vit.layers.1.mlp.fc1"]
     )
 

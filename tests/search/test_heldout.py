@@ -15,9 +15,9 @@ from search.scripted import Jobs, acquired
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask
 from profiling_agent.measure.intervals import (
     Counts,
-    compare,
     images_to_certify,
     one_sided_bound,
+    paired_drop,
     selection_bias,
     upper_bound,
 )
@@ -30,7 +30,7 @@ from profiling_agent.search.verdict import (
     error_of,
     first_look,
     images_that_certify,
-    looks,
+    look_ranges,
     run_heldout_test,
     why_unproven,
 )
@@ -55,7 +55,7 @@ class Answering(Jobs):
     def run_each(self, tasks: list[EvaluateTask]) -> list[Evaluated]:
         rows = [tasks[0].split.rows(task.shard) for task in tasks]
         self.seen.append((tasks[0].model.path, range(rows[0].start, rows[-1].stop)))
-        self.timesheet.go_on_from(self.timesheet.spent_s + len(tasks) * self.shard_s)
+        self.timesheet.resume_at(self.timesheet.spent_s + len(tasks) * self.shard_s)
         return super().run_each(tasks)
 
     def EvaluateTask(self, task: EvaluateTask) -> Evaluated:  # noqa: N802
@@ -77,7 +77,7 @@ def every(number: int) -> Answers:
     [(1, [1]), (1024, [1024]), (1025, [512, 1024, 1025]), (8000, [512, 1024, 1536, 2048, 3072, 4096, 6144, 8000])],
 )
 def test_a_small_set_is_looked_at_once_and_a_large_one_a_good_part_further_each_time(num_images, ends):
-    parts = list(looks(num_images))
+    parts = list(look_ranges(num_images))
     assert [part.stop for part in parts] == ends
     assert [image for part in parts for image in part] == list(range(num_images))
 
@@ -122,7 +122,7 @@ def test_a_thousand_images_are_looked_at_though_the_search_has_spent_the_budget(
 ):
     tester, jobs = evaluator(tmp_path, 5000, every(100))
     tester = replace(tester, settings=tester.settings.model_copy(update={"time_budget_s": time_budget_s}))
-    jobs.timesheet.go_on_from(100.0)
+    jobs.timesheet.resume_at(100.0)
     assert run_heldout_test(tester, MEASURED).candidate.predictions.num_images == seen
 
 
@@ -195,7 +195,7 @@ def test_of_a_slow_model_no_images_are_answered_that_can_show_nothing_nor_for_a_
     settings = tester.settings.model_copy(update={"time_budget_s": time_budget_s})
     tester = replace(tester, profile=sample_records.profile(pass_s=pass_s), settings=settings)
     jobs.shard_s = 10.0 if spent_s else 0.0
-    jobs.timesheet.go_on_from(spent_s)
+    jobs.timesheet.resume_at(spent_s)
 
     assert run_heldout_test(tester, searched(in_search, 0)).candidate.predictions.num_images == seen
 
@@ -233,7 +233,7 @@ def test_few_images_are_a_sample_of_fixed_size(tmp_path: Path):
     tester, _ = evaluator(tmp_path, MAX_AT_ONCE, every(100))
     drop = run_heldout_test(tester, MEASURED).candidate.drop
     right = np.array(every(100)(range(MAX_AT_ONCE)))
-    assert drop == compare(np.ones(MAX_AT_ONCE, dtype=bool), right)
+    assert drop == paired_drop(np.ones(MAX_AT_ONCE, dtype=bool), right)
 
 
 def test_where_the_baseline_is_returned_no_more_than_a_look_is_taken(tmp_path: Path):

@@ -13,7 +13,7 @@ from sample_records import BASELINE, GOAL, attempt, evaluation, profile
 
 from profiling_agent.errors import AdvisorError, ContextTooLongError, PlanError
 from profiling_agent.llm.transcript import Advice, LanguageModel, Question
-from profiling_agent.planning.allocation import MAX_RATIO, dry_run, obeying
+from profiling_agent.planning.allocation import MAX_RATIO, apply_demands, dry_run
 from profiling_agent.planning.llm_planner import UNKNOWN, NextAnswer, PlanAnswer
 from profiling_agent.planning.rules import analyse
 from profiling_agent.schemas import (
@@ -361,7 +361,7 @@ def test_caps_that_put_the_rules_target_out_of_reach_leave_their_own_plan_out_an
     mild = Plan(pruning=(PruningRecommendation(layer="layers.1", pruning_type="structured", pruning_ratio=0.01),))
     first = measured(1, mild, found, accepted=True).model_copy(update={"origin": Origin(by="scripted")})
     with pytest.raises(PlanError, match="out of reach"):
-        dry_run(obeying(analyse(found, goal), goal), found)
+        dry_run(apply_demands(analyse(found, goal), goal), found)
 
     choice = ask(advises_to_stop, found, after(first), goal=goal)
 

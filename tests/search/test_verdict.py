@@ -25,7 +25,7 @@ from profiling_agent.schemas import (
     Variant,
 )
 from profiling_agent.schemas.plan import Scheme
-from profiling_agent.search.deployments import ASKED_SCHEMES, DeploymentChoices, leaving_in_float
+from profiling_agent.search.deployments import ASKED_SCHEMES, DeploymentChoices, keep_layers_in_float
 from profiling_agent.search.selection import has_answer, is_doubtful, judge, may_be_returned, preference, ranked
 from profiling_agent.search.verdict import Facts, Limit, decide_verdict, find_limit
 
@@ -327,7 +327,7 @@ def verdict_journal() -> Journal:
     schemes: list[tuple[Scheme, int, float]] = [("static", 1000, 2.0), ("bfloat16", 2000, 3.0)]
     options = [
         DeploymentOption(
-            deployment=leaving_in_float(
+            deployment=keep_layers_in_float(
                 Deployment(runtime="openvino", scheme=scheme, recommendations=recommend(scheme)), ["head"]
             ),
             deployed=DeployedModel(

@@ -24,11 +24,11 @@ from profiling_agent.lib.machine import available_threads
 from profiling_agent.lib.progress import Progress
 from profiling_agent.measure import race as races
 from profiling_agent.measure import throughput as throughputs
-from profiling_agent.measure.predictions import Answers, answers_of, joined, note_opening, write_predictions
+from profiling_agent.measure.predictions import Answers, answers_of, concatenate, note_opening, write_predictions
 from profiling_agent.measure.throughput import measure_headline
 from profiling_agent.processes.child import inherited
 from profiling_agent.runtimes import registry as layers
-from profiling_agent.runtimes.artifact import Counts, check_golden, model_bytes, open_folder
+from profiling_agent.runtimes.artifact import ParentCounts, check_golden, model_bytes, open_folder
 from profiling_agent.runtimes.registry import ModelSession, open_session
 from profiling_agent.schemas import Deployment, Footprint, Headline, MemoryUse, Opening, Predictions, Race
 
@@ -47,7 +47,7 @@ def race(task: RaceTask, job: JobContext) -> Race:
 
 def session(task: SessionTask, job: JobContext) -> Race:
     """Hold one session of an estimate."""
-    return races.hold_one(
+    return races.run_one_session(
         task.entries, _track(task, job, reads_memory=task.reads_memory), task.number, progress=job.progress
     )
 
@@ -153,13 +153,13 @@ def answer(session: ModelSession, images: PreparedImages, batch_size: int, progr
         progress("evaluating", done, len(images))
     if not answers:
         raise RequestError("there are 0 images to evaluate on: raise num_samples")
-    return joined(answers)
+    return concatenate(answers)
 
 
-def _count(path: Path) -> Counts:
+def _count(path: Path) -> ParentCounts:
     from profiling_agent.jobs.handlers.models import complexity_of
     from profiling_agent.quantization.kinds import parameter_bytes
     from profiling_agent.runtimes.torch_artifact import load_module
 
     params, macs = complexity_of(path)
-    return Counts(params=params, macs=macs, parameter_bytes=parameter_bytes(load_module(path, verify=False)))
+    return ParentCounts(params=params, macs=macs, parameter_bytes=parameter_bytes(load_module(path, verify=False)))

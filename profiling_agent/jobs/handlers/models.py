@@ -23,7 +23,6 @@ from profiling_agent.errors import AcquisitionError, ArtifactError, PruningError
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import (
     AcquireTask,
-    Answered,
     DeployTask,
     EvidenceTask,
     Exported,
@@ -39,12 +38,13 @@ from profiling_agent.jobs.tasks import (
     RecoverTask,
     ResolvedShape,
     ResolveShapeTask,
+    SavedLogits,
     SurveyShapeTask,
     TuneTask,
 )
-from profiling_agent.lib.io import DocumentError, kept_folder, read_record, write_bytes, write_text
+from profiling_agent.lib.io import DocumentError, cache_subfolder, read_record, write_bytes, write_text
 from profiling_agent.lib.machine import available_threads, environment
-from profiling_agent.lib.third_party import foreign_code
+from profiling_agent.lib.third_party import third_party_errors
 from profiling_agent.measure.latency_table import LatencyTable, read_table, time_units, write_table
 from profiling_agent.measure.predictions import answers_of
 from profiling_agent.modules.complexity import count_complexity
@@ -58,7 +58,13 @@ from profiling_agent.modules.inference import (
     relative_distance,
 )
 from profiling_agent.modules.norms import fuse_norms_
-from profiling_agent.profiling.evidence import evidence_path, keep_evidence, measure_sensitivity, read_evidence, timed
+from profiling_agent.profiling.evidence import (
+    evidence_path,
+    measure_sensitivity,
+    read_evidence,
+    store_evidence,
+    with_latencies,
+)
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.pruning import recovery
 from profiling_agent.pruning.compensation import Calibration, compensate
@@ -95,7 +101,7 @@ from profiling_agent.schemas import (
 LOGITS_FILE, LOGITS = "logits.safetensors", "logits"
 
 
-def ask(task: LogitsTask, job: JobContext) -> Answered:
+def compute_logits(task: LogitsTask, job: JobContext) -> SavedLogits:
     """Run the model over the images and write down its logits."""
     model = on_device(load_module(job.path(task.model)), task.device)
     read_batches = partial(iter_batches, job.images("images"), batch_size=task.batch_size, limit=task.num_images)
@@ -109,7 +115,7 @@ def ask(task: LogitsTask, job: JobContext) -> Answered:
         raise RequestError("there are 0 images to ask a model about: raise num_samples")
     stacked = torch.cat(logits).cpu() if logits else torch.empty(0, 0)
     write_bytes(job.folder / LOGITS_FILE, save({LOGITS: stacked}))
-    return Answered(num_images=len(stacked))
+    return SavedLogits(num_images=len(stacked))
 
 
 def given_logits(job: JobContext) -> Tensor | None:
@@ -122,7 +128,7 @@ def given_logits(job: JobContext) -> Tensor | None:
     if not folders:
         return None
     path = folders[0] / LOGITS_FILE
-    with foreign_code(lambda problem: ArtifactError(f"{str(path)!r} can't be read ({problem}): run again")):
+    with third_party_errors(lambda problem: ArtifactError(f"{str(path)!r} can't be read ({problem}): run again")):
         tensors = load_file(path)
     if tensors.keys() != {LOGITS} or tensors[LOGITS].dim() != 2 or tensors[LOGITS].dtype != torch.float32:
         raise ArtifactError(f"{str(path)!r} holds no logits: run again")
@@ -293,7 +299,7 @@ def _measure_evidence(
     if cache_path is not None and (cached := read_evidence(cache_path, profiled.units)) is not None:
         job.progress("evidence of an earlier run is used", 0, 0)
         # Only its KLs: units were timed again, so that evidence from a busy machine can be cached too.
-        return timed(cached, profiled.units, table), None
+        return with_latencies(cached, profiled.units, table), None
     model = on_device(load_module(path), task.device)
     read_batches = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
     try:
@@ -309,13 +315,13 @@ def _measure_evidence(
     except PruningError as error:
         return None, str(error)
     if cache_path is not None:
-        keep_evidence(cache_path, evidence)
+        store_evidence(cache_path, evidence)
     return evidence, None
 
 
 def _evidence_cache_path(task: EvidenceTask, model: Path) -> Path | None:
     """Return the cache path for this model, images, request, code and machine; None without a cache folder."""
-    if (folder := kept_folder("evidence")) is None:
+    if (folder := cache_subfolder("evidence")) is None:
         return None
     images = task.calibration
     depends_on = {

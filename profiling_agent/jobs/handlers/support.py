@@ -11,7 +11,7 @@ from profiling_agent.data.models import load_model
 from profiling_agent.data.shape import check_processor, resolve_input_shape
 from profiling_agent.errors import ArtifactError, PlanError, QuantizationError
 from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.tasks import LOOKED, LookTask, TryTask
+from profiling_agent.jobs.tasks import CHECK_FOLDER, LookTask, TryTask
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.modules.inference import logits_of, relative_distance
 from profiling_agent.pruning.prune import prune_model
@@ -35,12 +35,12 @@ def look(task: LookTask, job: JobContext) -> Prunable:
     loaded = load_model(task.model, revision=task.revision, progress=job.progress)
     check_processor(loaded.model, loaded.processor)
     spec = resolve_input_shape(loaded.model, loaded.processor)
-    return lay_out(loaded.model, job.root / LOOKED, spec=spec, processor=loaded.processor, name=task.model)
+    return lay_out(loaded.model, job.root / CHECK_FOLDER, spec=spec, processor=loaded.processor, name=task.model)
 
 
 def attempt(task: TryTask, job: JobContext) -> Deployability:
     """Take one step towards a deployment; return how far it got, or why no further."""
-    folder, row, threads = job.root / LOOKED, task.row, available_threads()
+    folder, row, threads = job.root / CHECK_FOLDER, task.row, available_threads()
     if task.step == "export":
         return row.model_copy(update={"refused": write_onnx(folder, row.form) or ""})
     if task.step == "make":
@@ -97,7 +97,7 @@ def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int |
         batch_size=BATCH,
         onnx=onnx if onnx.is_file() else None,
     )
-    target = made_folder(folder, form, deployment)
+    target = deployment_folder(folder, form, deployment)
     try:
         recipe = save_deployed(deploy_source, deployment, target, num_threads=num_threads)
         # The logits from when it was saved: opening it here would compile it once more, and another process reopens it.
@@ -116,7 +116,7 @@ def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int |
 
 def reopen(folder: Path, row: Deployability, *, num_threads: int | None = None) -> Deployability:
     """Reopen a deployment in another process than made it, and check its golden logits; return the row, or the error in it."""
-    target = made_folder(folder, row.form, row.deployment)
+    target = deployment_folder(folder, row.form, row.deployment)
     try:
         check_golden(open_session(target, num_threads=num_threads).run, target, load_recipe(target))
     except ArtifactError as error:
@@ -124,6 +124,6 @@ def reopen(folder: Path, row: Deployability, *, num_threads: int | None = None) 
     return row
 
 
-def made_folder(folder: Path, form: Form, deployment: Deployment) -> Path:
+def deployment_folder(folder: Path, form: Form, deployment: Deployment) -> Path:
     """Return the folder of a form's deployment."""
     return folder / f"{form}-{deployment.runtime}-{deployment.scheme}"
