@@ -120,7 +120,7 @@ MORE_THAN_AN_ADDRESS = (
 
 
 # Fields that only requests of earlier versions have.
-RETIRED = ("engine", "ray_address", "ray_store", "criterion")
+RETIRED = ("engine", "ray_address", "ray_store", "criterion", "tracker")
 
 
 def without_retired(document: Any) -> Any:
@@ -264,9 +264,6 @@ class Request(BaseModel):
     )
     llm_timeout_s: float = Field(
         default=120.0, gt=0, le=3600, description="seconds for one request, and for the repairs of one answer"
-    )
-    tracker: Literal["none", "mlflow"] = Field(
-        default="none", description="experiment tracker to log the finished run to; MLFLOW_TRACKING_URI says where"
     )
     run_id: Annotated[str | None, AfterValidator(_check_run_id)] = Field(
         default=None, description="name of the run folder; by default one is made up"

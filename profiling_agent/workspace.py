@@ -5,12 +5,10 @@
 atomically; `report.json` and `report.md` the result.
 """
 
-import hashlib
-import json
 import os
 import re
 import sqlite3
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,12 +171,6 @@ def _write_manifest(root: Path, request: Request) -> None:
 def slug(text: str) -> str:
     """Return text in the form of a part of a folder's name."""
     return NOT_IN_SLUG.sub("-", text.lower()).strip("-")
-
-
-def name_run(parts: Iterable[str], task: object, *, digits: int) -> str:
-    """Return a run's name, equal for equal tasks on one machine: times of two machines never mix."""
-    identity = json.dumps([task, environment().machine], sort_keys=True)
-    return "-".join([*parts, hashlib.sha256(identity.encode()).hexdigest()[:digits]])
 
 
 def changed_fields(original: Request, requested: Request) -> list[str]:

@@ -1,6 +1,8 @@
 """The project's size: limits that may only fall."""
 
+import ast
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,14 @@ def test_a_folder_has_no_more_lines_than_its_limit(folders: str):
 
 def test_the_package_has_no_more_modules_than_its_limit():
     assert len(python_files("profiling_agent graphs")) <= MAX_MODULES
+
+
+def test_no_class_name_stands_twice_in_the_package():
+    names = Counter(
+        node.name
+        for path in python_files("profiling_agent graphs")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+
+    assert [name for name, count in names.items() if count > 1] == []

@@ -1,6 +1,7 @@
 """Tables of the paper, measured: runs of the product, baseline methods, and the text of a table."""
 
 import functools
+import hashlib
 import io
 import itertools
 import json
@@ -52,7 +53,7 @@ from profiling_agent.schemas import (
 from profiling_agent.search.budget import MIN_LOOK
 from profiling_agent.search.evaluator import Deployer, Evaluator, Settings
 from profiling_agent.search.selection import papers_rank
-from profiling_agent.workspace import Workspace, name_run, slug
+from profiling_agent.workspace import Workspace, slug
 
 Kind = Literal["pruned", "quantized", "both", "paper"]
 FLOAT32: Mapping[str, Any] = {"quantize_dtype": "none", "runtimes": "eager", "max_size_ratio": 1.0}
@@ -182,7 +183,10 @@ class Runs:
             asked["planner"] = "llm"
         elif kind in ("paper", "quantized"):
             asked["plan"] = str(self.output / f"{kind}-{slug(subject.family)}.json")
-        name = name_run([slug(subject.family), slug(subject.data.stands_for), kind], asked, digits=8)
+        # Equal for equal requests on one machine: times of two machines never mix.
+        identity = json.dumps([asked, environment().machine], sort_keys=True)
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
+        name = "-".join([slug(subject.family), slug(subject.data.stands_for), kind, digest])
         return Request.model_validate({**asked, "run_id": name, "output": str(self.output)})
 
     def run(self, subject: Subject, kind: Kind, llm: str | None = None) -> RunReport:

@@ -205,7 +205,7 @@ def _measure_noise() -> Finding:
 def _check_runtime(name: RuntimeName) -> Finding:
     if reason := registry.missing(name):
         return Finding(name=name, state="note", seen="not installed", advice=reason)
-    process = _run_module("profiling_agent.runtimes.probe", name, PROBE_S)
+    process = _self_test("runtime", name, PROBE_S)
     if process is None:
         seen = f"hangs for {PROBE_S:.0f} s"
         return Finding(name=name, state="problem", seen=seen, advice="leave it out with --runtimes")
@@ -218,16 +218,16 @@ def _check_runtime(name: RuntimeName) -> Finding:
 
 
 def _check_device(name: str) -> Finding:
-    process = _run_module("profiling_agent.jobs.self_test", name, SELF_TEST_S)
+    process = _self_test("device", name, SELF_TEST_S)
     if process is None:
         seen = f"{name}: hangs for {SELF_TEST_S:.0f} s"
         return Finding(name="device", state="problem", seen=seen, advice="use --device cpu")
     return read_self_test(name, process.returncode, process.stdout, process.stderr)
 
 
-def _run_module(module: str, argument: str, timeout_s: float) -> subprocess.CompletedProcess[str] | None:
-    """Run a module of this package in its own process; return None if it takes too long."""
-    command, environment = child_command(module, argument), child_environment()
+def _self_test(kind: str, name: str, timeout_s: float) -> subprocess.CompletedProcess[str] | None:
+    """Run a self-test in its own process; return None if it takes too long."""
+    command, environment = child_command("profiling_agent.jobs.self_test", kind, name), child_environment()
     with contextlib.suppress(subprocess.TimeoutExpired):
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
     return None

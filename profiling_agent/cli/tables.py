@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from profiling_agent.exporting.pick import FAILED, Candidate
+from profiling_agent.exporting.pick import FAILED, RunCandidate
 from profiling_agent.measure.race import noise_warning
 from profiling_agent.measure.throughput import Measurements
 from profiling_agent.reporting.report import RunReport, differences, final_attempt, predictions, unit_decisions
@@ -151,7 +151,7 @@ def race_table(names: Mapping[str, str], race: Race) -> Group:
     return Group(table, *(Text(line) for line in (*lines, noise_warning(race)) if line))
 
 
-def candidates_table(candidates: Sequence[Candidate]) -> Group:
+def candidates_table(candidates: Sequence[RunCandidate]) -> Group:
     """Return all that a run measured, with the numbers for `pick`."""
     title = "what the run measured, on search images"
     table = folded_table(title, "", "candidate", "top-1 lost", "times as fast", "bytes", "on the front", "contract")
@@ -171,7 +171,7 @@ def candidates_table(candidates: Sequence[Candidate]) -> Group:
     return Group(table, Text(BY_BOUND), Text(hint))
 
 
-def picked_table(picked: Candidate) -> Group:
+def picked_table(picked: RunCandidate) -> Group:
     """Return a candidate's measurements, the contract's terms by them, and what was not measured."""
     terms = folded_table("contract", "term", "asked", "measured", "holds")
     for term in picked.terms:
@@ -190,7 +190,7 @@ def picked_table(picked: Candidate) -> Group:
     return Group(*map(Text, lines), terms, Text(judged if picked.is_judged else unjudged), *map(Text, picked.notes))
 
 
-def _holds_text(candidate: Candidate) -> str:
+def _holds_text(candidate: RunCandidate) -> str:
     if FAILED in candidate.notes:
         return "doesn't hold (held-out images)"
     failed = ", ".join(term.name for term in candidate.terms if not term.holds)

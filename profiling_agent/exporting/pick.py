@@ -92,7 +92,7 @@ def model_folder(source: Path) -> Path:
 FAILED = "it failed on the held-out images, and was refused"
 
 
-class Candidate(Record):
+class RunCandidate(Record):
     """One candidate: its number in the report, its measurements, and the contract's terms that they answer.
 
     `terms` are on held-out images if it `is_judged`, else on search images; what was not measured has none.
@@ -130,7 +130,7 @@ class Candidate(Record):
         return None if self.unmeasured else True
 
 
-def candidates(run: str | Path) -> tuple[Candidate, ...]:
+def candidates(run: str | Path) -> tuple[RunCandidate, ...]:
     """Return every model that a finished run measured, the baseline first.
 
     Raises:
@@ -139,11 +139,11 @@ def candidates(run: str | Path) -> tuple[Candidate, ...]:
     return candidates_of(read_report(Path(run)))
 
 
-def candidates_of(report: RunReport) -> tuple[Candidate, ...]:
+def candidates_of(report: RunReport) -> tuple[RunCandidate, ...]:
     """Return the candidates of a report."""
     rows, goal = report.variants, report.goal
     baseline = rows[0]
-    result: list[Candidate] = []
+    result: list[RunCandidate] = []
     for number, row in enumerate(rows):
         model = row.evaluation.model
         is_judged = model == report.heldout.model
@@ -153,7 +153,7 @@ def candidates_of(report: RunReport) -> tuple[Candidate, ...]:
         else:
             terms, unmeasured = _terms(row.evaluation, baseline.evaluation, row.race_result, ratio, goal)
         result.append(
-            Candidate(
+            RunCandidate(
                 number=number,
                 evaluation=row.evaluation,
                 race_result=row.race_result,
@@ -167,7 +167,7 @@ def candidates_of(report: RunReport) -> tuple[Candidate, ...]:
     return tuple(entry.model_copy(update={"is_on_front": not _is_dominated(entry, result)}) for entry in result)
 
 
-def find_candidate(candidate: str, available: Sequence[Candidate]) -> Candidate:
+def find_candidate(candidate: str, available: Sequence[RunCandidate]) -> RunCandidate:
     """Return the candidate of a number, or of a name that only one has: `openvino static`, or `pruned (eager float32)`.
 
     Raises:
@@ -237,8 +237,8 @@ def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
     )
 
 
-def _is_dominated(candidate: Candidate, others: Sequence[Candidate]) -> bool:
-    def merits(measured: Candidate) -> tuple[float, float, float]:
+def _is_dominated(candidate: RunCandidate, others: Sequence[RunCandidate]) -> bool:
+    def merits(measured: RunCandidate) -> tuple[float, float, float]:
         return -measured.lost, measured.speedup, -measured.evaluation.footprint.size_bytes
 
     values = merits(candidate)
@@ -254,7 +254,7 @@ UNJUDGED = (
 )
 
 
-def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> Candidate:
+def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> RunCandidate:
     """Copy a candidate of a finished run, by number or name, to the folder `output`, with a card of its measurements; return it.
 
     Every file is compared with its hash; the run itself and its `best` stay as they are.
@@ -283,7 +283,7 @@ def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> Candid
     return picked
 
 
-def _card_rows(report: RunReport, candidate: Candidate) -> tuple[CardRow, ...]:
+def _card_rows(report: RunReport, candidate: RunCandidate) -> tuple[CardRow, ...]:
     baseline, chosen = report.variants[0].evaluation, candidate.evaluation
     images = f"{chosen.predictions.num_images:,} search images"
 
@@ -299,7 +299,7 @@ def _card_rows(report: RunReport, candidate: Candidate) -> tuple[CardRow, ...]:
     return tuple(CardRow(name=name, before=before, after=after) for name, before, after in rows)
 
 
-def _card_notes(report: RunReport, candidate: Candidate) -> tuple[str, ...]:
+def _card_notes(report: RunReport, candidate: RunCandidate) -> tuple[str, ...]:
     """Return what was measured and where, and what was not measured."""
     evaluation, env = candidate.evaluation, report.environment
     notes = [f"Top-1 lost on search images: {drop(evaluation.drop)}."] if evaluation.drop else []

@@ -23,7 +23,7 @@ from profiling_agent.planning.llm_planner import UNKNOWN, advised_shape
 from profiling_agent.planning.rules import analyse, read_plan
 from profiling_agent.reporting.render import write_report
 from profiling_agent.reporting.report import ReportInputs, build_report
-from profiling_agent.reporting.results import card_judged, card_notes, card_rows, check_tracker, results_folder, track
+from profiling_agent.reporting.results import card_judged, card_notes, card_rows, results_folder
 from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
 from profiling_agent.schemas import (
@@ -91,7 +91,6 @@ def acquire(request: Request, session: RunSession) -> Update:
     The user's own plan is read before anything expensive, and stored: its file may be gone when a run resumes.
     """
     check_runtimes(request)
-    check_tracker(request)
     advisor_fields = choose_advisor(request, session.chat_model, session.trusted)
     plan = read_plan(request.plan, quotes=not session.is_served) if request.plan else None
     task_fields = request.model_dump(include=set(AcquireTask.model_fields))
@@ -377,8 +376,6 @@ def report(state: RunState, session: RunSession) -> Update:
         write_card(session.jobs.path(best), card_rows(document), card_notes(document), judged=card_judged(document))
     workspace.point_best(best, folder)
     write_report(document, folder)
-    if line := track(document, folder):
-        session.jobs.progress(line, 0, 0)
     session.jobs.forget_images()
     session.close()
     return {"verdict": document.verdict, "report": document, "results_dir": str(folder)}

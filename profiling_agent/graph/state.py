@@ -111,7 +111,7 @@ class RunResult(BaseModel):
     results_dir: str
 
 
-FOLDERS, ADDRESSES, TRACKER = "PROFILING_AGENT_FOLDERS", "PROFILING_AGENT_ADDRESSES", "MLFLOW_TRACKING_URI"
+FOLDERS, ADDRESSES = "PROFILING_AGENT_FOLDERS", "PROFILING_AGENT_ADDRESSES"
 KEY, URLS = "OPENAI_API_KEY", ("OPENAI_BASE_URL", "OPENAI_API_BASE")
 REFERENCE = "reference:"
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -166,11 +166,10 @@ def key_for(endpoint: Endpoint, trusted: Collection[str], environment: Mapping[s
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Folders that may be read and written, addresses of language models, and whether a tracker is configured."""
+    """Folders that may be read and written, and addresses of language models."""
 
     folders: tuple[Path, ...]
     addresses: frozenset[str]
-    has_tracker: bool
 
     def check(self, request: Request) -> None:
         """Raise RequestError if a request, or a run's state, names a file or a server that the operator hasn't allowed."""
@@ -182,10 +181,6 @@ class Limits:
         self._check_source("model", request.model)
         self._check_source("dataset", request.dataset)
         self._check_address(request.base_url)
-        if request.tracker != "none" and not self.has_tracker:
-            raise RequestError(
-                f"tracker is {request.tracker!r}: this server's operator has to name where, in {TRACKER}"
-            )
         # From a checkpoint, which a client of the server may have written to.
         if isinstance(request, RunState):
             if request.acquired is not None:
@@ -222,8 +217,4 @@ def operators_limits(environment: Mapping[str, str]) -> Limits:
     """Return the limits in an environment: the working folder and named folders, and comma-separated addresses."""
     folders = [Path(folder).expanduser() for folder in environment.get(FOLDERS, "").split(pathsep) if folder]
     addresses = [url.strip() for url in environment.get(ADDRESSES, "").split(",")]
-    return Limits(
-        folders=(Path(), *folders),
-        addresses=trusted_addresses(environment, *addresses),
-        has_tracker=bool(environment.get(TRACKER)),
-    )
+    return Limits(folders=(Path(), *folders), addresses=trusted_addresses(environment, *addresses))

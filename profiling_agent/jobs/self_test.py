@@ -1,17 +1,22 @@
-"""Self-test of a device: `python -m profiling_agent.jobs.self_test DEVICE` profiles, prunes and evaluates a small model there.
+"""Self-tests with a tiny model, each in its own process, which a runtime or driver built for other hardware may crash.
 
-It prints each step's name before it and its result after it, so that a crash of the process shows which step failed.
+`python -m profiling_agent.jobs.self_test runtime NAME` runs the model on a runtime; `... device DEVICE` profiles, prunes and evaluates it on a
+device, and prints each step's name before it and its result after it, so that a crash shows which step failed.
 """
 
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import ViTConfig, ViTForImageClassification
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from profiling_agent.data.models import resolve_device
 from profiling_agent.errors import ArtifactError, QuantizationError
@@ -24,15 +29,63 @@ from profiling_agent.pruning.compensation import MIN_IMAGES, compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.artifact import model_bytes
-from profiling_agent.runtimes.probe import SPEC, write_tiny
+from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import Batch, Source, noise_batch, open_session, runtime
 from profiling_agent.runtimes.save import save_deployed
-from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, save_derived
-from profiling_agent.schemas import Cut, Deployment, ModelProfile, RuntimeName
+from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, save_derived, save_model
+from profiling_agent.schemas import Cut, Deployment, InputSpec, ModelProfile, RuntimeName
 
+SPEC = InputSpec(channels=3, height=32, width=32, source="probe")
+NUM_RUNS = 20
 BATCH = 8
 # Another device adds float32 numbers in another order.
 MAX_DISTANCE = 1e-3
+
+
+def probe(name: RuntimeName, folder: Path) -> float:
+    """Return the milliseconds of one image in a tiny model on runtime `name`, or raise what prevents that."""
+    model, onnx = write_tiny(folder / "float32"), None
+    if name in ("onnxruntime", "openvino"):
+        onnx = folder / "model.onnx"
+        export_onnx(model, onnx, spec=SPEC)
+    source = _source(folder / "float32", noise_batch(SPEC, 4), batch_size=1, onnx=onnx)
+    save_deployed(source, Deployment(runtime=name), folder / "deployed")
+    session = open_session(folder / "deployed")
+    images = noise_batch(SPEC, session.fixed_size or 1)
+    session.run(images)
+    started = time.perf_counter()
+    for _ in range(NUM_RUNS):
+        session.run(images)
+    return (time.perf_counter() - started) * 1000 / NUM_RUNS
+
+
+def write_tiny(folder: Path, *, hidden_size: int = 32, intermediate_size: int = 64) -> ViTForImageClassification:
+    """Save a ViT of two layers with random weights to `folder`; return it."""
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=intermediate_size,
+        image_size=SPEC.height,
+        patch_size=8,
+    )
+    model = ViTForImageClassification(config).eval()
+    processor = ViTImageProcessorPil(size={"height": SPEC.height, "width": SPEC.width})
+    save_model(model, folder, spec=SPEC, processor=processor, base_model="probe")
+    return model
+
+
+def _source(folder: Path, images: Batch, *, batch_size: int, onnx: Path | None = None, device: str = "cpu") -> Source:
+    return Source(
+        module=load_module(folder),
+        recipe=load_recipe(folder),
+        processor=load_processor(folder),
+        calibration=images,
+        batch_size=batch_size,
+        onnx=onnx,
+        device=device,
+    )
 
 
 class SelfTest:
@@ -102,7 +155,7 @@ class SelfTest:
         for deployment in deployments[1:]:
             folder = self.folder / f"{deployment.runtime}-{deployment.scheme}"
             try:
-                save_deployed(self._source(images), deployment, folder)
+                save_deployed(_source(self.pruned, images, batch_size=BATCH, device=self.device), deployment, folder)
             except QuantizationError as error:
                 # A GPU may have no float8.
                 outcomes.append(f"{deployment.name} doesn't ({error})")
@@ -110,16 +163,6 @@ class SelfTest:
             open_session(folder, device=self.device).run(images)
             outcomes.append(deployment.name)
         return f"float32 is {max(distances):.1g} from the CPU's; what works: {', '.join(outcomes)}"
-
-    def _source(self, images: Batch) -> Source:
-        return Source(
-            module=load_module(self.pruned),
-            recipe=load_recipe(self.pruned),
-            processor=load_processor(self.pruned),
-            calibration=images,
-            batch_size=BATCH,
-            device=self.device,
-        )
 
 
 def _distance(folder: Path, device: str, images: Batch) -> float:
@@ -135,15 +178,23 @@ def _calibration() -> Iterator[tuple[Tensor, Tensor]]:
 def main(device: str) -> None:
     """Run the steps, printing JSON before and after each; `auto` is CUDA, and without CUDA runs none."""
     chosen = "cuda" if device == "auto" and torch.cuda.is_available() else device
+    _print(device=None if chosen == "auto" else chosen)
     if chosen == "auto":
-        print(json.dumps({"device": None}), flush=True)  # noqa: T201 - the protocol
         return
-    print(json.dumps({"device": chosen}), flush=True)  # noqa: T201
     with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch:
         for name, step in SelfTest(chosen, Path(scratch)).steps.items():
-            print(json.dumps({"begun": name}), flush=True)  # noqa: T201
-            print(json.dumps({"seen": step()}), flush=True)  # noqa: T201
+            _print(begun=name)
+            _print(seen=step())
+
+
+def _print(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)  # noqa: T201 - the protocol with `doctor`
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    kind, subject = sys.argv[1:]
+    if kind == "device":
+        main(subject)
+    else:
+        with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch:
+            _print(latency_ms=probe(cast("RuntimeName", subject), Path(scratch)))

@@ -51,7 +51,7 @@ from profiling_agent.schemas import Cut, Evidence, Record, Unit, UnitEvidence, W
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folded:
+class FoldedUnit:
     """A unit's folded readers: the kept `columns` of its consumer's matrix, their `weight`, and the `shift` of its bias."""
 
     columns: list[int]
@@ -60,7 +60,7 @@ class Folded:
     masks: Mapping[str, Tensor]
 
 
-def fold(model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int], *, shifts: bool) -> Folded:
+def fold(model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int], *, shifts: bool) -> FoldedUnit:
     """Return the ridge regression of the consumer's inputs on the kept columns: W' = W_K + W_P C_PK (C_KK + ridge m I)^-1.
 
     `shifts` means that the outputs' means can be restored; otherwise C isn't centred (ThiNet, 2017; He et al., 2017).
@@ -77,7 +77,7 @@ def fold(model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int]
     mean = moments.mean.double()
     shift = weight @ mean - folded @ mean[columns]
     masked = masked_parameters(model, unit, kept)
-    return Folded(
+    return FoldedUnit(
         columns=columns,
         weight=folded.float(),
         shift=(shift if shifts else torch.zeros_like(shift)).float(),
@@ -85,7 +85,7 @@ def fold(model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int]
     )
 
 
-def overlay(model: nn.Module, unit: Unit, folded: Folded, norm: str | None) -> dict[str, Tensor]:
+def overlay(model: nn.Module, unit: Unit, folded: FoldedUnit, norm: str | None) -> dict[str, Tensor]:
     """Return, by name, the parameters and buffers with which `model` computes what the cut and folded one does.
 
     `norm` is the batch norm that reads the consumer's outputs: it takes the shift if the consumer has no bias.
@@ -202,18 +202,18 @@ class _Study:
         consumers = [unit.consumer for unit in self.units]
         self.norms = following_norms(self.model, consumers, self.judged[0][:1])
 
-    def fold(self, unit: Unit, kept_indices: Sequence[int]) -> Folded:
+    def fold(self, unit: Unit, kept_indices: Sequence[int]) -> FoldedUnit:
         shifts = unit.consumer in self.norms or has_bias(self.model.get_submodule(unit.consumer))
         return fold(self.model, unit, self.moments[unit.name], sorted(kept_indices), shifts=shifts)
 
-    def overlay(self, unit: Unit, folded: Folded) -> dict[str, Tensor]:
+    def overlay(self, unit: Unit, folded: FoldedUnit) -> dict[str, Tensor]:
         return overlay(self.model, unit, folded, self.norms.get(unit.consumer))
 
     def measure(self, criterion: str, progress: Progress) -> tuple[UnitEvidence, ...]:
         """T1: measure the KL at some widths of every unit, one unit cut at a time."""
         orders: dict[str, tuple[int, ...]] = {}
         predicted: dict[str, dict[int, float]] = {}
-        folds: dict[tuple[str, int], Folded] = {}
+        folds: dict[tuple[str, int], FoldedUnit] = {}
         for index, unit in enumerate(self.units):
             progress("ordering channels", index, len(self.units))
             unit_criterion = best_for(unit.kind) if criterion == "auto" else criterion
@@ -229,7 +229,9 @@ class _Study:
             _unit_evidence(unit, orders[unit.name], predicted[unit.name], measured[unit.name]) for unit in self.units
         )
 
-    def _measure_kl(self, folds: Mapping[tuple[str, int], Folded], progress: Progress) -> dict[str, dict[int, float]]:
+    def _measure_kl(
+        self, folds: Mapping[tuple[str, int], FoldedUnit], progress: Progress
+    ) -> dict[str, dict[int, float]]:
         units = {unit.name: unit for unit in self.units}
         changed = {unit.name: _changed_layers(unit) for unit in self.units}
         prefixes = find_prefixes(self.model, changed, self.judged[0][:1])

@@ -1,20 +1,17 @@
-"""Results of a finished run: reading them back, rows for the model card, and tracking with MLflow."""
+"""Results of a finished run: reading them back, and rows for the model card."""
 
 import hashlib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 from profiling_agent.data.hub import is_local
-from profiling_agent.errors import RequestError, RunError
+from profiling_agent.errors import RunError
 from profiling_agent.lib.io import DocumentError, parse_json, parse_record
 from profiling_agent.measure.throughput import SavedModel, saved_model
 from profiling_agent.reporting.report import RunReport, Summary
 from profiling_agent.reporting.units import count, drop, ms, percent, size, speedup
-from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CardRow, HeldOutAccuracy
 from profiling_agent.schemas import ArtifactRef
 from profiling_agent.workspace import MANIFEST, Workspace, check_version, read_manifest
@@ -156,73 +153,3 @@ def card_judged(report: RunReport) -> HeldOutAccuracy | None:
         return None
     split = report.acquired.heldout.source_split
     return HeldOutAccuracy(dataset=request.dataset, config=request.dataset_config, split=split, top1=report.best.top1)
-
-
-EXPERIMENT, TAG = "profiling-agent", "profiling_agent.results"
-# User and password in a URL.
-CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
-FILES = ("report.html", "report.md", "report.json")
-
-
-def check_tracker(request: Request) -> None:
-    """Raise RequestError if the requested tracker isn't installed."""
-    if request.tracker == "mlflow" and find_spec("mlflow") is None:
-        raise RequestError("tracker is 'mlflow' and mlflow isn't installed: pip install profiling-agent[mlflow]")
-
-
-def track(report: RunReport, folder: Path) -> str | None:
-    """Log a finished run once; return in one line where to, or why not, or None if no tracker was requested.
-
-    MLflow itself decides where to: MLFLOW_TRACKING_URI, by default a store in the working folder.
-    """
-    if report.request.tracker != "mlflow":
-        return None
-    import mlflow
-    from mlflow.exceptions import MlflowException
-
-    try:
-        mlflow.set_experiment(EXPERIMENT)
-        # A run that is cut between here and its next checkpoint comes here again once resumed.
-        if mlflow.search_runs(filter_string=f"tags.`{TAG}` = '{folder}'", output_format="list"):
-            return f"mlflow has it already ({without_password(mlflow.get_tracking_uri())})"
-        with mlflow.start_run(run_name=report.run_id, tags={TAG: str(folder)}):
-            mlflow.log_params(parameters(report.request))
-            mlflow.log_metrics(metrics(report))
-            for name in FILES:
-                mlflow.log_artifact(str(folder / name))
-            mlflow.log_artifacts(str((folder / "best").resolve()), "model")
-    except (MlflowException, OSError) as error:
-        message = without_password(str(error).strip().partition("\n")[0])[:200]
-        return f"mlflow could not be written to ({message}); the run folder has everything"
-    return f"logged to mlflow ({without_password(mlflow.get_tracking_uri())})"
-
-
-def without_password(text: str) -> str:
-    """Return text whose URLs have no user and no password."""
-    return CREDENTIALS.sub("", text)
-
-
-def parameters(request: Request) -> dict[str, Any]:
-    """Return every field of the request that has a value."""
-    return {name: value for name, value in request.model_dump().items() if value is not None}
-
-
-def metrics(report: RunReport) -> dict[str, float]:
-    """Return the numbers behind the verdict, before and after; fractions, milliseconds, counts and bytes."""
-    values: dict[str, float] = {
-        "met": float(report.verdict.outcome == "MET"),
-        "certified": float(report.verdict.certified),
-        "attempts": float(len(report.attempts)),
-    }
-    for side, summary in (("baseline", report.baseline), ("best", report.best)):
-        for name in ("top1", "latency_ms", "params", "macs", "size_bytes", "peak_memory_bytes"):
-            values[f"{side}.{name}"] = float(getattr(summary, name))
-    if drop := report.heldout.drop:
-        values |= {"drop": drop.drop, "drop.low": drop.low, "drop.high": drop.high}
-    if race_result := report.race_result:
-        values |= {
-            "speedup": race_result.speedup,
-            "speedup.low": race_result.speedup_low,
-            "speedup.high": race_result.speedup_high,
-        }
-    return values

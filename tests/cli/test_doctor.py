@@ -14,11 +14,10 @@ from crashing_library import break_library
 
 from profiling_agent.cli.doctor import Finding, check_cpu, check_memory, examine, read_self_test
 from profiling_agent.errors import RequestError
-from profiling_agent.jobs.self_test import SelfTest, main
+from profiling_agent.jobs.self_test import SelfTest, main, probe
 from profiling_agent.lib.io import CACHE_VARIABLE
 from profiling_agent.lib.machine import environment
 from profiling_agent.request import Request
-from profiling_agent.runtimes.probe import probe
 from profiling_agent.schemas import RUNTIMES
 
 QUICK = ("software", "CPU", "memory", "disk", "noise", "language model", "Hugging Face")

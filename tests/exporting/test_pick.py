@@ -14,7 +14,7 @@ from profiling_agent import pick
 from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import candidates_table, picked_table
 from profiling_agent.errors import ArtifactError, RequestError
-from profiling_agent.exporting.pick import Candidate, candidates, candidates_of, find_candidate
+from profiling_agent.exporting.pick import RunCandidate, candidates, candidates_of, find_candidate
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.runtimes.load import load
 from profiling_agent.schemas import RaceResult, Term, Variant
@@ -24,7 +24,7 @@ GOAL = sample_records.GOAL.model_copy(update={"max_accuracy_drop": 0.05, "max_si
 
 def measured(
     number: int, name: str, *, correct: int, size_bytes: int, speedup: float | None, peak: int = 0
-) -> Candidate:
+) -> RunCandidate:
     """Return a candidate of a baseline that answers 900 of 1000 images right and has 4000 bytes."""
     variant = Variant.BASELINE if number == 0 else Variant.BOTH
     raced: RaceResult | None = None
@@ -33,7 +33,7 @@ def measured(
         raced = raced.model_copy(update={"peak_bytes": (peak,) if peak else ()})
     against = None if number == 0 else 900
     evaluation = sample_records.evaluation(name, variant, correct=correct, against=against, size_bytes=size_bytes)
-    return Candidate(
+    return RunCandidate(
         number=number, evaluation=evaluation, race_result=raced, terms=(), is_judged=False, is_on_front=False
     )
 

@@ -200,13 +200,6 @@ def test_the_addresses_of_the_environment_are_the_operators():
     limits.check(Request(base_url="https://r.openai.azure.com/openai/v1"))
 
 
-def test_a_tracker_is_the_operators_to_name(limits: Limits):
-    with pytest.raises(RequestError, match="MLFLOW_TRACKING_URI"):
-        limits.check(Request(tracker="mlflow"))
-
-    operators_limits({"MLFLOW_TRACKING_URI": "sqlite:///store.db"}).check(Request(tracker="mlflow"))
-
-
 def test_what_was_written_into_a_threads_state_is_held_to_the_same(limits: Limits):
     source = ModelSource(name="/elsewhere/model", architecture="ViT", device="cpu", revision=None)
     acquired = Acquired.model_construct(source=source)
