@@ -10,9 +10,8 @@ import zoo
 from PIL import Image
 
 from profiling_agent.data.images import write_rows
-from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.runner import job_key
-from profiling_agent.jobs.tasks import TABLE, Task
+from profiling_agent.jobs.tasks import TABLE, JobContext, Task
 from profiling_agent.lib.io import file_sha256, write_text
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.runtimes.torch_artifact import save_model

@@ -7,8 +7,7 @@ import time
 from typing import ClassVar
 
 from profiling_agent.errors import RequestError
-from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.tasks import Task
+from profiling_agent.jobs.tasks import JobContext, Task
 from profiling_agent.schemas import ArtifactRef, Record
 
 

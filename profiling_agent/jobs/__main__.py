@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.store import RESULT, TASK, Message, Order, write_hashes
+from profiling_agent.jobs.tasks import JobContext
 from profiling_agent.lib.io import NO_SPACE, appearing, first_line, storage_problem, write_text
 from profiling_agent.lib.third_party import is_out_of_memory
 from profiling_agent.processes.child import Parent

@@ -20,8 +20,7 @@ from profiling_agent.quantization.calibrate import (
     observe,
     output_means,
 )
-from profiling_agent.quantization.cuda_linear import MULTIPLE, Float8Linear, Int8Linear, has_float8
-from profiling_agent.quantization.kinds import supports
+from profiling_agent.quantization.kinds import MULTIPLE, Float8Linear, Int8Linear, has_float8, supports
 from profiling_agent.quantization.layers import (
     CastLayer,
     DynamicLinear,

@@ -124,7 +124,7 @@ def export_onnx(
         if is_bare:
             import onnx
 
-            from profiling_agent.runtimes.onnx_names import write_bare
+            from profiling_agent.runtimes.onnx_graph import write_bare
 
             write_bare(onnx.load(temporary), temporary)
         checked = CHECKED_BATCHES if batch_size is None else (batch_size,)
@@ -177,7 +177,7 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
                 output_names=[OUTPUT],
                 dynamic_shapes={INPUT: {0: "batch"}} if is_dynamic else None,
             )
-            from profiling_agent.runtimes.onnx_resizes import fold_resizes_
+            from profiling_agent.runtimes.onnx_graph import fold_resizes_
 
             fold_resizes_(program.model)
             program.save(str(path), external_data=False)

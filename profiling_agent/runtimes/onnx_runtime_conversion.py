@@ -25,7 +25,7 @@ from profiling_agent.lib.machine import saturates
 from profiling_agent.lib.third_party import muted
 from profiling_agent.quantization.quantize import chosen_layers
 from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, QuantizedLayer
-from profiling_agent.runtimes.onnx_names import LAYER_OPS, is_convnet, layer_of, nodes_of_layers, write_bare
+from profiling_agent.runtimes.onnx_graph import LAYER_OPS, is_convnet, layer_of, nodes_of_layers, write_bare
 from profiling_agent.runtimes.registry import INPUT, Batch, Source, recommended
 from profiling_agent.schemas import Deployment
 

@@ -21,7 +21,7 @@ from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
 from profiling_agent.runtimes.artifact import IR, PreparedFiles, QuantizedLayer
 from profiling_agent.runtimes.onnx_export import write_graph
-from profiling_agent.runtimes.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
+from profiling_agent.runtimes.onnx_graph import LAYER_OPS, is_convnet, nodes_of_layers
 from profiling_agent.runtimes.open_vino import LAYER_TYPES, OpenVinoSession, exported_name
 from profiling_agent.runtimes.registry import INPUT, Batch, Source, missing_packages, recommended
 from profiling_agent.runtimes.save import calibration_batches

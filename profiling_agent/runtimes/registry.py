@@ -225,7 +225,7 @@ def layer_times(folder: Path, exported: Path | None, *, batch_size: int, num_thr
     if exported is not None:
         import onnx
 
-        from profiling_agent.runtimes.onnx_names import layers_by_name
+        from profiling_agent.runtimes.onnx_graph import layers_by_name
 
         layer_by_node = layers_by_name(onnx.load(exported, load_external_data=False))
     operators = operator_times(

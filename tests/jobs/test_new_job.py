@@ -15,9 +15,8 @@ from toy_job import Doubled, DoubleTask, WaitTask
 
 from profiling_agent.errors import JobError, RequestError, RunError
 from profiling_agent.jobs import tasks
-from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.tasks import TABLE, JobRow
+from profiling_agent.jobs.tasks import TABLE, JobContext, JobRow
 from profiling_agent.processes.child import can_fork
 from profiling_agent.workspace import Workspace
 

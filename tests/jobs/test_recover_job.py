@@ -11,9 +11,8 @@ from PIL import Image
 
 from profiling_agent.data.images import write_rows
 from profiling_agent.data.prepared import iter_batches
-from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.handlers.models import recover
-from profiling_agent.jobs.tasks import RecoverTask
+from profiling_agent.jobs.tasks import JobContext, RecoverTask
 from profiling_agent.lib.progress import silent
 from profiling_agent.modules.inference import mean_kl
 from profiling_agent.pruning.prune import prune_model

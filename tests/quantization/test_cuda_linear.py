@@ -8,7 +8,7 @@ import zoo
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.quantization.cuda_linear import Float8Linear, Int8Linear, RowwiseLinear
+from profiling_agent.quantization.kinds import Float8Linear, Int8Linear, RowwiseLinear
 from profiling_agent.quantization.quantize import quantize_rowwise
 from profiling_agent.runtimes.registry import Source, open_session, recommend
 from profiling_agent.runtimes.save import _ask, write_deployment

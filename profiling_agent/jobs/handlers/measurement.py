@@ -8,11 +8,11 @@ from pathlib import Path
 from profiling_agent.data.images import SplitImages
 from profiling_agent.data.prepared import PreparedImages
 from profiling_agent.errors import RequestError
-from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import (
     Evaluated,
     EvaluateTask,
     HeadlineTask,
+    JobContext,
     LayerTimes,
     LayerTimesTask,
     MemoryTask,

@@ -20,13 +20,13 @@ from profiling_agent.data.prepared import iter_batches, processed_batches, shuff
 from profiling_agent.data.shape import check_processor, resolve_input_shape, survey, verify
 from profiling_agent.data.splits import DrawnSplit, DrawnSplits, draw_splits, look_up_labels
 from profiling_agent.errors import AcquisitionError, ArtifactError, PruningError, QuantizationError, RequestError
-from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import (
     AcquireTask,
     DeployTask,
     EvidenceTask,
     Exported,
     ExportTask,
+    JobContext,
     LogitsTask,
     MatchedLabels,
     MatchLabelsTask,
