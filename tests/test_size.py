@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 31651, "tests": 31166, "benchmarks": 6939}
-MAX_MODULES = 146
+MAX_LINES = {"profiling_agent graphs": 31513, "tests": 31115, "benchmarks": 6943}
+MAX_MODULES = 141
 
 
 def python_files(folders: str) -> list[Path]:
