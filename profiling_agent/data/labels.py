@@ -115,7 +115,6 @@ def _match(label: str, index: int, id2label: Mapping[int, str], rule: MatchRule)
 
 
 def _select_by_kind(ways: Sequence[Matching], by: MatchBy) -> tuple[Matching, ...]:
-    """Return the matchings of the chosen kind, without duplicates."""
     candidates = [way for way in ways if by in ("auto", way.by)]
     if not candidates:
         kinds = " and ".join(way.by for way in ways)

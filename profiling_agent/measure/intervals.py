@@ -144,7 +144,6 @@ NUM_DRAWS = 2_000
 
 
 def _centre_and_error(num_lost: float, num_gained: float, num_images: float) -> tuple[float, float]:
-    """Return the adjusted difference and its standard error."""
     lost, gained = ((num + 1) / (num_images + 2) for num in (num_lost, num_gained))
     variance = (lost + gained - (lost - gained) ** 2) / (num_images + 2)
     return lost - gained, math.sqrt(variance)

@@ -1,1 +1,1 @@
-"""Shared tools for torch models: inference, hooks, prefix replay, batch norms, layer names and complexity."""
+"""Tools for torch models that no stage owns; `layer_names` imports no torch."""

@@ -117,7 +117,6 @@ def lasting_outputs(model: nn.Module, names: Iterable[str], images: Tensor) -> t
 
 
 def _versions(output: Any) -> list[int]:
-    """Return how often each tensor of an output has been changed in place."""
     values: Iterable[Any] = output.values() if isinstance(output, dict) else output
     tensors = [output] if isinstance(output, Tensor) else values
     return [part._version for part in tensors if isinstance(part, Tensor)]
@@ -252,7 +251,6 @@ def _later_reads(
 
 
 def _nan_like(output: Any) -> Any:
-    """Return nan in the output's shape, expanded from one element."""
     if isinstance(output, Tensor) and output.is_floating_point():
         return torch.full((), torch.nan, dtype=output.dtype, device=output.device).expand(output.shape)
     return tuple(_nan_like(part) for part in output) if isinstance(output, tuple) else output
