@@ -226,7 +226,6 @@ def _check_device(name: str) -> Finding:
 
 
 def _self_test(kind: str, name: str, timeout_s: float) -> subprocess.CompletedProcess[str] | None:
-    """Run a self-test in its own process; return None if it takes too long."""
     command, environment = child_command("profiling_agent.jobs.self_test", kind, name), child_environment()
     with contextlib.suppress(subprocess.TimeoutExpired):
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)

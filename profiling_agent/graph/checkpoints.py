@@ -102,7 +102,6 @@ class RunSaver(BaseCheckpointSaver[str]):
         self._lock = threading.Lock()
 
     def _saver(self, config: RunnableConfig | None, *, create: bool = False) -> SqliteSaver | None:
-        """Return the thread's saver; None if it has no file and `create` is false."""
         path = self._path(config)
         with self._lock:
             if path not in self._savers and (create or path.exists()):

@@ -1,7 +1,6 @@
 """Self-tests with a tiny model, each in its own process, which a runtime or driver built for other hardware may crash.
 
-`python -m profiling_agent.jobs.self_test runtime NAME` runs the model on a runtime; `... device DEVICE` profiles, prunes and evaluates it on a
-device, and prints each step's name before it and its result after it, so that a crash shows which step failed.
+`python -m profiling_agent.jobs.self_test runtime NAME` runs it there; `... device DEVICE` profiles, prunes and evaluates it, printing each step first.
 """
 
 import json
