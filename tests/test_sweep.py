@@ -203,6 +203,7 @@ def command(*arguments: str):
     return CliRunner().invoke(app, ["sweep", *arguments], env={"COLUMNS": "250", "TERM": "dumb"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "options", "message"),
     [

@@ -195,6 +195,7 @@ def test_the_picture_is_small_enough_for_a_readme():
     assert f"({PICTURE.relative_to(ROOT)})" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_run_that_has_no_report_gives_no_picture_and_one_line(tmp_path: Path):
     program = [sys.executable, str(ROOT / "benchmarks" / "report_picture.py"), str(tmp_path)]
 

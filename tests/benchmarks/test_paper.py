@@ -92,6 +92,7 @@ def test_several_data_sets_have_one_config_each_or_one_for_all():
         data_sets(["a", "b", "c"], {"dataset_config": ["x", "y"]}, "table2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -181,6 +182,7 @@ def test_the_best_of_algorithm_1_is_the_most_accurate_then_the_smallest_then_the
         best_by_algorithm_1([failed])
 
 
+@pytest.mark.slow
 def test_numbers_of_a_run_are_those_of_its_winner_and_its_baseline(finished: Path):
     """A quarter of the bytes, 12 of 1000 images lost, twice as fast."""
     report = read_report(finished)
@@ -336,6 +338,7 @@ def test_filters_are_scored_by_what_is_left_of_them():
     assert keep[names[1]] == sorted(left.topk(24).indices.tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 @pytest.mark.parametrize("criterion", ["l1", "random"])
 @pytest.mark.parametrize("ratio", [0.05, 0.75])

@@ -110,6 +110,7 @@ def test_shifting_keeps_the_mean_of_what_the_readers_give(family):
     assert torch.allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit", "swin", "resnet"])
 def test_rivals_and_parts_of_ours_are_cut_to_the_size_that_is_asked_for(family):
     draw = draw_of(family)

@@ -37,6 +37,7 @@ def test_every_field_of_the_request_is_a_flag_of_run():
         assert f"--{name.replace('_', '-')}" in said
 
 
+@pytest.mark.slow
 def test_a_runtime_that_is_not_installed_is_refused_before_anything_is_done(tmp_path: Path):
     output = tmp_path / "runs"
     arguments = ["profiling-agent", "run", "--runtimes", "eager,openvino", "--output", str(output)]
@@ -184,6 +185,7 @@ def test_a_number_with_a_unit_gets_past_the_flags(tmp_path: Path):
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["resume", "race"])
 def test_a_link_to_itself_is_refused_in_one_line(tmp_path: Path, verb: str):
     (tmp_path / "loop").symlink_to("loop")

@@ -22,6 +22,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
+@pytest.mark.slow
 def test_onnx_is_a_folder_with_the_graph_and_ten_lines_that_run_it(saved: Path, tmp_path: Path):
     ended = call("export", saved, "--format", "onnx", "--output", tmp_path / "new" / "out")
 

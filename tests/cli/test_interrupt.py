@@ -125,6 +125,7 @@ def test_a_crash_of_ours_is_no_verdict():
     assert "this is a bug of ours" in ended.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_ends_any_command_without_a_traceback(name: str):
     ended = with_command(f"os.kill(os.getpid(), signal.{name})")
@@ -140,6 +141,7 @@ def test_an_order_that_comes_twice_does_not_interrupt_what_is_left_to_be_done():
     assert (ended.returncode, ended.stdout.strip(), ended.stderr.strip()) == (143, "all was put away", "stopped")
 
 
+@pytest.mark.slow
 def test_a_hang_up_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -150,6 +152,7 @@ def test_a_hang_up_that_is_ignored_stays_ignored():
     assert (ended.returncode, ended.stdout.strip()) == (0, "went on")
 
 
+@pytest.mark.slow
 def test_a_terminal_of_ascii_shows_what_it_can():
     ended = with_command(
         "terminal.console.print('größer ✓'); terminal.refuse('č')", PYTHONIOENCODING="ascii", LC_ALL="C"
@@ -160,6 +163,7 @@ def test_a_terminal_of_ascii_shows_what_it_can():
     assert ended.stderr.strip() == "profiling-agent: \\u010d"
 
 
+@pytest.mark.slow
 def test_no_text_moves_the_cursor():
     ended = with_command(
         "terminal.console.print('a\\x1b[2Jb\\x9bc\\u202ed', markup=False); terminal.refuse('x\\x1b]0;title\\x07y')"

@@ -140,6 +140,7 @@ def answers(tmp_path_factory):
     return dict(zip([*online, *offline], [*there, *gone], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["model", "cached model"])
 def test_a_model_comes_with_the_commit_that_was_read_and_the_next_time_without_the_network(answers, what):
     assert answers[what] == COMMIT
@@ -229,6 +230,7 @@ def sizes_of(config):
     return [rows, num_search, min(4 * num_search, num_heldout)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["named", "main"])
 def test_a_script_makes_way_for_the_hubs_parquet_copy_and_the_run_says_so(copied, what):
     assert copied[what]["sizes"] == sizes_of("320px")
@@ -281,6 +283,7 @@ def test_pictures_in_a_repository_are_read_from_it(answers):
     assert answers["pictures"]["sizes"] == [num_search // 2, wanted, min(4 * wanted, num_heldout)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
 def test_offline_makes_no_connection(tmp_path, setting):
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -405,6 +405,7 @@ def acquire(model: Path, data: Path, root: Path, name: str = "acquire", **option
     return in_process.run(AcquireTask(model=str(model), dataset=str(data), device="cpu", **options), root, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["number", "place"])
 def test_folders_with_numbers_are_the_classes_that_the_model_was_trained_with(data, trained, tmp_path, order):
     """Trained by folder order, as torchvision and `datasets` read folders, class 2 is folder 10."""

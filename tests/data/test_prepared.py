@@ -193,6 +193,7 @@ def test_large_images_are_processed_a_few_at_once(tmp_path: Path):
     assert [len(given) for given in processor.given] == [4, 1, 1, 32, 2] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_no_value_depends_on_the_images_that_are_processed_with_it(tmp_path: Path, name: str):
     rng, path, processor = np.random.default_rng(0), tmp_path / "split.parquet", PROCESSORS[name]

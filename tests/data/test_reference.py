@@ -63,6 +63,7 @@ def test_training_is_seeded_and_leaves_the_global_seed_alone():
     assert all(torch.equal(here, there) for here, there in zip(first.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_training_learns_what_it_is_shown():
     images, labels = noise(10)
     recipe = replace(RECIPES["vit"], num_steps=60, shift=0.0, scale=0.0, rotation=0.0, batch_size=10)

@@ -73,6 +73,7 @@ def labels_of(saved: Path, images: list[Path]) -> list[str]:
     return [each.label for each in load(saved).predict([Image.open(path) for path in images])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), EXPORTED)
 def test_a_graph_runs_by_its_runtime_alone(sources: deployments.Sources, tmp_path: Path, family: str, name: str):
     saved, home, images = tmp_path / "saved", tmp_path / "home", pictures(tmp_path)
@@ -123,6 +124,7 @@ def test_photographs_are_prepared_as_those_that_accuracy_is_measured_on(source: 
     assert printed(home, GRAPHS["onnxruntime"], paths, tmp_path) == labels_of(saved, paths)
 
 
+@pytest.mark.slow
 def test_a_model_whose_layers_were_cut_differently_is_exported_to_onnx_alone(tmp_path: Path):
     model = zoo.vit()
     units = find_units(model, zoo.SPEC, {}).units

@@ -161,6 +161,7 @@ def metadata_of(folder):
     return yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
 
 
+@pytest.mark.slow
 def test_a_runs_model_goes_up_whole_and_loads_from_there(world):
     root, answers, hub = world
 

@@ -108,6 +108,7 @@ def task_of(folder: Path, side: int) -> ResolveShapeTask:
     return ResolveShapeTask(model=str(folder), device="cpu")
 
 
+@pytest.mark.slow
 def test_a_contradiction_is_settled_by_the_model_that_was_asked(jobs: Jobs, tmp_path: Path):
     with chat_server(in_turn(WRONG, RIGHT)) as server:
         resolved = resolve_with(advisor_of(server, tmp_path), task_of(tmp_path / "model", 48), jobs)

@@ -164,6 +164,7 @@ def a_thread(runs: Path) -> Path:
     return runs / "t" / "checkpoints.sqlite"
 
 
+@pytest.mark.slow
 def test_a_file_that_another_process_holds_is_not_called_damaged(tmp_path: Path):
     path = a_thread(tmp_path)
     with closing(sqlite3.connect(path)) as other:
@@ -235,6 +236,7 @@ def test_a_key_does_not_go_where_a_request_json_says(named: Path, monkeypatch: p
     assert (named / "request.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["the flag", "the argument", "the environment", "no key"])
 def test_it_goes_there_once_a_person_says_so_and_without_one_nobody_needs_to(
     named: Path, monkeypatch: pytest.MonkeyPatch, way: str

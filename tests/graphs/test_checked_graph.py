@@ -84,6 +84,7 @@ def is_free(run: Path, sessions: Sessions) -> bool:
     return not sessions.by_run and not any(str(run) in str(child.cmdline()) for child in children)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["updates", "custom"])
 def test_a_stream_that_is_left_lets_go_of_its_run(world: World, tmp_path: Path, mode: Any):
     """In mode `custom` its node is at work then."""

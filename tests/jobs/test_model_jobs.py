@@ -64,6 +64,7 @@ def deployed(root: Path, name: str, deployment: Deployment, onnx: ArtifactRef | 
     return in_process.run(DeployTask(**(given | asked)), root, name)
 
 
+@pytest.mark.slow
 def test_a_deployed_model_and_how_far_it_is_from_its_parent(root: Path, onnx: ArtifactRef):
     made = deployed(root, "static", Deployment(runtime="onnxruntime", scheme="static"), onnx)
 

@@ -218,6 +218,7 @@ def test_a_worker_that_dies_leaves_what_it_was_a_copy_of(jobs: Jobs, baseline: t
     assert list(jobs.here._copied.values()) == [before]
 
 
+@pytest.mark.slow
 def test_where_a_library_takes_the_server_down_processes_are_started_anew(
     baseline: tuple[Workspace, ArtifactRef], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -235,6 +236,7 @@ def test_where_a_library_takes_the_server_down_processes_are_started_anew(
     broken.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("anew", [False, True])
 def test_children_die_with_a_parent_that_is_killed(tmp_path: Path, anew: bool):
     code = (

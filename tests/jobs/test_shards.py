@@ -214,6 +214,7 @@ def test_images_that_were_forgotten_are_prepared_again_and_what_was_prepared_sta
     jobs.forget_images()
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_in_one_line_and_leaves_nothing(root: Path, tmp_path: Path):
     images = info(root, "search", NUM_IMAGES)
     shutil.copy(root / images.file.path, tmp_path)

@@ -461,6 +461,7 @@ def judged() -> ModelProfile:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["hybrid", "llm"])
 @pytest.mark.parametrize("name", [name for name in PERSONAS if name != "silent"])
 def test_whoever_plans_nothing_beyond_the_evidence_is_measured(tmp_path: Path, name: str, planner: Planner):

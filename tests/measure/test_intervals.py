@@ -129,6 +129,7 @@ def test_no_number_of_images_certifies_a_drop_that_is_too_large():
     assert images_to_certify(answers(30, 10, 1000), 0.019) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lost", "gained"), [(0.03, 0.02), (0.004, 0.001), (0.1, 0.1)])
 def test_the_interval_covers_the_true_drop_as_often_as_it_says(lost: float, gained: float):
     rng, num_images, num_trials = np.random.default_rng(0), 500, 1500
@@ -223,6 +224,7 @@ def test_how_many_images_it_takes_is_what_as_many_like_them_show():
     assert images_until_kept(Counts(30, 3, 512), 0.02, ERROR) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("discordant", [0.012, 0.04, 0.15])
 def test_a_drop_of_exactly_the_bound_is_called_kept_in_at_most_five_of_a_hundred_worlds(discordant):
     rng = np.random.default_rng([7, round(1000 * discordant)])
@@ -234,6 +236,7 @@ def test_a_drop_of_exactly_the_bound_is_called_kept_in_at_most_five_of_a_hundred
     assert wrong <= 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", [-0.01, 0.0, 0.02])
 def test_the_interval_holds_the_drop_at_every_look_in_ninety_five_of_a_hundred_worlds(drop):
     rng = np.random.default_rng([8, round(1000 * (drop + 1))])

@@ -525,6 +525,7 @@ def test_equal_shapes_are_timed_once(tmp_path):
         assert one == two == three
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_unit_of_a_family_is_timed_at_every_width(family, tmp_path):
     model = families.FAMILIES[family]()

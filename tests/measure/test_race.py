@@ -386,6 +386,7 @@ def test_noise_widens_the_interval_of_one_session():
     assert calm.width < noisy.width
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between_processes", [0.02, 0.05, 0.07])
 @pytest.mark.parametrize("between_sessions", [0.0, 0.06])
 def test_the_interval_of_five_sessions_covers_what_is_true(between_processes: float, between_sessions: float):

@@ -45,6 +45,7 @@ def test_images_per_second_are_the_batch_over_the_median_pass(root: Path, saved:
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
+@pytest.mark.slow
 def test_a_model_that_can_not_be_run_is_refused_and_the_others_are_measured(root: Path, saved: ArtifactRef):
     nowhere = REF.model_copy(update={"path": "nowhere"})
 
@@ -55,6 +56,7 @@ def test_a_model_that_can_not_be_run_is_refused_and_the_others_are_measured(root
     assert [row.model for row in measured.rows] == [saved]
 
 
+@pytest.mark.slow
 def test_memory_holds_the_interpreter_and_the_batch_but_not_the_machine(root: Path, saved: ArtifactRef):
     used = memory_use(saved, root=root, batch_size=2, num_threads=1)
 

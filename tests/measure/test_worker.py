@@ -113,6 +113,7 @@ def test_a_worker_that_hangs_is_ended():
     assert {child.pid for child in psutil.Process().children()} <= before
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_between_samples_is_noticed(root: Path):
     with TimedProcess(worker_command(root / "baseline"), START) as process:
         process.wait_until_ready()
@@ -122,6 +123,7 @@ def test_a_worker_that_is_killed_between_samples_is_noticed(root: Path):
             process.take_sample(10**9)
 
 
+@pytest.mark.slow
 def test_a_worker_in_the_middle_of_a_sample_dies_with_its_parent(root: Path):
     parent = subprocess.Popen([sys.executable, "-c", BROOD, str(root / "baseline")], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -49,6 +49,7 @@ def changed(model, names):
     return laid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MODELS)
 def test_a_run_from_any_unit_gives_what_a_whole_run_gives(family):
     model, readers, images = prepared(family)
@@ -179,6 +180,7 @@ def consumers_of(model):
     return in_order(model, [unit.consumer for unit in find_units(model, zoo.SPEC, {}).units], IMAGES[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_bytes", [2**30, 0])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
@@ -194,6 +196,7 @@ def test_every_layer_is_reached_with_what_a_whole_pass_gives_though_weights_chan
         model.get_submodule(layer).weight.mul_(0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_walk_of_its_own_through_a_pruned_model_reaches_what_that_one_gives(family):

@@ -55,6 +55,7 @@ def plan(layer: str, ratio: float) -> Plan:
     return Plan(pruning=(PruningRecommendation(layer=layer, pruning_type="structured", pruning_ratio=ratio),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_dry_run_says_exactly_what_the_prune_leaves(family):
     model = FAMILIES[family]()
@@ -81,6 +82,7 @@ def judged(model, *, latency=lambda keep: None) -> ModelProfile:
     return profile.model_copy(update={"evidence": evidence(profile.units, kls, latency=latency), "layers": tuple(rows)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit", "swin", "resnet", "mobilenet_v2"])
 @pytest.mark.parametrize("metric", ["params", "macs"])
 def test_a_target_is_met_by_what_the_prune_leaves(family, metric):

@@ -55,6 +55,7 @@ def vit_profile():
     return profile(zoo.vit())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_a_profile_takes_at_most_60_passes_and_says_how_many(family):
     model, passes = zoo.FAMILIES[family](), []

@@ -48,6 +48,7 @@ def answers(text: str) -> list[dict]:
     return [json.loads(line) for line in re.findall(r"^\{.*\}$", text, re.MULTILINE)]
 
 
+@pytest.mark.slow
 def test_the_examples_are_those_of_the_record():
     for name, text in prompt_examples.texts(SEEN).items():
         assert (prompt_examples.PROMPTS / name).read_text(encoding="utf-8") == text
@@ -101,6 +102,7 @@ def as_the_examples_do(payload: dict, number: int) -> Said:
     return Said(content=json.dumps(found[1] if tried >= 3 else found[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "lost_per_nat"), WORLDS)
 def test_who_answers_as_the_examples_do_makes_the_first_plan_and_is_no_worse_than_the_rules(
     number: int, lost_per_nat: float, tmp_path: Path

@@ -65,6 +65,7 @@ def logits(model, images=IMAGES):
         return model(pixel_values=images).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_divergence_falls_and_is_what_the_compensated_model_has(family):
     model = FAMILIES[family]()
@@ -78,6 +79,7 @@ def test_the_divergence_falls_and_is_what_the_compensated_model_has(family):
     assert done.kl_after == pytest.approx(after, rel=1e-3, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_models_are_left_as_they_were(family):
     model = FAMILIES[family]()
@@ -332,6 +334,7 @@ def test_a_forward_pass_ends_at_the_layer_and_the_model_keeps_no_hook():
     assert not model.vit.layers[0].mlp.fc2._forward_hooks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [zoo.vit, zoo.swin, zoo.resnet, lambda: zoo.resnet("basic")])
 def test_consumers_give_on_average_what_the_dense_ones_give(make):
     model = make()

@@ -107,6 +107,7 @@ def test_each_unit_alone_saves_exactly_what_it_says(family):
 TWICE = ("swinv2", "pvt", "data2vec", "regnet_y", "mobilenet_v2", "dinov2_swiglu", "timm_swin", "timm_vit_swiglu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", marked(TWICE))
 def test_a_model_that_was_pruned_and_saved_is_pruned_and_saved_again(family, tmp_path):
     model, _, _, first = found(family)
@@ -135,6 +136,7 @@ def resolved(family: str, pattern: str):
     return resolve([asked], units=planned(family).units, refusals=planned(family).refusals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "old", "live"),
     [

@@ -56,6 +56,7 @@ def folded_and_cut(model, unit, norms):
         return functional_call(model, laid, (), {"pixel_values": IMAGES}).logits, logits(pruned)
 
 
+@pytest.mark.slow
 @EVERY
 def test_the_overlay_computes_what_the_cut_and_folded_model_computes(family):
     model = MODELS[family]()

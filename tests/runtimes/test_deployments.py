@@ -124,6 +124,7 @@ def test_weights_are_stored_as_small_as_they_are(sources: deployments.Sources, t
     assert expected * 0.9 < weight_bytes(tmp_path / "model", deployment) < expected + 75_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["eager dynamic", "onnxruntime dynamic", "onnxruntime static", "openvino static", "openvino static_nncf"]
 )
@@ -140,6 +141,7 @@ def test_one_side_of_int8_has_seven_bits_where_the_runtimes_own_kernels_saturate
         assert max(np.abs(one.astype(int)).max() for one in steps) == (64 if saturates else 127)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eager dynamic", "onnxruntime dynamic", "onnxruntime static", "openvino static_nncf"])
 def test_a_layer_that_is_to_stay_in_float_does(sources: deployments.Sources, tmp_path: Path, name: str):
     deployment = deployments.deployment(name)
@@ -180,6 +182,7 @@ def test_a_pattern_that_hits_nothing_is_refused_and_leaves_nothing(sources: depl
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_fixed_batch_is_run_as_it_is_and_no_other(tmp_path: Path):
     source = deployments.source_of("resnet", tmp_path / "source", batch_size=4)
     images = noise_batch(zoo.SPEC, 4)
@@ -296,6 +299,7 @@ def test_forms_on_cuda(sources: deployments.Sources, tmp_path: Path, name: str):
     assert next(session.module.parameters()).is_cuda
 
 
+@pytest.mark.slow
 def test_relu6_is_in_the_range_of_an_int8_convolutions_output(tmp_path: Path):
     """Rounded before it, values would have steps as wide as all that it cuts off asks for: twice a real MobileNet's KL."""
     model = FAMILIES["mobilenet_v1"]()
@@ -316,6 +320,7 @@ def test_relu6_is_in_the_range_of_an_int8_convolutions_output(tmp_path: Path):
 TIMED = [one.name for one in deployments.all_deployments() if one.runtime != "inductor"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TIMED)
 def test_each_runtime_says_where_a_pass_goes(sources: deployments.Sources, tmp_path: Path, name: str):
     wide, deployment = sources("wide"), deployments.deployment(name)

@@ -65,6 +65,7 @@ def picture(seed: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (48, 40, 3), dtype=np.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_runtime_is_called_in_the_same_way(root: Path, name: str):
     model = load(folder_of(root, name))
@@ -257,6 +258,7 @@ def test_int8_of_eight_bits_is_never_said_to_compute_the_same_where_its_sums_may
         assert "the same" not in said
 
 
+@pytest.mark.slow
 def test_a_runtime_that_is_not_there_is_named_with_its_extra(root: Path):
     code = (
         "import sys\n"
@@ -278,6 +280,7 @@ def test_a_runtime_that_is_not_there_is_named_with_its_extra(root: Path):
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_model_runs_in_as_many_threads_as_it_is_told(root: Path):
     code = (
         "import os, sys\n"
@@ -302,6 +305,7 @@ def test_a_model_runs_in_as_many_threads_as_it_is_told(root: Path):
         load(folder_of(root, SIMPLE), num_threads=0)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_leaves_nothing_and_is_one_line(tmp_path: Path):
     code = (
         "import resource, signal, sys\n"
@@ -364,6 +368,7 @@ def test_loading_is_silent(root: Path):
         load(folder_of(root, "openvino float32"))
 
 
+@pytest.mark.slow
 def test_a_source_without_onnx_is_refused_where_a_runtime_reads_it(root: Path, tmp_path: Path):
     source = deployments.source_of("resnet", tmp_path / "source")
     bare = Source(
@@ -450,6 +455,7 @@ NUM_THREADS, NUM_CALLS = 4, 50
 BATCHES = [noise_batch(zoo.SPEC, size, seed=10 * size + number) for size in (1, 2, 3) for number in (1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eager float32", "onnxruntime float32", "openvino float32", "openvino static"])
 def test_each_thread_gets_the_answers_to_its_own_images(source: Source, tmp_path: Path, name: str):
     save_deployed(source, deployments.deployment(name), tmp_path / "model", num_threads=1)

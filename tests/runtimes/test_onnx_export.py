@@ -52,6 +52,7 @@ def test_a_pruned_model_of_each_family_says_the_same_in_onnx_runtime(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
+@pytest.mark.slow
 def test_layers_of_different_widths_and_a_fixed_batch(tmp_path: Path):
     model = zoo.vit()
     units = find_units(model, zoo.SPEC, {}).units
@@ -65,6 +66,7 @@ def test_layers_of_different_widths_and_a_fixed_batch(tmp_path: Path):
     assert dims(onnx.load(tmp_path / "model.onnx").graph.input[0]) == [4, 3, 32, 32]
 
 
+@pytest.mark.slow
 def test_the_file_is_one_graph_from_pixel_values_to_logits_with_a_free_batch(tmp_path: Path):
     export_onnx(zoo.resnet(), tmp_path / "model.onnx", spec=zoo.SPEC)
 
@@ -137,6 +139,7 @@ class Answers(torch.nn.Module):
         return features[:, :5] if features.sum().item() > 0 else features[:, 5:10]
 
 
+@pytest.mark.slow
 def test_what_torch_can_not_export_is_one_line_and_leaves_nothing(tmp_path: Path):
     model = zoo.vit(num_hidden_layers=1)
     model.classifier = Answers()
@@ -179,12 +182,14 @@ def logits(model: onnx.ModelProto) -> np.ndarray:
     return found
 
 
+@pytest.mark.slow
 def test_an_exported_vit_masks_nothing(tmp_path: Path):
     export_onnx(zoo.vit(), tmp_path / "model.onnx", spec=zoo.SPEC)
 
     assert not {"IsNaN", "Where"} & set(operators(onnx.load(tmp_path / "model.onnx")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit", "swin"])
 def test_each_block_becomes_one_node_that_computes_the_same(sources: deployments.Sources, family: str):
     exported = sources(family).onnx

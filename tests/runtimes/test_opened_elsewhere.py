@@ -72,6 +72,7 @@ def check_refused(folder: Path, model: Any) -> None:
         load_model(str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit", "resnet"])
 @pytest.mark.parametrize("form", FORMS)
 def test_transformers_opens_no_saved_deployment(sources: deployments.Sources, tmp_path: Path, family: str, form: str):
@@ -160,6 +161,7 @@ def test_neither_timm_nor_transformers_opens_a_saved_timm_model(tmp_path: Path, 
             timm.create_model(model.config.architecture, checkpoint_path=str(weights))
 
 
+@pytest.mark.slow
 def test_no_path_of_this_machine_is_written(tmp_path: Path):
     loaded = load_model(str(zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "private" / "my-vit")))
     config: Any = loaded.model.config

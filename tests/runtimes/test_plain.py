@@ -44,6 +44,7 @@ def say(model):
         return model(pixel_values=random_batch(zoo.SPEC, 3, seed=7)).logits
 
 
+@pytest.mark.slow
 def test_a_vit_that_was_cut_alike_loads_in_a_process_that_knows_nothing_of_us(tmp_path: Path):
     small, cuts = cut(zoo.vit())
 

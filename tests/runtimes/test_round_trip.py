@@ -168,6 +168,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], t
     return {key: (logits, answer) for (key, logits), answer in zip(said.items(), heard, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", list(VARIANTS))
 @pytest.mark.parametrize("family", list(zoo.FAMILIES))
 def test_a_fresh_process_computes_what_was_saved(answers, family: str, variant: str):

@@ -50,6 +50,7 @@ def test_where_nothing_is_missed_most_worlds_are_certified(tmp_path: Path):
     assert sum(certified) >= 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "num_images", "most_bad", "most_baseline"),
     [
