@@ -23,7 +23,7 @@ from sessions import pool
 from profiling_agent.jobs.tasks import MODULES
 from profiling_agent.measure.race import SHORT, session_starter
 from profiling_agent.measure.session import run_session, worker_command
-from profiling_agent.measure.worker import Start
+from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.processes.child import ForkServer, child_environment, fork_server
 
 MODELS = ("vit-cifar10", "resnet-cifar10", "swin-cifar10")
@@ -31,7 +31,7 @@ MODELS = ("vit-cifar10", "resnet-cifar10", "swin-cifar10")
 MAX_SLOWER, MIN_SPREAD = 1.05, 0.5
 
 
-def hold(commands: list[list[str]], start: Start, seed: int, server: ForkServer | None) -> dict[str, float]:
+def hold(commands: list[list[str]], start: WorkerSetup, seed: int, server: ForkServer | None) -> dict[str, float]:
     """Return what one session of equal models says, with both in copies where there is a server."""
     servers = None if server is None else dict.fromkeys(range(len(commands)), server)
     started = time.monotonic()
@@ -54,7 +54,10 @@ def measure(model: Path, batch_size: int, num_sessions: int) -> list[dict[str, A
         server = stack.enter_context(fork_server(MODULES, child_environment()))
         if server is None:
             raise SystemExit("this system stands no copies: every process is started anew")
-        commands, start = [worker_command(path) for path in (folder, twin)], Start(batch_size=batch_size, device="cpu")
+        commands, start = (
+            [worker_command(path) for path in (folder, twin)],
+            WorkerSetup(batch_size=batch_size, device="cpu"),
+        )
         for number in range(num_sessions):
             for way, given in (("anew", None), ("copy", server)):
                 assert given is None or given.serves(child_environment()), "else both ways are one"

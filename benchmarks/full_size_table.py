@@ -32,7 +32,7 @@ from transformers import ViTImageProcessorPil
 from workshop import Made, Workshop, deployments
 
 from profiling_agent.measure.session import SessionLimits, worker_command
-from profiling_agent.measure.worker import Start
+from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.runtimes.registry import noise_batch
@@ -108,7 +108,7 @@ def field_of(commands: Sequence[Sequence[str]], *, is_quick: bool) -> Sessions:
     limits = SessionLimits(
         seconds_per_turn=0.3, min_repeats=6 if is_quick else 8, seconds_per_model=4 if is_quick else 8
     )
-    return Sessions(commands, Start(batch_size=1, device="cpu"), limits)
+    return Sessions(commands, WorkerSetup(batch_size=1, device="cpu"), limits)
 
 
 def row_of(

@@ -24,7 +24,7 @@ from workshop import Made, Workshop, deployments
 
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.measure.session import TimedProcess, worker_command
-from profiling_agent.measure.worker import Start
+from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.search.deployments import INT8
 
 # Rows, columns and depth of a product: a ViT-B's MLP for a batch of 8, and larger.
@@ -92,7 +92,7 @@ def rates() -> dict[str, float]:
 
 def row_of(name: str, made: Made, shop: Workshop, macs: int, limits: dict[str, float], asked: Any) -> dict[str, Any]:
     """Time a deployment alone, and return its share of the limit."""
-    start = Start(batch_size=asked.batch_size, device="cpu")
+    start = WorkerSetup(batch_size=asked.batch_size, device="cpu")
     with TimedProcess(worker_command(shop.path(made)), start) as process:
         process.wait_until_ready()
         turns = [min(process.take_sample(2)) for _ in range(QUICK_TURNS if asked.quick else NUM_TURNS)]

@@ -22,7 +22,7 @@ from scipy import stats
 from profiling_agent.jobs.tasks import MODULES
 from profiling_agent.measure.race import run_race, session_starter
 from profiling_agent.measure.session import worker_command
-from profiling_agent.measure.worker import Start
+from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.processes.child import ForkServer, child_command, child_environment, fork_server
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -48,7 +48,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Return one row for each of `num` comparisons, whose processes are copies where there is a server, as a run's are."""
     rows: list[dict[str, Any]] = []
-    start, servers = Start(batch_size=batch_size, device="cpu"), {0: server, 1: server} if server else None
+    start, servers = WorkerSetup(batch_size=batch_size, device="cpu"), {0: server, 1: server} if server else None
     for number in range(num):
         starter = session_starter([worker_command(folder), copy], start, servers=servers)
         result = run_race(starter, 2, seed=1000 * number)

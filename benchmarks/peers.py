@@ -15,7 +15,7 @@ import numpy as np
 
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.lib.third_party import muted
-from profiling_agent.measure.worker import Start, serve
+from profiling_agent.measure.worker import WorkerSetup, serve
 from profiling_agent.runtimes.registry import noise_batch
 
 
@@ -29,7 +29,7 @@ def worker_of_peer(path: Path) -> list[str]:
     return [sys.executable, __file__, "peer", str(path)]
 
 
-def open_papers(folder: str, start: Start) -> Callable[[], float]:
+def open_papers(folder: str, start: WorkerSetup) -> Callable[[], float]:
     """Return one pass of the float32 model with every Linear quantized by torch's default."""
     import torch
     from paper.methods import dynamic_int8
@@ -71,7 +71,7 @@ def write_peer(model: Any, example: Any, path: Path) -> None:
     onnx.checker.check_model(path)
 
 
-def open_peer(path: str, start: Start) -> Callable[[], float]:
+def open_peer(path: str, start: WorkerSetup) -> Callable[[], float]:
     """Return one pass of an ONNX file."""
     import onnxruntime
 

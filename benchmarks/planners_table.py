@@ -9,7 +9,7 @@ from sessions import Sessions
 
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.measure.session import SessionLimits, worker_command
-from profiling_agent.measure.worker import Start
+from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.schemas import Spent
 
@@ -87,7 +87,7 @@ def race_the_best(folders: Sequence[Path], batch_size: int, sessions: int) -> li
     commands = [worker_command(models[prints.index(sha256)]) for sha256 in places]
     if len(commands) == 1:
         return [[1.0] * 3 for _ in models]
-    field = Sessions(commands, Start(batch_size=batch_size, device="cpu"), LIMITS)
+    field = Sessions(commands, WorkerSetup(batch_size=batch_size, device="cpu"), LIMITS)
     for _ in range(sessions):
         field.hold()
     over = [field.over(place) for place in range(len(commands))]

@@ -18,7 +18,7 @@ from profiling_agent.errors import JobError
 from profiling_agent.lib.machine import available_bytes
 from profiling_agent.measure.session import FREE_FRACTION, RaceSession, SessionLimits, TimedProcess, run_session
 from profiling_agent.measure.statistics import log_ratios, score_over_sessions
-from profiling_agent.measure.worker import Start
+from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.schemas import NUM_SESSIONS
 
 
@@ -55,7 +55,7 @@ class Sessions:
     """One field of models, by their places; what each session measured of them."""
 
     commands: Sequence[Sequence[str]]
-    start: Start
+    start: WorkerSetup
     limits: SessionLimits
     held: list[RaceSession] = field(default_factory=list[RaceSession])
     stamps: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from profiling_agent.measure.worker import Start, open_artifact, serve
+from profiling_agent.measure.worker import WorkerSetup, open_artifact, serve
 
 
-def open_slower(folder: str, start: Start, by: float) -> Callable[[], float]:
+def open_slower(folder: str, start: WorkerSetup, by: float) -> Callable[[], float]:
     """Return one pass of a saved model that takes longer than it has to, by such a share."""
     run_once = open_artifact(Path(folder), start)
 

@@ -9,7 +9,7 @@ class RequestError(ProfilingAgentError):
     """The request can't be carried out; the message has what was wrong, what was seen, and what to change."""
 
 
-class TermError(RequestError, ValueError):
+class FieldError(RequestError, ValueError):
     """A term of a request is unknown or not allowed; LangGraph's server passes on messages of ValueErrors."""
 
 

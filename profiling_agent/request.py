@@ -32,7 +32,7 @@ SYNONYMS = {
 }
 
 
-def unknown_term(names: Iterable[object], known: Collection[str]) -> str | None:
+def unknown_field(names: Iterable[object], known: Collection[str]) -> str | None:
     """Return a message about the first unknown name, with the most similar known one, or None."""
     for name in (str(name)[:MAX_NAME] for name in names if name not in known):
         similar = difflib.get_close_matches(name, known, n=1)
@@ -279,7 +279,7 @@ class Request(BaseModel):
         fields, lines = current_names(cast("dict[str, Any]", document))
         for line in lines if info.mode == "python" else ():
             warnings.warn(line, FutureWarning, stacklevel=2)
-        if problem := unknown_term(fields, cls.model_fields):
+        if problem := unknown_field(fields, cls.model_fields):
             raise ValueError(problem)
         return fields
 

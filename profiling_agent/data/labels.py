@@ -340,7 +340,7 @@ def _match_by_name(labels: Sequence[str], id2label: Mapping[int, str]) -> tuple[
             synonyms[synonym].add(index)
     wnids = _wnid_classes(id2label) if any(WNID.fullmatch(label.strip()) for label in labels) else {}
 
-    def first_single_match(label: str) -> tuple[MatchRule, int] | None:
+    def first_unambiguous_match(label: str) -> tuple[MatchRule, int] | None:
         rules: tuple[tuple[MatchRule, set[int]], ...] = (
             ("name", exact.get(label, set())),
             ("normalised name", normalised.get(_normalise(label), set())),
@@ -351,7 +351,7 @@ def _match_by_name(labels: Sequence[str], id2label: Mapping[int, str]) -> tuple[
 
     matches: list[LabelMatch] = []
     for label in labels:
-        if (result := first_single_match(label)) is None:
+        if (result := first_unambiguous_match(label)) is None:
             matches.append(LabelMatch(dataset_label=label, model_id=None, model_label=None, rule="unmapped"))
         else:
             matches.append(_match(label, result[1], id2label, result[0]))

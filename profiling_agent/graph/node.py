@@ -12,12 +12,12 @@ from langgraph.runtime import Runtime
 from langgraph.types import Command, StateUpdate
 from pydantic import Field, ValidationError
 
-from profiling_agent.errors import RequestError, RunError, TermError
+from profiling_agent.errors import FieldError, RequestError, RunError
 from profiling_agent.graph.session import Forecast, RunSession, Sessions, choose_run_id
 from profiling_agent.graph.state import RunResult, RunState
 from profiling_agent.lib.io import first_problem
 from profiling_agent.lib.progress import raise_if_stopped
-from profiling_agent.request import Request, unknown_term
+from profiling_agent.request import Request, unknown_field
 from profiling_agent.schemas import Candidate, Journal, Record
 from profiling_agent.search.selection import ranked, size_ratio
 from profiling_agent.workspace import storage_errors
@@ -148,13 +148,13 @@ def as_node(agent: Agent, sessions: Sessions) -> Node:
 
 
 def _check_input(value: Any) -> Any:
-    """Return an input with its terms in canonical form; raises TermError for an unknown or impossible one."""
+    """Return an input with its terms in canonical form; raises FieldError for an unknown or impossible one."""
     if isinstance(value, dict):
         try:
             # Only the given terms: a thread keeps its other ones.
             return Request.model_validate(value).model_dump(exclude_unset=True)
         except ValidationError as error:
-            raise TermError(first_problem(error)) from error
+            raise FieldError(first_problem(error)) from error
     if isinstance(value, Command):
         _check_fields(dict(value.update) if isinstance(value.update, list) else value.update)
     return value
@@ -162,8 +162,8 @@ def _check_input(value: Any) -> Any:
 
 def _check_fields(*updates: Any) -> None:
     for update in updates:
-        if isinstance(update, dict) and (problem := unknown_term(update, RunState.model_fields)):
-            raise TermError(problem)
+        if isinstance(update, dict) and (problem := unknown_field(update, RunState.model_fields)):
+            raise FieldError(problem)
 
 
 class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
@@ -174,7 +174,7 @@ class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
         self.sessions = sessions
 
     def stream(self, input: Any, config: RunnableConfig | None = None, **options: Any) -> Iterator[Any]:
-        """Stream a run's steps; raises TermError at once for an unknown term in the input."""
+        """Stream a run's steps; raises FieldError at once for an unknown term in the input."""
         value = _check_input(input)
         return self._stream(self._run_to_open(value, config), value, config, **options)
 
@@ -211,7 +211,7 @@ class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
         return None if run_id in self.sessions.by_run else run_id
 
     def bulk_update_state(self, config: RunnableConfig, supersteps: Sequence[Sequence[StateUpdate]]) -> RunnableConfig:
-        """Update the state; raises TermError for a field that the state doesn't have."""
+        """Update the state; raises FieldError for a field that the state doesn't have."""
         _check_fields(*(update.values for step in supersteps for update in step))
         return super().bulk_update_state(config, supersteps)
 

@@ -66,7 +66,7 @@ EARLY, ROUND, LAST = (
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkLimits:
     """Upper limits of a run's work: images, deployments, sessions and plans."""
 
     num_calibration: int
@@ -78,7 +78,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunPosition:
     """Position of a run: its stage and the seconds in it, attempts measured, and the longest attempt."""
 
     stage: str
@@ -95,7 +95,7 @@ class Forecast:
     run_s: float
 
 
-def stage_seconds(work: Work, pass_s: float) -> Mapping[str, float]:
+def stage_seconds(work: WorkLimits, pass_s: float) -> Mapping[str, float]:
     """Return the expected seconds of each stage; the deployment search runs once, before the first attempt."""
     deploy_s = DEPLOY_S + DEPLOY_PASSES * pass_s
     judge_s = DEPLOYED * work.num_search * pass_s
@@ -119,7 +119,7 @@ def stage_seconds(work: Work, pass_s: float) -> Mapping[str, float]:
     }
 
 
-def forecast(work: Work, budget: Budget, now: Standing) -> Forecast:
+def forecast(work: WorkLimits, budget: Budget, now: RunPosition) -> Forecast:
     """Return the remaining time, with as many attempts as the run's worth or its limit allows."""
     expected = stage_seconds(work, budget.pass_s)
     stage_s = max(expected.get(now.stage, 0.0) - now.in_stage_s, 0.0)
@@ -202,15 +202,15 @@ class RunSession:
         if self.jobs.pass_s is None or state.acquired is None:
             return None
         attempts = state.journal.attempts if state.journal else ()
-        now = Standing(stage=stage, in_stage_s=in_stage_s, num_measured=len(attempts), longest_s=state.longest_s)
+        now = RunPosition(stage=stage, in_stage_s=in_stage_s, num_measured=len(attempts), longest_s=state.longest_s)
         budget = Budget(self.jobs.timesheet, self.jobs.pass_s, state.time_budget_s)
         return forecast(self._work(state, state.acquired, budget), budget, now)
 
-    def _work(self, state: RunState, acquired: Acquired, budget: Budget) -> Work:
+    def _work(self, state: RunState, acquired: Acquired, budget: Budget) -> WorkLimits:
         if self._num_deployments is None:
             choices = deployment_choices(state, acquired.source.device)
             self._num_deployments = num_tried_first(state.proposal or Plan(), budget, state.goal, choices)
-        return Work(
+        return WorkLimits(
             num_calibration=acquired.calibration.num_images,
             num_search=most_searched(acquired.search.num_images, budget, state.goal),
             num_heldout=acquired.heldout.num_images,

@@ -1,7 +1,6 @@
 """Race: models take turns on one machine, one process each, for speed-ups with intervals. Imports no torch.
 
-One session chooses (`screen`). The speed-ups of the chosen are measured by several others (`run_race`): a model chosen for
-its times in a session is a little slower than it was there.
+One session chooses (`screen`), several others (`run_race`) measure the chosen: a model is a little slower than in the session that chose it.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -16,7 +15,7 @@ from profiling_agent.errors import ArtifactError, JobError
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.measure.session import RaceSession, SessionLimits, Timed, TimedProcess, run_session, worker_command
 from profiling_agent.measure.statistics import EQUAL, Ratios, Score, detectable, latency_stats, score
-from profiling_agent.measure.worker import Start
+from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.processes.child import ForkServer
 from profiling_agent.runtimes.artifact import TORCH, open_folder
 from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Dropped, Race, RaceResult, Variant
@@ -193,7 +192,7 @@ def _run(
 
 def session_starter(
     commands: Sequence[Sequence[str]],
-    start: Start,
+    start: WorkerSetup,
     *,
     servers: Mapping[int, ForkServer] | None = None,
     pass_s: float = 0.0,
@@ -218,7 +217,7 @@ def session_starter(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Track:
+class Conditions:
     """Conditions of a race of saved models; paths are relative to `root`.
 
     With a `server`, processes of torch are copies of one that has imported it: ready seconds earlier and as fast, but their
@@ -235,7 +234,7 @@ class Track:
 
     def starter(self, entries: Entries) -> StartSession:
         """Return the function that starts a session with a process for each entry."""
-        start = Start(batch_size=self.batch_size, device=self.device, num_threads=self.num_threads)
+        start = WorkerSetup(batch_size=self.batch_size, device=self.device, num_threads=self.num_threads)
         folders = [self.root / ref.path for _, ref in entries]
         servers: dict[int, ForkServer] = {}
         for place, folder in enumerate(folders if self.server is not None else ()):
@@ -247,7 +246,9 @@ class Track:
         return session_starter(commands, start, servers=servers, pass_s=self.pass_s)
 
 
-def choose(entries: Entries, track: Track, *, limits: SessionLimits | None = None, progress: Progress = silent) -> Race:
+def race_once(
+    entries: Entries, track: Conditions, *, limits: SessionLimits | None = None, progress: Progress = silent
+) -> Race:
     """Race all entries in one session; return a result for each that lasted, in order. The first is the baseline.
 
     Every model loads in its own process; then they take turns, one at a time, in a shuffled order at each repeat. A
@@ -262,7 +263,7 @@ def choose(entries: Entries, track: Track, *, limits: SessionLimits | None = Non
 
 
 def run_one_session(
-    entries: Entries, track: Track, number: int, *, limits: SessionLimits = SHORT, progress: Progress = silent
+    entries: Entries, track: Conditions, number: int, *, limits: SessionLimits = SHORT, progress: Progress = silent
 ) -> Race:
     """Return session `number` of an estimate, to be pooled with others; all models take part to the end.
 
@@ -352,7 +353,7 @@ def noise_warning(race: Race) -> str | None:
     )
 
 
-def _as_race(entries: Entries, outcome: RaceOutcome, track: Track) -> Race:
+def _as_race(entries: Entries, outcome: RaceOutcome, track: Conditions) -> Race:
     results = [
         RaceResult(
             variant=entries[index][0],

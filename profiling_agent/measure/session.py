@@ -14,7 +14,7 @@ from profiling_agent.errors import JobError, KilledError
 from profiling_agent.lib.machine import available_bytes, own_memory_bytes, peak_memory_bytes, total_bytes
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.measure.statistics import NUM_RESAMPLES, Ratios, log_ratios, score_one_session
-from profiling_agent.measure.worker import NO_NVML, Reply, SampleRequest, Start, free_bytes, gpu_runs
+from profiling_agent.measure.worker import NO_NVML, Reply, SampleRequest, WorkerSetup, gpu_free_bytes, gpu_runs
 from profiling_agent.processes.child import Child, ForkServer, Started, Wording, child_command, child_environment, start
 
 # Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever. A turn is ten passes at
@@ -35,7 +35,7 @@ class TimedProcess:
     def __init__(
         self,
         command: Sequence[str],
-        first: Start,
+        first: WorkerSetup,
         *,
         server: ForkServer | None = None,
         pass_s: float = 0.0,
@@ -56,7 +56,7 @@ class TimedProcess:
         self.notes: dict[str, None] = {}
 
     def start(self) -> None:
-        """Start the process, once; it loads while others run."""
+        """WorkerSetup the process, once; it loads while others run."""
         if self._started is not None:
             return
         name = self._command[-1]
@@ -173,7 +173,7 @@ class SessionLimits:
         """Return the limits for a device; a GPU has its own memory, and turns long enough for its clocks."""
         if device != "cuda":
             return self
-        free = free_bytes()
+        free = gpu_free_bytes()
         room = self.memory_bytes if free is None else int(FREE_FRACTION * free)
         return replace(self, on_gpu=True, memory_bytes=room)
 

@@ -17,16 +17,16 @@ from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.measure.race import (
     SHORT,
     TIMED,
-    Track,
-    choose,
+    Conditions,
     pool,
+    race_once,
     run_one_session,
     run_sessions,
     session_starter,
 )
 from profiling_agent.measure.session import SessionLimits, TimedProcess, run_session, worker_command
 from profiling_agent.measure.statistics import latency_stats
-from profiling_agent.measure.worker import Start, energy_per_image, gpu_runs, take_turn, warm
+from profiling_agent.measure.worker import WorkerSetup, energy_per_image, gpu_runs, take_turn, warm
 from profiling_agent.processes.child import child_environment, fork_server
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.runtimes.artifact import RECIPE, TORCH, model_bytes, named_folder, open_folder
@@ -42,8 +42,8 @@ from profiling_agent.schemas import (
     Race,
     Record,
     Refusal,
+    ResourceUse,
     RuntimeName,
-    Taken,
     Throughput,
     Throughputs,
     Variant,
@@ -105,7 +105,7 @@ def throughput(
     rows: list[Throughput] = []
     refused: list[Refusal] = []
     for batch_size in batch_sizes:
-        start = Start(batch_size=batch_size, device=device, num_threads=num_threads, enqueued=True)
+        start = WorkerSetup(batch_size=batch_size, device=device, num_threads=num_threads, enqueued=True)
         usable = list(models)
         while usable:
             start_session = session_starter([worker_command(root / ref.path) for ref in usable], start)
@@ -141,7 +141,7 @@ def memory_use(
     Raises:
         JobError: the process died or hung, or this system doesn't report peak memory.
     """
-    start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
+    start = WorkerSetup(batch_size=batch_size, device=device, num_threads=num_threads)
     with TimedProcess(worker_command(root / model.path), start) as process:
         process.wait_until_ready()
         process.take_sample(MEMORY_PASSES)
@@ -155,9 +155,9 @@ def memory_use(
     )
 
 
-def taken(model: ArtifactRef, throughputs: Throughputs, memory: MemoryUse) -> Taken:
+def combine_use(model: ArtifactRef, throughputs: Throughputs, memory: MemoryUse) -> ResourceUse:
     """Combine the throughput and the memory of `model`, both measured on one machine."""
-    return Taken(model=model, throughput=throughputs.of(model), memory=memory, environment=memory.environment)
+    return ResourceUse(model=model, throughput=throughputs.of(model), memory=memory, environment=memory.environment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +200,8 @@ def race_saved(
         machine_lock(progress, "a measurement of saved models"),
         fork_server(TIMED, child_environment()) if TORCH.intersection(runtimes) else nullcontext() as server,
     ):
-        track = Track(root=Path("/"), batch_size=batch_size, device=device, server=server)
-        trial = choose(entries, track, limits=SHORT, progress=progress)
+        track = Conditions(root=Path("/"), batch_size=batch_size, device=device, server=server)
+        trial = race_once(entries, track, limits=SHORT, progress=progress)
         dropped += trial.dropped
         dropped_refs = [each.model for each in trial.dropped]
         entries = [entry for entry in entries if entry[1] not in dropped_refs]
@@ -218,7 +218,7 @@ class MeasuredModel(Record):
     """Measurements of one saved model under its given name."""
 
     name: str
-    taken: Taken
+    taken: ResourceUse
 
 
 class Measurements(Record):
@@ -240,7 +240,7 @@ def measure_saved(models: Sequence[SavedModel], *, device: str = "cpu", progress
         for number, (ref, model) in enumerate(zip(refs, models, strict=True)):
             progress("reading memory", number, len(refs))
             memory = memory_use(ref, root=Path("/"), batch_size=1, device=device)
-            measured.append(MeasuredModel(name=model.name, taken=taken(ref, throughputs, memory)))
+            measured.append(MeasuredModel(name=model.name, taken=combine_use(ref, throughputs, memory)))
     return Measurements(models=tuple(measured))
 
 

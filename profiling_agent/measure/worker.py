@@ -86,7 +86,7 @@ class GpuState(Record):
         return tuple(text for bit, text in SLOWDOWNS.items() if self.reasons & bit)
 
 
-def read_state() -> GpuState | None:
+def read_gpu_state() -> GpuState | None:
     """Return the state of the GPU now; None without NVML."""
     gpu = nvml()
     if gpu is None:
@@ -119,7 +119,7 @@ def _neighbours(running: list[Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def free_bytes() -> int | None:
+def gpu_free_bytes() -> int | None:
     """Return the free memory of the GPU; None without NVML."""
     gpu = nvml()
     if gpu is None:
@@ -169,7 +169,7 @@ LONG_MS = 1000.0
 ENQUEUED_PARTS = 5
 
 
-class Start(Record):
+class WorkerSetup(Record):
     """First line to a worker: how to run its model."""
 
     batch_size: int
@@ -210,14 +210,14 @@ class Pass:
         return _peak_device_bytes(self.session)
 
 
-def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
+def serve(open_model: Callable[[WorkerSetup], Callable[[], float]]) -> None:
     """Load a model, then answer with samples until standard input ends; never returns.
 
     `open_model` returns a function that runs the batch once and returns the milliseconds. It also limits the threads to the
-    number in `Start`. If the function can report its memory on a device, each answer has it.
+    number in `WorkerSetup`. If the function can report its memory on a device, each answer has it.
     """
     parent = Parent()
-    start = parent.receive(Start)
+    start = parent.receive(WorkerSetup)
     run_once = open_model(start)
     parent.send(Reply(kind="ready"))
     is_first = True
@@ -236,14 +236,14 @@ def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
 def _gpu_sample(run_once: Callable[[], float], runs: int) -> tuple[list[float], GpuState | None]:
     """Warm up, then take a turn; read the GPU's state before and after it, while its clocks are up."""
     warm(run_once)
-    before = read_state()
+    before = read_gpu_state()
     enqueued = run_once.enqueued if isinstance(run_once, Pass) else None
     if enqueued is None:
         times = take_turn(run_once, runs)
     else:
         parts = min(runs, ENQUEUED_PARTS)
         times = [enqueued(max(1, runs // parts)) or 0.0 for _ in range(parts)]
-    after = read_state()
+    after = read_gpu_state()
     if before is None or after is None:
         return times, after
     return times, after.model_copy(update={"reasons": before.reasons | after.reasons})
@@ -253,7 +253,7 @@ def _peak_device_bytes(source: object) -> int | None:
     return source.peak_bytes() if isinstance(source, OnDevice) else None
 
 
-def open_artifact(folder: Path, start: Start) -> Pass:
+def open_artifact(folder: Path, start: WorkerSetup) -> Pass:
     """Return one pass of a saved model over a batch of noise."""
     threads = start.num_threads or available_threads()
     session = open_session(folder, device=start.device, num_threads=threads)

@@ -90,7 +90,7 @@ def allocate(
     return tuple(sorted(best, key=lambda cut: order[cut.unit.name]))
 
 
-def narrowest(
+def deepest_cuts(
     units: Sequence[Unit],
     evidence: Evidence,
     metric: str,
@@ -209,7 +209,7 @@ def most_saving(plan: Plan, profile: ModelProfile) -> float:
     fixed = resolve(plan.pruning, units=profile.units, refusals=profile.refusals).cuts
     caps = cap_ratios(plan.caps, units=profile.units, refusals=profile.refusals)
     metric, fixed = plan.target.metric, _apply_caps(fixed, caps)[0]
-    return saved_share(narrowest(profile.units, profile.evidence, metric, fixed=fixed, caps=caps), profile, metric)
+    return saved_share(deepest_cuts(profile.units, profile.evidence, metric, fixed=fixed, caps=caps), profile, metric)
 
 
 def whole(profile: ModelProfile, metric: str) -> float:
@@ -340,7 +340,7 @@ SCALE_STEPS = 32
 Part = TypeVar("Part")
 
 
-class Guarded(Record):
+class CheckedPlan(Record):
     """A plan that can be made, its prediction, and what was changed in it, each with the reason."""
 
     plan: Plan
@@ -362,7 +362,7 @@ def allowed_kl(goal: Goal) -> float:
     return max(goal.max_accuracy_drop * MAX_NATS_PER_ACCURACY, MIN_NATS)
 
 
-def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> Guarded:
+def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> CheckedPlan:
     """Return the valid parts of a plan, scaled down to the allowed KL; at worst one that prunes nothing."""
     dropped: list[str] = []
     plan = apply_demands(plan, goal)
@@ -392,13 +392,13 @@ def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> Guarded:
         dry = dry_run(plan, profile)
     scaled_down = _scale_down(plan, dry, profile, goal)
     if scaled_down is None:
-        return Guarded(plan=plan, dry_run=dry, dropped=tuple(dropped))
+        return CheckedPlan(plan=plan, dry_run=dry, dropped=tuple(dropped))
     plan, factor = scaled_down
     message = (
         f"its predicted KL is {dry.kl:.2g} nats where at most {allowed_kl(goal):.2g} can keep the accuracy: "
         f"ratios and target were cut back to {factor:.0%}"
     )
-    return Guarded(plan=plan, dry_run=dry_run(plan, profile), dropped=tuple(dropped), cut_back=message)
+    return CheckedPlan(plan=plan, dry_run=dry_run(plan, profile), dropped=tuple(dropped), cut_back=message)
 
 
 def _filter_parts(parts: Sequence[Part], check: Callable[[Part], str | None], dropped: list[str]) -> tuple[Part, ...]:
@@ -475,7 +475,7 @@ SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 NUM_INSIDE = 4
 
 
-class Reached(Record):
+class FrontierPoint(Record):
     """A point of the frontier: the least predicted KL, nats, for a `saving` of `metric`, and the saved shares of all three."""
 
     metric: Metric
@@ -487,7 +487,7 @@ class Reached(Record):
     cuts: tuple[Cut, ...]
 
 
-def frontier(profile: ModelProfile, goal: Goal) -> tuple[Reached, ...]:
+def frontier(profile: ModelProfile, goal: Goal) -> tuple[FrontierPoint, ...]:
     """Return points that a plan can reach under the contract's pins and caps, by metric, the mildest first, the maximum last.
 
     They are at most NUM_INSIDE, the strongest within the allowed KL, then one beyond, and the maximum.
@@ -498,8 +498,8 @@ def frontier(profile: ModelProfile, goal: Goal) -> tuple[Reached, ...]:
     return tuple(point for metric in METRICS for point in _list_points(profile, goal, metric))
 
 
-def _list_points(profile: ModelProfile, goal: Goal, metric: Metric) -> list[Reached]:
-    points: list[Reached] = []
+def _list_points(profile: ModelProfile, goal: Goal, metric: Metric) -> list[FrontierPoint]:
+    points: list[FrontierPoint] = []
     try:
         max_saving = min(most_saving(_plan_for(goal, metric, 0.5), profile), MAX_TARGET_SAVING)
         for share in SHARES if max_saving > 0 else ():
@@ -520,10 +520,10 @@ def _plan_for(goal: Goal, metric: Metric, saving: float) -> Plan:
     return Plan(pruning=goal.pins, caps=goal.caps, target=Target(metric=metric, saving=saving))
 
 
-def _point(profile: ModelProfile, metric: Metric, cuts: Sequence[Cut]) -> Reached:
+def _point(profile: ModelProfile, metric: Metric, cuts: Sequence[Cut]) -> FrontierPoint:
     assert profile.evidence is not None, "a frontier is drawn from evidence"
     shares = {name: saved_share(cuts, profile, name) for name in METRICS}
-    return Reached(
+    return FrontierPoint(
         metric=metric,
         saving=shares[metric],
         kl=predicted_kl(cuts, profile.evidence) or 0.0,

@@ -10,7 +10,7 @@ from profiling_agent.llm.transcript import quoted
 from profiling_agent.planning.allocation import (
     METRICS,
     NATS_A_POINT,
-    Reached,
+    FrontierPoint,
     frontier,
     num_left_out,
     predicted_kl,
@@ -203,7 +203,7 @@ def frontier_rows(profile: ModelProfile, goal: Goal) -> tuple[str, ...]:
     return tuple(rows)
 
 
-def _point_text(point: Reached, profile: ModelProfile) -> str:
+def _point_text(point: FrontierPoint, profile: ModelProfile) -> str:
     shares = f"{point.params:.1%}, {point.macs:.1%}, {point.latency:.1%}"
     return f"{shares} | {point.kl:.2g} | {widths_text(point.cuts, profile)}"
 

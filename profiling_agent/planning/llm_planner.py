@@ -10,7 +10,7 @@ from profiling_agent.errors import ContextTooLongError, PlanError, ShapeUnresolv
 from profiling_agent.lib.io import DocumentError
 from profiling_agent.llm.transcript import LanguageModel, Question, Tool, quoted
 from profiling_agent.modules.layer_names import matching_names
-from profiling_agent.planning.allocation import NATS_A_POINT, Guarded, allowed_kl, dry_run, guard, is_faster
+from profiling_agent.planning.allocation import NATS_A_POINT, CheckedPlan, allowed_kl, dry_run, guard, is_faster
 from profiling_agent.planning.digest import (
     DEPLOYMENT_LEGEND,
     FRONTIER_LEGEND,
@@ -199,7 +199,7 @@ UNKNOWN = Setting()
 class Advised:
     """The LLM's answer: a guarded plan, or None for the advice to stop, and the objection to measuring it."""
 
-    guarded: Guarded | None
+    guarded: CheckedPlan | None
     objection: str | None
     reason: str
     repairs: int
@@ -211,7 +211,7 @@ def ask_for_plan(
     profile: ModelProfile,
     goal: Goal,
     journal: Journal | None,
-    objection: Callable[[Guarded], str | None],
+    objection: Callable[[CheckedPlan], str | None],
     *,
     may_stop: bool,
 ) -> Advised:
@@ -220,7 +220,7 @@ def ask_for_plan(
     Raises:
         AdvisorError: no valid answer came.
     """
-    guarded: Guarded | None = None
+    guarded: CheckedPlan | None = None
     current_objection: str | None = None
 
     def check(answer: PlanAnswer) -> str | None:

@@ -88,7 +88,7 @@ def _is_safe(name: str, value: str) -> bool:
 
 
 # AMD's driver, which an import may initialize, works in no copy. NVIDIA's does until it is initialized, which each copy checks itself
-# (`forking.become`).
+# (`forking.exec_in_child`).
 AMD_DRIVERS = ("/dev/kfd",)
 
 

@@ -60,7 +60,7 @@ class _Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class ForkedCopy:
     """The request that a copy runs, its standard streams, and its socket for requests to the server."""
 
     asked: ForkRequest
@@ -95,7 +95,7 @@ class Server:
         # The parent handles a terminal's Ctrl-C; a copy handles it as the server did before.
         self._sigint_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def serve(self) -> Copy:
+    def serve(self) -> ForkedCopy:
         """Handle requests; returns only in a copy, with what the copy has to run."""
         while True:
             readable, _, _ = select.select([*self._controls, self._wakeup_read], [], [])
@@ -106,7 +106,7 @@ class Server:
                 if (copy := self._handle_message(control)) is not None:
                     return copy
 
-    def _handle_message(self, control: socket.socket) -> Copy | None:
+    def _handle_message(self, control: socket.socket) -> ForkedCopy | None:
         """Handle one message; returns a copy only in the copy itself."""
         try:
             message, descriptors, _, _ = socket.recv_fds(control, MAX_BYTES, NUM_DESCRIPTORS)
@@ -129,7 +129,7 @@ class Server:
         control.close()
         return None
 
-    def _fork(self, control: socket.socket, request: ForkRequest, descriptors: list[int]) -> Copy | None:
+    def _fork(self, control: socket.socket, request: ForkRequest, descriptors: list[int]) -> ForkedCopy | None:
         if len(descriptors) < NUM_DESCRIPTORS:
             raise OSError("there was no room for the files that came with the message")
         *streams, status = descriptors
@@ -150,7 +150,7 @@ class Server:
             statuses = [program.status for program in self._running]
             for descriptor in (self._wakeup_read, self._wakeup_write, status, *statuses):
                 os.close(descriptor)
-            return Copy(request, streams, theirs)
+            return ForkedCopy(request, streams, theirs)
         theirs.close()
         self._controls.append(ours)
         for descriptor in streams:
@@ -179,7 +179,7 @@ def _write_status(status: int, text: str) -> None:
         os.write(status, text.encode())
 
 
-def exec_in_child(copy: Copy) -> None:
+def exec_in_child(copy: ForkedCopy) -> None:
     """Make this process equal to an interpreter just started with the copy's arguments."""
     request = copy.asked
     _control.append(copy.control.detach())

@@ -3,6 +3,5 @@
 units       units, tracing, attention: what can be cut; widths: aligned widths, and the cuts that a plan requests
 score       criteria: which channels go first
 cut, gate   prune (the entry point), verify: a copy is cut, and computes what the masked baseline does
-compensate  compensation: what the remaining weights make up for without training
-recover     recovery: a few epochs of training
+make up     compensation: by least squares; recovery: by a few epochs of training
 """

@@ -44,7 +44,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Ranges:
     """A LayerNorm's outputs on calibration images: each channel's range, and some rows, (rows, channels)."""
 
     low: Tensor
@@ -126,7 +126,7 @@ def smooth(
 
 
 def _fold_sites_(
-    smoothed: nn.Module, quantized: nn.Module, spreads: Mapping[Site, Spread], images: Tensor, progress: Progress
+    smoothed: nn.Module, quantized: nn.Module, spreads: Mapping[Site, Ranges], images: Tensor, progress: Progress
 ) -> list[FoldedSite]:
     """Fold, in both models, each site that gains by itself; return the folded sites."""
     sites = [
@@ -164,7 +164,7 @@ def _option_key(site: Site, alpha: float) -> str:
 
 
 def _build_swap(
-    model: nn.Module, quantized: nn.Module, site: Site, spread: Spread, alpha: float
+    model: nn.Module, quantized: nn.Module, site: Site, spread: Ranges, alpha: float
 ) -> dict[str, nn.Module]:
     """Return the modules that replace a folded site's; readers are quantized as in `quantized`."""
     scales = smoothing_scales(model, site, spread, alpha)
@@ -220,15 +220,15 @@ def find_sites(model: nn.Module, images: Tensor) -> tuple[Site, ...]:
     )
 
 
-def measure_spreads(model: nn.Module, sites: Sequence[Site], images: Tensor) -> dict[Site, Spread]:
+def measure_spreads(model: nn.Module, sites: Sequence[Site], images: Tensor) -> dict[Site, Ranges]:
     """Return the spread of each site's LayerNorm on the images."""
-    spreads: dict[str, list[Spread]] = {site.norm: [] for site in sites}
+    spreads: dict[str, list[Ranges]] = {site.norm: [] for site in sites}
     generator = torch.Generator().manual_seed(0)
 
     def record(name: str, _input: Any, output: Any) -> None:
         rows: Tensor = output.detach().float().cpu().flatten(0, -2)
         indices = torch.randint(len(rows), (min(ROWS, len(rows)),), generator=generator)
-        spreads[name].append(Spread(rows.amin(0), rows.amax(0), rows[indices], len(rows)))
+        spreads[name].append(Ranges(rows.amin(0), rows.amax(0), rows[indices], len(rows)))
 
     with watching(model, spreads, after=record):
         for chunk in images.split(CHUNK):
@@ -236,7 +236,7 @@ def measure_spreads(model: nn.Module, sites: Sequence[Site], images: Tensor) -> 
     return {site: _merge_spreads(spreads[site.norm], generator) for site in sites}
 
 
-def smoothing_scales(model: nn.Module, site: Site, spread: Spread, alpha: float) -> Tensor:
+def smoothing_scales(model: nn.Module, site: Site, spread: Ranges, alpha: float) -> Tensor:
     """Return max|X_j|^alpha / max|W_j|^(1 - alpha) for each channel j, W all readers' weights together.
 
     SmoothQuant's migration (Xiao et al., 2023, equation 4); a channel that is always zero, or whose weights are, has scale 1.
@@ -269,10 +269,10 @@ def _channel_peaks(x: Tensor) -> Tensor:
     return x.detach().abs().flatten(0, -2).amax(0)
 
 
-def _merge_spreads(parts: Sequence[Spread], generator: torch.Generator) -> Spread:
+def _merge_spreads(parts: Sequence[Ranges], generator: torch.Generator) -> Ranges:
     rows = torch.cat([part.rows for part in parts])
     indices = torch.randperm(len(rows), generator=generator)[:ROWS]
-    return Spread(
+    return Ranges(
         low=torch.stack([part.low for part in parts]).amin(0),
         high=torch.stack([part.high for part in parts]).amax(0),
         rows=rows[indices],

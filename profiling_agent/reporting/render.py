@@ -270,7 +270,7 @@ MAX_ROWS = 160
 HTML_FILTERS: dict[str, Callable[..., Any]] = {"predictions": predictions, "omissions": omissions}
 
 
-def environment() -> Environment:
+def templates() -> Environment:
     """Return the environment of the templates next to this file, which format numbers and escape third-party text."""
     jinja = Environment(
         loader=PackageLoader("profiling_agent.reporting", ""),
@@ -291,13 +291,13 @@ def source(name: str) -> str:
 def render_sweep(rows: Sequence[Any], number: int) -> str:
     """Return the HTML page of a sweep: its rows so far, of `number` runs."""
     style, script = Markup(source("report.css")), Markup(source("report.js"))
-    template = environment().get_template("sweep.html.jinja")
+    template = templates().get_template("sweep.html.jinja")
     return template.render(rows=rows, number=number, style=style, script=script)
 
 
 def render_html(report: RunReport) -> str:
     """Return the report as one HTML page."""
-    jinja, subject = environment(), final_attempt(report)
+    jinja, subject = templates(), final_attempt(report)
     jinja.filters.update(HTML_FILTERS)
     return jinja.get_template("report.html.jinja").render(
         r=report,

@@ -19,7 +19,7 @@ from profiling_agent.schemas.measurement import Prunable as Prunable
 from profiling_agent.schemas.measurement import Race as Race
 from profiling_agent.schemas.measurement import RaceResult as RaceResult
 from profiling_agent.schemas.measurement import Refusal as Refusal
-from profiling_agent.schemas.measurement import Taken as Taken
+from profiling_agent.schemas.measurement import ResourceUse as ResourceUse
 from profiling_agent.schemas.measurement import Throughput as Throughput
 from profiling_agent.schemas.measurement import Throughputs as Throughputs
 from profiling_agent.schemas.measurement import Variant as Variant

@@ -257,7 +257,7 @@ class MemoryUse(Record):
     environment: Environment
 
 
-class Taken(Record):
+class ResourceUse(Record):
     """Throughput and memory of a deployed model on one machine."""
 
     model: ArtifactRef

@@ -14,7 +14,7 @@ from profiling_agent.planning.allocation import (
     MAX_RATIO,
     MAX_SAVING,
     METRICS,
-    Guarded,
+    CheckedPlan,
     apply_demands,
     dry_run,
     most_saving,
@@ -340,7 +340,7 @@ def _is_redundant(rules_plan: Plan, profile: ModelProfile, journal: Journal) -> 
 
 
 def _objection(
-    guarded: Guarded,
+    guarded: CheckedPlan,
     planner: Planner,
     profile: ModelProfile,
     goal: Goal,

@@ -21,7 +21,7 @@ from sessions import Sessions, pool
 from support import PAGE, RESULTS, TIMM_RESULTS, joined, page
 
 from profiling_agent.measure.session import RaceSession, SessionLimits
-from profiling_agent.measure.worker import Start
+from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.schemas import DeploymentOption
 
 
@@ -51,7 +51,7 @@ def test_models_are_compared_within_sessions_over_the_repeats_that_both_were_in(
         RaceSession(samples={0: [[4.0], [4.0], [4.0]], 1: [[2.0], [2.0]], 2: [[1.0], [1.0], [9.0]]}),
         RaceSession(samples={0: [[8.0], [8.0]], 1: [[4.0], [4.0]], 2: [[2.0], [2.0]]}),
     ]
-    sessions = Sessions([["a"], ["b"], ["c"]], Start(batch_size=1, device="cpu"), SessionLimits(), held=held)
+    sessions = Sessions([["a"], ["b"], ["c"]], WorkerSetup(batch_size=1, device="cpu"), SessionLimits(), held=held)
 
     assert sessions.over(1) == Estimate(2.0, 2.0, 2.0)
     assert sessions.over(2, 1).value == pytest.approx(2.0)
@@ -61,7 +61,7 @@ def test_models_are_compared_within_sessions_over_the_repeats_that_both_were_in(
 
 def test_who_drops_out_of_one_session_has_not_lasted():
     held = [RaceSession(samples={0: [[1.0]]}, lost={1: "it crashed"}), RaceSession(samples={0: [[1.0]], 1: [[1.0]]})]
-    sessions = Sessions([["a"], ["b"]], Start(batch_size=1, device="cpu"), SessionLimits(), held=held)
+    sessions = Sessions([["a"], ["b"]], WorkerSetup(batch_size=1, device="cpu"), SessionLimits(), held=held)
 
     assert sessions.lasting == [0]
     assert sessions.dropped == {1: "it crashed"}
@@ -85,7 +85,7 @@ def raced(*of_sessions: list[float]) -> Sessions:
     held = [RaceSession(samples={place: [[ms]] for place, ms in enumerate(times)}) for times in of_sessions]
     stamps = [stamped({}, session=number + 1) for number in range(len(held))]
     commands = [[str(place)] for place in range(len(of_sessions[0]))]
-    return Sessions(commands, Start(batch_size=1, device="cpu"), SessionLimits(), held=held, stamps=stamps)
+    return Sessions(commands, WorkerSetup(batch_size=1, device="cpu"), SessionLimits(), held=held, stamps=stamps)
 
 
 VIT = "ViT-B/16"

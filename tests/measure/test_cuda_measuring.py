@@ -16,9 +16,9 @@ from transformers import ViTConfig, ViTForImageClassification
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.machine import find_gpu, nvml
 from profiling_agent.measure.latency_table import time_units
-from profiling_agent.measure.race import Track, pool, run_one_session
+from profiling_agent.measure.race import Conditions, pool, run_one_session
 from profiling_agent.measure.throughput import measure_headline, throughput
-from profiling_agent.measure.worker import energy_per_image, read_state
+from profiling_agent.measure.worker import energy_per_image, read_gpu_state
 from profiling_agent.modules.hooks import layer_latency
 from profiling_agent.modules.inference import on_device, random_batch
 from profiling_agent.profiling.profile import launch_bound_share, profile_operators
@@ -117,7 +117,7 @@ def test_equal_models_race_equal_and_a_slower_one_is_shown(tmp_path: Path):
         (Variant.PRUNED, saved(tmp_path, vit(384, 6, depth=6), "same")),
         (Variant.QUANTIZED, saved(tmp_path, vit(384, 6, depth=7), "longer")),
     ]
-    track = Track(root=tmp_path, batch_size=32, device="cuda")
+    track = Conditions(root=tmp_path, batch_size=32, device="cuda")
     race = pool([run_one_session(entries, track, number) for number in range(2)])
     for row in race.results:
         print(
@@ -161,7 +161,7 @@ def test_the_state_and_the_energy_of_the_gpu_are_read():
     images = noise_batch(SPEC, 32)
     session.run(images)
     energy = energy_per_image(session, images)
-    state = read_state()
+    state = read_gpu_state()
     print(f"{energy}\n{state}")
 
     assert state is not None

@@ -17,7 +17,7 @@ from transformers import ViTForImageClassification
 
 from profiling_agent.errors import JobError
 from profiling_agent.lib.io import file_sha256
-from profiling_agent.measure.race import Track, pool, run_one_session
+from profiling_agent.measure.race import Conditions, pool, run_one_session
 from profiling_agent.measure.session import (
     CONTEXT_BYTES,
     MAX_VOID_TURNS,
@@ -26,14 +26,14 @@ from profiling_agent.measure.session import (
     run_session,
     worker_command,
 )
-from profiling_agent.measure.worker import MAX_SAMPLES, NO_NVML, GpuState, Start, gpu_runs, take_turn, warm
+from profiling_agent.measure.worker import MAX_SAMPLES, NO_NVML, GpuState, WorkerSetup, gpu_runs, take_turn, warm
 from profiling_agent.processes.child import child_command
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.runtimes.artifact import model_bytes
 from profiling_agent.runtimes.torch_artifact import save_model
 from profiling_agent.schemas import ArtifactRef, QuantizationRecommendation, Variant
 
-START = Start(batch_size=2, device="cpu", num_threads=1)
+START = WorkerSetup(batch_size=2, device="cpu", num_threads=1)
 BROOD = """
 import sys, time
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_sessions_that_are_held_one_by_one_are_pooled(root: Path):
     large = zoo.randomised(ViTForImageClassification(config))
     save_model(large, root / "large", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
     entries = [(Variant.BASELINE, ref(root / "baseline")), (Variant.PRUNED, ref(root / "large"))]
-    track = Track(root=root, batch_size=8, num_threads=1)
+    track = Conditions(root=root, batch_size=8, num_threads=1)
     sessions = [run_one_session(entries, track, number, limits=BRIEF) for number in range(2)]
     result = pool(sessions, ["one died"])
     slower = result.results[1]
@@ -175,7 +175,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def start(*states: object) -> TimedProcess:
         command = child_command("scripted_gpu", json.dumps(states))
-        return TimedProcess(command, Start(batch_size=1, device="cuda"), cool_s=0.0)
+        return TimedProcess(command, WorkerSetup(batch_size=1, device="cuda"), cool_s=0.0)
 
     return start
 

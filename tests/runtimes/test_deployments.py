@@ -19,7 +19,7 @@ from torch import nn
 from profiling_agent.errors import ArtifactError, JobError, PlanError
 from profiling_agent.lib.machine import environment, has_vnni
 from profiling_agent.measure.session import TimedProcess, worker_command
-from profiling_agent.measure.worker import Start
+from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.runtimes.artifact import IR_WEIGHTS, ONNX, WEIGHTS
 from profiling_agent.runtimes.onnx_runtime import OnnxSession
 from profiling_agent.runtimes.open_vino import OpenVinoSession
@@ -43,7 +43,7 @@ BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2, "dynamic": 6e-2, "
 INT8 = ("dynamic", "static", "static_nncf")
 # Compiling takes seconds for each size of batch, an export of int8 layers as long.
 SLOW = {("resnet", "openvino static")}
-# test_opened_elsewhere.py and test_plain_files.py have the others' layers.
+# test_opened_elsewhere.py has the others' layers.
 COMPILED = {("vit", "inductor bfloat16"), ("resnet", "inductor static")}
 NAMES = [deployment.name for deployment in deployments.all_deployments()]
 
@@ -270,7 +270,7 @@ def test_a_racer_with_a_broken_graph_says_which_file(sources: deployments.Source
     graph = tmp_path / "model" / (ONNX if deployment.runtime == "onnxruntime" else "model.xml")
     graph.write_bytes(graph.read_bytes()[:1000])
 
-    start = Start(batch_size=2, device="cpu", num_threads=1)
+    start = WorkerSetup(batch_size=2, device="cpu", num_threads=1)
     with TimedProcess(worker_command(tmp_path / "model"), start) as process, pytest.raises(JobError, match=graph.name):
         process.wait_until_ready()
 

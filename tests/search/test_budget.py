@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from profiling_agent.errors import RequestError
-from profiling_agent.graph.session import LAST, ROUND, Standing, Work, forecast, stage_seconds
+from profiling_agent.graph.session import LAST, ROUND, RunPosition, WorkLimits, forecast, stage_seconds
 from profiling_agent.jobs.store import Timesheet
 from profiling_agent.search.budget import Budget, affordable_images
 
@@ -114,7 +114,9 @@ def test_a_budget_for_nothing_says_what_would_do():
         affordable_images(300.0, 10.0, 256, quietest_s=1.0)
 
 
-WORK = Work(num_calibration=200, num_search=1000, num_heldout=4000, num_deployments=10, num_sessions=5, num_attempts=3)
+WORK = WorkLimits(
+    num_calibration=200, num_search=1000, num_heldout=4000, num_deployments=10, num_sessions=5, num_attempts=3
+)
 
 
 def test_stages_cost_passes_and_seconds():
@@ -142,25 +144,27 @@ def test_a_run_has_its_round_its_report_and_as_many_attempts_as_there_is_time_fo
     attempt, last = (sum(expected[stage] for stage in stages) for stages in (ROUND, LAST))
 
     # 1,200 s are the run's proportion: after 10 s and what is sure nothing of it is left for a second attempt.
-    now = forecast(WORK, budget(tmp_path, 10.0), Standing(stage="profiling", in_stage_s=6.4))
+    now = forecast(WORK, budget(tmp_path, 10.0), RunPosition(stage="profiling", in_stage_s=6.4))
     assert now.stage_s == pytest.approx(150.0)
     assert now.run_s == pytest.approx(150.0 + expected["deployment_search"] + attempt + last)
     # An hour has room for both.
-    assert forecast(WORK, budget(tmp_path, 10.0, 3600.0), Standing(stage="analysis")).run_s == pytest.approx(
+    assert forecast(WORK, budget(tmp_path, 10.0, 3600.0), RunPosition(stage="analysis")).run_s == pytest.approx(
         3 * attempt + last
     )
     # What an attempt took replaces what was expected of it.
     told = forecast(
-        WORK, budget(tmp_path, 10.0, 3600.0), Standing(stage="iterative_pruning", num_measured=1, longest_s=200.0)
+        WORK, budget(tmp_path, 10.0, 3600.0), RunPosition(stage="iterative_pruning", num_measured=1, longest_s=200.0)
     )
     assert told.run_s == pytest.approx(2 * 200.0 + last)
 
 
 def test_no_more_is_left_than_the_budget_has(tmp_path: Path):
-    late = forecast(WORK, budget(tmp_path, 3400.0, 3600.0), Standing(stage="pruning", num_measured=1, longest_s=100.0))
+    late = forecast(
+        WORK, budget(tmp_path, 3400.0, 3600.0), RunPosition(stage="pruning", num_measured=1, longest_s=100.0)
+    )
 
     assert late.run_s == pytest.approx(200.0)
-    assert forecast(WORK, budget(tmp_path, 4000.0, 3600.0), Standing(stage="report", in_stage_s=1e6)).run_s == 0.0
+    assert forecast(WORK, budget(tmp_path, 4000.0, 3600.0), RunPosition(stage="report", in_stage_s=1e6)).run_s == 0.0
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,9 @@ def test_no_more_is_left_than_the_budget_has(tmp_path: Path):
     ["acquisition", "profiling", "deployment_search", "analysis", "approval", *ROUND, "iterative_pruning", *LAST],
 )
 def test_what_is_left_shrinks_as_a_stage_goes_on_and_is_never_less_than_nothing(stage: str, tmp_path: Path):
-    spent = [forecast(WORK, budget(tmp_path, 0.0), Standing(stage=stage, in_stage_s=used)) for used in (0.0, 40.0, 1e6)]
+    spent = [
+        forecast(WORK, budget(tmp_path, 0.0), RunPosition(stage=stage, in_stage_s=used)) for used in (0.0, 40.0, 1e6)
+    ]
 
     for kind in ("stage_s", "run_s"):
         told = [getattr(one, kind) for one in spent]

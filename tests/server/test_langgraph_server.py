@@ -53,7 +53,7 @@ def test_studio_sees_the_form_follows_a_run_that_is_killed_answers_it_and_forks_
         for given, message in MISTAKES:
             thread = client.threads.create()["thread_id"]
             parts = [part for part in client.runs.stream(thread, ASSISTANT, input=given) if part.event == "error"]
-            assert [part.data for part in parts] == [{"error": "TermError", "message": message}]
+            assert [part.data for part in parts] == [{"error": "FieldError", "message": message}]
             assert not (tmp_path / "runs").exists()
 
         thread = client.threads.create()["thread_id"]

@@ -42,7 +42,7 @@ def headline(task: HeadlineTask, job: JobContext) -> Headline:
 
 def race(task: RaceTask, job: JobContext) -> Race:
     """Let the models take turns."""
-    return races.choose(task.entries, _track(task, job), progress=job.progress)
+    return races.race_once(task.entries, _track(task, job), progress=job.progress)
 
 
 def session(task: SessionTask, job: JobContext) -> Race:
@@ -52,8 +52,8 @@ def session(task: SessionTask, job: JobContext) -> Race:
     )
 
 
-def _track(task: RaceTask, job: JobContext, *, reads_memory: bool = False) -> races.Track:
-    return races.Track(
+def _track(task: RaceTask, job: JobContext, *, reads_memory: bool = False) -> races.Conditions:
+    return races.Conditions(
         root=job.root,
         batch_size=task.batch_size,
         device=task.device,
