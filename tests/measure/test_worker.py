@@ -38,8 +38,8 @@ BROOD = """
 import sys, time
 from pathlib import Path
 from profiling_agent.measure.session import TimedProcess, worker_command
-from profiling_agent.measure.worker import SampleRequest, Start
-child = TimedProcess(worker_command(Path(sys.argv[1])), Start(batch_size=2, device="cpu", num_threads=1))
+from profiling_agent.measure.worker import SampleRequest, WorkerSetup
+child = TimedProcess(worker_command(Path(sys.argv[1])), WorkerSetup(batch_size=2, device="cpu", num_threads=1))
 child.wait_until_ready()
 child._child.send(SampleRequest(runs=10**9))
 print(child.pid, flush=True)
@@ -153,10 +153,10 @@ def test_what_a_model_holds_of_a_device_is_known_once_it_was_timed():
 SCRIPT = """
 import json, sys
 from profiling_agent.measure.worker import GpuState
-from profiling_agent.measure.worker import Reply, SampleRequest, Start
+from profiling_agent.measure.worker import Reply, SampleRequest, WorkerSetup
 from profiling_agent.processes.child import Parent
 parent = Parent()
-parent.receive(Start)
+parent.receive(WorkerSetup)
 parent.send(Reply(kind="ready"))
 states = json.loads(sys.argv[1])
 for number, state in enumerate(states, start=1):

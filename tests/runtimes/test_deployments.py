@@ -202,8 +202,8 @@ OPENED = """
 import sys
 from pathlib import Path
 from profiling_agent.measure.worker import open_artifact
-from profiling_agent.measure.worker import Start
-assert open_artifact(Path(sys.argv[1]), Start(batch_size=2, device="cpu", num_threads=1))() > 0
+from profiling_agent.measure.worker import WorkerSetup
+assert open_artifact(Path(sys.argv[1]), WorkerSetup(batch_size=2, device="cpu", num_threads=1))() > 0
 print([name for name in ("torch", "transformers", "openvino_telemetry.main", "nncf") if name in sys.modules])
 """
 
