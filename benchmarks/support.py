@@ -18,7 +18,7 @@ from typing import Any
 
 from checks import Check, finish, stamped
 
-from profiling_agent.jobs.handlers import support
+from profiling_agent.jobs.handlers import model_check
 from profiling_agent.jobs.runner import ModelCheck
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import RUNTIMES, Deployability, Form, Prunable, RuntimeName, Scheme
@@ -51,7 +51,7 @@ def looked_at(
     model = FAMILIES[family]()
     spec = spec_of(model)
     with ModelCheck() as look:
-        told = support.lay_out(model, look.folder, spec=spec, processor=processor_of(spec), name=family)
+        told = model_check.lay_out(model, look.folder, spec=spec, processor=processor_of(spec), name=family)
         yield told
         for form in wanted:
             if (look.folder / form).is_dir():

@@ -1,4 +1,4 @@
-"""Run folder: its layout, which no other code depends on, its manifest and its lock.
+"""Run folder: its layout, its manifest and its lock.
 
 `request.json` is the request; `jobs/<key>/` one finished job each, its `task.json`, `result.json` and artifacts, never overwritten;
 `timesheet.jsonl` how long each took; `checkpoints.sqlite` the graph's checkpoints; `best` a pointer to the model to deploy, replaced

@@ -1,4 +1,4 @@
-"""One Markdown prompt per agent that asks a language model; strict in both directions."""
+"""One Markdown prompt per agent that asks the LLM; a value that is missing or unused is an error."""
 
 from importlib.resources import files
 from string import Template

@@ -29,9 +29,9 @@ from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.artifact import model_bytes
 from profiling_agent.runtimes.onnx_export import export_onnx
-from profiling_agent.runtimes.registry import Batch, Source, noise_batch, open_session, runtime
-from profiling_agent.runtimes.save import save_deployed
-from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, save_derived, save_model
+from profiling_agent.runtimes.registry import Batch, noise_batch, open_session, runtime
+from profiling_agent.runtimes.save import read_source, save_deployed
+from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_derived, save_model
 from profiling_agent.schemas import Cut, Deployment, InputSpec, ModelProfile, RuntimeName
 
 SPEC = InputSpec(channels=3, height=32, width=32, source="probe")
@@ -47,7 +47,7 @@ def probe(name: RuntimeName, folder: Path) -> float:
     if name in ("onnxruntime", "openvino"):
         onnx = folder / "model.onnx"
         export_onnx(model, onnx, spec=SPEC)
-    source = _source(folder / "float32", noise_batch(SPEC, 4), batch_size=1, onnx=onnx)
+    source = read_source(folder / "float32", noise_batch(SPEC, 4), batch_size=1, onnx=onnx)
     save_deployed(source, Deployment(runtime=name), folder / "deployed")
     session = open_session(folder / "deployed")
     images = noise_batch(SPEC, session.fixed_size or 1)
@@ -73,18 +73,6 @@ def write_tiny(folder: Path, *, hidden_size: int = 32, intermediate_size: int = 
     processor = ViTImageProcessorPil(size={"height": SPEC.height, "width": SPEC.width})
     save_model(model, folder, spec=SPEC, processor=processor, base_model="probe")
     return model
-
-
-def _source(folder: Path, images: Batch, *, batch_size: int, onnx: Path | None = None, device: str = "cpu") -> Source:
-    return Source(
-        module=load_module(folder),
-        recipe=load_recipe(folder),
-        processor=load_processor(folder),
-        calibration=images,
-        batch_size=batch_size,
-        onnx=onnx,
-        device=device,
-    )
 
 
 class SelfTest:
@@ -123,15 +111,16 @@ class SelfTest:
         table = time_units(model, profiled.units, batch, file=self.folder / "latency.json")
         evidence = measure_sensitivity(model, profiled.units, _calibration, table=table)
         self._profile = profiled.model_copy(update={"evidence": evidence})
-        memory_mb = headline.peak_memory_bytes / 1e6
-        return f"{headline.latency.median_ms:.2f} ms a batch of {BATCH}, {memory_mb:.0f} MB at most, {len(profiled.units)} units"
+        cost = (
+            f"{headline.latency.median_ms:.2f} ms a batch of {BATCH}, {headline.peak_memory_bytes / 1e6:.0f} MB at most"
+        )
+        return f"{cost}, {len(profiled.units)} units"
 
     def prune(self) -> str:
         """Cut half of every unit, compensate and save the result."""
         assert self._profile is not None, "the profile comes first"
         model = on_device(load_module(self.model), self.device)
-        units = self._profile.units
-        halved = [Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in units]
+        halved = [Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in self._profile.units]
         cuts = [cut for cut in halved if cut.keep < cut.unit.width]
         pruned = prune_model(model, cuts, spec=SPEC)
         compensated = compensate(model, pruned.model, cuts, pruned.keep, _calibration)
@@ -154,7 +143,8 @@ class SelfTest:
         for deployment in deployments[1:]:
             folder = self.folder / f"{deployment.runtime}-{deployment.scheme}"
             try:
-                save_deployed(_source(self.pruned, images, batch_size=BATCH, device=self.device), deployment, folder)
+                source = read_source(self.pruned, images, batch_size=BATCH, device=self.device)
+                save_deployed(source, deployment, folder)
             except QuantizationError as error:
                 # A GPU may have no float8.
                 outcomes.append(f"{deployment.name} doesn't ({error})")

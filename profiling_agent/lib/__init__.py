@@ -1,1 +1,1 @@
-"""Library without knowledge of models: files, the machine, third-party code and progress."""
+"""Tools below every stage: files, the machine, third-party code and progress."""

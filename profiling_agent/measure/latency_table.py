@@ -148,7 +148,7 @@ Shape = tuple[int, int, int, int]
 class LatencyTable:
     """Milliseconds of one batch by unit and width, falling with the width.
 
-    `ruled_out` has the widths shown to bring less than MIN_GAIN, `unsteady` the units timed while the machine was too busy.
+    `ruled_out` has the widths shown to save less than MIN_GAIN of the proportional time, `unsteady` the units timed while the machine was too busy.
     """
 
     times: Mapping[str, Times]
@@ -434,7 +434,7 @@ def _interpolate(unit: Unit, samples: WidthSamples) -> dict[int, float]:
 
 
 def _widths_ruled_out(unit: Unit, samples: WidthSamples) -> frozenset[int]:
-    """Return the widths that bring less than MIN_GAIN by a sign test on the differences within each repeat.
+    """Return the widths that save less than MIN_GAIN of the proportional time, by a sign test within each repeat.
 
     A slow repeat cancels out in them, and an interrupted call counts as one repeat, however long it took. If most calls
     were interrupted, nothing is shown.

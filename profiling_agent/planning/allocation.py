@@ -197,9 +197,9 @@ def saved_share(cuts: Sequence[Cut], profile: ModelProfile, metric: str) -> floa
     """Return the share of the model's params, MACs or layers' time that `cuts` save together."""
     if metric == "latency":
         assert profile.evidence is not None, "latency is predicted by the evidence's table"
-        return latency_saved_ms(cuts, profile.evidence) / max(whole(profile, metric), 1e-9)
+        return latency_saved_ms(cuts, profile.evidence) / max(total_of(profile, metric), 1e-9)
     params, macs = params_and_macs_saved(cuts, profile.layers)
-    return (params if metric == "params" else macs) / max(whole(profile, metric), 1.0)
+    return (params if metric == "params" else macs) / max(total_of(profile, metric), 1.0)
 
 
 def most_saving(plan: Plan, profile: ModelProfile) -> float:
@@ -212,7 +212,7 @@ def most_saving(plan: Plan, profile: ModelProfile) -> float:
     return saved_share(deepest_cuts(profile.units, profile.evidence, metric, fixed=fixed, caps=caps), profile, metric)
 
 
-def whole(profile: ModelProfile, metric: str) -> float:
+def total_of(profile: ModelProfile, metric: str) -> float:
     """Return the model's total of the metric: params, MACs of one image, or milliseconds of one batch."""
     if metric != "latency":
         return float(profile.params if metric == "params" else profile.macs)
@@ -255,7 +255,7 @@ def _allocate_target(plan: Plan, profile: ModelProfile, fixed: Sequence[Cut], ca
         profile.units,
         profile.evidence,
         target,
-        whole=whole(profile, target.metric),
+        whole=total_of(profile, target.metric),
         saved=lambda cuts: saved_share(cuts, profile, target.metric),
         fixed=fixed,
         caps=caps,

@@ -188,7 +188,7 @@ class _Study:
     seed: int
 
     def gather(self) -> None:
-        """T0: gather the moments, and check the unpruned model's logits."""
+        """Gather the moments, and check the unpruned model's logits."""
         self.judged = list(regrouped(self.calibration.judged(), BATCH, rest=True))
         self.num_images = sum(map(len, (*self.judged, *self.calibration.fitted())))
         max_images = max(MIN_MEASURED_ON, min(MAX_MEASURED_ON, MAX_MEASUREMENTS // max(len(self.units), 1)))
@@ -210,7 +210,7 @@ class _Study:
         return overlay(self.model, unit, folded, self.norms.get(unit.consumer))
 
     def measure(self, criterion: str, progress: Progress) -> tuple[UnitEvidence, ...]:
-        """T1: measure the KL at some widths of every unit, one unit cut at a time."""
+        """Measure the KL at some widths of every unit, one unit cut at a time."""
         orders: dict[str, tuple[int, ...]] = {}
         predicted: dict[str, dict[int, float]] = {}
         folds: dict[tuple[str, int], FoldedUnit] = {}

@@ -347,8 +347,8 @@ def tolerance(recipe: Recipe) -> float:
         return REDUCED_TOLERANCE
     # Another CPU may have other kernels, with 7-bit activations or sums that are rounded elsewhere. Its name isn't enough:
     # a cloud has one name for processors with different instructions.
-    is_whole = any(layer.dtype == "qint8" and not layer.reduce_range for layer in recipe.quantized)
-    is_same = recipe.cpu == environment().cpu and not (is_whole and saturates(recipe.deployment.runtime))
+    uses_eight_bits = any(layer.dtype == "qint8" and not layer.reduce_range for layer in recipe.quantized)
+    is_same = recipe.cpu == environment().cpu and not (uses_eight_bits and saturates(recipe.deployment.runtime))
     return STEP_TOLERANCE if is_same else REDUCED_TOLERANCE
 
 

@@ -12,11 +12,32 @@ from torch import Tensor
 from profiling_agent.errors import QuantizationError
 from profiling_agent.quantization.quantize import quantize_model, quantize_rowwise
 from profiling_agent.runtimes.artifact import NUM_IMAGES, Golden, PreparedFiles, Recipe
-from profiling_agent.runtimes.registry import Source, noise_batch, recommended, runtime
-from profiling_agent.runtimes.torch_artifact import write_artifact, write_weights
+from profiling_agent.runtimes.registry import Batch, Source, noise_batch, recommended, runtime
+from profiling_agent.runtimes.torch_artifact import (
+    load_module,
+    load_processor,
+    load_recipe,
+    write_artifact,
+    write_weights,
+)
 from profiling_agent.schemas import Deployment, Scheme
 
 HALVES: dict[Scheme, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_source(
+    folder: Path, calibration: Batch, *, batch_size: int, onnx: Path | None = None, device: str = "cpu"
+) -> Source:
+    """Return the saved float32 torch model in `folder` as a source of deployments."""
+    return Source(
+        module=load_module(folder),
+        recipe=load_recipe(folder),
+        processor=load_processor(folder),
+        calibration=calibration,
+        batch_size=batch_size,
+        onnx=onnx,
+        device=device,
+    )
 
 
 def write_deployment(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:

@@ -62,7 +62,7 @@ class DeploymentChoices:
     """Deployments that a run may choose from.
 
     `supported` has the schemes of each usable runtime, `schemes` those requested for `layers`, and `notes` a line for each runtime that is missing.
-    `is_named` says that runtimes were requested by name; `is_whole` that half precision covers the whole model, as on CUDA.
+    `is_named` says that runtimes were requested by name; `on_cuda` that half precision covers the whole model.
     """
 
     supported: Mapping[RuntimeName, Sequence[Scheme]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class DeploymentChoices:
     layers: str = EVERYTHING
     notes: tuple[str, ...] = ()
     is_named: bool = False
-    is_whole: bool = False
+    on_cuda: bool = False
 
 
 def deployment_choices(request: Request, device: str) -> DeploymentChoices:
@@ -93,7 +93,7 @@ def deployment_choices(request: Request, device: str) -> DeploymentChoices:
     return DeploymentChoices(
         supported=supported,
         is_named=request.names_runtimes,
-        is_whole=device != "cpu",
+        on_cuda=device != "cpu",
         schemes=schemes,
         layers=request.quantize_layers,
         notes=tuple(notes),
@@ -124,7 +124,7 @@ def possible_deployments(plan: Plan, choices: DeploymentChoices) -> tuple[Deploy
         else:
             candidates = [
                 Deployment(runtime=runtime, scheme=scheme, recommendations=plan.quantization)
-                for scheme in _schemes_for(runtime, available, schemes_of(plan.quantization), on_cuda=choices.is_whole)
+                for scheme in _schemes_for(runtime, available, schemes_of(plan.quantization), on_cuda=choices.on_cuda)
             ]
         deployments += [
             deployment for deployment in candidates if (deployment.runtime, deployment.scheme) != ("eager", "float32")
@@ -139,7 +139,7 @@ def why_undeployable(plan: Plan, choices: DeploymentChoices, goal: Goal) -> str 
     if goal.selection == "paper":
         return "the paper's selection judges attempts in eager float32: a plan's quantization has to be null"
     names_layers = any(recommendation.layer != EVERYTHING for recommendation in plan.quantization)
-    if choices.is_whole and names_layers and not schemes_of(plan.quantization) & ROWWISE:
+    if choices.on_cuda and names_layers and not schemes_of(plan.quantization) & ROWWISE:
         return "on CUDA half precision is the whole model's: quantization may name layers for int8 and float8 only"
     # Eager float32 is always available, and no deployment.
     if possible_deployments(plan, choices) or not schemes_of(plan.quantization):

@@ -10,7 +10,7 @@ from commands import call
 from crashing_library import break_library
 
 from profiling_agent.cli.models import _installed, _show
-from profiling_agent.jobs.handlers import support
+from profiling_agent.jobs.handlers import model_check
 from profiling_agent.jobs.runner import ModelCheck
 from profiling_agent.request import Request
 from profiling_agent.schemas import Deployment
@@ -19,7 +19,7 @@ from profiling_agent.schemas import Deployment
 def test_what_can_be_cut_is_counted_with_a_reason_for_the_rest(tmp_path: Path):
     model = zoo.vit(num_hidden_layers=1)
 
-    told = support.lay_out(model, tmp_path, spec=zoo.SPEC, processor=zoo.processor(), name="zoo")
+    told = model_check.lay_out(model, tmp_path, spec=zoo.SPEC, processor=zoo.processor(), name="zoo")
 
     assert told.units == {"heads": 1, "mlp": 1}
     # A quarter of 4 heads and of an MLP of 256: a row of q, k, v with its bias and a column of o for each channel, a row and a column of the MLP's.
@@ -31,22 +31,22 @@ def test_what_can_be_cut_is_counted_with_a_reason_for_the_rest(tmp_path: Path):
 
 
 def test_a_deployment_that_can_not_be_made_says_why(tmp_path: Path):
-    support.lay_out(zoo.vit(num_hidden_layers=1), tmp_path, spec=zoo.SPEC, processor=zoo.processor(), name="zoo")
+    model_check.lay_out(zoo.vit(num_hidden_layers=1), tmp_path, spec=zoo.SPEC, processor=zoo.processor(), name="zoo")
 
-    row = support.make(tmp_path, "pruned", Deployment(runtime="openvino", scheme="float32"))
+    row = model_check.make(tmp_path, "pruned", Deployment(runtime="openvino", scheme="float32"))
 
     assert row.refused == "conversion: OpenVINO needs the model as ONNX, and was given none"
 
 
 def test_a_damaged_deployment_is_told_when_it_is_opened_again(tmp_path: Path):
-    support.lay_out(zoo.vit(num_hidden_layers=1), tmp_path, spec=zoo.SPEC, processor=zoo.processor(), name="zoo")
-    row = support.make(tmp_path, "whole", Deployment(runtime="eager", scheme="dynamic"))
-    folder = support.deployment_folder(tmp_path, "whole", row.deployment)
-    assert (row.refused, support.reopen(tmp_path, row).refused) == ("", "")
+    model_check.lay_out(zoo.vit(num_hidden_layers=1), tmp_path, spec=zoo.SPEC, processor=zoo.processor(), name="zoo")
+    row = model_check.make(tmp_path, "whole", Deployment(runtime="eager", scheme="dynamic"))
+    folder = model_check.deployment_folder(tmp_path, "whole", row.deployment)
+    assert (row.refused, model_check.reopen(tmp_path, row).refused) == ("", "")
 
     (folder / "weights.safetensors").write_bytes(b"")
 
-    assert support.reopen(tmp_path, row).refused.startswith("reopening: ")
+    assert model_check.reopen(tmp_path, row).refused.startswith("reopening: ")
 
 
 def test_runtimes_that_are_not_there_or_take_long_are_named(tmp_path: Path):
@@ -60,11 +60,11 @@ def test_runtimes_that_are_not_there_or_take_long_are_named(tmp_path: Path):
 
 
 def test_a_look_is_shown_as_tables_with_a_reason_for_what_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    prunable = support.lay_out(
+    prunable = model_check.lay_out(
         zoo.vit(num_hidden_layers=1), tmp_path, spec=zoo.SPEC, processor=zoo.processor(), name="zoo"
     )
-    made = support.make(tmp_path, "pruned", Deployment(runtime="eager", scheme="dynamic"))
-    refused = support.make(tmp_path, "pruned", Deployment(runtime="openvino", scheme="float32"))
+    made = model_check.make(tmp_path, "pruned", Deployment(runtime="eager", scheme="dynamic"))
+    refused = model_check.make(tmp_path, "pruned", Deployment(runtime="openvino", scheme="float32"))
 
     _show(prunable, [made, refused], ["inductor: it compiles for minutes"])
 

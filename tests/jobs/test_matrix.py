@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pruning.families import FAMILIES, TYPICAL, marked, processor_of, spec_of
 
-from profiling_agent.jobs.handlers import support
+from profiling_agent.jobs.handlers import model_check
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.schemas import Deployability, Deployment, Form, RuntimeName
 
@@ -36,10 +36,10 @@ REOPEN = """
 import sys
 from pathlib import Path
 from profiling_agent.schemas import Deployability
-from profiling_agent.jobs.handlers import support
+from profiling_agent.jobs.handlers import model_check
 for line in sys.stdin:
     folder, _, told = line.partition(" ")
-    print(support.reopen(Path(folder), Deployability.model_validate_json(told), num_threads=1).model_dump_json(), flush=True)
+    print(model_check.reopen(Path(folder), Deployability.model_validate_json(told), num_threads=1).model_dump_json(), flush=True)
 """
 
 
@@ -85,10 +85,10 @@ def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere
     model, folder = FAMILIES[family](), tmp_path
     spec = spec_of(model)
 
-    told = support.lay_out(model, folder, spec=spec, processor=processor_of(spec), name=family)
-    assert support.write_onnx(folder, form) is None
+    told = model_check.lay_out(model, folder, spec=spec, processor=processor_of(spec), name=family)
+    assert model_check.write_onnx(folder, form) is None
     rows = [
-        support.make(folder, form, Deployment(runtime=name, scheme=scheme), num_threads=1)
+        model_check.make(folder, form, Deployment(runtime=name, scheme=scheme), num_threads=1)
         for name in RUNTIMES
         for scheme in runtime(name).schemes("cpu")
     ]

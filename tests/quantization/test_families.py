@@ -13,7 +13,7 @@ from pruning.families import FAMILIES, TYPICAL_FIRST, processor_of, spec_of
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.jobs.handlers import support
+from profiling_agent.jobs.handlers import model_check
 from profiling_agent.modules import norms
 from profiling_agent.modules.inference import logits_of, relative_distance
 from profiling_agent.quantization.kinds import CLASSES, quantized_modules
@@ -118,9 +118,9 @@ def test_a_convolution_whose_border_has_a_name_is_compiled_in_int8(tmp_path: Pat
     model = FAMILIES["siglip"]()
     spec = spec_of(model)
     deployment = Deployment(runtime="inductor", scheme="static")
-    support.lay_out(model, tmp_path, spec=spec, processor=processor_of(spec), name="siglip")
+    model_check.lay_out(model, tmp_path, spec=spec, processor=processor_of(spec), name="siglip")
 
-    told = support.make(tmp_path, "whole", deployment, num_threads=1)
+    told = model_check.make(tmp_path, "whole", deployment, num_threads=1)
 
     assert told.refused == ""
     assert 0 < told.distance < 0.25

@@ -254,7 +254,7 @@ def test_what_no_runtime_here_can_do_is_refused_with_what_there_is():
 
 
 def test_layers_can_not_be_chosen_where_half_precision_is_the_whole_models():
-    cuda = DeploymentChoices({"eager": ("float32", "bfloat16")}, ASKED_SCHEMES["auto"], is_whole=True)
+    cuda = DeploymentChoices({"eager": ("float32", "bfloat16")}, ASKED_SCHEMES["auto"], on_cuda=True)
 
     assert why_undeployable(Plan(quantization=(rec("all", "cast", "bfloat16"),)), cuda, GOAL) is None
     wish = Plan(quantization=(rec("all", "cast", "bfloat16"), rec("classifier", "cast", "float32")))

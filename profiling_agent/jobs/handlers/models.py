@@ -73,10 +73,9 @@ from profiling_agent.quantization import tune as tuning
 from profiling_agent.runtimes.artifact import PROCESSOR, check_golden, model_bytes, processor_text
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import Batch, ModelSession, Source, open_session
-from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.save import read_source, save_deployed
 from profiling_agent.runtimes.torch_artifact import (
     load_module,
-    load_processor,
     load_recipe,
     load_skeleton,
     read_processor,
@@ -466,15 +465,8 @@ def _load_source(task: DeployTask, job: JobContext) -> Source:
     ]
     if not images:
         raise QuantizationError("there are 0 calibration images: raise num_samples")
-    return Source(
-        module=load_module(path),
-        recipe=load_recipe(path),
-        processor=load_processor(path),
-        calibration=np.concatenate(images),
-        batch_size=task.batch_size,
-        onnx=job.path(task.onnx) if task.onnx else None,
-        device=task.device,
-    )
+    onnx = job.path(task.onnx) if task.onnx else None
+    return read_source(path, np.concatenate(images), batch_size=task.batch_size, onnx=onnx, device=task.device)
 
 
 def complexity_of(path: Path) -> tuple[int, int]:

@@ -18,9 +18,9 @@ from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.artifact import check_golden, model_bytes, read_golden
 from profiling_agent.runtimes.onnx_export import export_onnx
-from profiling_agent.runtimes.registry import Source, noise_batch, open_session
-from profiling_agent.runtimes.save import save_deployed
-from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, save_derived, save_model
+from profiling_agent.runtimes.registry import noise_batch, open_session
+from profiling_agent.runtimes.save import read_source, save_deployed
+from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_derived, save_model
 from profiling_agent.schemas import Cut, Deployability, Deployment, Form, InputSpec, Prunable, by_cause
 
 RATIO = 0.25
@@ -37,7 +37,7 @@ def look(task: LookTask, job: JobContext) -> Prunable:
     return lay_out(loaded.model, job.root / CHECK_FOLDER, spec=spec, processor=loaded.processor, name=task.model)
 
 
-def attempt(task: TryTask, job: JobContext) -> Deployability:
+def try_deployment(task: TryTask, job: JobContext) -> Deployability:
     """Take one step towards a deployment; return how far it got, or why no further."""
     folder, row, threads = job.root / CHECK_FOLDER, task.row, available_threads()
     if task.step == "export":
@@ -86,24 +86,17 @@ def write_onnx(folder: Path, form: Form) -> str | None:
 def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int | None = None) -> Deployability:
     """Make a deployment of a form, in a folder next to it; return its distance on the golden images, or the error."""
     row = Deployability(form=form, deployment=deployment)
-    source, onnx = folder / form, folder / f"{form}.onnx"
-    module, base_recipe = load_module(source), load_recipe(source)
-    deploy_source = Source(
-        module=module,
-        recipe=base_recipe,
-        processor=load_processor(source),
-        calibration=noise_batch(base_recipe.input, NUM_CALIBRATION, seed=1),
-        batch_size=BATCH,
-        onnx=onnx if onnx.is_file() else None,
-    )
+    model, onnx = folder / form, folder / f"{form}.onnx"
+    images = noise_batch(load_recipe(model).input, NUM_CALIBRATION, seed=1)
+    source = read_source(model, images, batch_size=BATCH, onnx=onnx if onnx.is_file() else None)
     target = deployment_folder(folder, form, deployment)
     try:
-        recipe = save_deployed(deploy_source, deployment, target, num_threads=num_threads)
+        recipe = save_deployed(source, deployment, target, num_threads=num_threads)
         # The logits from when it was saved: opening it here would compile it once more, and another process reopens it.
         golden = read_golden(target)
     except (ArtifactError, PlanError, QuantizationError) as error:
         return row.model_copy(update={"refused": f"conversion: {error}"})
-    expected = logits_of(module, torch.from_numpy(golden.pixel_values.astype(np.float32)))
+    expected = logits_of(source.module, torch.from_numpy(golden.pixel_values.astype(np.float32)))
     return row.model_copy(
         update={
             "num_layers": len(recipe.quantized),
