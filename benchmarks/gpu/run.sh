@@ -31,6 +31,7 @@ for each in "$@"; do
     case $each in
     tests) step tests "${TESTS_S:-240}" python3 -m pytest -m gpu -rA --tb=short -p no:cacheprovider -p no:randomly tests ;;
     tables) step tables "${TABLES_S:-300}" python3 benchmarks/gpu/deployments.py --json "$output/gpu_deployments.json" ${TABLES:-} ;;
-    verdicts) step verdicts "${VERDICTS_S:-220}" python3 benchmarks/gpu/verdicts.py --json "$output/gpu_verdicts.json" ${VERDICTS:-} ;;
+    verdicts) step verdicts "${VERDICTS_S:-220}" python3 benchmarks/full_run.py --models ViT-B/16 --device cuda --runtimes eager,graphed \
+        --time-budget 3m --batch-size 32 --output "$output/runs" --json "$output/gpu_verdicts.json" ${VERDICTS:-} ;;
     esac
 done

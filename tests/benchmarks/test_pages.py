@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import full_run
 import full_size_table
 import planners_table
 import popular
@@ -169,19 +170,19 @@ def test_a_deployment_that_failed_is_missed_where_the_tiny_model_has_it():
         failed("eager bfloat16", "loses 3.0 points"),
     ]
 
-    assert popular.missed(options, "vit") == [
+    assert full_run.missed(options, "vit") == [
         "openvino static: could not be made: why",
         "inductor static: dropped out of the race",
     ]
     # docs/support.md has it among what OpenVINO computes otherwise.
-    assert popular.missed(options[:1], "levit") == []
+    assert full_run.missed(options[:1], "levit") == []
 
 
 def test_every_popular_model_has_a_tiny_one_that_was_taken_through_all_deployments():
     every = {(each.runtime, each.scheme) for each in all_deployments()}
 
     assert {model.family for model in popular.MODELS.values()} <= set(FAMILIES)
-    assert popular.can_do("vit") == every
+    assert full_run.can_do("vit") == every
 
 
 ROOT = Path(__file__).parents[2]
