@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from checks import Check, Estimate, finish, stamped
 from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
-from limit import rates
 from paper.numbers import TABLE_4
 from peers import worker_of_papers, worker_of_peer, write_peer
+from rates import rates
 from sessions import Sessions, add_option
 from torch import nn
 from transformers import ViTImageProcessorPil
