@@ -11,7 +11,8 @@ import zoo
 
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import Source, noise_batch, runtime
-from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_model
+from profiling_agent.runtimes.save import read_source
+from profiling_agent.runtimes.torch_artifact import load_module, save_model
 from profiling_agent.schemas import RUNTIMES, Deployment
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -35,16 +36,9 @@ def source_of(family: str, folder: Path, *, batch_size: int | None = None) -> So
 
 def saved_source(folder: Path, *, batch_size: int = 8, fixed: int | None = None) -> Source:
     """Export the model that lies in `folder`/model, with a dynamic batch or one that is `fixed`, and give both."""
-    module = load_module(folder / "model")
-    export_onnx(module, folder / "model.onnx", spec=zoo.SPEC, batch_size=fixed)
-    return Source(
-        module=module,
-        recipe=load_recipe(folder / "model"),
-        processor=zoo.processor(),
-        calibration=noise_batch(zoo.SPEC, 16, seed=1),
-        batch_size=batch_size,
-        onnx=folder / "model.onnx",
-    )
+    export_onnx(load_module(folder / "model"), folder / "model.onnx", spec=zoo.SPEC, batch_size=fixed)
+    images = noise_batch(zoo.SPEC, 16, seed=1)
+    return read_source(folder / "model", images, batch_size=batch_size, onnx=folder / "model.onnx")
 
 
 def float_logits(source: Source, images: np.ndarray) -> np.ndarray:

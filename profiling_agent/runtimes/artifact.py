@@ -30,8 +30,9 @@ from profiling_agent.lib.io import (
     resolved,
     write_text,
 )
-from profiling_agent.lib.machine import environment, saturates
-from profiling_agent.schemas import Cut, Deployment, InputSpec, Record, RuntimeName
+from profiling_agent.lib.machine import environment
+from profiling_agent.runtimes.base import runtime
+from profiling_agent.schemas import Cut, Deployment, InputSpec, Record
 
 SCHEMA_VERSION = 3
 # Schema 2 can only be read: its folders have a config.json and model.safetensors, which transformers opens and misreads.
@@ -39,24 +40,6 @@ OLD_SCHEMA, OLD_WEIGHTS = 2, "model.safetensors"
 RECIPE, PROCESSOR = "recipe.json", "preprocessor_config.json"
 WEIGHTS, GOLDEN = "weights.safetensors", "golden.safetensors"
 ONNX, IR, IR_WEIGHTS, CARD = "model.onnx", "model.xml", "model.bin", "README.md"
-# Files that each runtime reads its weights from.
-MODEL_FILES: dict[RuntimeName, tuple[str, ...]] = {
-    "eager": (WEIGHTS,),
-    "graphed": (WEIGHTS,),
-    "inductor": (WEIGHTS,),
-    "onnxruntime": (ONNX,),
-    "openvino": (IR, IR_WEIGHTS),
-}
-# Runtimes whose processes import torch.
-TORCH = frozenset({"eager", "graphed", "inductor"})
-# Packages whose versions go into the recipe, next to those that are always installed.
-PACKAGES: dict[RuntimeName, tuple[str, ...]] = {
-    "eager": (),
-    "graphed": (),
-    "inductor": ("torchao",),
-    "onnxruntime": ("onnx", "onnxruntime"),
-    "openvino": ("openvino", "nncf"),
-}
 # None of these formats can carry our code or Python's.
 SUFFIXES = frozenset({".json", ".safetensors", ".onnx", ".xml", ".md"})
 
@@ -126,7 +109,7 @@ class Recipe(Description):
     @property
     def model_files(self) -> tuple[str, ...]:
         """Return the files that the runtime reads."""
-        names = MODEL_FILES[self.deployment.runtime]
+        names = runtime(self.deployment.runtime).files
         is_old = self.schema_version == OLD_SCHEMA
         return tuple(OLD_WEIGHTS if is_old and name == WEIGHTS else name for name in names)
 
@@ -343,12 +326,13 @@ def tolerance(recipe: Recipe) -> float:
         return FLOAT_TOLERANCE
     # Models in half precision as a whole come from CUDA, whose kernels sum in another way than those of any CPU.
     is_cuda = is_half or any(layer.kind == "rowwise" for layer in recipe.quantized)
-    if is_cuda and recipe.deployment.runtime in TORCH:
+    executor = runtime(recipe.deployment.runtime)
+    if is_cuda and executor.is_torch:
         return REDUCED_TOLERANCE
     # Another CPU may have other kernels, with 7-bit activations or sums that are rounded elsewhere. Its name isn't enough:
     # a cloud has one name for processors with different instructions.
     uses_eight_bits = any(layer.dtype == "qint8" and not layer.reduce_range for layer in recipe.quantized)
-    is_same = recipe.cpu == environment().cpu and not (uses_eight_bits and saturates(recipe.deployment.runtime))
+    is_same = recipe.cpu == environment().cpu and not (uses_eight_bits and executor.saturates())
     return STEP_TOLERANCE if is_same else REDUCED_TOLERANCE
 
 
@@ -432,7 +416,7 @@ def _render_card(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], 
     jinja = text_templates("profiling_agent.runtimes")
     # For third-party names.
     jinja.filters["plain"] = _plain_text
-    names = ("torch", "transformers", *PACKAGES[recipe.deployment.runtime])
+    names = ("torch", "transformers", *runtime(recipe.deployment.runtime).packages)
     return jinja.get_template("card.md.jinja").render(
         r=recipe,
         metadata=metadata_of(recipe, judged).to_yaml(),

@@ -30,9 +30,7 @@ from profiling_agent.quantization.layers import QuantizedModule
 from profiling_agent.runtimes.artifact import (
     CARD,
     GOLDEN,
-    MODEL_FILES,
     NUM_IMAGES,
-    PACKAGES,
     PROCESSOR,
     RECIPE,
     WEIGHTS,
@@ -49,6 +47,7 @@ from profiling_agent.runtimes.artifact import (
     write_card,
     write_golden,
 )
+from profiling_agent.runtimes.base import runtime
 from profiling_agent.schemas import Cut, Deployment, InputSpec
 
 
@@ -275,13 +274,12 @@ def write_artifact(
 def _draft_recipe(
     description: Description, prepared: PreparedFiles, folder: Path, complexity: tuple[int, int] | None
 ) -> Recipe:
-    deployment = description.deployment
-    counts = None
+    executor, counts = runtime(description.deployment.runtime), None
     if complexity is not None:
-        files = (folder / name for name in MODEL_FILES[deployment.runtime] if not name.endswith(".xml"))
+        files = (folder / name for name in executor.files if not name.endswith(".xml"))
         weights = sum(path.stat().st_size for path in files)
         counts = ParentCounts(params=complexity[0], macs=complexity[1], parameter_bytes=weights)
-    versions = {name: metadata.version(name) for name in PACKAGES[deployment.runtime] if find_spec(name)}
+    versions = {name: metadata.version(name) for name in executor.packages if find_spec(name)}
     return Recipe(
         **dict(description),
         quantized=prepared.quantized,

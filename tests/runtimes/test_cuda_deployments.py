@@ -16,8 +16,8 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from profiling_agent.errors import ArtifactError
 from profiling_agent.runtimes.artifact import check_golden
 from profiling_agent.runtimes.registry import Source, noise_batch, open_session
-from profiling_agent.runtimes.save import save_deployed
-from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_model
+from profiling_agent.runtimes.save import read_source, save_deployed
+from profiling_agent.runtimes.torch_artifact import save_model
 from profiling_agent.runtimes.torch_session import GraphedSession, TorchSession
 from profiling_agent.schemas import Deployment, InputSpec
 
@@ -36,14 +36,7 @@ WIDE = InputSpec(channels=3, height=224, width=224, source="test")
 
 def source_of(model: nn.Module, folder: Path, spec: InputSpec) -> Source:
     save_model(model, folder, spec=spec, processor=zoo.processor(), base_model="zoo")
-    return Source(
-        module=load_module(folder),
-        recipe=load_recipe(folder),
-        processor=zoo.processor(),
-        calibration=noise_batch(spec, 8),
-        batch_size=8,
-        device="cuda",
-    )
+    return read_source(folder, noise_batch(spec, 8), batch_size=8, device="cuda")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A new runtime is a file and the rows that CONTRIBUTING.md names; saving, opening and checking are there for it."""
+"""A new runtime is a file and the names that CONTRIBUTING.md lists; saving, opening and checking are there for it."""
 
 import os
 import shutil
@@ -9,23 +9,17 @@ from pathlib import Path
 import pytest
 
 from profiling_agent.lib.machine import LIBRARIES, RUNTIME_LIBRARIES
-from profiling_agent.runtimes.artifact import PACKAGES
+from profiling_agent.runtimes.registry import runtime
+from profiling_agent.schemas import RUNTIMES
 
 ROOT = Path(__file__).parents[2]
-# What `## Add a runtime` says to touch: where a row goes, and the row.
-ROWS = (
-    ("schemas/plan.py", '"openvino"]', '"openvino", "toy"]'),
-    ("schemas/plan.py", '"openvino")', '"openvino", "toy")'),
-    ("runtimes/artifact.py", '"openvino": (IR, IR_WEIGHTS),', '"openvino": (IR, IR_WEIGHTS),\n    "toy": (ONNX,),'),
+# What `## Add a runtime` touches besides the new file: where a name goes, and the line with it.
+NAMES = (
+    ("schemas/plan.py", '"onnxruntime", "openvino"]', '"onnxruntime", "openvino", "toy"]'),
     (
-        "runtimes/artifact.py",
-        '"openvino": ("openvino", "nncf"),',
-        '"openvino": ("openvino", "nncf"),\n    "toy": ("onnx",),',
-    ),
-    (
-        "runtimes/registry.py",
-        "MODULES: dict[RuntimeName, str] = {",
-        '{0}\n    "toy": "profiling_agent.runtimes.toy",',
+        "runtimes/__init__.py",
+        "as torch_runtimes\n",
+        "as torch_runtimes\nfrom profiling_agent.runtimes import toy as toy\n",
     ),
 )
 SCRIPT = """
@@ -56,10 +50,10 @@ except ProfilingAgentError as error:
 def test_a_runtime_that_follows_the_words_is_saved_opened_and_checked(tmp_path: Path):
     package = shutil.copytree(ROOT / "profiling_agent", tmp_path / "profiling_agent")
     shutil.copyfile(Path(__file__).with_name("toy_runtime.py"), package / "runtimes" / "toy.py")
-    for name, place, row in ROWS:
+    for name, place, line in NAMES:
         text = (package / name).read_text()
-        assert text.count(place) == 1, f"{name} has no longer one place for the row: CONTRIBUTING.md and this test"
-        (package / name).write_text(text.replace(place, row.replace("{0}", place)))
+        assert text.count(place) == 1, f"{name} has no longer one place for the name: CONTRIBUTING.md and this test"
+        (package / name).write_text(text.replace(place, line))
     (tmp_path / "work").mkdir()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "tests")])}
 
@@ -71,12 +65,12 @@ def test_a_runtime_that_follows_the_words_is_saved_opened_and_checked(tmp_path: 
 
 
 def test_what_a_runtime_converts_and_runs_with_is_in_the_keys_of_jobs():
-    kept = {name for names in PACKAGES.values() for name in names}
+    packages = {package for name in RUNTIMES for package in runtime(name).packages}
 
-    assert kept <= {*LIBRARIES, *RUNTIME_LIBRARIES}
+    assert packages <= {*LIBRARIES, *RUNTIME_LIBRARIES}
 
 
 def test_contributing_names_the_files_that_this_test_touches():
     words = (ROOT / "CONTRIBUTING.md").read_text().split("## Add a runtime\n")[1].split("\n## ")[0]
 
-    assert all(f"profiling_agent/{name}" in words for name, _, _ in ROWS)
+    assert all(f"profiling_agent/{name}" in words for name, _, _ in NAMES)

@@ -6,27 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from profiling_agent.errors import ArtifactError
 from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, Recipe
-from profiling_agent.runtimes.registry import INPUT, OUTPUT, Batch, Source, missing_packages
+from profiling_agent.runtimes.base import INPUT, OUTPUT, Batch, Runtime, Source, missing_packages
 from profiling_agent.schemas import Deployment, Scheme
-
-CONVERSION = "profiling_agent.runtimes.toy:write_deployment"
-
-
-def missing(device: str) -> str | None:
-    return missing_packages(("onnx",), extra="onnx")
-
-
-def schemes(device: str) -> tuple[Scheme, ...]:
-    return ("float32",) if device == "cpu" else ()
-
-
-def write_deployment(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
-    if source.onnx is None:
-        raise ArtifactError(f"{deployment.runtime} needs the model as ONNX, and was given none")
-    shutil.copyfile(source.onnx, folder / ONNX)
-    return PreparedFiles(quantized=(), tied={})
 
 
 class ToySession:
@@ -48,7 +30,31 @@ class ToySession:
         return run_once
 
 
-def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> ToySession:
-    from onnx.reference import ReferenceEvaluator
+class Toy(Runtime):
+    name: Any = "toy"
+    files = (ONNX,)
+    packages = ("onnx",)
+    graph_format = "onnx"
 
-    return ToySession(ReferenceEvaluator(str(folder / ONNX)))
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        return missing_packages(("onnx",), extra="onnx")
+
+    @classmethod
+    def schemes(cls, device: str) -> tuple[Scheme, ...]:
+        return ("float32",) if device == "cpu" else ()
+
+    @classmethod
+    def reads_onnx(cls, scheme: Scheme) -> bool:
+        return True
+
+    @classmethod
+    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
+        shutil.copyfile(str(source.onnx), folder / ONNX)
+        return PreparedFiles(quantized=(), tied={})
+
+    @classmethod
+    def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> ToySession:
+        from onnx.reference import ReferenceEvaluator
+
+        return ToySession(ReferenceEvaluator(str(folder / ONNX)))
