@@ -87,8 +87,9 @@ class OperatorTime:
 class Runtime(ABC):
     """The facts of one runtime; a subclass that sets `name` registers itself.
 
-    `files` are those that it reads its weights from, in formats that can't carry code. The versions of `packages` go into
-    the recipe. `graph_format` is the only export format that takes its graphs, None for torch's modules.
+    `requires` are packages of the extra `extra` that it can't run without; the versions of `packages` go into the recipe.
+    `files` are those that it reads its weights from, in formats that can't carry code. `graph_format` is the only export
+    format that takes its graphs, None for torch's modules. `on_cpu` and `on_cuda` are its schemes there.
 
     One of the CPU flags `int8_instructions` lets its kernels add int8 products in 32 bits. Without them, 16-bit sums of two
     products saturate unless one factor has only 7 bits, or the layers are of `safe_kinds`.
@@ -97,9 +98,13 @@ class Runtime(ABC):
     """
 
     name: ClassVar[RuntimeName]
-    files: ClassVar[tuple[str, ...]]
+    extra: ClassVar[str] = ""
+    requires: ClassVar[tuple[str, ...]] = ()
     packages: ClassVar[tuple[str, ...]] = ()
-    graph_format: ClassVar[str | None]
+    files: ClassVar[tuple[str, ...]]
+    graph_format: ClassVar[str | None] = None
+    on_cpu: ClassVar[tuple[Scheme, ...]] = ()
+    on_cuda: ClassVar[tuple[Scheme, ...]] = ()
     # Whether its processes import torch.
     is_torch: ClassVar[bool] = False
     # Whether it compiles for a minute or two.
@@ -114,14 +119,14 @@ class Runtime(ABC):
             _REGISTERED[cls.name] = cls
 
     @classmethod
-    @abstractmethod
-    def missing(cls, device: str) -> str | None:
+    def missing(cls, device: str) -> str | None:  # noqa: ARG003
         """Return what has to be installed for "cpu" or "cuda", as one line, or None if nothing."""
+        return missing_packages(cls.requires, extra=cls.extra)
 
     @classmethod
-    @abstractmethod
     def schemes(cls, device: str) -> tuple[Scheme, ...]:
         """Return the schemes that it has on "cpu" or "cuda"."""
+        return cls.on_cuda if device == "cuda" else cls.on_cpu
 
     @classmethod
     def reads_onnx(cls, scheme: Scheme) -> bool:  # noqa: ARG003

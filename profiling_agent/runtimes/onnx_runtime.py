@@ -20,7 +20,6 @@ from profiling_agent.runtimes.base import (
     Runtime,
     Source,
     check_fixed_batch,
-    missing_packages,
 )
 from profiling_agent.schemas import Deployment, Scheme
 
@@ -97,21 +96,14 @@ class OnnxRuntime(Runtime):
     """ONNX Runtime on the CPU."""
 
     name = "onnxruntime"
+    extra = "onnx"
+    requires = ("onnxruntime", "onnx", "onnxscript")
     files = (ONNX,)
     packages = ("onnx", "onnxruntime")
     graph_format = "onnx"
+    on_cpu = ("float32", "dynamic", "static")
     # MLAS has kernels for AVX2's VNNI too, which is the only one of Intel's hybrid processors (source: docs/facts.md).
     int8_instructions = ("avx512_vnni", "avx_vnni")
-
-    @classmethod
-    def missing(cls, device: str) -> str | None:  # noqa: ARG003
-        """Return what has to be installed, or None."""
-        return missing_packages(("onnxruntime", "onnx", "onnxscript"), extra="onnx")
-
-    @classmethod
-    def schemes(cls, device: str) -> tuple[Scheme, ...]:
-        """Return the schemes available on a device."""
-        return ("float32", "dynamic", "static") if device == "cpu" else ()
 
     @classmethod
     def reads_onnx(cls, scheme: Scheme) -> bool:  # noqa: ARG003

@@ -18,7 +18,6 @@ from profiling_agent.runtimes.base import (
     Runtime,
     Source,
     check_fixed_batch,
-    missing_packages,
 )
 from profiling_agent.schemas import Deployment, Scheme
 
@@ -160,21 +159,14 @@ class OpenVino(Runtime):
     """OpenVINO on the CPU."""
 
     name = "openvino"
+    extra = "openvino"
+    requires = ("openvino",)
     files = (IR, IR_WEIGHTS)
     packages = ("openvino", "nncf")
     graph_format = "openvino"
+    on_cpu = ("float32", "bfloat16", "static", "static_nncf")
     # oneDNN has kernels for AVX2's VNNI too, which is the only one of Intel's hybrid processors (source: docs/facts.md).
     int8_instructions = ("avx512_vnni", "avx_vnni")
-
-    @classmethod
-    def missing(cls, device: str) -> str | None:  # noqa: ARG003
-        """Return what has to be installed, or None."""
-        return missing_packages(("openvino",), extra="openvino")
-
-    @classmethod
-    def schemes(cls, device: str) -> tuple[Scheme, ...]:
-        """Return the schemes available on a device."""
-        return ("float32", "bfloat16", "static", "static_nncf") if device == "cpu" else ()
 
     @classmethod
     def reads_onnx(cls, scheme: Scheme) -> bool:

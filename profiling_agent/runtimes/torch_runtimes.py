@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profiling_agent.runtimes.artifact import WEIGHTS, PreparedFiles, Recipe
-from profiling_agent.runtimes.base import MODULE, Batch, OperatorTime, Runtime, Source, missing_packages
-from profiling_agent.schemas import Deployment, Scheme
+from profiling_agent.runtimes.base import MODULE, Batch, OperatorTime, Runtime, Source
+from profiling_agent.schemas import Deployment
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,13 +25,7 @@ class TorchRuntime(Runtime):
     """A runtime that executes torch modules, always available."""
 
     files = (WEIGHTS,)
-    graph_format = None
     is_torch = True
-
-    @classmethod
-    def missing(cls, device: str) -> str | None:  # noqa: ARG003
-        """Return None: torch is required."""
-        return None
 
     @classmethod
     def convert(cls, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
@@ -55,17 +49,13 @@ class Eager(TorchRuntime):
     """Eager torch."""
 
     name = "eager"
+    on_cpu = ("float32", "bfloat16", "float16", "dynamic")
+    # Int8 without a CUDA graph exists only on the CPU.
+    on_cuda = ("float32", "tf32", "bfloat16", "float16")
     int8_instructions = TORCH_VNNI
     # Dynamic layers use 7 bits if 8 would saturate; static ones compute in float32.
     safe_kinds = ("dynamic", "static", "rowwise")
     mixture = ("dynamic", frozenset({"dynamic", "float16", "bfloat16"}))
-
-    @classmethod
-    def schemes(cls, device: str) -> tuple[Scheme, ...]:
-        """Return the schemes available on a device; int8 without a CUDA graph exists only on the CPU."""
-        if device == "cuda":
-            return ("float32", "tf32", "bfloat16", "float16")
-        return ("float32", "bfloat16", "float16", "dynamic")
 
     @classmethod
     def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":
@@ -93,11 +83,7 @@ class Graphed(TorchRuntime):
     """Torch's own kernels in a CUDA graph, launched at once."""
 
     name = "graphed"
-
-    @classmethod
-    def schemes(cls, device: str) -> tuple[Scheme, ...]:
-        """Return the schemes available on a device; the CPU has no graphs."""
-        return ("tf32", "bfloat16", "float16", "dynamic", "float8") if device == "cuda" else ()
+    on_cuda = ("tf32", "bfloat16", "float16", "dynamic", "float8")
 
     @classmethod
     def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":
@@ -113,7 +99,10 @@ class Inductor(TorchRuntime):
     """torch.compile with frozen weights, compiled when opened, so only weights are stored."""
 
     name = "inductor"
-    packages = ("torchao",)
+    extra = "inductor"
+    requires = packages = ("torchao",)
+    on_cpu = ("float32", "bfloat16", "static")
+    on_cuda = ("float32", "bfloat16", "float16", "dynamic", "float8")
     is_slow_to_convert = True
     int8_instructions = TORCH_VNNI
     safe_kinds = ("dynamic", "rowwise")
@@ -128,7 +117,7 @@ class Inductor(TorchRuntime):
                 if find_spec("triton")
                 else "triton isn't installed, with which torch.compile compiles for CUDA: pip install triton"
             )
-        if line := missing_packages(("torchao",), extra="inductor"):
+        if line := super().missing(device):
             return line
         names = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
         if not any(map(shutil.which, names)):
@@ -136,12 +125,6 @@ class Inductor(TorchRuntime):
                 f"there is no {names[0]}, with which torch.compile compiles: install a C++ compiler (apt install g++)"
             )
         return None
-
-    @classmethod
-    def schemes(cls, device: str) -> tuple[Scheme, ...]:
-        """Return the schemes available on a device."""
-        on_cuda: tuple[Scheme, ...] = ("float32", "bfloat16", "float16", "dynamic", "float8")
-        return on_cuda if device == "cuda" else ("float32", "bfloat16", "static")
 
     @classmethod
     def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "InductorSession":  # noqa: ARG003

@@ -221,11 +221,17 @@ from profiling_agent.schemas import RUNTIMES
 for name in RUNTIMES:
     print(missing(name))
 assert "torch" not in sys.modules
+from profiling_agent import load, ProfilingAgentError
+try:
+    load(sys.argv[2])
+except ProfilingAgentError as error:
+    print(error)
 """
 
 
-def test_what_is_missing_is_said_with_the_command_that_installs_it():
-    command = [sys.executable, "-c", HIDDEN, "onnxruntime,openvino,torchao"]
+def test_what_is_missing_is_said_with_the_command_that_installs_it(saved: Saved):
+    folder = saved("onnxruntime float32")
+    command = [sys.executable, "-c", HIDDEN, "onnxruntime,openvino,torchao", str(folder)]
 
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
@@ -235,6 +241,7 @@ def test_what_is_missing_is_said_with_the_command_that_installs_it():
         "torchao isn't installed: pip install profiling-agent[inductor]",
         "onnxruntime isn't installed: pip install profiling-agent[onnx]",
         "openvino isn't installed: pip install profiling-agent[openvino]",
+        f"'{folder}' was saved for onnxruntime: onnxruntime isn't installed: pip install profiling-agent[onnx]",
     ]
 
 

@@ -25,24 +25,20 @@ NAMES = (
 SCRIPT = """
 import sys
 from pathlib import Path
-import deployments, numpy, zoo
-from profiling_agent import ProfilingAgentError, load
-from profiling_agent.runtimes.artifact import check_golden
+import deployments, zoo
+from profiling_agent import load
 from profiling_agent.runtimes.registry import noise_batch
-from profiling_agent.runtimes.registry import open_session
 from profiling_agent.runtimes.save import save_deployed
 folder, images = Path(sys.argv[1]), noise_batch(zoo.SPEC, 3, seed=2)
 source = deployments.source_of("vit", folder / "source")
 recipe = save_deployed(source, deployments.deployment("toy float32"), folder / "model")
-print(load(folder / "model").runtime, "model.onnx" in recipe.files, "onnx" in recipe.libraries)
+assert "model.onnx" in recipe.files and "onnx" in recipe.libraries
 card = (folder / "model" / "README.md").read_text()
-print("toy opens them" in card, "from_pretrained" in card)
-session = open_session(folder / "model", num_threads=1)
-print(deployments.distance(session.run(images), deployments.float_logits(source, images)) < 1e-5, session.bound(images)() > 0)
-try:
-    check_golden(lambda given: session.run(given) * numpy.float32(1.01), folder / "model", recipe)
-except ProfilingAgentError as error:
-    print("logits are 0.01 apart" in str(error))
+assert "toy opens them" in card and "from_pretrained" not in card
+model = load(folder / "model", num_threads=1)
+assert deployments.distance(model(images).logits.numpy(), deployments.float_logits(source, images)) < 1e-5
+assert model.session.bound(images)() > 0
+print(model.runtime)
 """
 
 
@@ -60,8 +56,7 @@ def test_a_runtime_that_follows_the_words_is_saved_opened_and_checked(tmp_path: 
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "work")]
     ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
 
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["toy True True", "True False", "True True", "True"]
+    assert ended.stdout == "toy\n", ended.stderr
 
 
 def test_what_a_runtime_converts_and_runs_with_is_in_the_keys_of_jobs():

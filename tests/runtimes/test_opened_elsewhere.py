@@ -21,15 +21,12 @@ from profiling_agent.errors import AcquisitionError, ArtifactError
 from profiling_agent.exporting.export import export
 from profiling_agent.exporting.push import push
 from profiling_agent.lib.io import file_sha256
-from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.runtimes.artifact import open_current
 from profiling_agent.runtimes.load import load
 from profiling_agent.runtimes.registry import Source, noise_batch, recommended
 from profiling_agent.runtimes.save import save_deployed
 from profiling_agent.runtimes.torch_artifact import save_model
-from profiling_agent.schemas import Cut
 
 REFUSED = (OSError, ValueError, RuntimeError)
 OLD = Path(__file__).parents[1] / "fixtures" / "saved" / "0.1.0-s2"
@@ -88,9 +85,8 @@ def test_transformers_opens_no_saved_deployment(
 
 def other_models() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield what isn't a deployment of a whole model: cut, in half precision as a whole, with weights of its own shared."""
-    whole = zoo.vit()
-    cuts = [Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in find_units(whole, zoo.SPEC, {}).units]
-    yield "pruned", prune_model(whole, cuts, spec=zoo.SPEC).model, {"cuts": cuts}
+    small, cuts = deployments.pruned(zoo.vit(), 0.5)
+    yield "pruned", small, {"cuts": cuts}
     yield "half", zoo.vit().to(torch.bfloat16), {"deployment": deployments.deployment("eager bfloat16")}
     tied = zoo.vit()
     tied.vit.layers[1].mlp.fc1.weight = tied.vit.layers[0].mlp.fc1.weight

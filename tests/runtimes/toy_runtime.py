@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, Recipe
-from profiling_agent.runtimes.base import INPUT, OUTPUT, Batch, Runtime, Source, missing_packages
+from profiling_agent.runtimes.base import INPUT, OUTPUT, Batch, Runtime, Source
 from profiling_agent.schemas import Deployment, Scheme
 
 
@@ -32,17 +32,10 @@ class ToySession:
 
 class Toy(Runtime):
     name: Any = "toy"
+    extra = graph_format = "onnx"
+    requires = packages = ("onnx",)
     files = (ONNX,)
-    packages = ("onnx",)
-    graph_format = "onnx"
-
-    @classmethod
-    def missing(cls, device: str) -> str | None:
-        return missing_packages(("onnx",), extra="onnx")
-
-    @classmethod
-    def schemes(cls, device: str) -> tuple[Scheme, ...]:
-        return ("float32",) if device == "cpu" else ()
+    on_cpu = ("float32",)
 
     @classmethod
     def reads_onnx(cls, scheme: Scheme) -> bool:
