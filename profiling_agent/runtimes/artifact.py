@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -280,10 +282,56 @@ class Golden:
     logits: NDArray[np.float32]
 
 
-def write_golden(golden: Golden, folder: Path) -> None:
-    """Write the golden images and logits into a saved folder."""
-    logits = np.ascontiguousarray(golden.logits)
-    save_file({IMAGES: golden.pixel_values, LOGITS: logits}, folder / GOLDEN)
+def write_artifact(
+    description: Description,
+    folder: Path,
+    *,
+    processor: Any,
+    write_model: Callable[[Path], PreparedFiles],
+    ask: Callable[[Path, Recipe], Golden],
+    complexity: tuple[int, int] | None = None,
+    has_card: bool = False,
+) -> Recipe:
+    """Write a saved model to `folder`, complete or not at all; return its recipe.
+
+    `write_model` writes the runtime's files into a folder, and `ask` runs the model in it for the golden logits. The
+    processor, the recipe with all hashes and, if `has_card`, a card are added. `complexity` is params and MACs, for files
+    that torch can't count.
+
+    Raises:
+        ArtifactError: `folder` exists, or there is no space for it; also the errors of `write_model` and `ask`.
+    """
+    executor, counts = runtime(description.deployment.runtime), None
+    versions = {name: metadata.version(name) for name in executor.packages if find_spec(name)}
+    with appearing(folder) as temporary:
+        prepared = write_model(temporary)
+        processor.save_pretrained(temporary)
+        # The recipe, by which the runtime is opened, names the golden file.
+        (temporary / GOLDEN).touch()
+        if complexity is not None:
+            files = (temporary / name for name in executor.files if not name.endswith(".xml"))
+            weights = sum(path.stat().st_size for path in files)
+            counts = ParentCounts(params=complexity[0], macs=complexity[1], parameter_bytes=weights)
+        draft = Recipe(
+            **dict(description),
+            quantized=prepared.quantized,
+            counts=counts,
+            folded=prepared.folded,
+            tied=prepared.tied,
+            # The card may be rewritten later; nothing is read from it.
+            files={path.name: file_sha256(path) for path in sorted(temporary.iterdir()) if path.name != CARD},
+            libraries=environment().libraries | versions,
+            cpu=environment().cpu,
+        )
+        write_text(temporary / RECIPE, draft.model_dump_json(indent=1) + "\n")
+        golden = ask(temporary, draft)
+        logits = np.ascontiguousarray(golden.logits)
+        save_file({IMAGES: golden.pixel_values, LOGITS: logits}, temporary / GOLDEN)
+        recipe = draft.model_copy(update={"files": draft.files | {GOLDEN: file_sha256(temporary / GOLDEN)}})
+        write_text(temporary / RECIPE, recipe.model_dump_json(indent=1) + "\n")
+        if has_card:
+            write_card(temporary)
+    return recipe
 
 
 def check_golden(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Path, recipe: Recipe) -> None:

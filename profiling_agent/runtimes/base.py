@@ -1,5 +1,6 @@
 """Interface of a runtime and the lookup of runtimes by name. Imports no torch."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -191,6 +192,17 @@ _REGISTERED: dict[RuntimeName, type[Runtime]] = {}
 def runtime(name: RuntimeName) -> type[Runtime]:
     """Return a runtime, installed or not."""
     return _REGISTERED[name]
+
+
+def timed(run: Callable[[], object]) -> Callable[[], float]:
+    """Return a function that calls `run` once and returns the milliseconds it took."""
+
+    def run_once() -> float:
+        started = time.perf_counter()
+        run()
+        return (time.perf_counter() - started) * 1e3
+
+    return run_once
 
 
 def missing_packages(packages: Sequence[str], *, extra: str) -> str | None:

@@ -1,7 +1,6 @@
 """ONNX Runtime sessions on the CPU: float32, dynamic int8, and static int8 as pairs of quantize and dequantize."""
 
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -20,6 +19,7 @@ from profiling_agent.runtimes.base import (
     Runtime,
     Source,
     check_fixed_batch,
+    timed,
 )
 from profiling_agent.schemas import Deployment, Scheme
 
@@ -53,13 +53,7 @@ class OnnxSession:
         """Return a function that runs these images once and returns the milliseconds it took."""
         check_fixed_batch(self.fixed_size, pixel_values)
         feed = {INPUT: pixel_values}
-
-        def run_once() -> float:
-            started = time.perf_counter()
-            self._session.run([OUTPUT], feed)
-            return (time.perf_counter() - started) * 1e3
-
-        return run_once
+        return timed(lambda: self._session.run([OUTPUT], feed))
 
 
 def _session_options(num_threads: int | None) -> Any:

@@ -1,7 +1,6 @@
 """OpenVINO sessions on the CPU: float32, bfloat16, and static int8 by our own layers or by NNCF. Imports no torch."""
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -18,6 +17,7 @@ from profiling_agent.runtimes.base import (
     Runtime,
     Source,
     check_fixed_batch,
+    timed,
 )
 from profiling_agent.schemas import Deployment, Scheme
 
@@ -102,13 +102,7 @@ class OpenVinoSession:
         """Return a function that runs these images once and returns the milliseconds it took."""
         with self._lock:
             request, feed = self._request(pixel_values), [pixel_values]
-
-        def run_once() -> float:
-            started = time.perf_counter()
-            request.infer(feed, share_inputs=True, share_outputs=True)
-            return (time.perf_counter() - started) * 1e3
-
-        return run_once
+        return timed(lambda: request.infer(feed, share_inputs=True, share_outputs=True))
 
     def operator_times(self, pixel_values: Batch, passes: int) -> list[OperatorTime]:
         """Return the median time of each operator of a profiled graph over `passes`, in graph order."""

@@ -16,7 +16,6 @@ from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.io import first_line
 from profiling_agent.lib.third_party import hide_telemetry, import_openvino, muted
 from profiling_agent.modules.inference import logits_of, relative_distance
-from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
 from profiling_agent.runtimes.artifact import IR, PreparedFiles, QuantizedLayer
 from profiling_agent.runtimes.base import INPUT, Batch, Source, missing_packages
@@ -25,6 +24,7 @@ from profiling_agent.runtimes.onnx_graph import LAYER_OPS, is_convnet, nodes_of_
 from profiling_agent.runtimes.open_vino import LAYER_TYPES, OpenVino, OpenVinoSession, exported_name
 from profiling_agent.runtimes.registry import recommended
 from profiling_agent.runtimes.save import calibration_batches
+from profiling_agent.runtimes.torch_artifact import quantized_rows
 from profiling_agent.schemas import Deployment
 
 # Smaller constants are scales and small biases: many, and negligible together.
@@ -135,11 +135,7 @@ def _write_static(source: Source, deployment: Deployment, path: Path) -> Prepare
         _halve_constants(model)
         _save(model, path, halve=False)
     _check_logits(path, quantized.model, source)
-    rows = tuple(
-        QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype, reduce_range=module.reduce_range)
-        for name, module in quantized_modules(quantized.model).items()
-    )
-    return PreparedFiles(quantized=rows, tied={})
+    return PreparedFiles(quantized=quantized_rows(quantized.model), tied={})
 
 
 def _check_logits(path: Path, quantized: torch.nn.Module, source: Source) -> None:

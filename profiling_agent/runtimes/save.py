@@ -10,13 +10,12 @@ from torch import Tensor
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.quantization.quantize import quantize_model, quantize_rowwise
-from profiling_agent.runtimes.artifact import NUM_IMAGES, Golden, PreparedFiles, Recipe
+from profiling_agent.runtimes.artifact import NUM_IMAGES, Golden, PreparedFiles, Recipe, write_artifact
 from profiling_agent.runtimes.registry import Batch, Source, noise_batch, recommended, runtime
 from profiling_agent.runtimes.torch_artifact import (
     load_module,
     load_processor,
     load_recipe,
-    write_artifact,
     write_weights,
 )
 from profiling_agent.schemas import Deployment, Scheme

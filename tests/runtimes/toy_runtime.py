@@ -1,13 +1,12 @@
 """Toy runtime: ONNX's own reference evaluator, in numpy; slow, and without torch. `test_new_runtime.py` adds it."""
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, Recipe
-from profiling_agent.runtimes.base import INPUT, OUTPUT, Batch, Runtime, Source
+from profiling_agent.runtimes.base import INPUT, OUTPUT, Batch, Runtime, Source, timed
 from profiling_agent.schemas import Deployment, Scheme
 
 
@@ -22,12 +21,7 @@ class ToySession:
         return self._evaluator.run([OUTPUT], {INPUT: pixel_values})[0]
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
-        def run_once() -> float:
-            started = time.perf_counter()
-            self.run(pixel_values)
-            return (time.perf_counter() - started) * 1e3
-
-        return run_once
+        return timed(lambda: self.run(pixel_values))
 
 
 class Toy(Runtime):
