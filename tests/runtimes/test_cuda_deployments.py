@@ -25,10 +25,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
-NAMES = [
-    *(f"eager {scheme}" for scheme in ("float32", "tf32", "bfloat16", "float16")),
-    *(f"graphed {scheme}" for scheme in ("tf32", "bfloat16", "float16", "dynamic", "float8")),
-]
+NAMES = [each.name for each in deployments.all_deployments("cuda") if each.runtime != "inductor"]
 # Of logits on noise by a model with random weights; tests/jobs/test_cuda.py has float32's.
 DISTANCES = {"float32": 1e-3, "tf32": 2e-2, "bfloat16": 0.1, "float16": 0.05, "dynamic": 0.2, "float8": 0.3}
 WIDE = InputSpec(channels=3, height=224, width=224, source="test")

@@ -26,16 +26,12 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def change_a_number(path: Path) -> None:
-    path.write_text(path.read_text().replace("4", "8", 1))
-
-
 @pytest.mark.parametrize(
     ("name", "damage", "verify", "says"),
     [
         ("weights.safetensors", flip_a_byte, True, "sha256 differs"),
         ("golden.safetensors", cut_short, True, "sha256 differs"),
-        ("preprocessor_config.json", change_a_number, True, "sha256 differs"),
+        ("preprocessor_config.json", flip_a_byte, True, "sha256 differs"),
         ("weights.safetensors", Path.unlink, False, "is missing"),
         ("weights.safetensors", cut_short, False, "is damaged"),
         ("recipe.json", cut_short, False, "is damaged"),
@@ -90,16 +86,13 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(folder: Path):
         load_module(folder, verify=False)
 
 
-def test_another_schema_version_is_refused(folder: Path):
+def test_another_schema_version_and_an_ordinary_folder_are_refused(folder: Path):
     resign(folder, schema_version=99)
 
     with pytest.raises(ArtifactError, match="schema version 99"):
         load_recipe(folder)
-
-
-def test_an_ordinary_folder_is_no_saved_model(tmp_path: Path):
     with pytest.raises(ArtifactError, match=r"recipe\.json"):
-        load_module(zoo.save(zoo.vit(), tmp_path / "plain"))
+        load_module(zoo.save(zoo.vit(), folder.parent / "plain"))
 
 
 def add(tensors: dict[str, torch.Tensor]) -> None:

@@ -50,10 +50,11 @@ def test_a_model_of_an_earlier_version_says_what_it_said_then(folder: Path):
     assert recipe.cuts
 
 
-def test_every_deployment_of_this_version_that_needs_no_compiler_is_kept():
+def test_every_deployment_of_this_version_that_needs_no_compiler_is_kept_and_a_report():
     assert {folder.name for folder in models_of_this_version().iterdir()} == set(kept_names())
     # Fixtures are cloned by everybody.
     assert all(sum(file.stat().st_size for file in folder.iterdir()) < 140_000 for folder in MODELS)
+    assert report_of_this_version().stat().st_size < 150_000
 
 
 @pytest.mark.parametrize("file", sorted(REPORTS.glob("*.json")), ids=lambda file: file.stem)
@@ -70,11 +71,6 @@ def test_a_report_of_an_earlier_version_is_shown_or_refused_by_its_version(file:
     else:
         assert said.exit_code == 2
         assert f"was written with schema version {written['schema_version']}" in said.stderr
-
-
-def test_a_report_of_this_version_is_kept():
-    assert report_of_this_version().is_file()
-    assert report_of_this_version().stat().st_size < 150_000
 
 
 def test_what_a_version_wrote_is_never_written_again(capsys: pytest.CaptureFixture[str]):

@@ -4,9 +4,8 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,23 +52,12 @@ def picture(seed: int) -> Image.Image:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_runtime_is_called_in_the_same_way(saved: Saved, name: str):
-    model = load(saved(name))
-
-    given_a_tensor = model(pixel_values=torch.from_numpy(IMAGES)).logits
-    given_an_array = model(IMAGES).logits
-
-    assert given_a_tensor.shape == (3, 5)
-    assert given_a_tensor.dtype == torch.float32
-    assert torch.equal(given_a_tensor, given_an_array)
-    assert model.runtime == name.split()[0]
-
-
-@pytest.mark.parametrize("name", [NAMES[0], SIMPLE])
-def test_pictures_become_labels_with_their_probability(saved: Saved, name: str):
+def test_every_runtime_is_called_alike_and_pictures_become_labels_with_their_probability(saved: Saved, name: str):
     model = load(saved(name))
     pixel_values = zoo.processor()(images=[picture(0), picture(1)], return_tensors="pt")["pixel_values"]
 
+    assert model.runtime == name.split()[0]
+    assert torch.equal(model(pixel_values=pixel_values).logits, model(pixel_values.numpy()).logits)
     both = model.predict([picture(0), picture(1)])
 
     expected = model(pixel_values).logits.softmax(-1)
@@ -263,18 +251,13 @@ def test_a_disk_that_fills_leaves_nothing_and_is_one_line(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def snippet(folder: Path) -> str:
-    """Return the card's way to run the model without us."""
-    _, without_us = (folder / "README.md").read_text().split("## Run it without\n")
-    return without_us.split("```python\n")[1].split("```")[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("eager")])
 def test_the_cards_way_to_run_it_without_us_works(saved: Saved, tmp_path: Path, name: str):
     folder = shutil.copytree(saved(name), tmp_path / "model")
     picture(3).save(folder / "image.png", exif=lying_on_its_side())
-    code = snippet(folder)
+    _, without_us = (folder / "README.md").read_text().split("## Run it without\n")
+    code = without_us.split("```python\n")[1].split("```")[0]
 
     ended = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
 
@@ -307,56 +290,44 @@ CHANCE_S = 0.2
 LONG_S = 30
 
 
-@contextmanager
-def at_first_parameters(first: Callable[[], None], second: Callable[[], None]) -> Generator[tuple[Any, Any]]:
-    """Give two threads, one worker each, that call these as soon as a module of theirs is given its first parameter."""
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        waiting = {one.submit(threading.get_ident).result(): first, other.submit(threading.get_ident).result(): second}
-
-        def begin(_module: nn.Module, _name: str, _held: Any) -> None:
-            waiting.pop(threading.get_ident(), lambda: None)()
-
-        handle = register_module_parameter_registration_hook(begin)
-        try:
-            yield one, other
-        finally:
-            one.shutdown()
-            other.shutdown()
-            handle.remove()
-
-
 def test_two_threads_that_load_at_once_leave_torchs_initialisers_to_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
     places = ((nn.init, "kaiming_uniform_"), (nn.init, "normal_"), (PreTrainedModel, "init_weights"))
     before = [getattr(place, name) for place, name in places]
     for (place, name), held in zip(places, before, strict=True):
         # Put back by pytest, so that no other test suffers where this one fails.
         monkeypatch.setattr(place, name, held)
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+    # What a thread does as soon as a module of its own is given its first parameter.
+    turns: dict[str, Callable[[], object]] = {
+        "first": lambda: (first_in.set(), second_in.wait(CHANCE_S)),
+        "second": lambda: (second_in.set(), first_out.wait(LONG_S)),
+    }
+    models: dict[str, nn.Module] = {}
 
-    def first_begins() -> None:
-        first_in.set()
-        second_in.wait(CHANCE_S)
+    def begin(_module: nn.Module, _name: str, _held: Any) -> None:
+        turns.pop(threading.current_thread().name, lambda: None)()
 
-    def second_begins() -> None:
-        second_in.set()
-        first_out.wait(LONG_S)
+    def load_first() -> None:
+        models["first"] = load_module(folder)
+        first_out.set()
 
-    def load_first() -> nn.Module:
-        try:
-            return load_module(folder)
-        finally:
-            first_out.set()
-
-    def load_second() -> nn.Module:
+    def load_second() -> None:
         first_in.wait(LONG_S)
-        return load_module(folder)
+        models["second"] = load_module(folder)
 
-    with at_first_parameters(first_begins, second_begins) as (one, other):
-        models = [running.result() for running in (one.submit(load_first), other.submit(load_second))]
+    threads = [threading.Thread(target=load_first, name="first"), threading.Thread(target=load_second, name="second")]
+    handle = register_module_parameter_registration_hook(begin)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        handle.remove()
 
-    weights, others = (model.state_dict() for model in models)
+    weights, others = (models[name].state_dict() for name in ("first", "second"))
     assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
     assert [getattr(place, name) for place, name in places] == before
 

@@ -21,17 +21,18 @@ from profiling_agent.errors import AcquisitionError, ArtifactError
 from profiling_agent.exporting.export import export
 from profiling_agent.exporting.push import push
 from profiling_agent.lib.io import file_sha256
-from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.runtimes.artifact import open_current
 from profiling_agent.runtimes.load import load
-from profiling_agent.runtimes.registry import Source, noise_batch, recommended
+from profiling_agent.runtimes.registry import noise_batch
 from profiling_agent.runtimes.save import save_deployed
 from profiling_agent.runtimes.torch_artifact import save_model
 
 REFUSED = (OSError, ValueError, RuntimeError)
 OLD = Path(__file__).parents[1] / "fixtures" / "saved" / "0.1.0-s2"
-FORMS = [each.name for each in deployments.all_deployments()]
-TIMM_FORMS = ["eager float32", "eager bfloat16", "eager dynamic", "inductor static", "onnxruntime static"]
+# Inductor's are written as eager's.
+FORMS = ["eager static", *(each.name for each in deployments.all_deployments() if each.runtime != "inductor")]
+TIMM_FORMS = ["eager float32", "eager bfloat16", "eager dynamic", "eager static", "onnxruntime static"]
+Saved = Callable[..., Path]
 IMAGES = noise_batch(zoo.SPEC, 4, seed=3)
 
 
@@ -39,17 +40,6 @@ def save(model: Any, folder: Path, **described: Any) -> Path:
     spec = spec_of(model)
     save_model(model, folder, spec=spec, processor=processor_of(spec), base_model="zoo", **described)
     return folder
-
-
-def write(source: Source, form: str, folder: Path) -> None:
-    """Save a deployment; what torch.compile would take minutes for is written as its eager layers."""
-    deployment = deployments.deployment(form)
-    if deployment.runtime != "inductor":
-        save_deployed(source, deployment, folder, num_threads=1)
-        return
-    calibration = [torch.from_numpy(source.calibration)]
-    made = quantize_model(source.module, recommended(deployment), calibration=lambda: calibration)
-    save(made.model, folder, folded=made.folded, deployment=deployment)
 
 
 def transformers_logits(folder: Path, **settings: Any) -> np.ndarray:
@@ -71,16 +61,8 @@ def check_refused(folder: Path, model: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit", "resnet"])
 @pytest.mark.parametrize("form", FORMS)
-def test_transformers_opens_no_saved_deployment(
-    sources: deployments.Sources, saved: Callable[..., Path], tmp_path: Path, family: str, form: str
-):
-    folder = tmp_path / "saved"
-    if form.startswith("inductor"):
-        write(sources(family), form, folder)
-    else:
-        folder = saved(form, family)
-
-    check_refused(folder, sources(family).module)
+def test_transformers_opens_no_saved_deployment(sources: deployments.Sources, saved: Saved, family: str, form: str):
+    check_refused(saved(form, family), sources(family).module)
 
 
 def other_models() -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -99,9 +81,7 @@ def test_transformers_opens_no_saved_model_that_was_changed(tmp_path: Path, mode
 
 
 @pytest.mark.parametrize("form", ["eager float32", "eager float16"])
-def test_a_hugging_face_export_answers_in_transformers_as_the_saved_model(
-    saved: Callable[..., Path], tmp_path: Path, form: str
-):
+def test_a_hugging_face_export_answers_in_transformers_as_the_saved_model(saved: Saved, tmp_path: Path, form: str):
     export(saved(form), "hf", tmp_path / "hf")
 
     found = transformers_logits(tmp_path / "hf", dtype=torch.float32)
@@ -109,7 +89,7 @@ def test_a_hugging_face_export_answers_in_transformers_as_the_saved_model(
     assert deployments.distance(found, load(saved(form))(IMAGES).logits.numpy()) < bound
 
 
-def test_transformers_misreads_the_layout_of_schema_2_and_load_reads_it(saved: Callable[..., Path], tmp_path: Path):
+def test_transformers_misreads_the_layout_of_schema_2_and_load_reads_it(saved: Saved, tmp_path: Path):
     folder = shutil.copytree(saved("eager dynamic"), tmp_path / "saved")
     expected = load(folder)(IMAGES).logits.numpy()
 
@@ -148,7 +128,7 @@ def test_neither_timm_nor_transformers_opens_a_saved_timm_model(tmp_path: Path, 
     model = FAMILIES[family]()
     save(model, tmp_path / "model")
     folder = tmp_path / "saved"
-    write(deployments.saved_source(tmp_path), form, folder)
+    save_deployed(deployments.saved_source(tmp_path), deployments.deployment(form), folder, num_threads=1)
 
     check_refused(folder, model)
     with pytest.raises(REFUSED):
@@ -166,7 +146,7 @@ def test_no_path_of_this_machine_is_written(tmp_path: Path):
     save_model(loaded.model, tmp_path / "model", spec=zoo.SPEC, processor=loaded.processor, base_model=loaded.source)
     source = deployments.saved_source(tmp_path)
     for form in ("eager dynamic", "onnxruntime float32", "openvino float32"):
-        write(source, form, tmp_path / form)
+        save_deployed(source, deployments.deployment(form), tmp_path / form, num_threads=1)
     export(tmp_path / "model", "hf", tmp_path / "hf")
     export(tmp_path / "model", "onnx", tmp_path / "onnx")
     export(tmp_path / "openvino float32", "openvino", tmp_path / "openvino")

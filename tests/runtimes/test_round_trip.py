@@ -130,25 +130,21 @@ def test_a_cut_batch_norm_states_its_width(tmp_path: Path):
     assert (block[0].convolution.out_channels, block[1].convolution.in_channels) == (16, 16)
 
 
-def test_quantized_weights_are_stored_as_int8_under_their_live_names(tmp_path: Path):
-    folder = save(quantize_model(zoo.vit(), [EVERYTHING]).model, tmp_path / "model")
+def test_quantized_weights_are_stored_as_int8_under_their_live_names_and_half_precision_comes_back_equal(
+    tmp_path: Path,
+):
+    half = QuantizationRecommendation(layer=r"layers\.1\.mlp", dtype="float16")
+    model = quantize_model(zoo.vit(), [EVERYTHING, half]).model
+    folder = save(model, tmp_path / "model")
 
-    tensors = load_file(folder / "weights.safetensors")
+    tensors, loaded = load_file(folder / "weights.safetensors"), zoo.inside(load_module(folder))
 
     assert tensors["vit.layers.0.mlp.fc1.weight"].dtype == torch.int8
     assert tensors["vit.layers.0.mlp.fc1.scale"].shape == (256,)
     assert {layer.name for layer in load_recipe(folder).quantized} >= {"classifier", "vit.layers.0.mlp.fc1"}
-    assert isinstance(load_module(folder).classifier, DynamicLinear)
-
-
-def test_half_precision_layers_come_back_equal(tmp_path: Path):
-    half = QuantizationRecommendation(layer="mlp", dtype="float16")
-    model = quantize_model(zoo.vit(), [EVERYTHING, half]).model
-
-    loaded = zoo.inside(load_module(save(model, tmp_path / "model")))
-
+    assert isinstance(loaded.classifier, DynamicLinear)
+    assert (loaded.vit.layers[1].mlp.fc1.dtype, loaded.classifier.dtype) == ("float16", "qint8")
     assert torch.equal(say(loaded), say(model))
-    assert (loaded.vit.layers[0].mlp.fc1.dtype, loaded.classifier.dtype) == ("float16", "qint8")
 
 
 @pytest.mark.parametrize("family", ["vit", "resnet"])
