@@ -464,11 +464,13 @@ def _render_card(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], 
     jinja = text_templates("profiling_agent.runtimes")
     # For third-party names.
     jinja.filters["plain"] = _plain_text
-    names = ("torch", "transformers", *runtime(recipe.deployment.runtime).packages)
+    executor = runtime(recipe.deployment.runtime)
+    names = ("torch", "transformers", *executor.packages)
     return jinja.get_template("card.md.jinja").render(
         r=recipe,
         metadata=metadata_of(recipe, judged).to_yaml(),
         scheme=SCHEMES[recipe.deployment.scheme],
+        is_torch=executor.is_torch,
         files=recipe.model_files,
         libraries=", ".join(f"{name} {recipe.libraries[name]}" for name in sorted(names) if name in recipe.libraries),
         rows=rows,
