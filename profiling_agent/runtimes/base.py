@@ -90,7 +90,8 @@ class Runtime(ABC):
 
     `requires` are packages of the extra `extra` that it can't run without; the versions of `packages` go into the recipe.
     `files` are those that it reads its weights from, in formats that can't carry code. `graph_format` is the only export
-    format that takes its graphs, None for torch's modules. `on_cpu` and `on_cuda` are its schemes there.
+    format that takes its graphs, None for torch's modules. `on_cpu` and `on_cuda` are its schemes there,
+    `from_onnx` those whose files are made from float32 ONNX.
 
     One of the CPU flags `int8_instructions` lets its kernels add int8 products in 32 bits. Without them, 16-bit sums of two
     products saturate unless one factor has only 7 bits, or the layers are of `safe_kinds`.
@@ -106,6 +107,7 @@ class Runtime(ABC):
     graph_format: ClassVar[str | None] = None
     on_cpu: ClassVar[tuple[Scheme, ...]] = ()
     on_cuda: ClassVar[tuple[Scheme, ...]] = ()
+    from_onnx: ClassVar[tuple[Scheme, ...]] = ()
     # Whether its processes import torch.
     is_torch: ClassVar[bool] = False
     # Whether it compiles for a minute or two.
@@ -128,11 +130,6 @@ class Runtime(ABC):
     def schemes(cls, device: str) -> tuple[Scheme, ...]:
         """Return the schemes that it has on "cpu" or "cuda"."""
         return cls.on_cuda if device == "cuda" else cls.on_cpu
-
-    @classmethod
-    def reads_onnx(cls, scheme: Scheme) -> bool:  # noqa: ARG003
-        """Return whether a deployment in `scheme` is made from float32 ONNX."""
-        return False
 
     @classmethod
     @abstractmethod

@@ -21,7 +21,7 @@ from profiling_agent.runtimes.base import (
     check_fixed_batch,
     timed,
 )
-from profiling_agent.schemas import Deployment, Scheme
+from profiling_agent.schemas import Deployment
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -95,14 +95,9 @@ class OnnxRuntime(Runtime):
     files = (ONNX,)
     packages = ("onnx", "onnxruntime")
     graph_format = "onnx"
-    on_cpu = ("float32", "dynamic", "static")
+    on_cpu = from_onnx = ("float32", "dynamic", "static")
     # MLAS has kernels for AVX2's VNNI too, which is the only one of Intel's hybrid processors (source: docs/facts.md).
     int8_instructions = ("avx512_vnni", "avx_vnni")
-
-    @classmethod
-    def reads_onnx(cls, scheme: Scheme) -> bool:  # noqa: ARG003
-        """Return True: its files are made from float32 ONNX."""
-        return True
 
     @classmethod
     def convert(cls, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:

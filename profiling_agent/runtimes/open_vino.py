@@ -159,13 +159,10 @@ class OpenVino(Runtime):
     packages = ("openvino", "nncf")
     graph_format = "openvino"
     on_cpu = ("float32", "bfloat16", "static", "static_nncf")
+    # `static` is exported with int8 layers instead.
+    from_onnx = ("float32", "bfloat16", "static_nncf")
     # oneDNN has kernels for AVX2's VNNI too, which is the only one of Intel's hybrid processors (source: docs/facts.md).
     int8_instructions = ("avx512_vnni", "avx_vnni")
-
-    @classmethod
-    def reads_onnx(cls, scheme: Scheme) -> bool:
-        """Return whether a deployment is made from float32 ONNX: `static` is exported with int8 layers instead."""
-        return scheme != "static"
 
     @classmethod
     def convert(cls, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:

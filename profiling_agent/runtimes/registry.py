@@ -64,7 +64,7 @@ def missing(name: RuntimeName, device: str = "cpu") -> str | None:
 
 def reads_onnx(deployment: Deployment) -> bool:
     """Return whether a deployment is made from float32 ONNX."""
-    return runtime(deployment.runtime).reads_onnx(deployment.scheme)
+    return deployment.scheme in runtime(deployment.runtime).from_onnx
 
 
 def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> ModelSession:

@@ -7,7 +7,7 @@ from typing import Any
 
 from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, Recipe
 from profiling_agent.runtimes.base import INPUT, OUTPUT, Batch, Runtime, Source, timed
-from profiling_agent.schemas import Deployment, Scheme
+from profiling_agent.schemas import Deployment
 
 
 class ToySession:
@@ -29,11 +29,7 @@ class Toy(Runtime):
     extra = graph_format = "onnx"
     requires = packages = ("onnx",)
     files = (ONNX,)
-    on_cpu = ("float32",)
-
-    @classmethod
-    def reads_onnx(cls, scheme: Scheme) -> bool:
-        return True
+    on_cpu = from_onnx = ("float32",)
 
     @classmethod
     def convert(cls, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
