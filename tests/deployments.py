@@ -1,6 +1,7 @@
 """Tiny models brought into every deployment, for several test files."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,15 @@ import numpy as np
 import torch
 import zoo
 
+from profiling_agent.lib.io import file_sha256
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import Source, noise_batch, runtime
-from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_model
-from profiling_agent.schemas import RUNTIMES, Deployment
+from profiling_agent.runtimes.save import read_source
+from profiling_agent.runtimes.torch_artifact import load_module, save_model
+from profiling_agent.schemas import RUNTIMES, Cut, Deployment, UnitKind
 
 MODELS: dict[str, Callable[[], Any]] = {
     "vit": lambda: zoo.vit(num_hidden_layers=1),
@@ -35,16 +41,23 @@ def source_of(family: str, folder: Path, *, batch_size: int | None = None) -> So
 
 def saved_source(folder: Path, *, batch_size: int = 8, fixed: int | None = None) -> Source:
     """Export the model that lies in `folder`/model, with a dynamic batch or one that is `fixed`, and give both."""
-    module = load_module(folder / "model")
-    export_onnx(module, folder / "model.onnx", spec=zoo.SPEC, batch_size=fixed)
-    return Source(
-        module=module,
-        recipe=load_recipe(folder / "model"),
-        processor=zoo.processor(),
-        calibration=noise_batch(zoo.SPEC, 16, seed=1),
-        batch_size=batch_size,
-        onnx=folder / "model.onnx",
-    )
+    export_onnx(load_module(folder / "model"), folder / "model.onnx", spec=zoo.SPEC, batch_size=fixed)
+    images = noise_batch(zoo.SPEC, 16, seed=1)
+    return read_source(folder / "model", images, batch_size=batch_size, onnx=folder / "model.onnx")
+
+
+def pruned(model: Any, ratio: float = 0.25, kinds: Sequence[UnitKind] = tuple(UnitKind)) -> tuple[Any, list[Cut]]:
+    """Return a copy without this share of each unit of these kinds, and the cuts; the model itself if there is none."""
+    units = [unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind in kinds]
+    cuts = [Cut(unit=unit, keep=snap(unit, ratio), requested_ratio=ratio) for unit in units]
+    return prune_model(model, cuts, spec=zoo.SPEC).model if cuts else model, cuts
+
+
+def resign(folder: Path, **fields: object) -> None:
+    """Change fields of a saved folder's recipe, and let it vouch for the files as they are now."""
+    recipe = json.loads((folder / "recipe.json").read_text()) | fields
+    recipe["files"] = {name: file_sha256(folder / name) for name in recipe["files"]}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
 
 
 def float_logits(source: Source, images: np.ndarray) -> np.ndarray:

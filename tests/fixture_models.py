@@ -16,19 +16,15 @@ from pathlib import Path
 
 import torch
 import zoo
-from deployments import all_deployments, deployment, saved_source
+from deployments import all_deployments, deployment, pruned, saved_source
 from world import write_data
 
 from profiling_agent import Request, optimize
 from profiling_agent.lib.io import make_folders, write_text
-from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.artifact import SCHEMA_VERSION
 from profiling_agent.runtimes.registry import Source
 from profiling_agent.runtimes.save import save_deployed
 from profiling_agent.runtimes.torch_artifact import save_model
-from profiling_agent.schemas import Cut
 from profiling_agent.workspace import SCHEMA_VERSION as REPORT_VERSION
 
 FIXTURES = Path(__file__).with_name("fixtures")
@@ -77,16 +73,10 @@ def _pruned(family: str, folder: Path) -> Source:
             if parameter.dim() > 1:
                 # So narrow a model hardly looks at its image unless its weights are large.
                 parameter.mul_(4)
-    units = find_units(whole, zoo.SPEC, {}).units
-    cuts = [Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in units]
+    model, cuts = pruned(whole, 0.5)
     folder.mkdir()
     save_model(
-        prune_model(whole, cuts, spec=zoo.SPEC).model,
-        folder / "model",
-        spec=zoo.SPEC,
-        processor=zoo.processor(),
-        base_model=f"kept-{family}",
-        cuts=cuts,
+        model, folder / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model=f"kept-{family}", cuts=cuts
     )
     return saved_source(folder, batch_size=2)
 

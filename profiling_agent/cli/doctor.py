@@ -22,12 +22,10 @@ from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors,
 from profiling_agent.errors import RequestError
 from profiling_agent.lib.io import cache_folder, parse_json
 from profiling_agent.lib.machine import (
-    INSTRUCTIONS,
     available_bytes,
     available_cores,
     cpu_quota,
     environment,
-    has_vnni,
     total_bytes,
 )
 from profiling_agent.lib.progress import Progress, silent
@@ -140,11 +138,12 @@ def check_cpu(host: Environment, quota: float | None = None) -> Finding:
     seen = (
         f"{host.cpu}, {host.num_threads} threads{limit}, {', '.join(host.cpu_flags) or 'no vector flags that matter'}"
     )
-    runtimes = [name for name in INSTRUCTIONS if has_vnni(name, host.cpu_flags)]
+    with_int8 = [name for name in RUNTIMES if registry.runtime(name).int8_instructions]
+    runtimes = [name for name in with_int8 if registry.runtime(name).has_vnni(host.cpu_flags)]
     if not runtimes:
         advice = "no int8 instructions (VNNI): int8 saves bytes here and less time; it is measured either way"
         return Finding(name="CPU", state="note", seen=seen, advice=advice)
-    if len(runtimes) < len(INSTRUCTIONS):
+    if len(runtimes) < len(with_int8):
         advice = f"int8 instructions of AVX2 alone (VNNI): {' and '.join(runtimes)} use them, torch's int8 doesn't"
         return Finding(name="CPU", state="note", seen=seen, advice=advice)
     return Finding(name="CPU", state="ok", seen=seen)

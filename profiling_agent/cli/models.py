@@ -235,10 +235,6 @@ def push(
     _print_line(f"{pushed.url} holds {', '.join(pushed.files)} (commit {pushed.commit[:12]})")
 
 
-# It compiles for a minute or two in each scheme, so it is tried only if requested by name.
-ONLY_BY_NAME: frozenset[RuntimeName] = frozenset({"inductor"})
-
-
 def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: bool) -> None:
     """Cut a model, deploy the result in every way and show what worked; exit with 1 if no deployment did."""
     with exit_on_errors():
@@ -268,7 +264,7 @@ def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
             raise RequestError(f"runtimes asks for {name}, but {reason}")
         if reason:
             left_out.append(f"{name}: {reason}")
-        elif name in ONLY_BY_NAME and not request.names_runtimes:
+        elif registry.runtime(name).is_slow_to_convert and not request.names_runtimes:
             left_out.append(f"{name}: it compiles for minutes; --runtimes {name} tries it")
         else:
             names.append(name)

@@ -22,13 +22,11 @@ from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.exporting.hugging_face import save_plain
 from profiling_agent.exporting.pick import MANIFEST, ExportManifest, model_folder
 from profiling_agent.lib.io import file_sha256, write_text
-from profiling_agent.lib.machine import needed_instructions
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
 from profiling_agent.runtimes.artifact import (
     CARD,
     ONNX,
-    TORCH,
     Recipe,
     appearing,
     card_head,
@@ -39,7 +37,7 @@ from profiling_agent.runtimes.artifact import (
     text_templates,
 )
 from profiling_agent.runtimes.onnx_export import export_onnx
-from profiling_agent.runtimes.registry import open_session
+from profiling_agent.runtimes.registry import open_session, runtime
 from profiling_agent.runtimes.save import HALVES
 from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_skeleton
 from profiling_agent.schemas import InputSpec, Record
@@ -162,8 +160,6 @@ def _read_entry(size: Any, name: str) -> Any:
 
 
 FORMATS = ("onnx", "openvino", "hf")
-# For runtimes other than torch, the only format that can hold their graphs.
-GRAPHS = {"onnxruntime": "onnx", "openvino": "openvino"}
 SCRIPT, PREPARE, PREPROCESSING, LABELS = "run.py", "prepare.py", "preprocessing.json", "labels.json"
 FILE_DESCRIPTIONS = {
     ONNX: "the graph with its weights, for ONNX Runtime",
@@ -198,8 +194,9 @@ def export(source: Path, format_: str | None, output: Path, *, batch_size: int |
         raise RequestError(f"there is no format {format_!r}: choose one of {', '.join(FORMATS)}")
     folder = named_folder(model_folder(source))
     recipe = open_folder(folder, verify=True)
-    format_ = format_ or GRAPHS.get(recipe.deployment.runtime, "hf")
-    if batch_size is not None and (format_ != "onnx" or recipe.deployment.runtime not in TORCH):
+    executor = runtime(recipe.deployment.runtime)
+    format_ = format_ or executor.graph_format or "hf"
+    if batch_size is not None and (format_ != "onnx" or not executor.is_torch):
         raise RequestError("batch_size is for models of torch in the format onnx: leave it out")
     if refusal := _refusal(recipe, format_):
         raise ArtifactError(f"{str(folder)!r} is for {recipe.deployment.name}, {refusal}")
@@ -219,9 +216,9 @@ def export(source: Path, format_: str | None, output: Path, *, batch_size: int |
 
 def _refusal(recipe: Recipe, format_: str) -> str | None:
     """Return why a format can't hold a deployment and what to do, or None if it can."""
-    runtime, hint = recipe.deployment.runtime, "pick another candidate (`profiling-agent pick RUN`)"
-    if runtime not in TORCH:
-        graph = GRAPHS[runtime]
+    executor, hint = runtime(recipe.deployment.runtime), "pick another candidate (`profiling-agent pick RUN`)"
+    if not executor.is_torch:
+        graph = executor.graph_format
         return None if format_ == graph else f"whose graph has only one format: use --format {graph}, or {hint}"
     if any(layer.dtype == "qint8" or layer.kind == "rowwise" for layer in recipe.quantized):
         return f"and no export format holds quantized layers of torch: {hint}, or run it with `profiling_agent.load`"
@@ -237,14 +234,15 @@ def _write_graph(
 ) -> tuple[str, int | None]:
     """Write graph, labels, preprocessing and script; return what was checked and the fixed batch size."""
     spec, label_names, processor = recipe.input, recipe.config["id2label"], load_processor(folder)
-    if recipe.deployment.runtime in TORCH:
+    executor = runtime(recipe.deployment.runtime)
+    if executor.is_torch:
         distance = export_onnx(load_module(folder), temporary / ONNX, spec=spec, batch_size=batch_size, is_bare=True)
         summary = f"ONNX Runtime's logits are {distance:.1g} from torch's (relative)"
     else:
         session = open_session(folder)
         check_golden(session.run, folder, recipe)
         summary, batch_size = "it gives the saved model's logits", session.fixed_size
-        if instructions := needed_instructions(recipe.deployment.runtime, recipe.quantized):
+        if instructions := executor.needed_instructions(recipe.quantized):
             summary += f" here; on a processor without {' or '.join(instructions)} its int8 sums may saturate"
         for name in recipe.model_files:
             shutil.copyfile(folder / name, temporary / name)
@@ -311,7 +309,7 @@ def _write_card(folder: Path, recipe: Recipe, format_: str, temporary: Path, bat
         requirements=_requirements(recipe, format_, is_prepared=PREPARE in manifest.files),
         script=(temporary / SCRIPT).read_text(encoding="utf-8"),
         batch_size=batch_size,
-        instructions=needed_instructions(recipe.deployment.runtime, recipe.quantized),
+        instructions=runtime(recipe.deployment.runtime).needed_instructions(recipe.quantized),
         runtime=recipe.deployment.runtime,
         files={name: FILE_DESCRIPTIONS.get(name, "what transformers reads") for name in (*manifest.files, MANIFEST)},
     )

@@ -29,7 +29,7 @@ from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.artifact import model_bytes
 from profiling_agent.runtimes.onnx_export import export_onnx
-from profiling_agent.runtimes.registry import Batch, noise_batch, open_session, runtime
+from profiling_agent.runtimes.registry import Batch, noise_batch, open_session, reads_onnx, runtime
 from profiling_agent.runtimes.save import read_source, save_deployed
 from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_derived, save_model
 from profiling_agent.schemas import Cut, Deployment, InputSpec, ModelProfile, RuntimeName
@@ -43,12 +43,12 @@ MAX_DISTANCE = 1e-3
 
 def probe(name: RuntimeName, folder: Path) -> float:
     """Return the milliseconds of one image in a tiny model on runtime `name`, or raise what prevents that."""
-    model, onnx = write_tiny(folder / "float32"), None
-    if name in ("onnxruntime", "openvino"):
+    model, deployment, onnx = write_tiny(folder / "float32"), Deployment(runtime=name), None
+    if reads_onnx(deployment):
         onnx = folder / "model.onnx"
         export_onnx(model, onnx, spec=SPEC)
     source = read_source(folder / "float32", noise_batch(SPEC, 4), batch_size=1, onnx=onnx)
-    save_deployed(source, Deployment(runtime=name), folder / "deployed")
+    save_deployed(source, deployment, folder / "deployed")
     session = open_session(folder / "deployed")
     images = noise_batch(SPEC, session.fixed_size or 1)
     session.run(images)

@@ -2,8 +2,6 @@
 
 Busy cores: next to one spinning process, on two cores, a batch of 32 small images took 839 ms instead of 20. Threads that sleep while they
 wait take only twice as long there, but slightly longer on a quiet machine too, so nothing that is timed waits like that.
-
-VNNI instructions add int8 products in 32 bits. Without them, 16-bit sums of two products saturate unless one factor has only 7 bits.
 """
 
 import contextlib
@@ -17,7 +15,7 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -28,7 +26,7 @@ import psutil
 
 from profiling_agent.errors import JobError
 from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
-from profiling_agent.schemas import Environment, Gpu, RuntimeName
+from profiling_agent.schemas import Environment, Gpu
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 FILES = ("inactive_file", "active_file")
@@ -363,38 +361,3 @@ def _count_running_threads() -> int:
 def waits_passively() -> bool:
     """Return whether this process was started to sleep while it waits."""
     return os.environ.get(WAIT_POLICY, "").upper() == PASSIVE
-
-
-# Intel's hybrid processors, from the 12th generation on, have only AVX2's VNNI. ONNX Runtime (MLAS) and OpenVINO (oneDNN) have kernels for
-# it; torch (FBGEMM) requires AVX-512's (sources: docs/facts.md).
-INSTRUCTIONS: Mapping[RuntimeName, tuple[str, ...]] = {
-    "eager": ("avx512_vnni",),
-    "inductor": ("avx512_vnni",),
-    "onnxruntime": ("avx512_vnni", "avx_vnni"),
-    "openvino": ("avx512_vnni", "avx_vnni"),
-}
-# torch's layers whose sums saturate on no CPU: dynamic ones use 7 bits if 8 would saturate, and static ones compute in float32 unless
-# inductor makes int8 products of them.
-SAFE_KINDS: Mapping[RuntimeName, tuple[str, ...]] = {
-    "eager": ("dynamic", "static", "rowwise"),
-    "inductor": ("dynamic", "rowwise"),
-}
-
-
-def has_vnni(runtime: RuntimeName, cpu_flags: Collection[str]) -> bool:
-    """Return whether a runtime's int8 kernels add products in 32 bits on a CPU with these Linux flags."""
-    return not set(INSTRUCTIONS.get(runtime, ())).isdisjoint(cpu_flags)
-
-
-def saturates(runtime: RuntimeName) -> bool:
-    """Return whether 8 bits for both factors are too many for a runtime's kernels on this CPU."""
-    return not has_vnni(runtime, environment().cpu_flags)
-
-
-def needed_instructions(runtime: RuntimeName, layers: Iterable[Any]) -> tuple[str, ...]:
-    """Return the CPU flags of which one prevents saturated int8 sums in a recipe's layers; none if they can't saturate."""
-    can_saturate = any(
-        layer.dtype == "qint8" and not layer.reduce_range and layer.kind not in SAFE_KINDS.get(runtime, ())
-        for layer in layers
-    )
-    return INSTRUCTIONS.get(runtime, ()) if can_saturate else ()

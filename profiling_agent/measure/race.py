@@ -17,7 +17,8 @@ from profiling_agent.measure.session import RaceSession, SessionLimits, Timed, T
 from profiling_agent.measure.statistics import EQUAL, Ratios, Score, detectable, latency_stats, score
 from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.processes.child import ForkServer
-from profiling_agent.runtimes.artifact import TORCH, open_folder
+from profiling_agent.runtimes.artifact import open_folder
+from profiling_agent.runtimes.registry import runtime
 from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Dropped, Race, RaceResult, Variant
 
 # A process may be killed from outside; repeated deaths are no accident.
@@ -32,11 +33,7 @@ SHORT = SessionLimits(seconds_per_turn=0.2, seconds_per_model=1.0)
 TOO_NOISY = 0.05
 
 # Imports of a process of one of torch's runtimes.
-TIMED = (
-    "profiling_agent.measure.worker",
-    "profiling_agent.runtimes.torch_eager",
-    "transformers.models.auto.modeling_auto",
-)
+TIMED = ("profiling_agent.measure.worker", "transformers.models.auto.modeling_auto")
 
 StartSession = Callable[[Sequence[int]], AbstractContextManager[Mapping[int, Timed]]]
 SessionT = TypeVar("SessionT")
@@ -240,7 +237,8 @@ class Conditions:
         for place, folder in enumerate(folders if self.server is not None else ()):
             # A model that can't be opened fails in its turn.
             with suppress(ArtifactError):
-                if self.server is not None and open_folder(folder, verify=False).deployment.runtime in TORCH:
+                name = open_folder(folder, verify=False).deployment.runtime
+                if self.server is not None and runtime(name).is_torch:
                     servers[place] = self.server
         commands = [worker_command(folder) for folder in folders]
         return session_starter(commands, start, servers=servers, pass_s=self.pass_s)

@@ -29,8 +29,8 @@ from profiling_agent.measure.statistics import latency_stats
 from profiling_agent.measure.worker import WorkerSetup, energy_per_image, gpu_runs, take_turn, warm
 from profiling_agent.processes.child import child_environment, fork_server
 from profiling_agent.processes.machine_lock import machine_lock
-from profiling_agent.runtimes.artifact import RECIPE, TORCH, model_bytes, named_folder, open_folder
-from profiling_agent.runtimes.registry import Enqueues, ModelSession, OnDevice, missing, noise_batch
+from profiling_agent.runtimes.artifact import RECIPE, model_bytes, named_folder, open_folder
+from profiling_agent.runtimes.registry import Enqueues, ModelSession, OnDevice, missing, noise_batch, runtime
 from profiling_agent.schemas import (
     NUM_SESSIONS,
     ArtifactRef,
@@ -198,7 +198,9 @@ def race_saved(
     entries = [entry for index, entry in enumerate(entries) if index not in problems]
     with (
         machine_lock(progress, "a measurement of saved models"),
-        fork_server(TIMED, child_environment()) if TORCH.intersection(runtimes) else nullcontext() as server,
+        fork_server(TIMED, child_environment())
+        if any(runtime(name).is_torch for name in runtimes)
+        else nullcontext() as server,
     ):
         track = Conditions(root=Path("/"), batch_size=batch_size, device=device, server=server)
         trial = race_once(entries, track, limits=SHORT, progress=progress)

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -30,8 +32,9 @@ from profiling_agent.lib.io import (
     resolved,
     write_text,
 )
-from profiling_agent.lib.machine import environment, saturates
-from profiling_agent.schemas import Cut, Deployment, InputSpec, Record, RuntimeName
+from profiling_agent.lib.machine import environment
+from profiling_agent.runtimes.base import runtime
+from profiling_agent.schemas import Cut, Deployment, InputSpec, Record
 
 SCHEMA_VERSION = 3
 # Schema 2 can only be read: its folders have a config.json and model.safetensors, which transformers opens and misreads.
@@ -39,24 +42,6 @@ OLD_SCHEMA, OLD_WEIGHTS = 2, "model.safetensors"
 RECIPE, PROCESSOR = "recipe.json", "preprocessor_config.json"
 WEIGHTS, GOLDEN = "weights.safetensors", "golden.safetensors"
 ONNX, IR, IR_WEIGHTS, CARD = "model.onnx", "model.xml", "model.bin", "README.md"
-# Files that each runtime reads its weights from.
-MODEL_FILES: dict[RuntimeName, tuple[str, ...]] = {
-    "eager": (WEIGHTS,),
-    "graphed": (WEIGHTS,),
-    "inductor": (WEIGHTS,),
-    "onnxruntime": (ONNX,),
-    "openvino": (IR, IR_WEIGHTS),
-}
-# Runtimes whose processes import torch.
-TORCH = frozenset({"eager", "graphed", "inductor"})
-# Packages whose versions go into the recipe, next to those that are always installed.
-PACKAGES: dict[RuntimeName, tuple[str, ...]] = {
-    "eager": (),
-    "graphed": (),
-    "inductor": ("torchao",),
-    "onnxruntime": ("onnx", "onnxruntime"),
-    "openvino": ("openvino", "nncf"),
-}
 # None of these formats can carry our code or Python's.
 SUFFIXES = frozenset({".json", ".safetensors", ".onnx", ".xml", ".md"})
 
@@ -126,7 +111,7 @@ class Recipe(Description):
     @property
     def model_files(self) -> tuple[str, ...]:
         """Return the files that the runtime reads."""
-        names = MODEL_FILES[self.deployment.runtime]
+        names = runtime(self.deployment.runtime).files
         is_old = self.schema_version == OLD_SCHEMA
         return tuple(OLD_WEIGHTS if is_old and name == WEIGHTS else name for name in names)
 
@@ -297,10 +282,56 @@ class Golden:
     logits: NDArray[np.float32]
 
 
-def write_golden(golden: Golden, folder: Path) -> None:
-    """Write the golden images and logits into a saved folder."""
-    logits = np.ascontiguousarray(golden.logits)
-    save_file({IMAGES: golden.pixel_values, LOGITS: logits}, folder / GOLDEN)
+def write_artifact(
+    description: Description,
+    folder: Path,
+    *,
+    processor: Any,
+    write_model: Callable[[Path], PreparedFiles],
+    ask: Callable[[Path, Recipe], Golden],
+    complexity: tuple[int, int] | None = None,
+    has_card: bool = False,
+) -> Recipe:
+    """Write a saved model to `folder`, complete or not at all; return its recipe.
+
+    `write_model` writes the runtime's files into a folder, and `ask` runs the model in it for the golden logits. The
+    processor, the recipe with all hashes and, if `has_card`, a card are added. `complexity` is params and MACs, for files
+    that torch can't count.
+
+    Raises:
+        ArtifactError: `folder` exists, or there is no space for it; also the errors of `write_model` and `ask`.
+    """
+    executor, counts = runtime(description.deployment.runtime), None
+    versions = {name: metadata.version(name) for name in executor.packages if find_spec(name)}
+    with appearing(folder) as temporary:
+        prepared = write_model(temporary)
+        processor.save_pretrained(temporary)
+        # The recipe, by which the runtime is opened, names the golden file.
+        (temporary / GOLDEN).touch()
+        if complexity is not None:
+            files = (temporary / name for name in executor.files if not name.endswith(".xml"))
+            weights = sum(path.stat().st_size for path in files)
+            counts = ParentCounts(params=complexity[0], macs=complexity[1], parameter_bytes=weights)
+        draft = Recipe(
+            **dict(description),
+            quantized=prepared.quantized,
+            counts=counts,
+            folded=prepared.folded,
+            tied=prepared.tied,
+            # The card may be rewritten later; nothing is read from it.
+            files={path.name: file_sha256(path) for path in sorted(temporary.iterdir()) if path.name != CARD},
+            libraries=environment().libraries | versions,
+            cpu=environment().cpu,
+        )
+        write_text(temporary / RECIPE, draft.model_dump_json(indent=1) + "\n")
+        golden = ask(temporary, draft)
+        logits = np.ascontiguousarray(golden.logits)
+        save_file({IMAGES: golden.pixel_values, LOGITS: logits}, temporary / GOLDEN)
+        recipe = draft.model_copy(update={"files": draft.files | {GOLDEN: file_sha256(temporary / GOLDEN)}})
+        write_text(temporary / RECIPE, recipe.model_dump_json(indent=1) + "\n")
+        if has_card:
+            write_card(temporary)
+    return recipe
 
 
 def check_golden(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Path, recipe: Recipe) -> None:
@@ -343,12 +374,13 @@ def tolerance(recipe: Recipe) -> float:
         return FLOAT_TOLERANCE
     # Models in half precision as a whole come from CUDA, whose kernels sum in another way than those of any CPU.
     is_cuda = is_half or any(layer.kind == "rowwise" for layer in recipe.quantized)
-    if is_cuda and recipe.deployment.runtime in TORCH:
+    executor = runtime(recipe.deployment.runtime)
+    if is_cuda and executor.is_torch:
         return REDUCED_TOLERANCE
     # Another CPU may have other kernels, with 7-bit activations or sums that are rounded elsewhere. Its name isn't enough:
     # a cloud has one name for processors with different instructions.
     uses_eight_bits = any(layer.dtype == "qint8" and not layer.reduce_range for layer in recipe.quantized)
-    is_same = recipe.cpu == environment().cpu and not (uses_eight_bits and saturates(recipe.deployment.runtime))
+    is_same = recipe.cpu == environment().cpu and not (uses_eight_bits and executor.saturates())
     return STEP_TOLERANCE if is_same else REDUCED_TOLERANCE
 
 
@@ -432,11 +464,13 @@ def _render_card(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], 
     jinja = text_templates("profiling_agent.runtimes")
     # For third-party names.
     jinja.filters["plain"] = _plain_text
-    names = ("torch", "transformers", *PACKAGES[recipe.deployment.runtime])
+    executor = runtime(recipe.deployment.runtime)
+    names = ("torch", "transformers", *executor.packages)
     return jinja.get_template("card.md.jinja").render(
         r=recipe,
         metadata=metadata_of(recipe, judged).to_yaml(),
         scheme=SCHEMES[recipe.deployment.scheme],
+        is_torch=executor.is_torch,
         files=recipe.model_files,
         libraries=", ".join(f"{name} {recipe.libraries[name]}" for name in sorted(names) if name in recipe.libraries),
         rows=rows,

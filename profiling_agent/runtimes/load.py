@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from profiling_agent.data.pixels import upright_rgb
 from profiling_agent.data.prepared import to_processor_channels
 from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError
-from profiling_agent.lib.machine import environment, has_vnni, needed_instructions
+from profiling_agent.lib.machine import environment
 from profiling_agent.lib.third_party import third_party_errors
 from profiling_agent.runtimes.artifact import Recipe, check_golden, named_folder, open_folder
-from profiling_agent.runtimes.registry import ModelSession, check_images, open_session
+from profiling_agent.runtimes.registry import ModelSession, check_images, open_session, runtime
 from profiling_agent.runtimes.torch_artifact import load_processor
 from profiling_agent.schemas import Environment, RuntimeName
 
@@ -143,9 +143,9 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_thre
 def cpu_note(folder: Path, recipe: Recipe, here: Environment) -> str | None:
     """Return a warning about running a saved model on the machine `here`, or None if its CPU gives no reason."""
     cpus = f"{str(folder)!r} was made on {recipe.cpu}, this is {here.cpu}"
-    runtime = recipe.deployment.runtime
+    executor = runtime(recipe.deployment.runtime)
     # By flags only: a cloud has one name for processors with different instructions.
-    if (needed := needed_instructions(runtime, recipe.quantized)) and not has_vnni(runtime, here.cpu_flags):
+    if (needed := executor.needed_instructions(recipe.quantized)) and not executor.has_vnni(here.cpu_flags):
         return (
             f"{cpus}, which has no {' or '.join(needed)}: its int8 sums may saturate here, and its answers be others; a run on this "
             "machine (`profiling-agent run`) makes a model whose sums don't"

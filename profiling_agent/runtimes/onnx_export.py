@@ -29,8 +29,8 @@ from profiling_agent.lib.io import TEMPORARY
 from profiling_agent.lib.third_party import muted, third_party_errors
 from profiling_agent.modules.inference import logits_of, random_batch, relative_distance
 from profiling_agent.quantization.kinds import quantized_modules
+from profiling_agent.runtimes.base import INPUT, OUTPUT
 from profiling_agent.runtimes.onnx_runtime import one_thread
-from profiling_agent.runtimes.registry import INPUT, OUTPUT
 from profiling_agent.schemas import InputSpec
 
 
@@ -195,8 +195,8 @@ def _fit_pools_(model: nn.Module, batch: Tensor) -> None:
 
     def fit(pool: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(pool, POOLS), "others aren't watched"
-        kernel, sides = _pair(pool.kernel_size), inputs[0].shape[-2:]
-        if _pair(pool.padding) == (0, 0) and any(window > side for window, side in zip(kernel, sides, strict=True)):
+        kernel, sides = _as_pair(pool.kernel_size), inputs[0].shape[-2:]
+        if _as_pair(pool.padding) == (0, 0) and any(window > side for window, side in zip(kernel, sides, strict=True)):
             pool.kernel_size = (min(kernel[0], sides[0]), min(kernel[1], sides[1]))
 
     pools = [module for module in model.modules() if isinstance(module, POOLS)]
@@ -206,10 +206,6 @@ def _fit_pools_(model: nn.Module, batch: Tensor) -> None:
             model(batch)
     for handle in handles:
         handle.remove()
-
-
-def _pair(sides: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (sides, sides) if isinstance(sides, int) else tuple(sides)
 
 
 def _innermost_cause(error: BaseException) -> str:

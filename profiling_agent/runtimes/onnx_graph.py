@@ -14,8 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxscript import ir, optimizer
 
 from profiling_agent.lib.third_party import import_onnxruntime
+from profiling_agent.runtimes.base import MODULE
 from profiling_agent.runtimes.onnx_runtime import one_thread
-from profiling_agent.runtimes.registry import MODULE
 
 # Operators of linear layers and convolutions in exported graphs.
 LAYER_OPS = ("MatMul", "Gemm", "Conv")

@@ -1,7 +1,6 @@
 """ONNX Runtime sessions on the CPU: float32, dynamic int8, and static int8 as pairs of quantize and dequantize."""
 
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -11,9 +10,18 @@ from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import read_json
 from profiling_agent.lib.machine import quota_threads, waits_passively
 from profiling_agent.lib.third_party import import_onnxruntime, third_party_errors
-from profiling_agent.runtimes.artifact import ONNX, Recipe
-from profiling_agent.runtimes.registry import INPUT, OUTPUT, Batch, OperatorTime, check_fixed_batch, missing_packages
-from profiling_agent.schemas import Scheme
+from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, Recipe
+from profiling_agent.runtimes.base import (
+    INPUT,
+    OUTPUT,
+    Batch,
+    OperatorTime,
+    Runtime,
+    Source,
+    check_fixed_batch,
+    timed,
+)
+from profiling_agent.schemas import Deployment
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -23,18 +31,6 @@ if TYPE_CHECKING:
 KERNEL_SUFFIX = "_kernel_time"
 # Suffix of a convolution in a blocked layout, after the name of its original output.
 BLOCKED_SUFFIX = "_nchwc"
-
-CONVERSION = "profiling_agent.runtimes.onnx_runtime_conversion:write_deployment"
-
-
-def missing(device: str) -> str | None:  # noqa: ARG001 (every runtime's name and signature)
-    """Return what has to be installed, or None."""
-    return missing_packages(("onnxruntime", "onnx", "onnxscript"), extra="onnx")
-
-
-def schemes(device: str) -> tuple[Scheme, ...]:
-    """Return the schemes available on a device."""
-    return ("float32", "dynamic", "static") if device == "cpu" else ()
 
 
 class OnnxSession:
@@ -57,54 +53,7 @@ class OnnxSession:
         """Return a function that runs these images once and returns the milliseconds it took."""
         check_fixed_batch(self.fixed_size, pixel_values)
         feed = {INPUT: pixel_values}
-
-        def run_once() -> float:
-            started = time.perf_counter()
-            self._session.run([OUTPUT], feed)
-            return (time.perf_counter() - started) * 1e3
-
-        return run_once
-
-
-def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OnnxSession:  # noqa: ARG001 (every runtime's name and signature)
-    """Open a saved folder; by default with a thread for each core that a container's quota has time for."""
-    return OnnxSession(_open_session(folder, _session_options(num_threads)))
-
-
-def operator_times(
-    folder: Path,
-    recipe: Recipe,  # noqa: ARG001 (every runtime's name and signature)
-    pixel_values: Batch,
-    *,
-    num_threads: int,
-    passes: int,
-) -> list[OperatorTime]:
-    """Return the median time of each node in ONNX Runtime's optimized graph over `passes`, in graph order."""
-    import onnx
-
-    with tempfile.TemporaryDirectory() as scratch:
-        options, graph = _session_options(num_threads), Path(scratch) / "optimized.onnx"
-        options.enable_profiling = True
-        options.profile_file_prefix = str(Path(scratch) / "profile")
-        # Fused nodes are identified by their outputs, which keep their names.
-        options.optimized_model_filepath = str(graph)
-        session = _open_session(folder, options)
-        onnx_session = OnnxSession(session)
-        # The first pass has cold caches, and isn't counted.
-        for _ in range(passes + 1):
-            onnx_session.run(pixel_values)
-        events = read_json(Path(session.end_profiling()))
-        outputs = {node.name: tuple(node.output) for node in onnx.load(graph, load_external_data=False).graph.node}
-    durations: dict[tuple[str, str], list[float]] = {}
-    for event in events:
-        if event.get("cat") == "Node" and event["name"].endswith(KERNEL_SUFFIX):
-            # Names of nodes aren't unique.
-            node = event["name"].removesuffix(KERNEL_SUFFIX), str(event.get("args", {}).get("node_index"))
-            durations.setdefault(node, []).append(event["dur"] / 1e3)
-    return [
-        OperatorTime(names=(name, name.removesuffix(BLOCKED_SUFFIX), *outputs.get(name, ())), ms=median(ms[1:] or ms))
-        for (name, _), ms in durations.items()
-    ]
+        return timed(lambda: self._session.run([OUTPUT], feed))
 
 
 def _session_options(num_threads: int | None) -> Any:
@@ -135,3 +84,68 @@ def _open_session(folder: Path, options: Any) -> "InferenceSession":
 
     with third_party_errors(refuse):
         return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+class OnnxRuntime(Runtime):
+    """ONNX Runtime on the CPU."""
+
+    name = "onnxruntime"
+    extra = "onnx"
+    requires = ("onnxruntime", "onnx", "onnxscript")
+    files = (ONNX,)
+    packages = ("onnx", "onnxruntime")
+    graph_format = "onnx"
+    on_cpu = from_onnx = ("float32", "dynamic", "static")
+    # MLAS has kernels for AVX2's VNNI too, which is the only one of Intel's hybrid processors (source: docs/facts.md).
+    int8_instructions = ("avx512_vnni", "avx_vnni")
+
+    @classmethod
+    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
+        """Write `model.onnx`, with attention fused and the chosen layers quantized."""
+        from profiling_agent.runtimes.onnx_runtime_conversion import write_deployment
+
+        return write_deployment(source, deployment, folder)
+
+    @classmethod
+    def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OnnxSession:  # noqa: ARG003
+        """Open a saved folder; by default with a thread for each core that a container's quota has time for."""
+        return OnnxSession(_open_session(folder, _session_options(num_threads)))
+
+    @classmethod
+    def operator_times(
+        cls,
+        folder: Path,
+        recipe: Recipe,  # noqa: ARG003
+        pixel_values: Batch,
+        *,
+        num_threads: int,
+        passes: int,
+    ) -> list[OperatorTime]:
+        """Return the median time of each node in ONNX Runtime's optimized graph over `passes`, in graph order."""
+        import onnx
+
+        with tempfile.TemporaryDirectory() as scratch:
+            options, graph = _session_options(num_threads), Path(scratch) / "optimized.onnx"
+            options.enable_profiling = True
+            options.profile_file_prefix = str(Path(scratch) / "profile")
+            # Fused nodes are identified by their outputs, which keep their names.
+            options.optimized_model_filepath = str(graph)
+            session = _open_session(folder, options)
+            onnx_session = OnnxSession(session)
+            # The first pass has cold caches, and isn't counted.
+            for _ in range(passes + 1):
+                onnx_session.run(pixel_values)
+            events = read_json(Path(session.end_profiling()))
+            outputs = {node.name: tuple(node.output) for node in onnx.load(graph, load_external_data=False).graph.node}
+        durations: dict[tuple[str, str], list[float]] = {}
+        for event in events:
+            if event.get("cat") == "Node" and event["name"].endswith(KERNEL_SUFFIX):
+                # Names of nodes aren't unique.
+                node = event["name"].removesuffix(KERNEL_SUFFIX), str(event.get("args", {}).get("node_index"))
+                durations.setdefault(node, []).append(event["dur"] / 1e3)
+        return [
+            OperatorTime(
+                names=(name, name.removesuffix(BLOCKED_SUFFIX), *outputs.get(name, ())), ms=median(ms[1:] or ms)
+            )
+            for (name, _), ms in durations.items()
+        ]

@@ -21,12 +21,13 @@ from onnxscript.rewriter.ort_fusions import attention, mha, mha_bias, sdpa
 
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.io import first_line
-from profiling_agent.lib.machine import saturates
 from profiling_agent.lib.third_party import muted
 from profiling_agent.quantization.quantize import chosen_layers
 from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, QuantizedLayer
+from profiling_agent.runtimes.base import INPUT, Batch, Source
 from profiling_agent.runtimes.onnx_graph import LAYER_OPS, is_convnet, layer_of, nodes_of_layers, write_bare
-from profiling_agent.runtimes.registry import INPUT, Batch, Source, recommended
+from profiling_agent.runtimes.onnx_runtime import OnnxRuntime
+from profiling_agent.runtimes.registry import recommended
 from profiling_agent.schemas import Deployment
 
 # Between int8 convolutions everything has to be int8, or each result is converted to float and back. In a transformer
@@ -75,7 +76,7 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
         write_bare(onnx.load(path), path)
     kind = "dynamic" if deployment.scheme == "dynamic" else "static"
     quantized = tuple(
-        QuantizedLayer(name=name, kind=kind, dtype="qint8", reduce_range=saturates("onnxruntime"))
+        QuantizedLayer(name=name, kind=kind, dtype="qint8", reduce_range=OnnxRuntime.saturates())
         for name in layers
         if name in covered
     )
@@ -103,7 +104,7 @@ def _quantize_dynamic(model: onnx.ModelProto, path: Path, nodes: Collection[str]
             per_channel=True,
             weight_type=QuantType.QInt8,
             # 7-bit weights if sums of two products saturate in 16 bits.
-            reduce_range=saturates("onnxruntime"),
+            reduce_range=OnnxRuntime.saturates(),
             # The quantizer first splits each Gemm into a MatMul and an Add with new names.
             nodes_to_quantize=[*nodes, *(f"{name}_MatMul" for name in nodes)],
             # ONNX can't infer shapes behind ONNX Runtime's own operators.
@@ -128,7 +129,7 @@ def _quantize_static(model: onnx.ModelProto, path: Path, nodes: dict[str, str], 
             per_channel=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
-            reduce_range=saturates("onnxruntime"),
+            reduce_range=OnnxRuntime.saturates(),
             **options,
         )
 

@@ -1,7 +1,6 @@
 """OpenVINO sessions on the CPU: float32, bfloat16, and static int8 by our own layers or by NNCF. Imports no torch."""
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -10,9 +9,17 @@ from typing import Any
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.machine import quota_threads
 from profiling_agent.lib.third_party import import_openvino, third_party_errors
-from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, Recipe
-from profiling_agent.runtimes.registry import MODULE, Batch, OperatorTime, check_fixed_batch, missing_packages
-from profiling_agent.schemas import Scheme
+from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, PreparedFiles, Recipe
+from profiling_agent.runtimes.base import (
+    MODULE,
+    Batch,
+    OperatorTime,
+    Runtime,
+    Source,
+    check_fixed_batch,
+    timed,
+)
+from profiling_agent.schemas import Deployment, Scheme
 
 # Precision of the parts that aren't int8. Without a hint OpenVINO takes bfloat16 wherever the CPU has it.
 PRECISIONS: dict[Scheme, str] = {"bfloat16": "bf16"}
@@ -27,19 +34,6 @@ ANY_SIZE_SCHEMES: frozenset[Scheme] = frozenset({"static"})
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
 WEIGHT_OPS = ("Convert", "FakeQuantize", "Multiply", "Reshape", "Subtract", "Transpose")
 ORIGINALS_KEY = "originalLayersNames"
-
-
-CONVERSION = "profiling_agent.runtimes.open_vino_conversion:write_deployment"
-
-
-def missing(device: str) -> str | None:  # noqa: ARG001 (every runtime's name and signature)
-    """Return what has to be installed, or None."""
-    return missing_packages(("openvino",), extra="openvino")
-
-
-def schemes(device: str) -> tuple[Scheme, ...]:
-    """Return the schemes available on a device."""
-    return ("float32", "bfloat16", "static", "static_nncf") if device == "cpu" else ()
 
 
 def num_kept(weight_bytes: int) -> int:
@@ -108,13 +102,7 @@ class OpenVinoSession:
         """Return a function that runs these images once and returns the milliseconds it took."""
         with self._lock:
             request, feed = self._request(pixel_values), [pixel_values]
-
-        def run_once() -> float:
-            started = time.perf_counter()
-            request.infer(feed, share_inputs=True, share_outputs=True)
-            return (time.perf_counter() - started) * 1e3
-
-        return run_once
+        return timed(lambda: request.infer(feed, share_inputs=True, share_outputs=True))
 
     def operator_times(self, pixel_values: Batch, passes: int) -> list[OperatorTime]:
         """Return the median time of each operator of a profiled graph over `passes`, in graph order."""
@@ -161,16 +149,39 @@ def exported_name(name: str) -> str:
     return name.split("/", maxsplit=1)[0]
 
 
-def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OpenVinoSession:  # noqa: ARG001 (every runtime's name and signature)
-    """Open a saved folder; by default with a thread for each core that a container's quota has time for."""
-    core = import_openvino().Core()
-    return OpenVinoSession(core, folder / IR, scheme=recipe.deployment.scheme, num_threads=num_threads)
+class OpenVino(Runtime):
+    """OpenVINO on the CPU."""
 
+    name = "openvino"
+    extra = "openvino"
+    requires = ("openvino",)
+    files = (IR, IR_WEIGHTS)
+    packages = ("openvino", "nncf")
+    graph_format = "openvino"
+    on_cpu = ("float32", "bfloat16", "static", "static_nncf")
+    # `static` is exported with int8 layers instead.
+    from_onnx = ("float32", "bfloat16", "static_nncf")
+    # oneDNN has kernels for AVX2's VNNI too, which is the only one of Intel's hybrid processors (source: docs/facts.md).
+    int8_instructions = ("avx512_vnni", "avx_vnni")
 
-def operator_times(
-    folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
-) -> list[OperatorTime]:
-    """Return the median time of each operator of OpenVINO's compiled graph over `passes`, in graph order."""
-    scheme, core = recipe.deployment.scheme, import_openvino().Core()
-    session = OpenVinoSession(core, folder / IR, scheme=scheme, num_threads=num_threads, profiled=True)
-    return session.operator_times(pixel_values, passes)
+    @classmethod
+    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
+        """Write the graph of a deployment, `model.xml` and `model.bin`."""
+        from profiling_agent.runtimes.open_vino_conversion import write_deployment
+
+        return write_deployment(source, deployment, folder)
+
+    @classmethod
+    def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OpenVinoSession:  # noqa: ARG003
+        """Open a saved folder; by default with a thread for each core that a container's quota has time for."""
+        core = import_openvino().Core()
+        return OpenVinoSession(core, folder / IR, scheme=recipe.deployment.scheme, num_threads=num_threads)
+
+    @classmethod
+    def operator_times(
+        cls, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
+    ) -> list[OperatorTime]:
+        """Return the median time of each operator of OpenVINO's compiled graph over `passes`, in graph order."""
+        scheme, core = recipe.deployment.scheme, import_openvino().Core()
+        session = OpenVinoSession(core, folder / IR, scheme=scheme, num_threads=num_threads, profiled=True)
+        return session.operator_times(pixel_values, passes)

@@ -14,17 +14,17 @@ import torch
 
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.io import first_line
-from profiling_agent.lib.machine import saturates
 from profiling_agent.lib.third_party import hide_telemetry, import_openvino, muted
 from profiling_agent.modules.inference import logits_of, relative_distance
-from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
 from profiling_agent.runtimes.artifact import IR, PreparedFiles, QuantizedLayer
+from profiling_agent.runtimes.base import INPUT, Batch, Source, missing_packages
 from profiling_agent.runtimes.onnx_export import write_graph
 from profiling_agent.runtimes.onnx_graph import LAYER_OPS, is_convnet, nodes_of_layers
-from profiling_agent.runtimes.open_vino import LAYER_TYPES, OpenVinoSession, exported_name
-from profiling_agent.runtimes.registry import INPUT, Batch, Source, missing_packages, recommended
+from profiling_agent.runtimes.open_vino import LAYER_TYPES, OpenVino, OpenVinoSession, exported_name
+from profiling_agent.runtimes.registry import recommended
 from profiling_agent.runtimes.save import calibration_batches
+from profiling_agent.runtimes.torch_artifact import quantized_rows
 from profiling_agent.schemas import Deployment
 
 # Smaller constants are scales and small biases: many, and negligible together.
@@ -126,7 +126,7 @@ def _write_static(source: Source, deployment: Deployment, path: Path) -> Prepare
         source.module,
         recommended(deployment),
         calibration=lambda: calibration_batches(source),
-        reduce_range=saturates("openvino"),
+        reduce_range=OpenVino.saturates(),
     )
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         exported = Path(scratch) / "static.onnx"
@@ -135,11 +135,7 @@ def _write_static(source: Source, deployment: Deployment, path: Path) -> Prepare
         _halve_constants(model)
         _save(model, path, halve=False)
     _check_logits(path, quantized.model, source)
-    rows = tuple(
-        QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype, reduce_range=module.reduce_range)
-        for name, module in quantized_modules(quantized.model).items()
-    )
-    return PreparedFiles(quantized=rows, tied={})
+    return PreparedFiles(quantized=quantized_rows(quantized.model), tied={})
 
 
 def _check_logits(path: Path, quantized: torch.nn.Module, source: Source) -> None:
@@ -175,7 +171,7 @@ def _write_nncf(source: Source, exported: Path, deployment: Deployment, path: Pa
     _halve_constants(quantized)
     _save(quantized, path, halve=False)
     rows = tuple(
-        QuantizedLayer(name=name, kind="static", dtype="qint8", reduce_range=saturates("openvino"))
+        QuantizedLayer(name=name, kind="static", dtype="qint8", reduce_range=OpenVino.saturates())
         for name in layers
         if name in layer_by_node.values()
     )
@@ -201,7 +197,7 @@ def _quantize_with_nncf(model: Any, images: Batch, excluded: Collection[str], *,
                     fast_bias_correction=True,
                     # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the first layer.
                     advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
-                    if saturates("openvino")
+                    if OpenVino.saturates()
                     else None,
                     # For attention: leaves softmax and norms in float, and smooths activations (SmoothQuant).
                     model_type=nncf.ModelType.TRANSFORMER if is_transformer else None,

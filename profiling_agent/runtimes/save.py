@@ -1,9 +1,8 @@
 """Saving of deployments: a float32 model converted for a runtime and a scheme, with all that readers check."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -11,13 +10,12 @@ from torch import Tensor
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.quantization.quantize import quantize_model, quantize_rowwise
-from profiling_agent.runtimes.artifact import NUM_IMAGES, Golden, PreparedFiles, Recipe
+from profiling_agent.runtimes.artifact import NUM_IMAGES, Golden, PreparedFiles, Recipe, write_artifact
 from profiling_agent.runtimes.registry import Batch, Source, noise_batch, recommended, runtime
 from profiling_agent.runtimes.torch_artifact import (
     load_module,
     load_processor,
     load_recipe,
-    write_artifact,
     write_weights,
 )
 from profiling_agent.schemas import Deployment, Scheme
@@ -82,12 +80,11 @@ def save_deployed(
         PlanError: a pattern hits no layer.
         QuantizationError: the model can't be converted, or its logits aren't finite.
     """
-    convert: Callable[[Source, Deployment, Path], PreparedFiles] = resolve_name(runtime(deployment.runtime).CONVERSION)
     return write_artifact(
         source.recipe.deployed_as(deployment),
         folder,
         processor=source.processor,
-        write_model=partial(convert, source, deployment),
+        write_model=partial(runtime(deployment.runtime).convert, source, deployment),
         ask=partial(_ask, device=source.device, num_threads=num_threads),
         complexity=complexity,
         has_card=True,

@@ -1,9 +1,7 @@
 """Saved torch modules, read and written as safetensors, without pickle and without remote code."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from transformers.initialization import no_init_weights
 
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.lib.io import file_sha256, first_line, parse_json, write_text
-from profiling_agent.lib.machine import environment
+from profiling_agent.lib.io import first_line, parse_json
 from profiling_agent.lib.third_party import SETTINGS_LOCK, checked_logits, is_out_of_memory, muted, third_party_errors
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import check_timm, make_plain_
@@ -28,26 +25,18 @@ from profiling_agent.pruning.attention import head_sizes, set_head_attributes_
 from profiling_agent.quantization.kinds import quantized_modules, rebuild_layer
 from profiling_agent.quantization.layers import QuantizedModule
 from profiling_agent.runtimes.artifact import (
-    CARD,
-    GOLDEN,
-    MODEL_FILES,
     NUM_IMAGES,
-    PACKAGES,
     PROCESSOR,
-    RECIPE,
     WEIGHTS,
     Description,
     Golden,
-    ParentCounts,
     PreparedFiles,
     QuantizedLayer,
     Recipe,
-    appearing,
     check_golden,
     named_folder,
     open_folder,
-    write_card,
-    write_golden,
+    write_artifact,
 )
 from profiling_agent.schemas import Cut, Deployment, InputSpec
 
@@ -237,68 +226,6 @@ def _insert_layer_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, T
     model.set_submodule(layer.name, module, strict=True)
 
 
-def write_artifact(
-    description: Description,
-    folder: Path,
-    *,
-    processor: Any,
-    write_model: Callable[[Path], PreparedFiles],
-    ask: Callable[[Path, Recipe], Golden],
-    complexity: tuple[int, int] | None = None,
-    has_card: bool = False,
-) -> Recipe:
-    """Write a saved model to `folder`, complete or not at all; return its recipe.
-
-    `write_model` writes the runtime's files into a folder, and `ask` runs the model in it for the golden logits. The
-    processor, the recipe with all hashes and, if `has_card`, a card are added. `complexity` is params and MACs, for files
-    that torch can't count.
-
-    Raises:
-        ArtifactError: `folder` exists, or there is no space for it; also the errors of `write_model` and `ask`.
-    """
-    with appearing(folder) as temporary:
-        prepared = write_model(temporary)
-        processor.save_pretrained(temporary)
-        # The recipe, by which the runtime is opened, names the golden file.
-        (temporary / GOLDEN).touch()
-        draft = _draft_recipe(description, prepared, temporary, complexity)
-        _write_recipe(draft, temporary)
-        write_golden(ask(temporary, draft), temporary)
-        files = draft.files | {GOLDEN: file_sha256(temporary / GOLDEN)}
-        recipe = draft.model_copy(update={"files": files})
-        _write_recipe(recipe, temporary)
-        if has_card:
-            write_card(temporary)
-    return recipe
-
-
-def _draft_recipe(
-    description: Description, prepared: PreparedFiles, folder: Path, complexity: tuple[int, int] | None
-) -> Recipe:
-    deployment = description.deployment
-    counts = None
-    if complexity is not None:
-        files = (folder / name for name in MODEL_FILES[deployment.runtime] if not name.endswith(".xml"))
-        weights = sum(path.stat().st_size for path in files)
-        counts = ParentCounts(params=complexity[0], macs=complexity[1], parameter_bytes=weights)
-    versions = {name: metadata.version(name) for name in PACKAGES[deployment.runtime] if find_spec(name)}
-    return Recipe(
-        **dict(description),
-        quantized=prepared.quantized,
-        counts=counts,
-        folded=prepared.folded,
-        tied=prepared.tied,
-        # The card may be rewritten later; nothing is read from it.
-        files={path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name != CARD},
-        libraries=environment().libraries | versions,
-        cpu=environment().cpu,
-    )
-
-
-def _write_recipe(recipe: Recipe, folder: Path) -> None:
-    write_text(folder / RECIPE, recipe.model_dump_json(indent=1) + "\n")
-
-
 def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     model: nn.Module,
     folder: Path,
@@ -320,6 +247,11 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     Raises:
         ArtifactError: `folder` exists.
     """
+
+    def ask(_folder: Path, _recipe: Recipe) -> Golden:
+        images = random_batch(spec, NUM_IMAGES).half()
+        return Golden(images.numpy(), logits_of(model, images.float()).numpy())
+
     description = Description(
         base_model=base_model,
         base_revision=base_revision,
@@ -334,7 +266,7 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
         folder,
         processor=processor,
         write_model=partial(write_weights, model, folded=folded),
-        ask=lambda _folder, _recipe: _compute_golden(model, spec),
+        ask=ask,
     )
 
 
@@ -378,11 +310,15 @@ def write_weights(
         if dtype is not None and tensor.is_floating_point() and name.rpartition(".")[0] not in layers:
             tensors[name] = tensor.to(dtype)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    quantized = tuple(
+    return PreparedFiles(quantized=quantized_rows(model), tied=tied, folded=tuple(folded))
+
+
+def quantized_rows(model: nn.Module) -> tuple[QuantizedLayer, ...]:
+    """Return the recipe's rows of a model's quantized layers."""
+    return tuple(
         QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype, reduce_range=module.reduce_range)
-        for name, module in layers.items()
+        for name, module in quantized_modules(model).items()
     )
-    return PreparedFiles(quantized=quantized, tied=tied, folded=tuple(folded))
 
 
 def _split_ties(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -410,8 +346,3 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     written = parse_json(config.to_json_string(use_diff=False))
     names = {str(index): name for index, name in config.id2label.items()}
     return written | {"architectures": [type(model).__name__], "id2label": names}
-
-
-def _compute_golden(model: nn.Module, spec: InputSpec) -> Golden:
-    pixel_values = random_batch(spec, NUM_IMAGES).half()
-    return Golden(pixel_values.numpy(), logits_of(model, pixel_values.float()).float().numpy())

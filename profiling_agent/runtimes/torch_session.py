@@ -18,7 +18,7 @@ from profiling_agent.lib.io import first_line
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.lib.third_party import compiled_code, muted
 from profiling_agent.modules.inference import floating_dtype
-from profiling_agent.runtimes.registry import Batch
+from profiling_agent.runtimes.base import Batch
 
 # Each batch size is compiled separately; after this many torch stops compiling and runs eagerly.
 MAX_SIZES = 32

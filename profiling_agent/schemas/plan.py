@@ -229,7 +229,7 @@ class RecoveredModel(Record):
 
 
 RuntimeName = Literal["eager", "graphed", "inductor", "onnxruntime", "openvino"]
-RUNTIMES: tuple[RuntimeName, ...] = ("eager", "graphed", "inductor", "onnxruntime", "openvino")
+RUNTIMES: tuple[RuntimeName, ...] = get_args(RuntimeName)
 # `static_nncf` is static int8 by NNCF, which also quantizes attention products and residual adds. `tf32` and `float8` need CUDA; `dynamic`
 # has one scale a row there.
 Scheme = Literal["float32", "tf32", "bfloat16", "float16", "dynamic", "float8", "static", "static_nncf"]

@@ -11,7 +11,7 @@ from profiling_agent.errors import JobError
 from profiling_agent.jobs.tasks import LayerTimesTask
 from profiling_agent.measure.race import noise_warning
 from profiling_agent.planning.allocation import NATS_A_POINT
-from profiling_agent.runtimes.registry import NUM_PASSES
+from profiling_agent.runtimes.registry import NUM_PASSES, runtime
 from profiling_agent.schemas import (
     SHARD,
     ArtifactRef,
@@ -24,7 +24,7 @@ from profiling_agent.schemas import (
     Variant,
 )
 from profiling_agent.search.budget import SLOW_CONVERSION_S, race_s
-from profiling_agent.search.deployments import INT8, MOST_PRUNED, SLOW_TO_MAKE, Round, in_rounds, linear_share_of
+from profiling_agent.search.deployments import INT8, MOST_PRUNED, Round, in_rounds, linear_share_of
 from profiling_agent.search.evaluator import REFUSALS, Evaluator
 from profiling_agent.search.selection import (
     hopeless_kl,
@@ -146,7 +146,7 @@ def try_deployments(
                 tuned_kinds.add(is_dynamic)
                 last_s = max(0.0, last_s - option.tuned.seconds)
             # A compile of minutes, or a hang, does not predict another conversion's time.
-            if option.deployed is not None and deployment.runtime not in SLOW_TO_MAKE:
+            if option.deployed is not None and not runtime(deployment.runtime).is_slow_to_convert:
                 longest_s = max(longest_s, last_s)
             options.append(_check_logits(option, evaluator.goal))
         tried = trial.joined(tried, options, has_more=round_number < len(rounds))
@@ -337,8 +337,9 @@ def _skip_reason(
         if budget.limit_s is not None:
             return "not tried: the time budget has no room for more deployments"
         return "not tried: those before it have taken what a run of such a model is worth; a --time-budget that is longer asks for it"
-    has_others = any(other.runtime not in SLOW_TO_MAKE | {"eager"} for other in previous)
-    is_slow = deployment.runtime in SLOW_TO_MAKE and has_others and not choices.is_named
+    others = {other.runtime for other in previous} - {"eager"}
+    has_others = not all(runtime(name).is_slow_to_convert for name in others)
+    is_slow = runtime(deployment.runtime).is_slow_to_convert and has_others and not choices.is_named
     # With a budget it must fit the search's share; without one, the run must be worth it.
     fits = budget.limit_s is None or budget.allows_search(began_s, SLOW_CONVERSION_S)
     if is_slow and not (fits and budget.allows_slow_conversion()):

@@ -32,8 +32,6 @@ PROMISE_ON_CUDA: tuple[tuple[RuntimeName, Scheme], ...] = (
     *(("inductor", "float8"), ("inductor", "bfloat16"), ("inductor", "dynamic"), ("inductor", "float16")),
     *(("graphed", "tf32"), ("inductor", "float32"), ("eager", "bfloat16"), ("eager", "float16"), ("eager", "tf32")),
 )
-# Runtimes that compile for a minute or two.
-SLOW_TO_MAKE: frozenset[RuntimeName] = frozenset({"inductor"})
 INT8: frozenset[Scheme] = frozenset({"dynamic", "static", "static_nncf"})
 # On CUDA these are linear layers in a bfloat16 model.
 ROWWISE: frozenset[Scheme] = frozenset({"dynamic", "float8"})
@@ -44,8 +42,6 @@ BYTES: Mapping[Scheme, float] = {"float32": 1.0, "tf32": 1.0, "bfloat16": 0.51, 
 INT8_BYTES = 0.26
 # Share of bytes and time that pruning removes almost without loss: a fifth cost the small models 0.04 points at most (docs/benchmarks.md).
 MOST_PRUNED = 0.2
-# Scheme by which a runtime executes a hand-written mixture of types; other runtimes support one type only.
-MIXTURES: Mapping[RuntimeName, Scheme] = {"eager": "dynamic", "inductor": "static"}
 # Schemes that a request's `quantize_dtype` allows when no plan decides.
 ASKED_SCHEMES: Mapping[str, frozenset[Scheme]] = {
     "auto": frozenset({"bfloat16", "float16", "dynamic", "float8", "static", "static_nncf"}),
@@ -155,7 +151,8 @@ def by_promise(deployments: Iterable[Deployment]) -> list[Deployment]:
     places = {pair: place for place, pair in enumerate(PROMISE_ON_CUDA if on_cuda else PROMISE)}
 
     def place(deployment: Deployment) -> tuple[bool, int]:
-        return deployment.runtime in SLOW_TO_MAKE, places.get((deployment.runtime, deployment.scheme), len(places))
+        is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
+        return is_slow, places.get((deployment.runtime, deployment.scheme), len(places))
 
     return sorted(ordered, key=place)
 
@@ -219,9 +216,10 @@ def _schemes_for(
     kinds = requested - {"static_nncf"}
     if len(kinds) == 1:
         return [scheme for scheme in available if scheme in requested]
-    mixture = MIXTURES.get(runtime)
-    allowed = {"eager": {"dynamic", "float16", "bfloat16"}, "inductor": {"static", "bfloat16"}}.get(runtime, set())
-    return [mixture] if mixture is not None and mixture in available and kinds <= allowed else []
+    if (mixture := registry.runtime(runtime).mixture) is None:
+        return []
+    scheme, mixed = mixture
+    return [scheme] if scheme in available and kinds <= mixed else []
 
 
 def keep_layers_in_float(deployment: Deployment, layers: Sequence[str]) -> Deployment:

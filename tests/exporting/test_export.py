@@ -20,12 +20,11 @@ from profiling_agent.data.images import decode_rgb
 from profiling_agent.data.pixels import prepare
 from profiling_agent.errors import ArtifactError
 from profiling_agent.exporting.export import export, preprocessing_of
-from profiling_agent.lib.machine import needed_instructions
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.runtimes.artifact import QuantizedLayer
 from profiling_agent.runtimes.load import load
-from profiling_agent.runtimes.registry import Source
+from profiling_agent.runtimes.registry import Source, runtime
 from profiling_agent.runtimes.save import save_deployed
 from profiling_agent.runtimes.torch_artifact import load_recipe, save_model
 from profiling_agent.schemas import Cut, InputSpec
@@ -175,8 +174,9 @@ def test_the_folder_names_its_files_and_holds_no_path(source: Source, tmp_path: 
 
 
 def test_models_of_eight_bits_name_the_instructions_that_their_runtime_needs(source: Source, tmp_path: Path):
-    def needed(runtime: Any, *, reduced: bool = False, kind: Any = "static", dtype: Any = "qint8"):
-        return needed_instructions(runtime, [QuantizedLayer(name="fc", kind=kind, dtype=dtype, reduce_range=reduced)])
+    def needed(name: Any, *, reduced: bool = False, kind: Any = "static", dtype: Any = "qint8"):
+        layer = QuantizedLayer(name="fc", kind=kind, dtype=dtype, reduce_range=reduced)
+        return runtime(name).needed_instructions([layer])
 
     assert needed("onnxruntime") == needed("onnxruntime", kind="dynamic") == ("avx512_vnni", "avx_vnni")
     assert needed("openvino") == ("avx512_vnni", "avx_vnni")
@@ -187,7 +187,7 @@ def test_models_of_eight_bits_name_the_instructions_that_their_runtime_needs(sou
     )
     # Uncompiled they compute in float32.
     assert needed("eager") == ()
-    assert needed("eager", kind="cast", dtype="bfloat16") == needed_instructions("openvino", []) == ()
+    assert needed("eager", kind="cast", dtype="bfloat16") == runtime("openvino").needed_instructions([]) == ()
 
     saved = tmp_path / "saved"
     save_deployed(source, deployments.deployment("onnxruntime dynamic"), saved, num_threads=1)

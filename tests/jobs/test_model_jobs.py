@@ -16,11 +16,11 @@ from profiling_agent.data.prepared import iter_batches
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.jobs.handlers.models import prune
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask, PruneTask, TuneTask
-from profiling_agent.lib.machine import environment, has_vnni
 from profiling_agent.measure.predictions import read_predictions
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
+from profiling_agent.runtimes.registry import runtime
 from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
 from profiling_agent.schemas import ArtifactRef, Cut, Deployment, SplitInfo
 
@@ -72,7 +72,7 @@ def test_a_deployed_model_and_how_far_it_is_from_its_parent(root: Path, onnx: Ar
     layers = [name for name, module in parent.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)]
     assert list(made.layers) == layers
     # One side of int8 has 7 bits where 8 would saturate: steps twice as wide.
-    assert 0 < made.distance < (0.1 if has_vnni("onnxruntime", environment().cpu_flags) else 0.2)
+    assert 0 < made.distance < (0.2 if runtime("onnxruntime").saturates() else 0.1)
     assert 0 < made.kl < 0.05
     assert (root / made.model.path / "model.onnx").stat().st_size < (root / onnx.path).stat().st_size / 2
     assert sorted(path.name for path in (root / "jobs" / "static").iterdir()) == ["model", "result.json"]

@@ -10,9 +10,10 @@ from torch import nn
 from profiling_agent.errors import QuantizationError
 from profiling_agent.quantization.kinds import Float8Linear, Int8Linear, RowwiseLinear
 from profiling_agent.quantization.quantize import quantize_rowwise
+from profiling_agent.runtimes.artifact import write_artifact
 from profiling_agent.runtimes.registry import Source, open_session, recommend
 from profiling_agent.runtimes.save import _ask, write_deployment
-from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, save_model, write_artifact
+from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, save_model
 from profiling_agent.schemas import Deployment, Scheme
 
 KINDS = [(Int8Linear, 0.02), (Float8Linear, 0.06)]

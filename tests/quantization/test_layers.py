@@ -11,11 +11,12 @@ from torch import nn
 from torch_dynamic import torch_quantize_dynamic
 
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.lib.machine import environment, has_vnni
+from profiling_agent.lib.machine import environment
 from profiling_agent.quantization.calibrate import CAPACITY, Observed, Sampler
 from profiling_agent.quantization.kinds import CLASSES, parameter_bytes, rebuild_layer
 from profiling_agent.quantization.layers import CastLayer, DynamicLinear, Grid, StaticLayer, torch_has_vnni
 from profiling_agent.runtimes.artifact import model_bytes
+from profiling_agent.runtimes.registry import runtime
 from profiling_agent.runtimes.torch_artifact import save_model
 from profiling_agent.schemas import RUNTIMES
 
@@ -341,8 +342,8 @@ TORCH, OTHERS = ["eager", "inductor"], ["onnxruntime", "openvino"]
     ],
 )
 def test_torch_knows_vnni_of_avx512_alone_and_the_others_that_of_avx2(cpu_flags, known_to):
-    assert [name for name in RUNTIMES if has_vnni(name, cpu_flags)] == known_to
+    assert [name for name in RUNTIMES if runtime(name).has_vnni(cpu_flags)] == known_to
 
 
 def test_torch_says_of_this_cpu_what_its_flags_do():
-    assert {has_vnni(name, environment().cpu_flags) for name in ("eager", "inductor")} == {torch_has_vnni()}
+    assert {runtime(name).has_vnni(environment().cpu_flags) for name in ("eager", "inductor")} == {torch_has_vnni()}

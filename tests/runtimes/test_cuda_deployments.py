@@ -16,8 +16,8 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from profiling_agent.errors import ArtifactError
 from profiling_agent.runtimes.artifact import check_golden
 from profiling_agent.runtimes.registry import Source, noise_batch, open_session
-from profiling_agent.runtimes.save import save_deployed
-from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_model
+from profiling_agent.runtimes.save import read_source, save_deployed
+from profiling_agent.runtimes.torch_artifact import save_model
 from profiling_agent.runtimes.torch_session import GraphedSession, TorchSession
 from profiling_agent.schemas import Deployment, InputSpec
 
@@ -25,10 +25,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
-NAMES = [
-    *(f"eager {scheme}" for scheme in ("float32", "tf32", "bfloat16", "float16")),
-    *(f"graphed {scheme}" for scheme in ("tf32", "bfloat16", "float16", "dynamic", "float8")),
-]
+NAMES = [each.name for each in deployments.all_deployments("cuda") if each.runtime != "inductor"]
 # Of logits on noise by a model with random weights; tests/jobs/test_cuda.py has float32's.
 DISTANCES = {"float32": 1e-3, "tf32": 2e-2, "bfloat16": 0.1, "float16": 0.05, "dynamic": 0.2, "float8": 0.3}
 WIDE = InputSpec(channels=3, height=224, width=224, source="test")
@@ -36,14 +33,7 @@ WIDE = InputSpec(channels=3, height=224, width=224, source="test")
 
 def source_of(model: nn.Module, folder: Path, spec: InputSpec) -> Source:
     save_model(model, folder, spec=spec, processor=zoo.processor(), base_model="zoo")
-    return Source(
-        module=load_module(folder),
-        recipe=load_recipe(folder),
-        processor=zoo.processor(),
-        calibration=noise_batch(spec, 8),
-        batch_size=8,
-        device="cuda",
-    )
+    return read_source(folder, noise_batch(spec, 8), batch_size=8, device="cuda")
 
 
 @pytest.fixture(scope="module")

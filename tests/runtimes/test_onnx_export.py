@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,8 @@ from profiling_agent.errors import ArtifactError
 from profiling_agent.modules.inference import logits_of, random_batch, relative_distance
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.widths import snap
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.runtimes.artifact import ONNX
+from profiling_agent.runtimes.artifact import ONNX, read_recipe
 from profiling_agent.runtimes.onnx_export import PlainPatches, _attend, _mask, export_onnx
 from profiling_agent.runtimes.onnx_runtime_conversion import DOMAIN, fuse_attention
 from profiling_agent.runtimes.registry import noise_batch
@@ -30,14 +30,12 @@ from profiling_agent.runtimes.save import save_deployed
 from profiling_agent.schemas import Cut, QuantizationRecommendation
 
 
-def pruned(model, ratio=0.25):
-    units = find_units(model, zoo.SPEC, {}).units
-    cuts = [Cut(unit=unit, keep=snap(unit, ratio), requested_ratio=ratio) for unit in units]
-    return prune_model(model, cuts, spec=zoo.SPEC).model
-
-
 def dims(value):
     return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+
+
+def operators(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
 
 
 # torch.export takes ten times as long on Swin's windows as on the others.
@@ -45,35 +43,34 @@ def dims(value):
     "family", [pytest.param(name, marks=pytest.mark.slow) if name == "swin" else name for name in zoo.FAMILIES]
 )
 def test_a_pruned_model_of_each_family_says_the_same_in_onnx_runtime(tmp_path: Path, family: str):
-    distance = export_onnx(pruned(zoo.FAMILIES[family]()), tmp_path / "model.onnx", spec=zoo.SPEC)
+    model, _ = deployments.pruned(zoo.FAMILIES[family]())
+
+    distance = export_onnx(model, tmp_path / "model.onnx", spec=zoo.SPEC)
 
     # Float32 added in another order: exactly equal logits would mean that something was compared with itself.
     assert 0 < distance < 1e-5
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    saved = onnx.load(tmp_path / "model.onnx")
+    onnx.checker.check_model(saved)
+    assert [(each.name, dims(each)) for each in saved.graph.input] == [("pixel_values", ["batch", 3, 32, 32])]
+    assert [(each.name, dims(each)) for each in saved.graph.output] == [("logits", ["batch", 5])]
+    # Images have no padding to mask; Swin's shifted windows have a mask of their own.
+    assert family == "swin" or not {"IsNaN", "Where"} & set(operators(saved))
 
 
 @pytest.mark.slow
 def test_layers_of_different_widths_and_a_fixed_batch(tmp_path: Path):
     model = zoo.vit()
     units = find_units(model, zoo.SPEC, {}).units
-    keeps = iter(range(1, len(units) + 1))
-    cuts = [Cut(unit=unit, keep=next(keeps) * unit.width // 8, requested_ratio=0.5) for unit in units]
-    assert len({(cut.unit.kind, cut.keep) for cut in cuts}) == 4
+    # Each unit keeps another number of eighths; heads come in quarters.
+    kept = [(unit, number * unit.width // 8) for number, unit in enumerate(units, start=1)]
+    cuts = [Cut(unit=unit, keep=keep, requested_ratio=0.5) for unit, keep in kept if keep]
+    assert len({(unit.kind, keep) for unit, keep in kept}) == 4
 
-    small = prune_model(model, [cut for cut in cuts if cut.keep], spec=zoo.SPEC).model
+    small = prune_model(model, cuts, spec=zoo.SPEC).model
     export_onnx(small, tmp_path / "model.onnx", spec=zoo.SPEC, batch_size=4)
 
     assert dims(onnx.load(tmp_path / "model.onnx").graph.input[0]) == [4, 3, 32, 32]
-
-
-@pytest.mark.slow
-def test_the_file_is_one_graph_from_pixel_values_to_logits_with_a_free_batch(tmp_path: Path):
-    export_onnx(zoo.resnet(), tmp_path / "model.onnx", spec=zoo.SPEC)
-
-    saved = onnx.load(tmp_path / "model.onnx")
-    onnx.checker.check_model(saved)
-    assert [(each.name, dims(each)) for each in saved.graph.input] == [("pixel_values", ["batch", 3, 32, 32])]
-    assert [(each.name, dims(each)) for each in saved.graph.output] == [("logits", ["batch", 5])]
 
 
 def test_positions_that_are_resized_to_the_images_are_openvinos_too(tmp_path: Path):
@@ -105,23 +102,17 @@ def test_an_export_is_silent_and_leaves_the_model_as_it_was(
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_quantized_model_is_refused(tmp_path: Path):
+def test_a_quantized_model_is_refused_and_a_file_that_exists_is_left_alone(tmp_path: Path):
     everything = QuantizationRecommendation(layer="all", dtype="qint8")
+    model = zoo.vit(num_hidden_layers=1)
 
     with pytest.raises(ArtifactError, match="quantized"):
-        export_onnx(
-            quantize_model(zoo.vit(num_hidden_layers=1), [everything]).model, tmp_path / "model.onnx", spec=zoo.SPEC
-        )
-
+        export_onnx(quantize_model(model, [everything]).model, tmp_path / "model.onnx", spec=zoo.SPEC)
     assert list(tmp_path.iterdir()) == []
 
-
-def test_a_file_that_exists_is_left_alone(tmp_path: Path):
     (tmp_path / "model.onnx").write_text("mine")
-
     with pytest.raises(ArtifactError, match="exists already"):
-        export_onnx(zoo.vit(num_hidden_layers=1), tmp_path / "model.onnx", spec=zoo.SPEC)
-
+        export_onnx(model, tmp_path / "model.onnx", spec=zoo.SPEC)
     assert (tmp_path / "model.onnx").read_text() == "mine"
 
 
@@ -171,22 +162,11 @@ def test_logits_that_differ_are_refused_and_leave_nothing(tmp_path: Path):
 IMAGES = noise_batch(zoo.SPEC, 3, seed=4)
 
 
-def operators(model: onnx.ModelProto) -> list[str]:
-    return [node.op_type for node in model.graph.node]
-
-
 def logits(model: onnx.ModelProto) -> np.ndarray:
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     found = session.run(None, {"pixel_values": IMAGES})[0]
     assert isinstance(found, np.ndarray)
     return found
-
-
-@pytest.mark.slow
-def test_an_exported_vit_masks_nothing(tmp_path: Path):
-    export_onnx(zoo.vit(), tmp_path / "model.onnx", spec=zoo.SPEC)
-
-    assert not {"IsNaN", "Where"} & set(operators(onnx.load(tmp_path / "model.onnx")))
 
 
 @pytest.mark.slow
@@ -205,15 +185,13 @@ def test_each_block_becomes_one_node_that_computes_the_same(sources: deployments
     assert deployments.distance(logits(found), logits(model)) < 1e-6
 
 
-def test_dynamic_int8_has_attention_in_int8_and_says_so(sources: deployments.Sources, tmp_path: Path):
-    recipe = save_deployed(
-        sources("vit"), deployments.deployment("onnxruntime dynamic"), tmp_path / "model", num_threads=1
-    )
+def test_dynamic_int8_has_attention_in_int8_and_says_so(saved: Callable[..., Path]):
+    folder = saved("onnxruntime dynamic")
 
-    saved = operators(onnx.load(tmp_path / "model" / ONNX))
+    found, recipe = operators(onnx.load(folder / ONNX)), read_recipe(folder)
     projections = [row.name for row in recipe.quantized if row.name.endswith(("q_proj", "k_proj", "v_proj"))]
-    assert saved.count("QAttention") == len(projections) / 3 > 0
-    assert "Attention" not in saved
+    assert found.count("QAttention") == len(projections) / 3 > 0
+    assert "Attention" not in found
 
 
 def test_with_keys_left_in_float_nothing_is_fused(sources: deployments.Sources, tmp_path: Path):
@@ -270,15 +248,22 @@ def test_a_causal_mask_stays():
 CUT_IMAGES = torch.arange(2 * 3 * 4 * 6, dtype=torch.float32).reshape(2, 3, 4, 6)
 
 
-@pytest.mark.parametrize(("kernel", "stride"), [((2, 2), (2, 2)), ((2, 3), (2, 3)), (2, 2), ((2, 2), 1), (3, 3)])
-def test_patches_are_cut_and_joined_as_torch_does(kernel, stride):
-    expected = unfold(CUT_IMAGES, kernel, stride=stride)
+@pytest.mark.parametrize(
+    "window",
+    [
+        *({"kernel_size": sides, "stride": sides} for sides in ((2, 2), (2, 3), 2, 3)),
+        {"kernel_size": (2, 2), "stride": 1},
+        {"kernel_size": 2, "stride": 2, "padding": 1, "dilation": 2},
+    ],
+)
+def test_patches_are_cut_and_joined_as_torch_does(window: dict[str, Any]):
+    expected = unfold(CUT_IMAGES, **window)
     with PlainPatches():
-        found = unfold(CUT_IMAGES, kernel, stride=stride)
-        joined = fold(found, (4, 6), kernel_size=kernel, stride=stride)
+        found = unfold(CUT_IMAGES, **window)
+        joined = fold(found, (4, 6), **window)
 
     assert torch.equal(found, expected)
-    assert torch.equal(joined, fold(expected, (4, 6), kernel, stride=stride))
+    assert torch.equal(joined, fold(expected, (4, 6), **window))
 
 
 def test_patches_that_lie_side_by_side_are_joined_without_a_gather():
@@ -288,9 +273,3 @@ def test_patches_that_lie_side_by_side_are_joined_without_a_gather():
     names = {event.name for event in seen.events() or ()}
     assert "aten::permute" in names
     assert not names & {"aten::im2col", "aten::col2im"}
-
-
-def test_padding_and_holes_are_torchs():
-    expected = unfold(CUT_IMAGES, 2, dilation=2, padding=1, stride=2)
-    with PlainPatches():
-        assert torch.equal(unfold(CUT_IMAGES, 2, dilation=2, padding=1, stride=2), expected)

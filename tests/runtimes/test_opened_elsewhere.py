@@ -2,8 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,18 @@ from profiling_agent.errors import AcquisitionError, ArtifactError
 from profiling_agent.exporting.export import export
 from profiling_agent.exporting.push import push
 from profiling_agent.lib.io import file_sha256
-from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.units import find_units
-from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.runtimes.artifact import open_current
 from profiling_agent.runtimes.load import load
-from profiling_agent.runtimes.registry import Source, noise_batch, recommended
+from profiling_agent.runtimes.registry import noise_batch
 from profiling_agent.runtimes.save import save_deployed
 from profiling_agent.runtimes.torch_artifact import save_model
-from profiling_agent.schemas import Cut
 
 REFUSED = (OSError, ValueError, RuntimeError)
 OLD = Path(__file__).parents[1] / "fixtures" / "saved" / "0.1.0-s2"
-FORMS = [each.name for each in deployments.all_deployments()]
-TIMM_FORMS = ["eager float32", "eager bfloat16", "eager dynamic", "inductor static", "onnxruntime static"]
+# Inductor's are written as eager's.
+FORMS = ["eager static", *(each.name for each in deployments.all_deployments() if each.runtime != "inductor")]
+TIMM_FORMS = ["eager float32", "eager bfloat16", "eager dynamic", "eager static", "onnxruntime static"]
+Saved = Callable[..., Path]
 IMAGES = noise_batch(zoo.SPEC, 4, seed=3)
 
 
@@ -43,17 +40,6 @@ def save(model: Any, folder: Path, **described: Any) -> Path:
     spec = spec_of(model)
     save_model(model, folder, spec=spec, processor=processor_of(spec), base_model="zoo", **described)
     return folder
-
-
-def write(source: Source, form: str, folder: Path) -> None:
-    """Save a deployment; what torch.compile would take minutes for is written as its eager layers."""
-    deployment = deployments.deployment(form)
-    if deployment.runtime != "inductor":
-        save_deployed(source, deployment, folder, num_threads=1)
-        return
-    calibration = [torch.from_numpy(source.calibration)]
-    made = quantize_model(source.module, recommended(deployment), calibration=lambda: calibration)
-    save(made.model, folder, folded=made.folded, deployment=deployment)
 
 
 def transformers_logits(folder: Path, **settings: Any) -> np.ndarray:
@@ -75,17 +61,14 @@ def check_refused(folder: Path, model: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit", "resnet"])
 @pytest.mark.parametrize("form", FORMS)
-def test_transformers_opens_no_saved_deployment(sources: deployments.Sources, tmp_path: Path, family: str, form: str):
-    write(sources(family), form, tmp_path / "saved")
-
-    check_refused(tmp_path / "saved", sources(family).module)
+def test_transformers_opens_no_saved_deployment(sources: deployments.Sources, saved: Saved, family: str, form: str):
+    check_refused(saved(form, family), sources(family).module)
 
 
 def other_models() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield what isn't a deployment of a whole model: cut, in half precision as a whole, with weights of its own shared."""
-    whole = zoo.vit()
-    cuts = [Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in find_units(whole, zoo.SPEC, {}).units]
-    yield "pruned", prune_model(whole, cuts, spec=zoo.SPEC).model, {"cuts": cuts}
+    small, cuts = deployments.pruned(zoo.vit(), 0.5)
+    yield "pruned", small, {"cuts": cuts}
     yield "half", zoo.vit().to(torch.bfloat16), {"deployment": deployments.deployment("eager bfloat16")}
     tied = zoo.vit()
     tied.vit.layers[1].mlp.fc1.weight = tied.vit.layers[0].mlp.fc1.weight
@@ -98,21 +81,16 @@ def test_transformers_opens_no_saved_model_that_was_changed(tmp_path: Path, mode
 
 
 @pytest.mark.parametrize("form", ["eager float32", "eager float16"])
-def test_a_hugging_face_export_answers_in_transformers_as_the_saved_model(
-    sources: deployments.Sources, tmp_path: Path, form: str
-):
-    write(sources("vit"), form, tmp_path / "saved")
-
-    export(tmp_path / "saved", "hf", tmp_path / "hf")
+def test_a_hugging_face_export_answers_in_transformers_as_the_saved_model(saved: Saved, tmp_path: Path, form: str):
+    export(saved(form), "hf", tmp_path / "hf")
 
     found = transformers_logits(tmp_path / "hf", dtype=torch.float32)
     bound = 1e-5 if form == "eager float32" else 2e-2
-    assert deployments.distance(found, load(tmp_path / "saved")(IMAGES).logits.numpy()) < bound
+    assert deployments.distance(found, load(saved(form))(IMAGES).logits.numpy()) < bound
 
 
-def test_transformers_misreads_the_layout_of_schema_2_and_load_reads_it(sources: deployments.Sources, tmp_path: Path):
-    folder = tmp_path / "saved"
-    write(sources("vit"), "eager dynamic", folder)
+def test_transformers_misreads_the_layout_of_schema_2_and_load_reads_it(saved: Saved, tmp_path: Path):
+    folder = shutil.copytree(saved("eager dynamic"), tmp_path / "saved")
     expected = load(folder)(IMAGES).logits.numpy()
 
     recipe = json.loads((folder / "recipe.json").read_text())
@@ -149,9 +127,8 @@ def test_neither_timm_nor_transformers_opens_a_saved_timm_model(tmp_path: Path, 
 
     model = FAMILIES[family]()
     save(model, tmp_path / "model")
-    source = replace(deployments.saved_source(tmp_path), processor=processor_of(spec_of(model)))
     folder = tmp_path / "saved"
-    write(source, form, folder)
+    save_deployed(deployments.saved_source(tmp_path), deployments.deployment(form), folder, num_threads=1)
 
     check_refused(folder, model)
     with pytest.raises(REFUSED):
@@ -169,7 +146,7 @@ def test_no_path_of_this_machine_is_written(tmp_path: Path):
     save_model(loaded.model, tmp_path / "model", spec=zoo.SPEC, processor=loaded.processor, base_model=loaded.source)
     source = deployments.saved_source(tmp_path)
     for form in ("eager dynamic", "onnxruntime float32", "openvino float32"):
-        write(source, form, tmp_path / form)
+        save_deployed(source, deployments.deployment(form), tmp_path / form, num_threads=1)
     export(tmp_path / "model", "hf", tmp_path / "hf")
     export(tmp_path / "model", "onnx", tmp_path / "onnx")
     export(tmp_path / "openvino float32", "openvino", tmp_path / "openvino")

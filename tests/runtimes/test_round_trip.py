@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import zoo
+from deployments import pruned
 from pruning.families import FAMILIES, TIMM_FAMILIES, processor_of, spec_of
 from safetensors.torch import load_file
 from torch import nn
@@ -20,7 +21,7 @@ from profiling_agent.quantization.kinds import parameter_bytes
 from profiling_agent.quantization.layers import DynamicLinear, QuantizedModule, StaticLayer
 from profiling_agent.quantization.quantize import Quantized, quantize_model
 from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, load_skeleton, save_model
-from profiling_agent.schemas import Cut, QuantizationRecommendation, Unit, UnitKind
+from profiling_agent.schemas import Cut, QuantizationRecommendation
 
 EVERYTHING = QuantizationRecommendation(layer="all", dtype="qint8")
 STATIC = QuantizationRecommendation(layer="all", quantization_type="static", dtype="qint8")
@@ -48,74 +49,7 @@ assert torch.equal(before, torch.random.get_rng_state()), "loading moved the see
 """
 
 
-def keep_out(layer: Any, num: int) -> None:
-    """Keep the first `num` outputs of a linear or convolution, by hand."""
-    layer.weight = nn.Parameter(layer.weight.detach()[:num].clone())
-    if layer.bias is not None:
-        layer.bias = nn.Parameter(layer.bias.detach()[:num].clone())
-    setattr(layer, "out_features" if isinstance(layer, nn.Linear) else "out_channels", num)
-
-
-def keep_in(layer: Any, num: int) -> None:
-    layer.weight = nn.Parameter(layer.weight.detach()[:, :num].clone())
-    setattr(layer, "in_features" if isinstance(layer, nn.Linear) else "in_channels", num)
-
-
-def keep_norm(norm: nn.BatchNorm2d, num: int) -> None:
-    for name in ("weight", "bias"):
-        setattr(norm, name, nn.Parameter(getattr(norm, name).detach()[:num].clone()))
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    norm.running_mean, norm.running_var = norm.running_mean[:num].clone(), norm.running_var[:num].clone()
-    norm.num_features = num
-
-
-def cut_mlp(model: Any) -> None:
-    mlp = next(module for name, module in model.named_modules() if name.endswith("mlp"))
-    keep_out(mlp.fc1, 24)
-    keep_in(mlp.fc2, 24)
-
-
-def cut_heads(attention: Any, heads: int) -> None:
-    width = heads * attention.head_dim
-    for name in ("q_proj", "k_proj", "v_proj"):
-        keep_out(getattr(attention, name), width)
-    keep_in(attention.o_proj, width)
-    attention.num_attention_heads = heads
-    if hasattr(attention, "relative_position_bias"):
-        table = attention.relative_position_bias.relative_position_bias_table
-        attention.relative_position_bias.relative_position_bias_table = nn.Parameter(table.detach()[:, :heads].clone())
-
-
-def cut_resnet(model: Any) -> None:
-    block = model.resnet.encoder.stages[0].layers[0].layer
-    keep_out(block[0].convolution, 8)
-    keep_norm(block[0].normalization, 8)
-    keep_in(block[1].convolution, 8)
-
-
-def pruned(family: str) -> tuple[Any, tuple[Cut, ...]]:
-    model = zoo.FAMILIES[family]()
-    if family == "resnet":
-        cut_resnet(model)
-        return model, ()
-    cut_mlp(model)
-    name, attention = next((n, zoo.inside(m)) for n, m in model.named_modules() if hasattr(m, "q_proj"))
-    unit = Unit(
-        name=name,
-        kind=UnitKind.HEADS,
-        producers=(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
-        consumer=f"{name}.o_proj",
-        width=attention.num_attention_heads,
-        step=1,
-        params_per_channel=1,
-        macs_per_channel=1,
-    )
-    cut_heads(attention, 1)
-    return model, (Cut(unit=unit, keep=1, requested_ratio=0.5),)
-
-
-def save(model: nn.Module, folder: Path, cuts: tuple[Cut, ...] = (), folded: tuple[str, ...] = ()) -> Path:
+def save(model: nn.Module, folder: Path, cuts: Sequence[Cut] = (), folded: Sequence[str] = ()) -> Path:
     save_model(model, folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts, folded=folded)
     return folder
 
@@ -141,13 +75,11 @@ VARIANTS = {
 }
 
 
-def variants(family: str) -> dict[str, tuple[Quantized, tuple[Cut, ...]]]:
-    small, cuts = pruned(family)
+def variants(family: str) -> Iterator[tuple[str, Quantized, Sequence[Cut]]]:
     whole = zoo.FAMILIES[family]()
-    return {
-        name: (quantized(small if is_small else whole, *plan), cuts if is_small else ())
-        for name, (is_small, plan) in VARIANTS.items()
-    }
+    small, cuts = pruned(whole, 0.5)
+    for name, (is_small, plan) in VARIANTS.items():
+        yield name, quantized(small if is_small else whole, *plan), cuts if is_small else ()
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +88,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], t
     root = tmp_path_factory.mktemp("saved")
     said = {}
     for family in zoo.FAMILIES:
-        for name, (made, cuts) in variants(family).items():
+        for name, made, cuts in variants(family):
             said[family, name] = say(made.model)
             save(made.model, root / f"{family}-{name}", cuts, made.folded)
     folders = [str(root / f"{family}-{name}") for family, name in said]
@@ -178,44 +110,41 @@ def test_a_fresh_process_computes_what_was_saved(answers, family: str, variant: 
 
 
 def test_a_loaded_model_states_its_widths_and_heads(tmp_path: Path):
-    model, cuts = pruned("swin")
+    model, cuts = pruned(zoo.swin(), 0.5)
 
     loaded = load_module(save(model, tmp_path / "model", cuts))
 
-    attention = zoo.inside(loaded.get_submodule(cuts[0].unit.name))
+    attention = next(zoo.inside(m) for m in loaded.modules() if hasattr(m, "q_proj"))
     assert attention.num_attention_heads == 1
     assert (attention.q_proj.out_features, attention.o_proj.in_features) == (16, 16)
-    assert next(m.out_features for n, m in loaded.named_modules() if n.endswith("mlp.fc1")) == 24
+    assert next(m.out_features for n, m in loaded.named_modules() if n.endswith("mlp.fc1")) == 64
     assert torch.equal(say(loaded), say(model))
 
 
 def test_a_cut_batch_norm_states_its_width(tmp_path: Path):
-    loaded = zoo.inside(load_module(save(pruned("resnet")[0], tmp_path / "model")))
-    block = loaded.resnet.encoder.stages[0].layers[0].layer
+    model, cuts = pruned(zoo.resnet(), 0.5)
 
-    assert block[0].normalization.num_features == 8
-    assert (block[0].convolution.out_channels, block[1].convolution.in_channels) == (8, 8)
+    block = zoo.inside(load_module(save(model, tmp_path / "model", cuts))).resnet.encoder.stages[0].layers[0].layer
+
+    assert block[0].normalization.num_features == 16
+    assert (block[0].convolution.out_channels, block[1].convolution.in_channels) == (16, 16)
 
 
-def test_quantized_weights_are_stored_as_int8_under_their_live_names(tmp_path: Path):
-    folder = save(quantize_model(zoo.vit(), [EVERYTHING]).model, tmp_path / "model")
+def test_quantized_weights_are_stored_as_int8_under_their_live_names_and_half_precision_comes_back_equal(
+    tmp_path: Path,
+):
+    half = QuantizationRecommendation(layer=r"layers\.1\.mlp", dtype="float16")
+    model = quantize_model(zoo.vit(), [EVERYTHING, half]).model
+    folder = save(model, tmp_path / "model")
 
-    tensors = load_file(folder / "weights.safetensors")
+    tensors, loaded = load_file(folder / "weights.safetensors"), zoo.inside(load_module(folder))
 
     assert tensors["vit.layers.0.mlp.fc1.weight"].dtype == torch.int8
     assert tensors["vit.layers.0.mlp.fc1.scale"].shape == (256,)
     assert {layer.name for layer in load_recipe(folder).quantized} >= {"classifier", "vit.layers.0.mlp.fc1"}
-    assert isinstance(load_module(folder).classifier, DynamicLinear)
-
-
-def test_half_precision_layers_come_back_equal(tmp_path: Path):
-    half = QuantizationRecommendation(layer="mlp", dtype="float16")
-    model = quantize_model(zoo.vit(), [EVERYTHING, half]).model
-
-    loaded = zoo.inside(load_module(save(model, tmp_path / "model")))
-
+    assert isinstance(loaded.classifier, DynamicLinear)
+    assert (loaded.vit.layers[1].mlp.fc1.dtype, loaded.classifier.dtype) == ("float16", "qint8")
     assert torch.equal(say(loaded), say(model))
-    assert (loaded.vit.layers[0].mlp.fc1.dtype, loaded.classifier.dtype) == ("float16", "qint8")
 
 
 @pytest.mark.parametrize("family", ["vit", "resnet"])
@@ -255,7 +184,7 @@ def test_a_layer_of_a_kind_that_cannot_stand_there_is_refused(tmp_path: Path):
 
 
 def test_the_skeleton_of_a_quantized_model_is_plain_float32(tmp_path: Path):
-    small, cuts = pruned("vit")
+    small, cuts = pruned(zoo.vit(), 0.5)
     folder = save(quantize_model(small, [EVERYTHING]).model, tmp_path / "model", cuts)
 
     skeleton = load_skeleton(folder)
@@ -267,9 +196,13 @@ def test_the_skeleton_of_a_quantized_model_is_plain_float32(tmp_path: Path):
     torch.testing.assert_close(say(skeleton), say(small), rtol=0.1, atol=0.1)
 
 
-def test_tied_parameters_are_stored_once_and_stay_tied(tmp_path: Path):
+def test_tied_parameters_are_stored_once_and_stay_tied_and_views_are_separate(tmp_path: Path):
     model = zoo.vit()
     model.vit.layers[1].mlp.fc1.weight = model.vit.layers[0].mlp.fc1.weight
+    # Views of one tensor, which safetensors refuses.
+    whole = torch.randn(128, 64)
+    for index, layer in enumerate(model.vit.layers):
+        layer.attention.q_proj.weight = nn.Parameter(whole[64 * index : 64 * (index + 1)])
     folder = save(model, tmp_path / "model")
 
     loaded = zoo.inside(load_module(folder))
@@ -280,17 +213,8 @@ def test_tied_parameters_are_stored_once_and_stay_tied(tmp_path: Path):
     assert torch.equal(say(loaded), say(model))
 
 
-def test_views_of_one_tensor_survive(tmp_path: Path):
-    model = zoo.vit()
-    whole = torch.randn(128, 64)
-    for index, layer in enumerate(model.vit.layers):
-        layer.attention.q_proj.weight = nn.Parameter(whole[64 * index : 64 * (index + 1)])
-
-    assert torch.equal(say(load_module(save(model, tmp_path / "model"))), say(model))
-
-
 def test_a_model_can_be_saved_again_after_loading(tmp_path: Path):
-    small, cuts = pruned("deit")
+    small, cuts = pruned(zoo.deit(), 0.5)
     first = save(quantize_model(small, [EVERYTHING]).model, tmp_path / "first", cuts)
 
     second = save(load_module(first), tmp_path / "second", load_recipe(first).cuts)
@@ -298,18 +222,13 @@ def test_a_model_can_be_saved_again_after_loading(tmp_path: Path):
     assert load_recipe(second) == load_recipe(first)
 
 
-def test_the_processor_is_saved_with_the_model(tmp_path: Path):
-    processor = load_processor(save(zoo.vit(), tmp_path / "model"))
+def test_the_processor_is_saved_with_the_model_whose_mode_stays(tmp_path: Path):
+    model = zoo.vit().train()
+
+    processor = load_processor(save(model, tmp_path / "model"))
 
     assert processor.size["height"] == 32
     assert list(processor.image_mean) == [0.5, 0.5, 0.5]
-
-
-def test_saving_leaves_the_mode_of_the_model(tmp_path: Path):
-    model = zoo.vit().train()
-
-    save(model, tmp_path / "model")
-
     assert model.training
     assert not load_module(tmp_path / "model").training
 
