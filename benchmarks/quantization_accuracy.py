@@ -1,12 +1,11 @@
-"""Accuracy that every int8 deployment costs, on all test images of CIFAR-10, and that folding saves where activations stick out.
+"""Accuracy that every int8 deployment costs, on all test images of CIFAR-10.
 
     python benchmarks/quantization_accuracy.py [--models DIR...] [--data DIR] [--quick] [--json FILE]
 
 Each model is brought into every deployment by the product's own jobs: tuned, calibrated on images of the train split,
 converted. Choices are made on 2,000 search images of the test split (the fastest deployment, by a race at batch 32, that loses
-no more than `FLOOR` there) and reported on the other 8,000, with paired 95% intervals. The last table is of a model with
-strong outliers: some channels of each LayerNorm of the first model are scaled up, and the columns that read them down,
-which changes nothing in float32. The paper's Table 3 reports 0 to 1 point lost for dynamic int8 on ImageNet-1K.
+no more than `FLOOR` there) and reported on the other 8,000, with paired 95% intervals. The paper's Table 3 reports 0 to 1
+point lost for dynamic int8 on ImageNet-1K.
 """
 
 import argparse
@@ -20,15 +19,12 @@ from typing import Any
 import numpy as np
 from checks import Check, Estimate, finish, stamped
 from numpy.typing import NDArray
-from outlier_channels import stick_out
 from workshop import Made, Workshop, deployments
 
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.jobs.tasks import AcquireTask, EvaluateTask, RaceTask, ResolveShapeTask
 from profiling_agent.measure.intervals import paired_drop
 from profiling_agent.measure.predictions import read_predictions
-from profiling_agent.runtimes.registry import recommend
-from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe
 from profiling_agent.schemas import SHARD, AccuracyDrop, Acquired, ArtifactRef, Deployment, Race, SplitInfo, Variant
 from profiling_agent.search.deployments import INT8
 
@@ -39,10 +35,6 @@ FLOOR = 0.003
 # Points that the choice may lose on the others, its interval's end included, which is 0.2 to 0.3 above what 8,000 tell.
 MAX_LOST = 0.6
 QUICK = ("eager dynamic", "openvino static")
-OUTLIER_DEPLOYMENTS = (
-    Deployment(scheme="dynamic", recommendations=recommend("dynamic")),
-    Deployment(runtime="inductor", scheme="static", recommendations=recommend("static")),
-)
 Right = NDArray[np.bool_]
 
 
@@ -196,33 +188,6 @@ def show(name: str, top1: float, rows: Sequence[dict[str, Any]], ours: dict[str,
         )
 
 
-def outliers(model: Path, data: Path, *, is_quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Return the rows of a model with strong outliers, with folding and without."""
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as root, Workshop(Path(root)) as shop:
-        exam = sit(shop, model, data, is_quick=is_quick)
-        base = exam.answers(exam.baseline, Deployment())
-        plain = shop.root / exam.baseline.path
-        module = load_module(plain)
-        num_norms = stick_out(module)
-        spiky = shop.add(module, "spiky", spec=load_recipe(plain).input, processor=load_processor(plain))
-        changed = int(sum(np.sum(a != b) for a, b in zip(base, exam.answers(spiky, Deployment()), strict=True)))
-        name = f"{model.name}, channels of {num_norms} norms scaled"
-        for deployment in OUTLIER_DEPLOYMENTS:
-            for tuned in (False, True):
-                made = shop.deploy(spiky, deployment, exam.acquired.calibration, batch_size=BATCH_SIZE, tuned=tuned)
-                row = grade(exam, name, made, base) if made.deployed else None
-                if row:
-                    rows.append(row | {"deployment": f"{row['deployment']}, {'folded' if tuned else 'as it is'}"})
-    show(name, float(np.concatenate(base).mean()), rows, None)
-    checks = [Check.at_most("answers that scaling changes in float32", changed, 5)]
-    for plain_row, folded in zip(rows[::2], rows[1::2], strict=False):
-        name = f"outliers, {folded['deployment']}: points lost, beside the fewest without folding"
-        lost = Estimate(*(100 * end for end in folded["all"]))
-        checks.append(Check.at_most(name, lost, max(100 * plain_row["all"][1], MAX_LOST)))
-    return rows, checks
-
-
 def main() -> int:
     """Run every model; return 1 where a check does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -241,9 +206,8 @@ def main() -> int:
         measured, found = measure(model, asked.data, chosen, is_quick=asked.quick)
         rows += measured
         checks += found
-    measured, found = outliers(asked.models[0], asked.data, is_quick=asked.quick)
     print()
-    return finish([*checks, *found], [*rows, *measured], asked.json)
+    return finish(checks, rows, asked.json)
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def output_means(model: nn.Module, names: Iterable[str], images: Images) -> Mean
             quick_products(),
             watching(model.eval(), means, after=add),
         ):
-            for batch in _first_images(images()):
+            for batch in first_images(images()):
                 run(model, batch)
     return means
 
@@ -211,7 +211,7 @@ def correct_biases_(quantized: nn.Module, expected: Means, images: Images) -> di
                 shifts[name] = _Shift(means)
                 hooks.callback(layer.register_forward_hook(partial(_apply_shift, shift=shifts[name])).remove)
         if shifts:
-            for batch in _first_images(images()):
+            for batch in first_images(images()):
                 run(quantized.eval(), batch)
     mean_shifts = {name: shift.mean.clone() for name, shift in shifts.items()}
     for name, shift in mean_shifts.items():
@@ -245,7 +245,8 @@ def _apply_shift(_module: nn.Module, _args: Any, output: Tensor, *, shift: _Shif
     return output + shift.mean.view(-1, 1, 1)
 
 
-def _first_images(batches: Iterable[Tensor]) -> Iterable[Tensor]:
+def first_images(batches: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Yield the first 32 images, or all if fewer, in their batches."""
     remaining = MAX_IMAGES
     for batch in batches:
         yield batch[:remaining]
