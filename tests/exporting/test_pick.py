@@ -16,7 +16,7 @@ from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import candidates_table, picked_table
 from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.exporting.pick import RunCandidate, candidates, candidates_of, find_candidate
-from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.results import read_report
 from profiling_agent.runtimes.load import load
 from profiling_agent.schemas import Term, Variant
 
@@ -72,30 +72,29 @@ def test_a_candidate_is_named_by_number_or_by_what_only_one_is():
         find_candidate("eager float32", FOUND)
 
 
-def report_of(run: Path) -> RunReport:
-    return RunReport.model_validate_json((run / "report.json").read_text())
-
-
 def call(*arguments: object):
     return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "500", "TERM": "dumb"})
 
 
 def test_every_candidate_of_a_run_can_be_taken_and_loads(finished: Path, tmp_path: Path):
-    report, before = report_of(finished), (finished / "best").resolve()
+    report, before = read_report(finished), (finished / "best").resolve()
 
-    for one in candidates(finished):
-        taken = pick(finished, tmp_path / str(one.number), candidate=one.number)
-
-        assert taken == one
-        recipe = load(tmp_path / str(one.number)).recipe
-        assert recipe.deployment.runtime == report.variants[one.number].evaluation.deployment.runtime
-        written = b"".join(path.read_bytes() for path in (tmp_path / str(one.number)).iterdir())
+    found = candidates(finished)
+    for one in found:
+        folder = tmp_path / str(one.number)
+        assert pick(finished, folder, candidate=one.number) == one
+        assert load(folder).recipe.deployment.runtime == one.evaluation.deployment.runtime
+        written = b"".join(path.read_bytes() for path in folder.iterdir())
         assert str(Path(report.request.model).parent).encode() not in written
     assert (finished / "best").resolve() == before
+    # What the run returned keeps its verdict and its card.
+    (best,) = [one for one in found if one.is_judged]
+    assert best.terms == report.verdict.terms
+    assert (tmp_path / str(best.number) / "README.md").read_text() == (finished / "best" / "README.md").read_text()
 
 
 def test_a_refusal_is_told_of_the_attempt_that_it_names(finished: Path):
-    report = report_of(finished)
+    report = read_report(finished)
     made_by = {each.deployed.model: each.number for each in report.attempts if each.deployed}
     row, number = next(
         (row, made_by[row.evaluation.model]) for row in report.variants if row.evaluation.model in made_by
@@ -113,16 +112,6 @@ def test_a_refusal_is_told_of_the_attempt_that_it_names(finished: Path):
     )
 
 
-def test_what_the_run_returned_keeps_its_verdict_and_its_card(finished: Path, tmp_path: Path):
-    report = report_of(finished)
-    (best,) = [one for one in candidates(finished) if one.is_judged]
-
-    pick(finished, tmp_path / "best", candidate=best.number)
-
-    assert best.terms == report.verdict.terms
-    assert (tmp_path / "best" / "README.md").read_text() == (finished / "best" / "README.md").read_text()
-
-
 def test_what_was_never_judged_says_so_in_its_card_and_on_the_terminal(finished: Path, tmp_path: Path):
     other = next(one for one in candidates(finished) if not one.is_judged and one.number)
 
@@ -138,22 +127,18 @@ def test_what_was_never_judged_says_so_in_its_card_and_on_the_terminal(finished:
 
 
 def test_the_list_has_all_that_was_measured_and_a_front(finished: Path):
-    found = candidates_of(report_of(finished))
+    found = candidates_of(read_report(finished))
 
     listed = json.loads(call("pick", finished, "--json").stdout)
     shown = " ".join(call("pick", finished).stdout.split())
     table = drawn(candidates_table(found))
 
     assert [one["number"] for one in listed] == list(range(len(found)))
-    assert any(one.is_on_front for one in found)
     # However wide the terminal is that another test has left.
     assert "what the run measured, on search images" in shown
     assert all(one.name in table for one in found)
-    smallest = min(found, key=lambda one: one.evaluation.footprint.size_bytes)
-    assert smallest.is_on_front or any(
-        one.evaluation.footprint.size_bytes == smallest.evaluation.footprint.size_bytes and one.is_on_front
-        for one in found
-    )
+    least = min(one.evaluation.footprint.size_bytes for one in found)
+    assert any(one.is_on_front for one in found if one.evaluation.footprint.size_bytes == least)
 
 
 def test_a_bad_pick_is_one_line_and_writes_nothing(finished: Path, tmp_path: Path):
@@ -181,7 +166,7 @@ def test_a_bad_pick_is_one_line_and_writes_nothing(finished: Path, tmp_path: Pat
 
 def test_a_candidate_that_is_damaged_or_gone_is_named(finished: Path, tmp_path: Path):
     run = Path(shutil.copytree(finished, tmp_path / "run", symlinks=True))
-    first, second = (run / row.evaluation.model.path for row in report_of(finished).variants[:2])
+    first, second = (run / row.evaluation.model.path for row in read_report(finished).variants[:2])
     (first / "preprocessor_config.json").write_text("{}")
     shutil.rmtree(second)
 

@@ -82,18 +82,12 @@ def test_a_pattern_that_is_invalid_or_hits_nothing_is_refused(pattern: str, erro
         quantize_model(zoo.vit(), asked(pattern, "dynamic"))
 
 
-def test_a_layer_that_is_shared_is_quantized_under_both_names():
+def test_a_layer_that_is_shared_is_quantized_under_both_names_and_subclasses_of_linear_are_left_alone():
     layer = nn.Linear(8, 8)
-    model = nn.ModuleDict({"a": layer, "b": layer})
+    # Attention's forward pass reads `out_proj.weight`, which a packed layer doesn't have.
+    model = nn.ModuleDict({"a": layer, "attention": nn.MultiheadAttention(8, 2), "b": layer})
 
     assert quantize_model(model, asked("all", "dynamic")).layers == ("a", "b")
-
-
-def test_subclasses_of_linear_are_left_alone():
-    # Its forward pass reads `out_proj.weight`, which a packed layer doesn't have.
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 2)})
-
-    assert quantize_model(model, asked("all", "dynamic")).layers == ("head",)
 
 
 @pytest.mark.parametrize(("kind", "broken"), [("dynamic", "classifier"), ("static", "vit.layernorm")])
