@@ -77,15 +77,13 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
 
 def _check_id(repo_id: str) -> None:
     """Require owner and name; the Hub's client also takes a name only, and then the token's owner."""
-    try:
+    with suppress(HFValidationError):
         validate_repo_id(repo_id)
-        has_owner = "/" in repo_id
-    except HFValidationError:
-        has_owner = False
-    if not has_owner:
-        raise RequestError(
-            f"{repo_id!r} is no repository on the Hub: give it as owner/name, of letters, digits, '-', '_' and '.'"
-        )
+        if "/" in repo_id:
+            return
+    raise RequestError(
+        f"{repo_id!r} is no repository on the Hub: give it as owner/name, of letters, digits, '-', '_' and '.'"
+    )
 
 
 def _stage(folder: Path, scratch: Path) -> tuple[dict[str, Path], str, str | None]:

@@ -99,11 +99,7 @@ def world(tmp_path_factory, sources):
     root, home, models = (tmp_path_factory.mktemp(name) for name in ("hub", "home", "models"))
     write_models(models, sources("vit"))
     run = write_runs(models)
-    for name, file in (
-        ("acme/vit", "config.json"),
-        ("acme/theirs", "recipe.json"),
-        ("me/notes", "notes.txt"),
-    ):
+    for name, file in (("acme/vit", "config.json"), ("acme/theirs", "recipe.json"), ("me/notes", "notes.txt")):
         (root / "models" / name).mkdir(parents=True)
         (root / "models" / name / file).write_text("{}")
     shutil.copy(models / "local" / "recipe.json", root / "models/acme/theirs")
