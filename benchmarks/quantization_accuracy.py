@@ -4,7 +4,8 @@
 
 Each model is brought into every deployment by the product's own jobs: tuned, calibrated on images of the train split,
 converted. Choices are made on 2,000 search images of the test split (the fastest deployment, by a race at batch 32, that loses
-no more than `FLOOR` there) and reported on the other 8,000, with paired 95% intervals. The paper's Table 3 reports 0 to 1 point lost for dynamic int8 on ImageNet-1K.
+no more than `FLOOR` there) and reported on the other 8,000, with paired 95% intervals. The paper's Table 3 reports 0 to 1
+point lost for dynamic int8 on ImageNet-1K.
 """
 
 import argparse

@@ -67,7 +67,7 @@ def searched() -> DeploymentSearch:
         LayerCost(layer="vit.layers.3.mlp.fc1", kl=0.0041, macs_share=0.0417, latency_share=0.0408, kept=True),
         LayerCost(layer="vit.layers.0.mlp.fc2", kl=0.0013, macs_share=0.0417, latency_share=0.0408),
     )
-    tuned = Tuned(model=BASELINE.model, layers=costs, kl=0.0062, kl_unfolded=0.0081, num_images=32, seconds=1.0)
+    tuned = Tuned(layers=costs, kl=0.0081, num_images=32, seconds=1.0)
 
     def deployed(runtime: RuntimeName, scheme: Scheme, kl: float) -> DeployedModel:
         return DeployedModel(

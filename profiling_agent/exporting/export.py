@@ -128,16 +128,11 @@ def _round_digits(value: float) -> float:
 
 def _candidates(processor: Any, spec: InputSpec) -> Generator[dict[str, Any]]:
     resample_names = {int(number): name for name, number in RESAMPLE.items()}
-    resample = resample_names.get(_integer_or_none(getattr(processor, "resample", None)) or 0, "bilinear")
-    model_size = (spec.height, spec.width)
-    shortest, size = _edge(processor, "shortest_edge"), (_edge(processor, "height"), _edge(processor, "width"))
-    crop_size: Any = getattr(processor, "crop_size", None)
-    height, width = (_integer_or_none(_read_entry(crop_size, name)) for name in ("height", "width"))
-    crop = (height, width) if height and width else None
-    resizes: list[Size | int | None] = [None]
-    if all(size):
-        resizes.append((size[0] or 0, size[1] or 0))
-    if length := shortest or min(model_size):
+    resample = resample_names.get(_integer(processor, "resample") or 0, "bilinear")
+    size, crop_size = (getattr(processor, name, None) for name in ("size", "crop_size"))
+    model_size, resized, crop = (spec.height, spec.width), _height_and_width(size), _height_and_width(crop_size)
+    resizes: list[Size | int | None] = [None, *([resized] if resized else [])]
+    if length := _integer(size, "shortest_edge") or min(model_size):
         crop_pct = getattr(processor, "crop_pct", None)
         crop_share = crop_pct if isinstance(crop_pct, float) and 0 < crop_pct <= 1 else 1.0
         resizes += [length, int(length / crop_share), int(OVER_CROP * length), (length, length)]
@@ -146,17 +141,14 @@ def _candidates(processor: Any, spec: InputSpec) -> Generator[dict[str, Any]]:
             yield {"resize": resize, "resample": resample, "crop": center}
 
 
-def _integer_or_none(value: Any) -> int | None:
+def _integer(settings: Any, name: str) -> int | None:
+    value = settings.get(name) if hasattr(settings, "get") else getattr(settings, name, None)
     return int(value) if isinstance(value, int) else None
 
 
-def _edge(processor: Any, name: str) -> int | None:
-    size: Any = getattr(processor, "size", None)
-    return _integer_or_none(_read_entry(size, name))
-
-
-def _read_entry(size: Any, name: str) -> Any:
-    return size.get(name) if hasattr(size, "get") else getattr(size, name, None)
+def _height_and_width(size: Any) -> Size | None:
+    height, width = _integer(size, "height"), _integer(size, "width")
+    return (height, width) if height and width else None
 
 
 FORMATS = ("onnx", "openvino", "hf")
@@ -304,9 +296,17 @@ def _write_card(folder: Path, recipe: Recipe, format_: str, temporary: Path, bat
         files={path.name: file_sha256(path) for path in sorted(temporary.iterdir())},
     )
     write_text(temporary / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+    if format_ == "hf":
+        is_timm = recipe.config.get("model_type") == TIMM
+        packages = ("pillow", "torch", "transformers", *(TIMM_PACKAGES if is_timm else ()))
+    else:
+        processor_packages = () if PREPARE in manifest.files else ("torch", "transformers")
+        packages = ("numpy", "pillow", "onnxruntime" if format_ == "onnx" else "openvino", *processor_packages)
+    # Package indexes have no local versions such as 2.13.0+cpu.
+    versions = {name: version.partition("+")[0] for name, version in recipe.libraries.items()}
     usage = _render(
         "run.md.jinja",
-        requirements=_requirements(recipe, format_, is_prepared=PREPARE in manifest.files),
+        requirements=tuple(f"{name}=={versions[name]}" if name in versions else name for name in packages),
         script=(temporary / SCRIPT).read_text(encoding="utf-8"),
         batch_size=batch_size,
         instructions=runtime(recipe.deployment.runtime).needed_instructions(recipe.quantized),
@@ -323,15 +323,3 @@ def _write_card(folder: Path, recipe: Recipe, format_: str, temporary: Path, bat
 
 def _render(template: str, **values: Any) -> str:
     return text_templates("profiling_agent.exporting").get_template(template).render(values)
-
-
-def _requirements(recipe: Recipe, format_: str, *, is_prepared: bool) -> tuple[str, ...]:
-    if format_ == "hf":
-        is_timm = recipe.config.get("model_type") == TIMM
-        packages = ("pillow", "torch", "transformers", *(TIMM_PACKAGES if is_timm else ()))
-    else:
-        processor_packages = () if is_prepared else ("torch", "transformers")
-        packages = ("numpy", "pillow", "onnxruntime" if format_ == "onnx" else "openvino", *processor_packages)
-    # Package indexes have no local versions such as 2.13.0+cpu.
-    versions = {name: version.partition("+")[0] for name, version in recipe.libraries.items()}
-    return tuple(f"{name}=={versions[name]}" if name in versions else name for name in packages)

@@ -4,14 +4,14 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from statistics import median
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.lib.io import DocumentError, expanded, file_sha256, inside, read_record
-from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.report import RunReport, VariantRow
 from profiling_agent.reporting.results import is_run, read_report, run_of
 from profiling_agent.reporting.units import count, drop, percent, size, speedup
 from profiling_agent.runtimes.artifact import CARD, RECIPE, CardRow, appearing, open_current, write_card
@@ -36,14 +36,6 @@ class ExportManifest(Record):
     batch_size: int | None = Field(description="the only number of images that it takes at a time; null for any")
     libraries: dict[str, str] = Field(description="versions that it was made and tried with")
     files: dict[str, str] = Field(description="sha256 of every other file, the card aside")
-
-    @field_validator("files")
-    @classmethod
-    def _plain_files(cls, files: dict[str, str]) -> dict[str, str]:
-        for name in files:
-            if PurePosixPath(name).name != name or "\\" in name or name in (MANIFEST, CARD):
-                raise ValueError(f"file {name[:80]!r} doesn't lie in the folder itself")
-        return files
 
 
 def read_exported(folder: Path) -> ExportManifest:
@@ -141,17 +133,13 @@ def candidates(run: str | Path) -> tuple[RunCandidate, ...]:
 
 def candidates_of(report: RunReport) -> tuple[RunCandidate, ...]:
     """Return the candidates of a report."""
-    rows, goal = report.variants, report.goal
-    baseline = rows[0]
-    result: list[RunCandidate] = []
+    rows, result = report.variants, list[RunCandidate]()
     for number, row in enumerate(rows):
-        model = row.evaluation.model
-        is_judged = model == report.heldout.model
-        ratio = _memory_ratio(row.race_result, baseline.race_result)
+        is_judged = row.evaluation.model == report.heldout.model
         if is_judged and row.evaluation.variant is not Variant.BASELINE:
             terms, unmeasured = report.verdict.terms, ()
         else:
-            terms, unmeasured = _terms(row.evaluation, baseline.evaluation, row.race_result, ratio, goal)
+            terms, unmeasured = _terms(row, rows[0], report.goal)
         result.append(
             RunCandidate(
                 number=number,
@@ -173,10 +161,11 @@ def find_candidate(candidate: str, available: Sequence[RunCandidate]) -> RunCand
     Raises:
         RequestError: no candidate matches, or several do.
     """
-    if candidate.isdecimal() and candidate.isascii() and len(candidate) <= 9:
-        matches = [option for option in available if option.number == int(candidate)]
-    else:
-        matches = [option for option in available if candidate in (option.name, option.evaluation.deployment.name)]
+    matches = [
+        option
+        for option in available
+        if candidate in (str(option.number), option.name, option.evaluation.deployment.name)
+    ]
     if len(matches) == 1:
         return matches[0]
     problem = "names none of the run's candidates" if not matches else "names several of the run's candidates"
@@ -184,37 +173,27 @@ def find_candidate(candidate: str, available: Sequence[RunCandidate]) -> RunCand
     raise RequestError(f"{candidate[:80]!r} {problem}: choose a number of {choices}")
 
 
-def _keeps(evaluation: Evaluation, goal: Goal) -> bool:
-    return evaluation.drop is None or keeps_accuracy(evaluation, goal)
-
-
-def _terms(
-    evaluation: Evaluation, baseline: Evaluation, race_result: RaceResult | None, memory: float | None, goal: Goal
-) -> tuple[tuple[Term, ...], tuple[str, ...]]:
+def _terms(row: VariantRow, baseline: VariantRow, goal: Goal) -> tuple[tuple[Term, ...], tuple[str, ...]]:
     """Return the terms that search images, one race and file sizes measure, and the names of the others."""
-    lost, size = evaluation.drop.drop if evaluation.drop else 0.0, size_ratio(evaluation, baseline)
-    max_drop = goal.max_accuracy_drop
-    terms = [Term(name="accuracy", required=max_drop, measured=lost, holds=_keeps(evaluation, goal))]
+    evaluation = row.evaluation
+    lost, size = evaluation.drop.drop if evaluation.drop else 0.0, size_ratio(evaluation, baseline.evaluation)
+    holds = evaluation.drop is None or keeps_accuracy(evaluation, goal)
+    terms = [Term(name="accuracy", required=goal.max_accuracy_drop, measured=lost, holds=holds)]
     unmeasured: list[str] = []
-    if race_result is not None:
-        speedup = race_result.speedup
+    if row.race_result is not None:
+        speedup = row.race_result.speedup
         terms.append(Term(name="speed", required=goal.min_speedup, measured=speedup, holds=speedup >= goal.min_speedup))
     else:
         unmeasured.append("speed")
     terms.append(Term(name="size", required=goal.max_size_ratio, measured=size, holds=goal.allows_size(size)))
-    if goal.max_memory_ratio is not None:
-        if memory is None:
-            unmeasured.append("memory")
-        else:
-            allowed = goal.max_memory_ratio
+    if (allowed := goal.max_memory_ratio) is not None:
+        peaks = [each.race_result.peak_bytes if each.race_result else () for each in (row, baseline)]
+        if all(peaks):
+            memory = median(peaks[0]) / median(peaks[1])
             terms.append(Term(name="memory", required=allowed, measured=memory, holds=memory <= allowed))
+        else:
+            unmeasured.append("memory")
     return tuple(terms), tuple(unmeasured)
-
-
-def _memory_ratio(race_result: RaceResult | None, baseline: RaceResult | None) -> float | None:
-    if race_result is None or baseline is None or not race_result.peak_bytes or not baseline.peak_bytes:
-        return None
-    return median(race_result.peak_bytes) / median(baseline.peak_bytes)
 
 
 def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
@@ -238,13 +217,10 @@ def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
 
 
 def _is_dominated(candidate: RunCandidate, others: Sequence[RunCandidate]) -> bool:
-    def merits(measured: RunCandidate) -> tuple[float, float, float]:
-        return -measured.lost, measured.speedup, -measured.evaluation.footprint.size_bytes
-
-    values = merits(candidate)
+    merits = [(-each.lost, each.speedup, -each.evaluation.footprint.size_bytes) for each in (candidate, *others)]
     return any(
-        merits(other) != values and all(theirs >= mine for theirs, mine in zip(merits(other), values, strict=True))
-        for other in others
+        other != merits[0] and all(theirs >= mine for theirs, mine in zip(other, merits[0], strict=True))
+        for other in merits
     )
 
 
@@ -285,17 +261,14 @@ def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> RunCan
 
 def _card_rows(report: RunReport, candidate: RunCandidate) -> tuple[CardRow, ...]:
     baseline, chosen = report.variants[0].evaluation, candidate.evaluation
-    images = f"{chosen.predictions.num_images:,} search images"
-
-    def footprint(evaluation: Evaluation) -> tuple[str, str, str]:
-        sizes = evaluation.footprint
-        return count(sizes.params), count(sizes.macs), size(sizes.size_bytes)
-
-    names = ("params", "MACs of one image", "on disk")
-    footprint_rows = zip(names, footprint(baseline), footprint(chosen), strict=True)
-    lost = chosen.drop
-    baseline_top1 = percent(chosen.top1 + lost.drop) if lost else percent(baseline.top1)
-    rows = ((f"top-1 on {images}", baseline_top1, percent(chosen.top1)), *footprint_rows)
+    before, after = baseline.footprint, chosen.footprint
+    baseline_top1 = chosen.top1 + chosen.drop.drop if chosen.drop else baseline.top1
+    rows = (
+        (f"top-1 on {chosen.predictions.num_images:,} search images", percent(baseline_top1), percent(chosen.top1)),
+        ("params", count(before.params), count(after.params)),
+        ("MACs of one image", count(before.macs), count(after.macs)),
+        ("on disk", size(before.size_bytes), size(after.size_bytes)),
+    )
     return tuple(CardRow(name=name, before=before, after=after) for name, before, after in rows)
 
 

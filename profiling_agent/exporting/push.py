@@ -36,14 +36,6 @@ class Pushed(Record):
     files: tuple[str, ...]
 
 
-class _Staged(Record):
-    """Files to upload by name; `base` and `revision` name the model on the Hub that they were made from."""
-
-    files: dict[str, Path]
-    base: str
-    revision: str | None
-
-
 def push(source: str | Path, repo_id: str, *, private: bool = False, update: bool = False) -> Pushed:
     """Push a run's best model, a saved model or an exported folder to the Hub as `repo_id`, in one commit; return page and files.
 
@@ -61,7 +53,7 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
     if not (token := get_token()):
         raise RequestError(f"a push to the Hub needs a token, and there is none: {LOGIN}")
     with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch, _hub_errors(repo_id):
-        staged = _stage(folder, Path(scratch))
+        files, base, revision = _stage(folder, Path(scratch))
         disable_progress_bars()
         api = HfApi(token=token)
         existing: ModelInfo | None = None
@@ -72,32 +64,30 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
                 f"{repo_id!r} exists on the Hub and is public: make it private there, or leave --private out"
             )
         previous = _pushed_files(api, repo_id, existing, Path(scratch), update=update) if existing else frozenset[str]()
-        _add_license(api, staged)
+        _add_license(api, files[CARD], base, revision)
         if existing is None:
             api.create_repo(repo_id, private=private or None)
         # Weights go up from where they lie: the system's temporary folder may be too small for a copy.
-        additions = [CommitOperationAdd(name, path) for name, path in staged.files.items()]
-        deletions = [CommitOperationDelete(name) for name in sorted(previous - staged.files.keys())]
+        additions = [CommitOperationAdd(name, path) for name, path in files.items()]
+        deletions = [CommitOperationDelete(name) for name in sorted(previous - files.keys())]
         message = "A model by profiling-agent"
         commit = api.create_commit(repo_id, [*additions, *deletions], commit_message=message, revision="main")
-    return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=commit.oid, files=tuple(staged.files))
+    return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=commit.oid, files=tuple(files))
 
 
 def _check_id(repo_id: str) -> None:
     """Require owner and name; the Hub's client also takes a name only, and then the token's owner."""
-    try:
+    with suppress(HFValidationError):
         validate_repo_id(repo_id)
-        has_owner = "/" in repo_id
-    except HFValidationError:
-        has_owner = False
-    if not has_owner:
-        raise RequestError(
-            f"{repo_id!r} is no repository on the Hub: give it as owner/name, of letters, digits, '-', '_' and '.'"
-        )
+        if "/" in repo_id:
+            return
+    raise RequestError(
+        f"{repo_id!r} is no repository on the Hub: give it as owner/name, of letters, digits, '-', '_' and '.'"
+    )
 
 
-def _stage(folder: Path, scratch: Path) -> _Staged:
-    """Check a saved model or an exported folder, and write its card to `scratch`."""
+def _stage(folder: Path, scratch: Path) -> tuple[dict[str, Path], str, str | None]:
+    """Check a saved model or an exported folder, and write its card to `scratch`; return its files, base model and revision."""
     if (folder / MANIFEST).is_file():
         manifest = read_exported(folder)
         names, base, revision = (MANIFEST, *manifest.files), manifest.base_model, manifest.base_revision
@@ -106,8 +96,7 @@ def _stage(folder: Path, scratch: Path) -> _Staged:
         names, base, revision = (RECIPE, *recipe.files), recipe.base_model, recipe.base_revision
     card = scratch / CARD
     write_text(card, read_card(folder))
-    files = {name: folder / name for name in sorted(names)} | {CARD: card}
-    return _Staged(files=files, base=base, revision=revision)
+    return {name: folder / name for name in sorted(names)} | {CARD: card}, base, revision
 
 
 def _pushed_files(api: HfApi, repo_id: str, existing: ModelInfo, scratch: Path, *, update: bool) -> frozenset[str]:
@@ -135,19 +124,19 @@ def _pushed_files(api: HfApi, repo_id: str, existing: ModelInfo, scratch: Path, 
     return pushed_files
 
 
-def _add_license(api: HfApi, staged: _Staged) -> None:
-    """Add the base model's license to the card, if the Hub has one."""
-    if staged.revision is None:
+def _add_license(api: HfApi, path: Path, base: str, revision: str | None) -> None:
+    """Add the base model's license to the card at `path`, if the Hub has one."""
+    if revision is None:
         return
     try:
-        base_card = api.model_info(staged.base, revision=staged.revision).card_data
+        base_card = api.model_info(base, revision=revision).card_data
     except (HfHubHTTPError, HFValidationError, HTTPError):
         return
-    card = ModelCard(staged.files[CARD].read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    card = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
     for name in ("license", "license_name", "license_link"):
         if base_card is not None and isinstance(value := base_card.get(name), str):
             setattr(card.data, name, value)
-    write_text(staged.files[CARD], str(card))
+    write_text(path, str(card))
 
 
 @contextmanager
@@ -156,22 +145,20 @@ def _hub_errors(repo_id: str) -> Generator[None]:
     def refuse(message: str) -> ProfilingAgentError:
         return RequestError(f"{repo_id!r} can't be pushed to {constants.ENDPOINT} ({message}): nothing was committed")
 
-    try:
-        with third_party_errors(refuse):
+    with third_party_errors(refuse):
+        try:
             yield
-    except RequestError as error:
-        cause = error.__cause__
-        status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
-        if status is None and isinstance(cause, HTTPError | ConnectionError):
+        except HfHubHTTPError as error:
+            if error.response.status_code == 401:
+                raise RequestError(f"the Hub doesn't accept the token for {repo_id!r}: {LOGIN}") from error
+            if error.response.status_code == 403:
+                owner = repo_id.partition("/")[0]
+                raise RequestError(
+                    f"you may not write to {repo_id!r} on the Hub: name a repository of yours instead of {owner!r}'s, or {LOGIN}"
+                ) from error
+            raise
+        except (HTTPError, ConnectionError) as error:
             raise RequestError(
-                f"{constants.ENDPOINT} can't be reached for {repo_id!r} ({type(cause).__name__}): check the network, and "
+                f"{constants.ENDPOINT} can't be reached for {repo_id!r} ({type(error).__name__}): check the network, and "
                 "that HF_HUB_OFFLINE isn't set"
             ) from error
-        if status == 401:
-            raise RequestError(f"the Hub doesn't accept the token for {repo_id!r}: {LOGIN}") from error
-        if status == 403:
-            owner = repo_id.partition("/")[0]
-            raise RequestError(
-                f"you may not write to {repo_id!r} on the Hub: name a repository of yours instead of {owner!r}'s, or {LOGIN}"
-            ) from error
-        raise

@@ -324,7 +324,7 @@ class RecoverTask(Task[RecoveredModel]):
 
 
 class TuneTask(Task[Tuned]):
-    """Even out activations for int8 and measure the KL of quantizing each layer, on calibration images."""
+    """Measure the KL of quantizing all layers to int8, and each by itself, on calibration images."""
 
     result: ClassVar[type[Record]] = Tuned
     model: ArtifactRef

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -138,12 +137,15 @@ def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[st
         samplers[name].add(x, generator)
 
     num_images = 0
-    with preserving_state(model), torch.inference_mode(), quick_products():
-        model.eval()
-        with watching(model, names, before=add_sample):
-            for batch in images():
-                run(model, batch)
-                num_images += len(batch)
+    with (
+        preserving_state(model),
+        torch.inference_mode(),
+        quick_products(),
+        watching(model.eval(), names, before=add_sample),
+    ):
+        for batch in images():
+            run(model, batch)
+            num_images += len(batch)
     if num_images < MIN_IMAGES:
         raise QuantizationError(
             f"static quantization needs at least {MIN_IMAGES} calibration images, {num_images} were given: "
@@ -182,17 +184,13 @@ def output_means(model: nn.Module, names: Iterable[str], images: Images) -> Mean
     means: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def add(name: str, _input: Any, output: Tensor) -> None:
-        means[name].append(_channel_means(output))
+        means[name].append(output.mean(dim=(0, 2, 3)))
 
-    if means:
-        with (
-            preserving_state(model),
-            torch.inference_mode(),
-            quick_products(),
-            watching(model.eval(), means, after=add),
-        ):
-            for batch in _first_images(images()):
-                run(model, batch)
+    if not means:
+        return means
+    with preserving_state(model), torch.inference_mode(), quick_products(), watching(model.eval(), means, after=add):
+        for batch in first_images(images()):
+            run(model, batch)
     return means
 
 
@@ -209,15 +207,13 @@ def correct_biases_(quantized: nn.Module, expected: Means, images: Images) -> di
             layer = quantized.get_submodule(name)
             if isinstance(layer, StaticLayer) and layer.geometry and layer.bias is not None and means:
                 shifts[name] = _Shift(means)
-                hooks.callback(layer.register_forward_hook(partial(_apply_shift, shift=shifts[name])).remove)
+                hooks.callback(layer.register_forward_hook(shifts[name].apply).remove)
         if shifts:
-            for batch in _first_images(images()):
+            for batch in first_images(images()):
                 run(quantized.eval(), batch)
     mean_shifts = {name: shift.mean.clone() for name, shift in shifts.items()}
     for name, shift in mean_shifts.items():
-        layer = quantized.get_submodule(name)
-        assert isinstance(layer, StaticLayer), "only such were hooked"
-        assert layer.bias is not None, "those without were left out"
+        layer: Any = quantized.get_submodule(name)
         layer.bias = layer.bias + shift
     return mean_shifts
 
@@ -230,22 +226,16 @@ class _Shift:
         self._expected = iter(expected)
         self._num_images = 0
 
-    def add(self, output: Tensor) -> None:
-        difference, count = next(self._expected) - _channel_means(output), len(output)
+    def apply(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        """Update the mean with a call's output (b, c, h, w), and return that output shifted by it."""
+        difference, count = next(self._expected) - output.mean(dim=(0, 2, 3)), len(output)
         self._num_images += count
         self.mean = self.mean + (difference - self.mean) * (count / self._num_images)
+        return output + self.mean.view(-1, 1, 1)
 
 
-def _channel_means(output: Tensor) -> Tensor:
-    return output.mean(dim=(0, 2, 3))
-
-
-def _apply_shift(_module: nn.Module, _args: Any, output: Tensor, *, shift: _Shift) -> Tensor:
-    shift.add(output)
-    return output + shift.mean.view(-1, 1, 1)
-
-
-def _first_images(batches: Iterable[Tensor]) -> Iterable[Tensor]:
+def first_images(batches: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Yield the first 32 images, or all if fewer, in their batches."""
     remaining = MAX_IMAGES
     for batch in batches:
         yield batch[:remaining]
@@ -291,9 +281,8 @@ def fold_norms_(model: nn.Module, convolutions: Collection[str], images: Tensor)
 
 def _fold_pairs_(model: nn.Module, pairs: Mapping[str, str]) -> None:
     for convolution, norm in pairs.items():
-        layer, norm_layer = model.get_submodule(convolution), model.get_submodule(norm)
-        assert isinstance(layer, nn.Conv2d), "only convolutions were watched"
-        assert isinstance(norm_layer, nn.BatchNorm2d), "only such pairs were taken"
+        layer: Any = model.get_submodule(convolution)
+        norm_layer: Any = model.get_submodule(norm)
         model.set_submodule(convolution, fuse_conv_bn_eval(layer, norm_layer))
         model.set_submodule(norm, Folded(norm_layer))
 

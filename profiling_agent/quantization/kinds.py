@@ -11,7 +11,6 @@ from torch.ao.nn.quantized import dynamic
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.quantization.layers import (
-    FLOAT_BYTES,
     CastLayer,
     Dtype,
     DynamicLinear,
@@ -67,10 +66,8 @@ class RowwiseLinear(QuantizedModule):
         Raises:
             QuantizationError: a weight isn't finite.
         """
-        weight, bias = checked_weight(layer), bias_of(layer)
-        rounded, scale = cls.rounded_rows(weight)
-        tensors = {"weight": rounded, "scale": scale.flatten()}
-        return cls(tensors if bias is None else tensors | {"bias": bias.bfloat16()})
+        rounded, scale = cls.rounded_rows(checked_weight(layer))
+        return cls({"weight": rounded, "scale": scale.flatten()} | bias_of(layer, torch.bfloat16))
 
     @classmethod
     def from_tensors(
@@ -88,20 +85,12 @@ class RowwiseLinear(QuantizedModule):
         """Return x (m, k) on the grid of `weight_dtype`, and the scale of each row, (m, 1) float32."""
         largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=1, keepdim=True, dtype=torch.float32)
         scale = largest.clamp_min(1e-12) / cls.largest
-        return cls.on_grid(x / scale), scale
-
-    @staticmethod
-    @abstractmethod
-    def on_grid(x: Tensor) -> Tensor:
-        """Return float32 values within the grid's range, rounded to it."""
+        on_grid = x / scale
+        return (on_grid.round() if cls.weight_dtype == torch.int8 else on_grid).to(cls.weight_dtype), scale
 
     @abstractmethod
     def product(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return x W^T + b in bfloat16 or float32 on CUDA, for x (m, k) on the grid with scales (m, 1)."""
-
-    def has_kernel(self, x: Tensor) -> bool:
-        """Return whether the device of x has a kernel for this dtype."""
-        return x.is_cuda
 
     @property
     def weight(self) -> Tensor:
@@ -125,7 +114,7 @@ class RowwiseLinear(QuantizedModule):
         """Return x W^T + b for x (..., in_features), in the dtype of x."""
         rows = x.reshape(-1, self.in_features)
         num_rows = len(rows)
-        if self.has_kernel(x):
+        if x.is_cuda and (self.dtype == "qint8" or has_float8()):
             if num_rows < MIN_ROWS:
                 rows = nn.functional.pad(rows, (0, 0, 0, MIN_ROWS - num_rows))
             output = self.product(*self.rounded_rows(rows))[:num_rows]
@@ -147,11 +136,6 @@ class Int8Linear(RowwiseLinear):
     weight_dtype = torch.int8
     largest = 127.0
 
-    @staticmethod
-    def on_grid(x: Tensor) -> Tensor:
-        """Return float32 values within the grid's range, rounded to it."""
-        return x.round().to(torch.int8)
-
     def product(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return x W^T + b in float32 on CUDA, for x (m, k) on the grid with scales (m, 1)."""
         # The transpose of a contiguous weight is the column-major matrix that the kernels want.
@@ -166,11 +150,6 @@ class Float8Linear(RowwiseLinear):
     weight_dtype = torch.float8_e4m3fn
     largest = 448.0
 
-    @staticmethod
-    def on_grid(x: Tensor) -> Tensor:
-        """Return float32 values within the grid's range, rounded to it."""
-        return x.to(torch.float8_e4m3fn)
-
     def product(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return x W^T + b in bfloat16 on CUDA, for x (m, k) on the grid with scales (m, 1)."""
         return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
@@ -182,10 +161,6 @@ class Float8Linear(RowwiseLinear):
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-
-    def has_kernel(self, x: Tensor) -> bool:
-        """Return whether the device of x has a kernel for this dtype."""
-        return x.is_cuda and has_float8()
 
 
 CLASSES: Mapping[tuple[Kind, type[nn.Module]], type[QuantizedModule]] = {
@@ -226,9 +201,9 @@ TORCH_WEIGHT_BYTES = {torch.qint8: 1, torch.float16: 2}
 
 
 def _packed_bytes(module: nn.Module) -> int:
-    """Return the bytes of weights that are not parameters: those of our quantized layers and of torch's."""
-    if isinstance(module, QuantizedModule):
-        return module.packed_bytes
+    """Return the bytes of weights that are neither parameters nor buffers: of our dynamic layers and of torch's, unpadded."""
+    if isinstance(module, DynamicLinear):
+        return sum(tensor.nbytes for tensor in module.export_tensors().values())
     if not isinstance(module, dynamic.Linear):
         return 0
     weight, bias = module.weight(), module.bias()
@@ -237,7 +212,7 @@ def _packed_bytes(module: nn.Module) -> int:
     num_floats = num_scales + (0 if bias is None else bias.numel())
     # `weight()` is float32 for fp16 as well; only the packed parameters have the stored dtype.
     dtype = module._packed_params.dtype  # pyright: ignore[reportPrivateUsage]
-    return weight.numel() * TORCH_WEIGHT_BYTES[dtype] + num_floats * FLOAT_BYTES
+    return weight.numel() * TORCH_WEIGHT_BYTES[dtype] + num_floats * torch.float32.itemsize
 
 
 def parameter_bytes(model: nn.Module) -> int:

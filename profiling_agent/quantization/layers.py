@@ -55,11 +55,6 @@ class QuantizedModule(nn.Module, ABC):
     def dequantized(self) -> Layer:
         """Return the float32 layer with the weights that this one computes with."""
 
-    @property
-    def packed_bytes(self) -> int:
-        """Return the bytes of weights that are neither parameters nor buffers."""
-        return 0
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 (torch's own signature)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.update({prefix + name: tensor for name, tensor in self.export_tensors().items()})
@@ -77,10 +72,10 @@ def checked_weight(layer: Layer) -> Tensor:
     return weight
 
 
-def bias_of(layer: Layer) -> Tensor | None:
-    """Return the layer's bias on the CPU in float32, or None."""
+def bias_of(layer: Layer, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Return the layer's bias by its name, on the CPU; no entry if it has none."""
     bias: Tensor | None = layer.bias
-    return None if bias is None else bias.detach().cpu().float()
+    return {} if bias is None else {"bias": bias.detach().cpu().float().to(dtype)}
 
 
 def float_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -110,15 +105,9 @@ class Geometry:
 
     def set_attributes_(self, module: Any, weight: Tensor) -> None:
         """Set the attributes of an `nn.Conv2d` on `module`, which has this weight."""
-        module.out_channels, module.in_channels = weight.shape[0], weight.shape[1] * self.groups
-        module.kernel_size = tuple(weight.shape[2:])
-        module.stride, module.padding, module.dilation, module.groups = (
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,
-        )
-        module.padding_mode, module.transposed, module.output_padding = "zeros", False, (0, 0)
+        for name, value in vars(self.float_conv(weight.float(), None)).items():
+            if not name.startswith("_") and name != "training":
+                setattr(module, name, value)
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the convolution of x (b, c, h, w), already `padded`."""
@@ -166,8 +155,6 @@ def expect_dtype(weight: Tensor, *dtypes: torch.dtype) -> None:
 # torch's own observer maps the largest weight of a channel to 127.5: half a step is clipped, the grid is finer.
 STEPS = 127.5
 WEIGHT_DTYPES: dict[torch.dtype, Dtype] = {torch.int8: "qint8", torch.float16: "float16"}
-WEIGHT_BYTES: dict[Dtype, int] = {"qint8": 1, "float16": 2}
-FLOAT_BYTES = 4
 
 
 def torch_has_vnni() -> bool:
@@ -197,13 +184,12 @@ class DynamicLinear(QuantizedModule):
 
     kind = "dynamic"
 
-    def __init__(self, packed: Any, weight: Tensor, *, reduce_range: bool, has_bias: bool) -> None:
+    def __init__(self, packed: Any, weight: Tensor, *, reduce_range: bool) -> None:
         super().__init__()
         self._packed = packed
         self.out_features, self.in_features = weight.shape
         self.dtype: Dtype = WEIGHT_DTYPES[weight.dtype]
         self.reduce_range = reduce_range
-        self.has_bias = has_bias
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: Dtype, *, reduce_range: bool | None = None) -> Self:
@@ -212,15 +198,16 @@ class DynamicLinear(QuantizedModule):
         Raises:
             QuantizationError: a weight isn't finite.
         """
-        weight, bias = checked_weight(linear), bias_of(linear)
-        tensors = {} if bias is None else {"bias": bias}
+        weight = checked_weight(linear)
         if dtype == "float16":
-            return cls.from_tensors(tensors | {"weight": weight.half()}, reduce_range=reduce_range)
-        # A channel of zeros may have any scale; this is the smallest of torch's observer, and avoids division by zero.
-        scale = (weight.abs().amax(dim=1) / STEPS).clamp_min(torch.finfo(torch.float32).eps)
-        # torch's quantizer rounds the product with the reciprocal; a division sometimes rounds to another step.
-        steps = (weight * scale.reciprocal()[:, None]).round().clamp(-128, 127).to(torch.int8)
-        return cls.from_tensors(tensors | {"weight": steps, "scale": scale}, reduce_range=reduce_range)
+            tensors = {"weight": weight.half()}
+        else:
+            # A channel of zeros may have any scale; this is the smallest of torch's observer, and avoids division by zero.
+            scale = (weight.abs().amax(dim=1) / STEPS).clamp_min(torch.finfo(torch.float32).eps)
+            # torch's quantizer rounds the product with the reciprocal; a division sometimes rounds to another step.
+            steps = (weight * scale.reciprocal()[:, None]).round().clamp(-128, 127).to(torch.int8)
+            tensors = {"weight": steps, "scale": scale}
+        return cls.from_tensors(tensors | bias_of(linear), reduce_range=reduce_range)
 
     @classmethod
     def from_tensors(
@@ -237,14 +224,7 @@ class DynamicLinear(QuantizedModule):
             else torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
         )
         reduce = bool(reduce_range) or not torch_has_vnni()
-        return cls(packed, weight, reduce_range=is_int8 and reduce, has_bias=bias is not None)
-
-    @property
-    def packed_bytes(self) -> int:
-        """Return the bytes of weights, scales and bias, without the padding of the kernel's layout."""
-        num_vectors = (self.dtype == "qint8") + self.has_bias
-        weights = self.in_features * self.out_features * WEIGHT_BYTES[self.dtype]
-        return weights + num_vectors * self.out_features * FLOAT_BYTES
+        return cls(packed, weight, reduce_range=is_int8 and reduce)
 
     def export_tensors(self) -> dict[str, Tensor]:
         """Return the layer as plain tensors: `weight`, `scale` (int8 only), `bias` (if any)."""
@@ -313,8 +293,7 @@ class CastLayer(QuantizedModule):
         Raises:
             QuantizationError: a weight isn't finite.
         """
-        tensors, bias = {"weight": checked_weight(layer).bfloat16()}, bias_of(layer)
-        return cls.from_tensors(tensors if bias is None else tensors | {"bias": bias.bfloat16()}, layer)
+        return cls.from_tensors({"weight": checked_weight(layer).bfloat16()} | bias_of(layer, torch.bfloat16), layer)
 
     @classmethod
     def from_tensors(
@@ -410,14 +389,14 @@ class StaticLayer(QuantizedModule):
         self.reduce_range = reduce_range
         levels = num_levels(reduce_range=reduce_range)
         self.grid = Grid(float(tensors["input_scale"]), int(tensors["input_zero_point"]), levels)
-        buffers = {"steps": tensors["weight"], "scale": tensors["scale"], "bias": tensors.get("bias")}
+        # Not persistent: `export_tensors` defines what is stored.
+        self.register_buffer("steps", tensors["weight"], persistent=False)
+        self.register_buffer("scale", tensors["scale"], persistent=False)
+        self.register_buffer("bias", tensors.get("bias"), persistent=False)
+        self.register_buffer("zero_points", torch.zeros(len(tensors["scale"]), dtype=torch.int64), persistent=False)
         self.steps: Tensor
         self.scale: Tensor
         self.bias: Tensor | None
-        # Not persistent: `export_tensors` defines what is stored.
-        for name, tensor in buffers.items():
-            self.register_buffer(name, tensor, persistent=False)
-        self.register_buffer("zero_points", torch.zeros(len(self.scale), dtype=torch.int64), persistent=False)
         self.zero_points: Tensor
         # Third-party forward passes may cast images to the dtype of the model's first parameter, and there may be no other.
         self.typed = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -453,10 +432,7 @@ class StaticLayer(QuantizedModule):
             "input_scale": torch.tensor(grid.scale, dtype=torch.float64),
             "input_zero_point": torch.tensor(grid.zero_point),
         }
-        bias = bias_of(layer)
-        return cls.from_tensors(
-            tensors if bias is None else tensors | {"bias": bias}, layer, reduce_range=grid.levels < LEVELS
-        )
+        return cls.from_tensors(tensors | bias_of(layer), layer, reduce_range=grid.levels < LEVELS)
 
     @classmethod
     def from_tensors(

@@ -1,7 +1,8 @@
 """Quantization of a model: a copy with the recommended layers quantized."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +25,6 @@ from profiling_agent.quantization.kinds import MULTIPLE, Float8Linear, Int8Linea
 from profiling_agent.quantization.layers import (
     CastLayer,
     DynamicLinear,
-    Kind,
-    Layer,
     QuantizedModule,
     StaticLayer,
     num_levels,
@@ -78,14 +77,16 @@ def quantize_model(
     for name, choice in choices.items():
         if choice.quantization_type == "static" and name not in observed:
             continue
-        layer = quantized.get_submodule(name)
-        assert isinstance(layer, nn.Linear | nn.Conv2d), "names were taken from the same model"
-        try:
-            layers[name] = quantized_layer(
-                layer, choice.quantization_type, choice.dtype, observed.get(name), reduce_range=reduce_range
-            )
-        except QuantizationError as error:
-            raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
+        layer: Any = quantized.get_submodule(name)
+        with _naming(name):
+            if choice.quantization_type == "static":
+                low, high = observed[name].range(num_levels(reduce_range=reduce_range))
+                layers[name] = StaticLayer.from_float(layer, low, high, reduce_range=reduce_range)
+            elif choice.quantization_type == "cast":
+                layers[name] = CastLayer.from_float(layer)
+            else:
+                dtype = "float16" if choice.dtype == "float16" else "qint8"
+                layers[name] = DynamicLinear.from_linear(layer, dtype, reduce_range=reduce_range)
     # A layer used in two places becomes two layers, while its means cover both.
     num_places = module_counts(quantized)
     convolutions = [
@@ -120,10 +121,8 @@ def quantize_rowwise(model: nn.Module, recommendations: Sequence[QuantizationRec
         layer: Any = quantized.get_submodule(name)
         is_linear = type(layer) is nn.Linear and name not in classifiers
         if choice.dtype in ("qint8", "float8") and is_linear and not any(n % MULTIPLE for n in layer.weight.shape):
-            try:
+            with _naming(name):
                 layers[name] = (Int8Linear if choice.dtype == "qint8" else Float8Linear).from_float(layer)
-            except QuantizationError as error:
-                raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
     if not layers:
         raise QuantizationError(
             f"no nn.Linear that is chosen, besides the classifier, has widths that are multiples of {MULTIPLE}, which alone int8 and float8 take on CUDA"
@@ -131,6 +130,15 @@ def quantize_rowwise(model: nn.Module, recommendations: Sequence[QuantizationRec
     for name, layer in layers.items():
         quantized.set_submodule(name, layer.train(model.get_submodule(name).training))
     return quantized
+
+
+@contextmanager
+def _naming(name: str) -> Generator[None]:
+    """Name the layer in what a block refuses."""
+    try:
+        yield
+    except QuantizationError as error:
+        raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
 
 
 def _classifiers(model: nn.Module) -> set[str]:
@@ -194,21 +202,3 @@ def _fold_and_observe_(
     with preserving_state(model), torch.no_grad():
         folded = fold_norms_(model.eval(), convolutions, first_batch[:NUM_CHECKED]) if convolutions else ()
     return folded, observe(model, names, calibration)
-
-
-def quantized_layer(
-    layer: Layer, kind: Kind, dtype: str, observed: Observed | None = None, *, reduce_range: bool | None = None
-) -> QuantizedModule:
-    """Return `layer` quantized, `reduce_range` as for `quantize_model`; a static one needs `observed`.
-
-    Raises:
-        QuantizationError: its weights or inputs aren't finite.
-    """
-    if kind == "cast":
-        return CastLayer.from_float(layer)
-    if kind == "static":
-        assert observed is not None, "static layers are observed first"
-        low, high = observed.range(num_levels(reduce_range=reduce_range))
-        return StaticLayer.from_float(layer, low, high, reduce_range=reduce_range)
-    assert isinstance(layer, nn.Linear), "dynamic quantization takes linear layers"
-    return DynamicLinear.from_linear(layer, "float16" if dtype == "float16" else "qint8", reduce_range=reduce_range)

@@ -1,22 +1,23 @@
-"""Sensitivity to quantization: the cost of quantizing each layer by itself, and the layers that stay in float."""
+"""Sensitivity to quantization: the cost of quantizing all layers, and each by itself, and the layers that stay in float."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.modules.complexity import count_complexity
-from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import mean_kl
-from profiling_agent.modules.prefix import Prefixes, Replay, find_prefixes
-from profiling_agent.quantization.calibrate import fold_norms_, run
+from profiling_agent.modules.prefix import Replay, find_prefixes, in_order
+from profiling_agent.quantization.calibrate import first_images, fold_norms_, run
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.layers import QuantizedModule
-from profiling_agent.quantization.quantize import NUM_CHECKED, Quantized
-from profiling_agent.schemas import InputSpec, LayerCost
+from profiling_agent.quantization.quantize import NUM_CHECKED, Quantized, quantize_model
+from profiling_agent.schemas import EVERYTHING, InputSpec, LayerCost, QuantizationRecommendation
 
 # Images whose intermediate outputs are stored at once: half a gigabyte for ResNet-101 at 224 x 224.
 CHUNK = 8
@@ -25,6 +26,46 @@ MIN_REMAINING_KL = 1e-3
 # Largest total share of time and params that stays in float, and for each layer the least ratio of its KL's share to its own share, and the least
 # share of the whole KL. (By time only, a real MobileNet kept a layer with 22% of its params, for 5% of the KL: docs/decisions/LOG.md, 2026-11-24.)
 MAX_SHARE, MIN_RATIO, MIN_KL_SHARE = 0.05, 4.0, 0.02
+# Below this KL in nats, a third of what goes with a point of top-1, single layers aren't measured: no layer is worth float (docs/decisions/LOG.md,
+# 2026-11-21: models without outliers have 0.0001 to 0.0004 nats in all), and measuring costs more than the rest of a conversion.
+SMALL_KL = 5e-3
+# Minimum number of images for KLs, and the MACs of one pass over them. About one pass per layer is run: for a ViT-B/16 that is minutes with 8
+# images, and four times as many with 32.
+MIN_JUDGED, JUDGED_MACS = 8, 64e9
+
+
+def measure_costs(
+    model: nn.Module,
+    images: Iterable[Tensor],
+    scheme: Literal["dynamic", "static"],
+    latency_shares: Mapping[str, float] | None = None,
+    *,
+    progress: Progress = silent,
+) -> tuple[float, tuple[LayerCost, ...], int]:
+    """Return the KL of quantizing all layers, in nats, the cost of each by itself if that is more than a little, and the number of images.
+
+    `model` is a float model on the CPU and is unchanged; of `images`, batches (b, c, h, w), the first 32 are used. All of them set ranges; a large
+    model's KLs are measured on fewer, at least 8. `latency_shares` has the layers' shares of the time by name, if known.
+
+    Raises:
+        QuantizationError: the model has no layer that the scheme supports; images are missing, too few for the scheme, or don't fit; or a weight
+            isn't finite.
+    """
+    batches = list(first_images(images))
+    if not batches:
+        raise QuantizationError("calibration images are needed, none were given: raise num_samples")
+    sample = torch.cat(batches)
+    everything = QuantizationRecommendation(layer=EVERYTHING, quantization_type=scheme, dtype="qint8")
+    quantized = quantize_model(model, [everything], calibration=partial(sample.split, CHUNK))
+    macs = sum(row.macs for row in count_complexity(model, _spec_of(sample)).values())
+    judged = sample[: max(MIN_JUDGED, int(JUDGED_MACS / max(macs, 1)))]
+    models = (copy.deepcopy(model).eval(), quantized.model)
+    with torch.no_grad():
+        kl = mean_kl(*(torch.cat([run(each, chunk) for chunk in judged.split(CHUNK)]) for each in models))
+    if kl < SMALL_KL:
+        return kl, (), len(judged)
+    rows = measure_layers(model, quantized, judged, latency_shares=latency_shares, progress=progress)
+    return kl, mark_float_layers(rows), len(judged)
 
 
 def measure_layers(
@@ -40,20 +81,16 @@ def measure_layers(
     `quantized` was made from `model` on the CPU; both are unchanged. `images` (b, c, h, w) run through the whole model once, and for each layer from
     there on. Rows are in the model's order; a layer that isn't called has none.
     """
-    called = set[str]()
-    names = [name for name, _ in model.named_modules() if name]
-    with torch.no_grad(), watching(model, names, before=lambda name, _input: called.add(name)):
-        run(model, images[:1])
-    layers = {name: module for name, module in quantized_modules(quantized.model).items() if name in called}
-    # With only one layer quantized no earlier layer needs a correction.
-    layers |= {name: _undo_shift(layers[name], shift) for name, shift in quantized.shifts.items() if name in layers}
-    float_model = _float_copy(model, quantized, layers, images)
-    counts = count_complexity(float_model, spec_of(images))
-    macs, params = sum(row.macs for row in counts.values()), sum(row.params for row in counts.values())
-    swaps = {name: {name: layer} for name, layer in layers.items()}
+    float_model, made = copy.deepcopy(model).eval(), quantized_modules(quantized.model)
     with torch.no_grad():
-        expected, logits = swapped_logits(float_model, swaps, images, progress=progress)
-    shares = latency_shares or {}
+        if quantized.folded:
+            convolutions = [name for name in made if isinstance(float_model.get_submodule(name), nn.Conv2d)]
+            fold_norms_(float_model, convolutions, images[:NUM_CHECKED])
+        called = in_order(float_model, [name for name, _ in float_model.named_modules() if name in made], images[:1])
+        layers = {name: _undo_shift(made[name], quantized.shifts.get(name)) for name in made if name in called}
+        expected, logits = _logits_of_each(float_model, layers, images, progress)
+    counts, shares = count_complexity(float_model, _spec_of(images)), latency_shares or {}
+    macs, params = sum(row.macs for row in counts.values()), sum(row.params for row in counts.values())
     return tuple(
         LayerCost(
             layer=name,
@@ -66,64 +103,37 @@ def measure_layers(
     )
 
 
-def _undo_shift(layer: QuantizedModule, shift: Tensor) -> QuantizedModule:
+def _undo_shift(layer: QuantizedModule, shift: Tensor | None) -> QuantizedModule:
+    """Return the layer without its bias correction: with only one layer quantized no earlier one needs it."""
+    if shift is None:
+        return layer
     unshifted: Any = copy.deepcopy(layer)
     unshifted.bias = unshifted.bias - shift
     return unshifted
 
 
-def _float_copy(
-    model: nn.Module, quantized: Quantized, layers: Mapping[str, QuantizedModule], images: Tensor
-) -> nn.Module:
-    """Return a float copy for swapping single layers: batch norms are folded as in `quantized`."""
-    float_model = copy.deepcopy(model).cpu().eval()
-    convolutions = [name for name in layers if isinstance(float_model.get_submodule(name), nn.Conv2d)]
-    with torch.no_grad():
-        if quantized.folded:
-            fold_norms_(float_model, convolutions, images[:NUM_CHECKED])
-    return float_model
-
-
-def spec_of(images: Tensor) -> InputSpec:
-    """Return the input spec of these images."""
-    _, channels, height, width = images.shape
-    return InputSpec(channels=channels, height=height, width=width, source="calibration images")
-
-
-def swapped_logits(
-    model: nn.Module,
-    swaps: Mapping[str, Mapping[str, nn.Module]],
-    images: Tensor,
-    *,
-    message: str = "layers",
-    progress: Progress = silent,
+def _logits_of_each(
+    model: nn.Module, layers: Mapping[str, nn.Module], images: Tensor, progress: Progress
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the logits of `model`, and by key those with one swap's modules in place.
-
-    The model is in eval mode, gradients are off, and each swapped module is called. One full pass computes all that precedes them. The model is
-    unchanged.
-    """
-    readers = {key: list(modules) for key, modules in swaps.items()}
-    prefixes = find_prefixes(model, readers, images[:1]) if swaps else Prefixes({})
-    expected, logits = list[Tensor](), {key: list[Tensor]() for key in swaps}
+    """Return the logits of `model`, and by name those with one of `layers` in its place; one full pass computes all before them."""
+    prefixes = find_prefixes(model, {name: [name] for name in layers}, images[:1])
+    expected, logits = list[Tensor](), {name: list[Tensor]() for name in layers}
     chunks = images.split(CHUNK)
     for index, chunk in enumerate(chunks):
         replay = Replay(model, prefixes, chunk)
         expected.append(replay.logits)
-        for swap_index, (key, modules) in enumerate(swaps.items()):
-            progress(message, index * len(swaps) + swap_index, len(chunks) * len(swaps))
-            originals = place_(model, modules)
-            logits[key].append(replay.run_from(key))
-            place_(model, originals)
-    return torch.cat(expected), {key: torch.cat(parts) for key, parts in logits.items()}
+        for number, (name, layer) in enumerate(layers.items()):
+            progress("layers", index * len(layers) + number, len(chunks) * len(layers))
+            original = model.get_submodule(name)
+            model.set_submodule(name, layer)
+            logits[name].append(replay.run_from(name))
+            model.set_submodule(name, original)
+    return torch.cat(expected), {name: torch.cat(parts) for name, parts in logits.items()}
 
 
-def place_(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Put modules in their places; return the modules that were there."""
-    originals = {name: model.get_submodule(name) for name in modules}
-    for name, module in modules.items():
-        model.set_submodule(name, module)
-    return originals
+def _spec_of(images: Tensor) -> InputSpec:
+    _, channels, height, width = images.shape
+    return InputSpec(channels=channels, height=height, width=width, source="calibration images")
 
 
 def mark_float_layers(rows: Sequence[LayerCost]) -> tuple[LayerCost, ...]:

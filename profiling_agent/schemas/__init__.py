@@ -35,7 +35,6 @@ from profiling_agent.schemas.plan import Decided as Decided
 from profiling_agent.schemas.plan import DeployedModel as DeployedModel
 from profiling_agent.schemas.plan import Deployment as Deployment
 from profiling_agent.schemas.plan import DryRun as DryRun
-from profiling_agent.schemas.plan import FoldedSite as FoldedSite
 from profiling_agent.schemas.plan import LayerCost as LayerCost
 from profiling_agent.schemas.plan import Plan as Plan
 from profiling_agent.schemas.plan import PrunedModel as PrunedModel

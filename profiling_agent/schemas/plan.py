@@ -272,29 +272,22 @@ class LayerCost(Record):
     )
 
 
-class FoldedSite(Record):
-    """A LayerNorm that SmoothQuant folded into the linear layers that read it; KL with only these quantized."""
-
-    norm: str
-    readers: tuple[str, ...]
-    alpha: float
-    kl_before: float
-    kl_after: float
-
-
 class Tuned(Record):
-    """A float32 model prepared for int8: the same function, smoother activations, and the cost of each layer.
+    """What int8 costs a float32 model, and each of its layers; `layers` is empty if the whole costs next to nothing."""
 
-    `model` is the given one if no site was folded.
-    """
-
-    model: ArtifactRef
-    sites: tuple[FoldedSite, ...] = ()
     layers: tuple[LayerCost, ...] = ()
-    kl: float = Field(description="all layers quantized, folded sites included, nats")
-    kl_unfolded: float
+    kl: float = Field(description="all layers quantized, nats")
     num_images: int
     seconds: float
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_retired(cls, document: Any) -> Any:
+        """Leave out the fields of earlier reports, whose models had LayerNorm scales folded into the next layers."""
+        if not isinstance(document, dict):
+            return document
+        fields = cast("dict[str, Any]", document)
+        return {name: value for name, value in fields.items() if name not in ("model", "sites", "kl_unfolded")}
 
     @property
     def kept(self) -> tuple[str, ...]:

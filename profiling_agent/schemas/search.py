@@ -50,7 +50,7 @@ class DeploymentOption(Record):
     """One deployment that was tried with a model, how far it got, and why no further."""
 
     deployment: Deployment
-    tuned: Tuned | None = Field(default=None, description="what was done to the float32 model first, for int8")
+    tuned: Tuned | None = Field(default=None, description="what int8 costs the float32 model, and each layer")
     deployed: DeployedModel | None = None
     evaluation: Evaluation | None = Field(default=None, description="on as many search images as it took")
     race_result: RaceResult | None = None

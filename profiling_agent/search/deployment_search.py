@@ -81,14 +81,13 @@ def as_search(tried: TriedDeployments, notes: tuple[str, ...]) -> DeploymentSear
 def with_unit_times(evaluator: Evaluator, search: DeploymentSearch, chosen: DeploymentOption) -> DeploymentSearch:
     """Add each unit's share of a pass in the `chosen` deployment, or a note if the runtime doesn't report it."""
     assert chosen.deployed is not None, "what was chosen was made"
-    model = chosen.tuned.model if chosen.tuned else evaluator.baseline
     if not evaluator.budget.has_room_for((NUM_PASSES + 1) * evaluator.batch_s):
         note = (
             f"what the parts of a pass take in {chosen.deployment.name} isn't known: the time budget has no room for it"
         )
         return search.model_copy(update={"notes": (*search.notes, note)})
     try:
-        exported = evaluator.deployer.exported(model, chosen.deployment)
+        exported = evaluator.deployer.exported(evaluator.baseline, chosen.deployment)
         layer_times = evaluator.jobs.run(
             LayerTimesTask(
                 model=chosen.deployed.model,

@@ -51,7 +51,7 @@ REFUSALS = (ArtifactError, JobError, QuantizationError)
 class Deployer:
     """Settings to convert models with; `latency_shares` is each layer's share of the baseline's time, by name.
 
-    With `tunes`, a model is prepared for int8 first, on the CPU only: on CUDA each row has its scale.
+    With `tunes`, layers to leave in float may be chosen for int8, on the CPU only: on CUDA each row has its scale.
     """
 
     jobs: Jobs
@@ -62,31 +62,30 @@ class Deployer:
     tunes: bool = True
 
     def make(self, model: ArtifactRef, deployment: Deployment, *, choose_layers: bool = False) -> DeploymentOption:
-        """Tune a float32 model for int8 if needed, choose layers to leave in float with `choose_layers`, and convert.
+        """Convert a float32 model; for int8 with `choose_layers`, measure its layers first and leave the costliest in float.
 
         A refusal, crash or hang of the conversion is the option's reason.
         """
         tuned = None
         try:
-            if self.tunes and deployment.scheme in INT8 and self.device == "cpu":
-                tuned = self.jobs.run(self._tune_task(model, deployment))
+            if choose_layers and self.tunes and deployment.scheme in INT8 and self.device == "cpu":
+                tuned = self.jobs.run(
+                    TuneTask(
+                        model=model,
+                        scheme="dynamic" if deployment.scheme == "dynamic" else "static",
+                        calibration=self.calibration,
+                        latency_shares=dict(self.latency_shares),
+                        batch_size=self.batch_size,
+                    )
+                )
                 # A plan with recommendations by layer leaves no layers to choose.
-                if choose_layers and len(deployment.recommendations) <= 1:
+                if len(deployment.recommendations) <= 1:
                     deployment = keep_layers_in_float(deployment, tuned.kept)
-            deployed = self.jobs.run(self.deploy_task(tuned.model if tuned else model, deployment))
+            deployed = self.jobs.run(self.deploy_task(model, deployment))
         except REFUSALS as error:
             is_unfit = isinstance(error, QuantizationError)
             return DeploymentOption(deployment=deployment, tuned=tuned, reason=str(error), is_unfit=is_unfit)
         return DeploymentOption(deployment=deployment, tuned=tuned, deployed=deployed, reason="")
-
-    def _tune_task(self, model: ArtifactRef, deployment: Deployment) -> TuneTask:
-        return TuneTask(
-            model=model,
-            scheme="dynamic" if deployment.scheme == "dynamic" else "static",
-            calibration=self.calibration,
-            latency_shares=dict(self.latency_shares),
-            batch_size=self.batch_size,
-        )
 
     def deploy_task(self, model: ArtifactRef, deployment: Deployment) -> DeployTask:
         """Build the job that converts a float32 model; exports ONNX first if the runtime reads it."""

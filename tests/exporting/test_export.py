@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +42,19 @@ for path in sys.argv[1:]:
 """
 GRAPHS = {"onnxruntime": ("numpy", "pillow", "onnxruntime"), "openvino": ("numpy", "pillow", "openvino")}
 HF = ("pillow", "torch", "transformers", "safetensors")
-NAMES = [
-    "onnxruntime float32",
-    "onnxruntime dynamic",
-    "onnxruntime static",
-    "openvino float32",
-    "openvino bfloat16",
-    "openvino static",
-    "openvino static_nncf",
-]
-EXPORTED = [*(("vit", name) for name in NAMES), *(("resnet", name) for name in NAMES if "static" in name)]
+Saved = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def saved(sources: deployments.Sources, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Return a function that gives the folder of a family in a deployment, saved once and only read."""
+
+    def save(name: str, family: str = "vit") -> Path:
+        folder = tmp_path_factory.mktemp("deployed") / "saved"
+        save_deployed(sources(family), deployments.deployment(name), folder, num_threads=1)
+        return folder
+
+    return cache(save)
 
 
 def pictures(folder: Path, count: int = 6) -> list[Path]:
@@ -62,65 +67,67 @@ def pictures(folder: Path, count: int = 6) -> list[Path]:
     return paths
 
 
-def printed(folder: Path, needed: tuple[str, ...], images: list[Path], scratch: Path) -> list[str]:
-    """Return what `run.py` prints of each image where only these packages are installed."""
-    packages = bare_python.packages(scratch / "packages", *needed)
-    return bare_python.run(packages, RUN, folder / "run.py", *images, beside=folder).splitlines()
-
-
-def labels_of(saved: Path, images: list[Path]) -> list[str]:
-    return [each.label for each in load(saved).predict([Image.open(path) for path in images])]
+def assert_prints_as_saved(
+    home: Path, needed: tuple[str, ...], saved: Path, scratch: Path, images: list[Path] | None = None
+):
+    """Assert that `run.py` prints the saved model's label of each image if only these packages are installed."""
+    packages, images = bare_python.packages(scratch / "packages", *needed), images or pictures(scratch)
+    printed = bare_python.run(packages, RUN, home / "run.py", *images, beside=home).splitlines()
+    assert printed == [each.label for each in load(saved).predict([Image.open(path) for path in images])]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "name"), EXPORTED)
-def test_a_graph_runs_by_its_runtime_alone(sources: deployments.Sources, tmp_path: Path, family: str, name: str):
-    saved, home, images = tmp_path / "saved", tmp_path / "home", pictures(tmp_path)
-    form = deployments.deployment(name)
-    save_deployed(sources(family), form, saved, num_threads=1)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        # The photographs below take ONNX Runtime in float32.
+        *(("vit", f"onnxruntime {scheme}") for scheme in ("dynamic", "static")),
+        *(("vit", f"openvino {scheme}") for scheme in ("float32", "bfloat16", "static", "static_nncf")),
+        *(("resnet", name) for name in ("onnxruntime static", "openvino static", "openvino static_nncf")),
+    ],
+)
+def test_a_graph_runs_by_its_runtime_alone(saved: Saved, tmp_path: Path, family: str, name: str):
+    folder, home = saved(name, family), tmp_path / "home"
 
-    line = export(saved, None, home)
+    line = export(folder, None, home)
 
+    recipe = load_recipe(folder)
     assert f"wrote {home}; it gives the saved model's logits" in line
-    library = {"onnxruntime": "onnx", "openvino": "openvino"}[form.runtime]
+    library = {"onnxruntime": "onnx", "openvino": "openvino"}[recipe.deployment.runtime]
     assert f"library_name: {library}\n" in (home / "README.md").read_text()
-    for file in load_recipe(saved).model_files:
-        assert (home / file).read_bytes() == (saved / file).read_bytes()
-    assert printed(home, GRAPHS[form.runtime], images, tmp_path) == labels_of(saved, images)
+    for file in recipe.model_files:
+        assert (home / file).read_bytes() == (folder / file).read_bytes()
+    assert_prints_as_saved(home, GRAPHS[recipe.deployment.runtime], folder, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "format_", "needed"),
     [
-        ("eager float32", "hf", HF),
-        ("eager float16", "hf", HF),
+        ("eager float32", None, HF),
+        ("eager float16", None, HF),
         ("eager float32", "onnx", GRAPHS["onnxruntime"]),
     ],
 )
 def test_a_model_of_torch_runs_without_us(
-    source: Source, tmp_path: Path, name: str, format_: Any, needed: tuple[str, ...]
+    saved: Saved, tmp_path: Path, name: str, format_: Any, needed: tuple[str, ...]
 ):
-    saved, home, images = tmp_path / "saved", tmp_path / "home", pictures(tmp_path)
-    save_deployed(source, deployments.deployment(name), saved, num_threads=1)
+    export(saved(name), format_, tmp_path / "home")
 
-    export(saved, None if format_ == "hf" else format_, home)
-
-    assert printed(home, needed, images, tmp_path) == labels_of(saved, images)
+    assert_prints_as_saved(tmp_path / "home", needed, saved(name), tmp_path)
 
 
-def test_photographs_are_prepared_as_those_that_accuracy_is_measured_on(source: Source, tmp_path: Path):
-    saved, home = tmp_path / "saved", tmp_path / "home"
-    save_deployed(source, deployments.deployment("onnxruntime float32"), saved, num_threads=1)
+def test_photographs_are_prepared_as_those_that_accuracy_is_measured_on(saved: Saved, tmp_path: Path):
+    folder, home = saved("onnxruntime float32"), tmp_path / "home"
     paths = [taken(tmp_path) for taken in PHOTOGRAPHS]
     decoded = [decode_rgb(path.read_bytes()) for path in paths]
     measured = zoo.processor()(images=decoded, return_tensors="np")["pixel_values"]
 
-    export(saved, "onnx", home)
+    export(folder, "onnx", home)
 
     how = json.loads((home / "preprocessing.json").read_text())
     assert np.abs(prepare([Image.open(path) for path in paths], how) - measured).max() < 1e-5
-    assert printed(home, GRAPHS["onnxruntime"], paths, tmp_path) == labels_of(saved, paths)
+    assert_prints_as_saved(home, GRAPHS["onnxruntime"], folder, tmp_path, paths)
 
 
 @pytest.mark.slow
@@ -132,24 +139,28 @@ def test_a_model_whose_layers_were_cut_differently_is_exported_to_onnx_alone(tmp
     cuts = [Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in first]
     small = prune_model(model, cuts, spec=zoo.SPEC).model
     save_model(small, tmp_path / "saved", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts)
-    images = pictures(tmp_path)
 
     with pytest.raises(ArtifactError, match=r"no ViTConfig has fields for the widths .*; use --format onnx"):
         export(tmp_path / "saved", None, tmp_path / "hf")
     export(tmp_path / "saved", "onnx", tmp_path / "home")
 
     assert not (tmp_path / "hf").exists()
-    assert printed(tmp_path / "home", GRAPHS["onnxruntime"], images, tmp_path) == labels_of(tmp_path / "saved", images)
+    assert_prints_as_saved(tmp_path / "home", GRAPHS["onnxruntime"], tmp_path / "saved", tmp_path)
 
 
-def test_the_folder_names_its_files_and_holds_no_path(source: Source, tmp_path: Path):
-    saved, home = tmp_path / "saved", tmp_path / "home"
-    save_deployed(source, deployments.deployment("onnxruntime dynamic"), saved, num_threads=1)
-    recipe = json.loads((saved / "recipe.json").read_text()) | {"base_model": "/home/somebody/my-model"}
-    (saved / "recipe.json").write_text(json.dumps(recipe))
-    (saved / "README.md").unlink()
+@pytest.mark.parametrize("reduced", [False, True])
+def test_the_folder_names_its_files_and_the_instructions_that_it_needs_and_holds_no_path(
+    saved: Saved, tmp_path: Path, reduced: bool
+):
+    folder, home = shutil.copytree(saved("onnxruntime dynamic"), tmp_path / "saved"), tmp_path / "home"
+    recipe = json.loads((folder / "recipe.json").read_text())
+    # As it would have been noted on either kind of processor.
+    layers = [layer | {"reduce_range": reduced} for layer in recipe["quantized"]]
+    changed = recipe | {"base_model": "/home/somebody/my-model", "quantized": layers}
+    (folder / "recipe.json").write_text(json.dumps(changed))
+    (folder / "README.md").unlink()
 
-    export(saved, "onnx", home)
+    line = export(folder, "onnx", home)
 
     files = ["labels.json", "model.onnx", "prepare.py", "preprocessing.json", "run.py"]
     assert sorted(path.name for path in home.iterdir()) == ["README.md", "export.json", *files]
@@ -165,15 +176,15 @@ def test_the_folder_names_its_files_and_holds_no_path(source: Source, tmp_path: 
     }
     card = (home / "README.md").read_text()
     assert "Made from `my-model`" in card
-    assert f"onnxruntime=={load_recipe(saved).libraries['onnxruntime']}" in card
+    assert f"onnxruntime=={recipe['libraries']['onnxruntime']}" in card
     assert (home / "run.py").read_text() in card
-    (full,) = {not layer.reduce_range for layer in load_recipe(saved).quantized}
-    assert ("in 32 bits by `avx512_vnni` or `avx_vnni`" in card) == full
     for path in home.iterdir():
         assert b"/home/somebody" not in path.read_bytes()
+    assert ("in 32 bits by `avx512_vnni` or `avx_vnni`" in card) != reduced
+    assert ("on a processor without avx512_vnni or avx_vnni its int8 sums may saturate" in line) != reduced
 
 
-def test_models_of_eight_bits_name_the_instructions_that_their_runtime_needs(source: Source, tmp_path: Path):
+def test_models_of_eight_bits_name_the_instructions_that_their_runtime_needs():
     def needed(name: Any, *, reduced: bool = False, kind: Any = "static", dtype: Any = "qint8"):
         layer = QuantizedLayer(name="fc", kind=kind, dtype=dtype, reduce_range=reduced)
         return runtime(name).needed_instructions([layer])
@@ -181,51 +192,34 @@ def test_models_of_eight_bits_name_the_instructions_that_their_runtime_needs(sou
     assert needed("onnxruntime") == needed("onnxruntime", kind="dynamic") == ("avx512_vnni", "avx_vnni")
     assert needed("openvino") == ("avx512_vnni", "avx_vnni")
     assert needed("inductor") == ("avx512_vnni",)
-    # Seven bits never saturate, and these layers take them where torch has to.
-    assert (
-        needed("openvino", reduced=True) == needed("eager", kind="dynamic") == needed("inductor", kind="dynamic") == ()
-    )
-    # Uncompiled they compute in float32.
-    assert needed("eager") == ()
-    assert needed("eager", kind="cast", dtype="bfloat16") == runtime("openvino").needed_instructions([]) == ()
-
-    saved = tmp_path / "saved"
-    save_deployed(source, deployments.deployment("onnxruntime dynamic"), saved, num_threads=1)
-    recipe, lines = json.loads((saved / "recipe.json").read_text()), dict[bool, str]()
-    for reduced in (False, True):
-        # As it would have been noted on either kind of processor.
-        layers = [layer | {"reduce_range": reduced} for layer in recipe["quantized"]]
-        (saved / "recipe.json").write_text(json.dumps(recipe | {"quantized": layers}))
-        lines[reduced] = export(saved, "onnx", tmp_path / f"{reduced}")
-
-    warning = "on a processor without avx512_vnni or avx_vnni its int8 sums may saturate"
-    assert warning in lines[False]
-    assert warning not in lines[True]
+    # Seven bits never saturate, and these layers take them where torch has to; uncompiled static ones compute in float32.
+    assert needed("openvino", reduced=True) == needed("eager", kind="dynamic") == needed("inductor", kind="dynamic")
+    assert needed("eager", kind="dynamic") == needed("eager") == needed("eager", kind="cast", dtype="bfloat16") == ()
+    assert runtime("openvino").needed_instructions([]) == ()
 
 
 def test_a_model_for_batches_of_two_is_filled_up(tmp_path: Path):
     source = deployments.source_of("vit", tmp_path / "vit", batch_size=2)
     save_deployed(source, deployments.deployment("onnxruntime float32"), tmp_path / "saved", num_threads=1)
-    image, *_ = pictures(tmp_path)
 
     export(tmp_path / "saved", "onnx", tmp_path / "home")
 
     assert "takes exactly 2 images at a time" in (tmp_path / "home" / "README.md").read_text()
-    (label,) = printed(tmp_path / "home", GRAPHS["onnxruntime"], [image], tmp_path)
-    assert label.startswith("class ")
+    one = pictures(tmp_path, 1)
+    assert_prints_as_saved(tmp_path / "home", GRAPHS["onnxruntime"], tmp_path / "saved", tmp_path, one)
 
 
 @pytest.mark.slow
 def test_a_preparation_that_numbers_can_not_express_is_left_to_transformers(source: Source, tmp_path: Path):
     # It crops before it resizes.
     own = replace(source, processor=PerceiverImageProcessorPil(crop_size=28, size=32))
-    saved, home, images = tmp_path / "saved", tmp_path / "home", pictures(tmp_path)
-    save_deployed(own, deployments.deployment("openvino float32"), saved, num_threads=1)
+    folder, home = tmp_path / "saved", tmp_path / "home"
+    save_deployed(own, deployments.deployment("openvino float32"), folder, num_threads=1)
 
-    export(saved, None, home)
+    export(folder, None, home)
 
     assert not (home / "prepare.py").exists()
-    assert printed(home, ("openvino", *HF), images, tmp_path) == labels_of(saved, images)
+    assert_prints_as_saved(home, ("openvino", *HF), folder, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -239,23 +233,19 @@ def test_a_preparation_that_numbers_can_not_express_is_left_to_transformers(sour
     ],
 )
 def test_a_format_that_can_not_hold_a_model_is_refused_with_what_can(
-    source: Source, tmp_path: Path, name: str, format_: str | None, reason: str
+    saved: Saved, tmp_path: Path, name: str, format_: str | None, reason: str
 ):
-    save_deployed(source, deployments.deployment(name), tmp_path / "saved", num_threads=1)
-
     with pytest.raises(ArtifactError) as caught:
-        export(tmp_path / "saved", format_, tmp_path / "home")
+        export(saved(name), format_, tmp_path / "home")
 
     assert f"is for {name}, " in str(caught.value)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_graph_that_computes_something_else_leaves_nothing_behind(source: Source, tmp_path: Path):
-    first, other = tmp_path / "first", tmp_path / "other"
-    save_deployed(source, deployments.deployment("onnxruntime float32"), first, num_threads=1)
-    save_deployed(source, deployments.deployment("onnxruntime static"), other, num_threads=1)
+def test_a_graph_that_computes_something_else_leaves_nothing_behind(saved: Saved, tmp_path: Path):
+    first, other = shutil.copytree(saved("onnxruntime float32"), tmp_path / "first"), saved("onnxruntime dynamic")
     recipe = json.loads((first / "recipe.json").read_text())
     shutil.copy(other / "model.onnx", first / "model.onnx")
     recipe["files"]["model.onnx"] = json.loads((other / "recipe.json").read_text())["files"]["model.onnx"]
@@ -264,7 +254,7 @@ def test_a_graph_that_computes_something_else_leaves_nothing_behind(source: Sour
     with pytest.raises(ArtifactError, match="logits are"):
         export(first, None, tmp_path / "home")
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "other"]
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
 # Each with the edge that its model takes, and what it does to an image, read from its documentation.
@@ -302,11 +292,13 @@ def test_a_processor_is_read_as_it_prepares(name: str):
     assert np.abs(prepare([image], found) - expected).max() < 1e-5
 
 
-def test_what_is_no_resize_crop_and_scale_has_no_numbers():
-    assert preprocessing_of(hf.PerceiverImageProcessorPil(), square(224)) is None
-
-
-def test_a_model_of_grey_images_has_no_numbers():
-    grey = InputSpec(channels=1, height=28, width=28, source="test")
-
-    assert preprocessing_of(hf.ViTImageProcessorPil(), grey) is None
+@pytest.mark.parametrize(
+    ("processor", "spec"),
+    [
+        # It crops before it resizes; images of one channel.
+        (hf.PerceiverImageProcessorPil(), square(224)),
+        (hf.ViTImageProcessorPil(), InputSpec(channels=1, height=28, width=28, source="test")),
+    ],
+)
+def test_what_is_no_resize_crop_and_scale_of_colors_has_no_numbers(processor: Any, spec: InputSpec):
+    assert preprocessing_of(processor, spec) is None

@@ -4,10 +4,11 @@ import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sample_records
-from rich.console import Console
+from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from profiling_agent import pick
@@ -15,62 +16,60 @@ from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import candidates_table, picked_table
 from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.exporting.pick import RunCandidate, candidates, candidates_of, find_candidate
-from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.results import read_report
 from profiling_agent.runtimes.load import load
-from profiling_agent.schemas import RaceResult, Term, Variant
-
-GOAL = sample_records.GOAL.model_copy(update={"max_accuracy_drop": 0.05, "max_size_ratio": 0.6})
+from profiling_agent.schemas import Term, Variant
 
 
-def measured(
-    number: int, name: str, *, correct: int, size_bytes: int, speedup: float | None, peak: int = 0
-) -> RunCandidate:
-    """Return a candidate of a baseline that answers 900 of 1000 images right and has 4000 bytes."""
+def measured(number: int, name: str) -> RunCandidate:
     variant = Variant.BASELINE if number == 0 else Variant.BOTH
-    raced: RaceResult | None = None
-    if speedup is not None:
-        raced = sample_records.race_result(name, speedup, speedup, speedup, variant)
-        raced = raced.model_copy(update={"peak_bytes": (peak,) if peak else ()})
-    against = None if number == 0 else 900
-    evaluation = sample_records.evaluation(name, variant, correct=correct, against=against, size_bytes=size_bytes)
+    evaluation = sample_records.evaluation(name, variant)
     return RunCandidate(
-        number=number, evaluation=evaluation, race_result=raced, terms=(), is_judged=False, is_on_front=False
+        number=number, evaluation=evaluation, race_result=None, terms=(), is_judged=False, is_on_front=False
     )
 
 
-FOUND = (
-    measured(0, "m0", correct=900, size_bytes=4000, speedup=1.0, peak=100),
-    measured(1, "fast", correct=880, size_bytes=2000, speedup=3.0, peak=90),
-    measured(2, "small", correct=885, size_bytes=1000, speedup=2.0, peak=80),
-    measured(3, "wrong", correct=700, size_bytes=500, speedup=4.0, peak=70),
-    measured(4, "exact", correct=899, size_bytes=2300, speedup=1.5, peak=60),
-    # Exact too, but larger than 60% of the bytes.
-    measured(5, "large", correct=900, size_bytes=3000, speedup=1.5, peak=50),
-    measured(6, "untimed", correct=890, size_bytes=900, speedup=None),
+FOUND = tuple(measured(number, name) for number, name in enumerate(("m0", "fast", "small")))
+
+
+def drawn(table: RenderableType) -> str:
+    console = Console(width=500, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+@pytest.mark.parametrize(
+    ("refused", "says"),
+    [
+        ({"notes": ("it failed on the held-out images, and was refused",)}, "doesn't hold (held-out images)"),
+        (
+            {
+                "terms": (
+                    Term(name="accuracy", required=0.01, measured=0.0, holds=True),
+                    Term(name="speed", required=1.0, measured=0.5, holds=False),
+                    Term(name="size", required=0.5, measured=0.9, holds=False),
+                )
+            },
+            "doesn't hold (speed, size)",
+        ),
+    ],
 )
+def test_a_contract_that_does_not_hold_is_listed_with_what_refused_it(refused: dict[str, Any], says: str):
+    assert says in drawn(candidates_table((FOUND[0], FOUND[1].model_copy(update=refused))))
 
 
-def test_a_candidate_that_held_out_images_refused_is_listed_as_such():
-    refused = FOUND[1].model_copy(update={"notes": ("it failed on the held-out images, and was refused",)})
-    console = Console(file=io.StringIO(), width=500)
-
-    console.print(candidates_table((FOUND[0], refused)))
-
-    assert isinstance(console.file, io.StringIO)
-    assert "doesn't hold (held-out images)" in console.file.getvalue()
+def test_a_returned_baseline_is_not_said_to_be_judged():
+    assert "held-out" not in drawn(picked_table(FOUND[0].model_copy(update={"is_judged": True})))
 
 
 def test_a_candidate_is_named_by_number_or_by_what_only_one_is():
-    assert find_candidate("3", FOUND).number == 3
+    assert find_candidate("2", FOUND).number == 2
     assert find_candidate("baseline (eager float32)", FOUND).number == 0
-    with pytest.raises(RequestError, match=r"'7' names none of the run's candidates: choose a number of 0 baseline"):
-        find_candidate("7", FOUND)
+    with pytest.raises(RequestError, match=r"'3' names none of the run's candidates: choose a number of 0 baseline"):
+        find_candidate("3", FOUND)
     with pytest.raises(RequestError, match="'eager float32' names several"):
         find_candidate("eager float32", FOUND)
-
-
-def report_of(run: Path) -> RunReport:
-    return RunReport.model_validate_json((run / "report.json").read_text())
 
 
 def call(*arguments: object):
@@ -78,21 +77,24 @@ def call(*arguments: object):
 
 
 def test_every_candidate_of_a_run_can_be_taken_and_loads(finished: Path, tmp_path: Path):
-    report, before = report_of(finished), (finished / "best").resolve()
+    report, before = read_report(finished), (finished / "best").resolve()
 
-    for one in candidates(finished):
-        taken = pick(finished, tmp_path / str(one.number), candidate=one.number)
-
-        assert taken == one
-        recipe = load(tmp_path / str(one.number)).recipe
-        assert recipe.deployment.runtime == report.variants[one.number].evaluation.deployment.runtime
-        written = b"".join(path.read_bytes() for path in (tmp_path / str(one.number)).iterdir())
+    found = candidates(finished)
+    for one in found:
+        folder = tmp_path / str(one.number)
+        assert pick(finished, folder, candidate=one.number) == one
+        assert load(folder).recipe.deployment.runtime == one.evaluation.deployment.runtime
+        written = b"".join(path.read_bytes() for path in folder.iterdir())
         assert str(Path(report.request.model).parent).encode() not in written
     assert (finished / "best").resolve() == before
+    # What the run returned keeps its verdict and its card.
+    (best,) = [one for one in found if one.is_judged]
+    assert best.terms == report.verdict.terms
+    assert (tmp_path / str(best.number) / "README.md").read_text() == (finished / "best" / "README.md").read_text()
 
 
 def test_a_refusal_is_told_of_the_attempt_that_it_names(finished: Path):
-    report = report_of(finished)
+    report = read_report(finished)
     made_by = {each.deployed.model: each.number for each in report.attempts if each.deployed}
     row, number = next(
         (row, made_by[row.evaluation.model]) for row in report.variants if row.evaluation.model in made_by
@@ -110,16 +112,6 @@ def test_a_refusal_is_told_of_the_attempt_that_it_names(finished: Path):
     )
 
 
-def test_what_the_run_returned_keeps_its_verdict_and_its_card(finished: Path, tmp_path: Path):
-    report = report_of(finished)
-    (best,) = [one for one in candidates(finished) if one.is_judged]
-
-    pick(finished, tmp_path / "best", candidate=best.number)
-
-    assert best.terms == report.verdict.terms
-    assert (tmp_path / "best" / "README.md").read_text() == (finished / "best" / "README.md").read_text()
-
-
 def test_what_was_never_judged_says_so_in_its_card_and_on_the_terminal(finished: Path, tmp_path: Path):
     other = next(one for one in candidates(finished) if not one.is_judged and one.number)
 
@@ -135,45 +127,18 @@ def test_what_was_never_judged_says_so_in_its_card_and_on_the_terminal(finished:
 
 
 def test_the_list_has_all_that_was_measured_and_a_front(finished: Path):
-    found = candidates_of(report_of(finished))
+    found = candidates_of(read_report(finished))
 
     listed = json.loads(call("pick", finished, "--json").stdout)
     shown = " ".join(call("pick", finished).stdout.split())
-    wide = Console(width=500, file=io.StringIO())
-    with wide.capture() as drawn:
-        wide.print(candidates_table(found))
+    table = drawn(candidates_table(found))
 
     assert [one["number"] for one in listed] == list(range(len(found)))
-    assert any(one.is_on_front for one in found)
     # However wide the terminal is that another test has left.
     assert "what the run measured, on search images" in shown
-    assert all(one.name in drawn.get() for one in found)
-    smallest = min(found, key=lambda one: one.evaluation.footprint.size_bytes)
-    assert smallest.is_on_front or any(
-        one.evaluation.footprint.size_bytes == smallest.evaluation.footprint.size_bytes and one.is_on_front
-        for one in found
-    )
-
-
-def test_a_contract_that_does_not_hold_names_the_terms_that_are_missed():
-    terms = (
-        Term(name="accuracy", required=0.01, measured=0.0, holds=True),
-        Term(name="speed", required=1.0, measured=0.5, holds=False),
-        Term(name="size", required=0.5, measured=0.9, holds=False),
-    )
-    wide = Console(width=500, file=io.StringIO())
-    with wide.capture() as drawn:
-        wide.print(candidates_table((FOUND[0], FOUND[1].model_copy(update={"terms": terms}))))
-
-    assert "doesn't hold (speed, size)" in drawn.get()
-
-
-def test_a_returned_baseline_is_not_said_to_be_judged():
-    wide = Console(width=500, file=io.StringIO())
-    with wide.capture() as drawn:
-        wide.print(picked_table(FOUND[0].model_copy(update={"is_judged": True})))
-
-    assert "held-out" not in drawn.get()
+    assert all(one.name in table for one in found)
+    least = min(one.evaluation.footprint.size_bytes for one in found)
+    assert any(one.is_on_front for one in found if one.evaluation.footprint.size_bytes == least)
 
 
 def test_a_bad_pick_is_one_line_and_writes_nothing(finished: Path, tmp_path: Path):
@@ -201,7 +166,7 @@ def test_a_bad_pick_is_one_line_and_writes_nothing(finished: Path, tmp_path: Pat
 
 def test_a_candidate_that_is_damaged_or_gone_is_named(finished: Path, tmp_path: Path):
     run = Path(shutil.copytree(finished, tmp_path / "run", symlinks=True))
-    first, second = (run / row.evaluation.model.path for row in report_of(finished).variants[:2])
+    first, second = (run / row.evaluation.model.path for row in read_report(finished).variants[:2])
     (first / "preprocessor_config.json").write_text("{}")
     shutil.rmtree(second)
 

@@ -10,6 +10,7 @@ import torch
 import zoo
 from activated_norms import ActivatedNorm
 from pruning.families import FAMILIES, TYPICAL_FIRST, processor_of, spec_of
+from quantization.asked import asked
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
@@ -18,36 +19,29 @@ from profiling_agent.modules import norms
 from profiling_agent.modules.inference import logits_of, relative_distance
 from profiling_agent.quantization.kinds import CLASSES, quantized_modules
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.schemas import Deployment, QuantizationRecommendation
+from profiling_agent.schemas import Deployment
 
-SCHEMES: dict[str, tuple[Any, Any]] = {
-    "dynamic": ("dynamic", "qint8"),
-    "float16": ("dynamic", "float16"),
-    "static": ("static", "qint8"),
-    "bfloat16": ("cast", "bfloat16"),
-}
+SCHEMES: dict[str, str] = {"dynamic": "qint8", "static": "qint8", "cast": "bfloat16"}
 SIZES = {"mobilevit": 64, "mobilevitv2": 64, "levit": 64, "levit_teacher": 64}
 
 
-@pytest.mark.parametrize("scheme", list(SCHEMES))
 @pytest.mark.parametrize("family", TYPICAL_FIRST)
-def test_a_family_runs_in_a_scheme(family: str, scheme: str):
-    model, (kind, dtype) = FAMILIES[family](), SCHEMES[scheme]
-    size = SIZES.get(family, 32)
+def test_a_family_runs_in_every_scheme(family: str):
+    model, size = FAMILIES[family](), SIZES.get(family, 32)
     images = torch.randn(8, 3, size, size, generator=torch.Generator().manual_seed(1))
-    asked = QuantizationRecommendation(layer="all", quantization_type=kind, dtype=dtype)
+    has_linear = any(type(module) is nn.Linear for module in model.modules())
+    expected = logits_of(model, images)
 
-    if kind == "dynamic" and not any(type(module) is nn.Linear for module in model.modules()):
-        with pytest.raises(QuantizationError, match=r"^the model has no nn\.Linear, .*nn\.Conv2d as well$"):
-            quantize_model(model, [asked])
-        return
-    quantized = quantize_model(model, [asked], calibration=lambda: list(images.split(4)))
-
-    expected, found = logits_of(model, images), logits_of(quantized.model, images)
-    assert quantized.layers == tuple(quantized_modules(quantized.model))
-    assert any(type(module) is nn.Linear for module in model.modules()) <= bool(quantized.layers)
-    # Random weights feed rounding through to the logits more than trained ones do.
-    assert relative_distance(found, expected) < 0.5
+    for kind, dtype in (*SCHEMES.items(), ("dynamic", "float16")):
+        if kind == "dynamic" and not has_linear:
+            with pytest.raises(QuantizationError, match=r"^the model has no nn\.Linear, .*nn\.Conv2d as well$"):
+                quantize_model(model, asked("all", kind, dtype))
+            continue
+        quantized = quantize_model(model, asked("all", kind, dtype), calibration=lambda: list(images.split(4)))
+        assert quantized.layers == tuple(quantized_modules(quantized.model))
+        assert has_linear <= bool(quantized.layers)
+        # Random weights feed rounding through to the logits more than trained ones do.
+        assert relative_distance(logits_of(quantized.model, images), expected) < 0.5, (kind, dtype)
 
 
 class OneLayer(nn.Module):
@@ -81,10 +75,9 @@ def test_what_takes_a_layers_place_answers_its_attributes(kind: Any, replaced: t
     if not bias:
         layer.register_parameter("bias", None)
     images = torch.randn(4, 8, 8, 8)
-    dtype: Any = {"dynamic": "qint8", "static": "qint8", "cast": "bfloat16"}[kind]
-    asked = QuantizationRecommendation(layer="all", quantization_type=kind, dtype=dtype)
+    recommended = asked("all", kind, SCHEMES[kind])
 
-    quantized = quantize_model(OneLayer(layer), [asked], calibration=lambda: [images, images]).model
+    quantized = quantize_model(OneLayer(layer), recommended, calibration=lambda: [images, images]).model
     ours = zoo.inside(quantized).layer
 
     assert {name: getattr(ours, name) for name in plain(layer)} == {name: getattr(layer, name) for name in plain(layer)}
@@ -99,10 +92,9 @@ def test_what_takes_a_layers_place_answers_its_attributes(kind: Any, replaced: t
 def test_a_border_that_has_a_name_is_one_in_numbers(kind: Any, padding: Any, kernel: Any):
     layer = nn.Conv2d(8, 6, kernel, padding=padding, dilation=(1, 2))
     images = torch.randn(8, 8, 9, 9, generator=torch.Generator().manual_seed(1))
-    dtype: Any = {"static": "qint8", "cast": "bfloat16"}[kind]
-    asked = QuantizationRecommendation(layer="all", quantization_type=kind, dtype=dtype)
+    recommended = asked("all", kind, SCHEMES[kind])
 
-    ours = zoo.inside(quantize_model(OneLayer(layer), [asked], calibration=lambda: [images]).model).layer
+    ours = zoo.inside(quantize_model(OneLayer(layer), recommended, calibration=lambda: [images]).model).layer
 
     with torch.inference_mode():
         expected, found = layer(images), ours(images)

@@ -51,9 +51,9 @@ class Script(Jobs):
     def shards_of(self, runtime: str) -> set[int]:
         return {task.shard for task in self.of(tasks.EvaluateTask) if runtime in task.model.path}
 
-    def TuneTask(self, task):  # noqa: N802
+    def TuneTask(self, _task):  # noqa: N802
         rows = [LayerCost(layer=name, kl=1.0, macs_share=0.01, latency_share=0.01, kept=True) for name in self.kept]
-        return Tuned(model=task.model, layers=tuple(rows), kl=0.1, kl_unfolded=0.2, num_images=32, seconds=1.0)
+        return Tuned(layers=tuple(rows), kl=0.1, num_images=32, seconds=1.0)
 
     def DeployTask(self, task):  # noqa: N802
         does = self.deployments[task.deployment.name]

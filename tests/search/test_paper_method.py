@@ -34,8 +34,8 @@ class Script(Jobs):
         )
         return Headline(latency=latency, peak_memory_bytes=1, forward_passes=1)
 
-    def TuneTask(self, task: Any) -> Tuned:  # noqa: N802
-        return Tuned(model=sample_records.ref("tuned"), kl=0.1, kl_unfolded=0.2, num_images=32, seconds=1.0)
+    def TuneTask(self, _task: Any) -> Tuned:  # noqa: N802
+        return Tuned(kl=0.1, num_images=32, seconds=1.0)
 
     def DeployTask(self, task: Any) -> DeployedModel:  # noqa: N802
         return deployed(task, "int8")
@@ -73,8 +73,8 @@ def test_without_calibration_the_weights_alone_decide_and_nothing_makes_up_for_t
     assert [cut.keep for cut in task.cuts] == [384, 384]
 
 
-@pytest.mark.parametrize(("tunes", "source"), [(True, "tuned"), (False, "m0")])
-def test_without_calibration_a_model_is_quantized_as_it_is(tmp_path: Path, tunes: bool, source: str):
+@pytest.mark.parametrize("tunes", [True, False])
+def test_without_calibration_no_layer_is_measured_for_int8(tmp_path: Path, tunes: bool):
     script = Script(tmp_path)
     asked = evaluator(script, calibrate=tunes)
     assert asked.deployer.tunes is tunes
@@ -83,7 +83,7 @@ def test_without_calibration_a_model_is_quantized_as_it_is(tmp_path: Path, tunes
     option = deployer.make(sample_records.ref("m0"), Deployment(scheme="dynamic"), choose_layers=True)
 
     assert option.deployed is not None
-    assert [task.model.sha256 for task in script.of(tasks.DeployTask)] == [source]
+    assert len(script.of(tasks.TuneTask)) == tunes
 
 
 def test_of_attempts_that_are_as_accurate_and_as_large_the_faster_is_the_papers_best(tmp_path: Path):

@@ -69,7 +69,7 @@ from profiling_agent.profiling.profile import profile_model
 from profiling_agent.pruning import recovery
 from profiling_agent.pruning.compensation import Calibration, compensate
 from profiling_agent.pruning.prune import NUM_GATE_IMAGES, prune_model
-from profiling_agent.quantization import tune as tuning
+from profiling_agent.quantization import sensitivity
 from profiling_agent.runtimes.artifact import PROCESSOR, check_golden, model_bytes, processor_text
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import Batch, ModelSession, Source, open_session
@@ -409,23 +409,15 @@ MAX_CALIBRATION = 128
 
 
 def tune(task: TuneTask, job: JobContext) -> Tuned:
-    """Even out activations, find what each layer costs; save the model if it was changed."""
+    """Measure what int8 costs the model, and each of its layers."""
     started = time.perf_counter()
-    path = job.path(task.model)
-    batches = iter_batches(job.images("calibration"), batch_size=task.batch_size, limit=tuning.MAX_IMAGES)
-    model = load_module(path)
-    images = (pixel_values for pixel_values, _ in batches)
+    model = load_module(job.path(task.model))
+    images = (pixel_values for pixel_values, _ in iter_batches(job.images("calibration"), batch_size=task.batch_size))
     with quick_products():
-        tuned = tuning.tune(model, images, task.scheme, task.latency_shares, progress=job.progress)
-    return Tuned(
-        model=task.model if tuned.model is model else save_and_reload(tuned.model, task.model, job),
-        sites=tuned.sites,
-        layers=tuned.rows,
-        kl=tuned.kl,
-        kl_unfolded=tuned.kl_unfolded,
-        num_images=tuned.num_images,
-        seconds=time.perf_counter() - started,
-    )
+        kl, layers, num_images = sensitivity.measure_costs(
+            model, images, task.scheme, task.latency_shares, progress=job.progress
+        )
+    return Tuned(layers=layers, kl=kl, num_images=num_images, seconds=time.perf_counter() - started)
 
 
 def export(task: ExportTask, job: JobContext) -> Exported:

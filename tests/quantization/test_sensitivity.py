@@ -1,0 +1,255 @@
+"""Sensitivity to int8, layers that stay in float, and the correction of biases."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from pruning.families import FAMILIES
+from quantization.asked import IMAGES, asked
+from torch import nn
+from zoo import inside
+
+from profiling_agent.errors import QuantizationError
+from profiling_agent.modules.inference import logits_of, mean_kl
+from profiling_agent.quantization import calibrate
+from profiling_agent.quantization.calibrate import correct_biases_, fold_norms_, output_means
+from profiling_agent.quantization.layers import StaticLayer
+from profiling_agent.quantization.quantize import Quantized, quantize_model
+from profiling_agent.quantization.sensitivity import mark_float_layers, measure_costs, measure_layers
+from profiling_agent.schemas import LayerCost
+
+
+def test_single_layers_are_measured_only_if_all_of_them_cost_something():
+    model = zoo.resnet()
+
+    kl, rows, num_images = measure_costs(model, IMAGES.split(5), "static")
+    assert (rows, num_images) == ((), 16)
+    assert 0 <= kl < 1e-3
+
+    with torch.no_grad():
+        # Made to tell the images apart, and so to feel an error.
+        logits = logits_of(model, IMAGES)
+        scale = 5 / (logits - logits.mean(0)).std()
+        last = model.classifier[1]
+        last.weight.mul_(scale)
+        last.bias.sub_(logits.mean(0)).mul_(scale)
+
+    kl, rows, num_images = measure_costs(model, IMAGES.split(5), "static")
+    assert (len(rows), num_images) == (16, 16)
+    assert kl > 5e-3
+
+
+def test_the_layer_that_was_made_fragile_costs_most_and_is_kept():
+    model = zoo.vit()
+    fragile = model.vit.layers[1].attention.o_proj
+    with torch.no_grad():
+        # One weight in each row is huge where its input is always zero: the others fall between two steps.
+        model.vit.layers[1].attention.v_proj.weight[0] = 0
+        model.vit.layers[1].attention.v_proj.bias[0] = 0
+        fragile.weight.mul_(4)
+        fragile.weight[:, 0] = 300.0
+        model.classifier.weight.mul_(10)
+
+    _, rows, _ = measure_costs(model, [IMAGES], "dynamic", {"vit.layers.1.attention.o_proj": 0.02})
+
+    worst = max(rows, key=lambda row: row.kl)
+    assert worst.layer == "vit.layers.1.attention.o_proj"
+    assert (worst.latency_share, worst.kept) == (0.02, True)
+    assert worst.kl > 0.5 * sum(row.kl for row in rows)
+
+
+def test_images_are_needed():
+    with pytest.raises(QuantizationError, match="none were given"):
+        measure_costs(zoo.vit(), [], "dynamic")
+
+
+def only(layer: str, kind: str) -> Any:
+    return asked(f"^{layer.replace('.', '[.]')}$", kind)
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["swin", "resnet"])
+def test_a_layer_alone_costs_what_the_model_with_it_alone_says(family: str, scheme: str):
+    model = zoo.FAMILIES[family]()
+    # Activations of a dynamic layer depend on their batch: one that is run at once.
+    images = IMAGES[:8]
+    expected = logits_of(model, images)
+    quantized = quantize_model(model, asked("all", scheme), calibration=lambda: [images])
+
+    rows = measure_layers(model, quantized, images)
+
+    assert torch.equal(logits_of(model, images), expected)
+    assert [row.layer for row in rows] == list(quantized.layers)
+    if scheme == "static":
+        # Attention's products aren't in these layers.
+        assert 0.8 < sum(row.macs_share for row in rows) < 1.0 + 1e-9
+    for row in (rows[0], rows[-1]):
+        alone = quantize_model(model, only(row.layer, scheme), calibration=lambda: [images]).model
+        assert row.kl == pytest.approx(mean_kl(expected, logits_of(alone, images)), rel=0.05, abs=1e-9)
+
+
+def costing(layer: str, kl: float, share: float, latency: float | None = None, params: float = 0.0) -> LayerCost:
+    return LayerCost(layer=layer, kl=kl, macs_share=share, latency_share=latency, params_share=params)
+
+
+# Of the real MobileNet: an early depthwise convolution, and all but a late pointwise one.
+MOBILENET = (costing("early", 0.01, 0.005, params=0.001), costing("rest", 0.084, 0.95, params=0.78))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept"),
+    [
+        pytest.param(
+            [costing("a", 0.5, 0.04), costing("b", 0.1, 0.06), costing("c", 0.05, 0.9)],
+            ["a"],
+            id="what costs most for least time",
+        ),
+        pytest.param([costing("a", 9e-4, 0.01), costing("b", 0.0, 0.99)], [], id="nothing if it doesn't matter"),
+        pytest.param(
+            [*(costing(name, 0.3, 0.02) for name in "abc"), costing("d", 0.1, 0.94)],
+            ["a", "b"],
+            id="no more than five percent of the time",
+        ),
+        pytest.param(
+            [costing("a", 0.5, 0.5, latency=0.01), costing("b", 0.5, 0.01, latency=0.5)],
+            ["a"],
+            id="by measured time rather than MACs",
+        ),
+        pytest.param(
+            [costing("late", 0.006, 0.044, latency=0.013, params=0.22), *MOBILENET],
+            ["early"],
+            id="not a fast layer that holds much of the model",
+        ),
+        pytest.param([costing("late", 0.006, 0.044, latency=0.013), *MOBILENET], ["late", "early"], id="a fast layer"),
+        pytest.param([costing("a", 0.001, 0.0), costing("b", 1.0, 0.9)], [], id="not a fast layer that costs little"),
+    ],
+)
+def test_layers_stay_in_float(rows: list[LayerCost], kept: list[str]):
+    assert [row.layer for row in mark_float_layers(rows) if row.kept] == kept
+
+
+class Chain(nn.Module):
+    """Two convolutions of one pixel; int8 rounds a weight of the first to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 1, 1)
+        self.first.weight = nn.Parameter(torch.tensor([127.0, 0.4]).view(1, 2, 1, 1))
+        self.first.bias = nn.Parameter(torch.tensor([1.0]))
+        self.second = nn.Conv2d(1, 1, 1)
+        self.second.weight = nn.Parameter(torch.tensor([2.0]).view(1, 1, 1, 1))
+        self.second.bias = nn.Parameter(torch.tensor([0.0]))
+
+    def forward(self, pixel_values: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.second(self.first(pixel_values)).flatten(1))
+
+
+def images(*second: float) -> torch.Tensor:
+    """Return images (n, 2, 1, 1) of nothing in the first channel."""
+    return torch.tensor([[0.0, value] for value in second]).view(-1, 2, 1, 1)
+
+
+@pytest.mark.parametrize("batches", [[images(1.0, 2.0, 0.0)], [images(1.0, 2.0), images(0.0)]])
+def test_a_chain_by_hand(batches: list[torch.Tensor]):
+    """Means of batches weigh as much as their images."""
+    model = Chain().eval()
+    quantized: Any = copy.deepcopy(model)
+    quantized.first = StaticLayer.from_float(model.first, 0.0, 2.55, reduce_range=False)
+    # Steps of 0.1: what the first gives out once it is corrected, 1.4, is one of them.
+    quantized.second = StaticLayer.from_float(model.second, 0.0, 25.5, reduce_range=False)
+    expected = output_means(model, ["first", "second"], lambda: iter(batches))
+
+    shifts = correct_biases_(quantized, expected, lambda: iter(batches))
+
+    for name, shift in shifts.items():
+        after, before = (inside(each).get_submodule(name).bias for each in (quantized, model))
+        assert torch.allclose(after, before + shift)
+    # 0.4 is less than half of a step of 1.0: of 1.0, 2.0 and 0.0, 0.4 times the mean is lost.
+    assert shifts["first"].tolist() == pytest.approx([0.4], abs=1e-5)
+    if len(batches) == 1:
+        # The second is given 1.4 in place of 1.4, 1.8 and 1.0, and doubles their mean as it is.
+        assert shifts["second"].tolist() == pytest.approx([0.0], abs=1e-5)
+
+
+def test_no_more_images_are_run_than_tell_something():
+    def begin() -> Iterator[torch.Tensor]:
+        yield images(*[1.0] * (calibrate.MAX_IMAGES - 1))
+        # Of these the first.
+        yield images(1.0, *[2.0] * 7)
+        raise AssertionError("another batch was asked for")
+
+    (mean, last) = output_means(Chain().eval(), ["first"], begin)["first"]
+    assert (mean.tolist(), last.tolist()) == (pytest.approx([1.4]), pytest.approx([1.4]))
+
+
+def test_what_has_no_bias_what_no_image_reaches_and_linear_layers_stay_as_they_are():
+    layers = nn.ModuleDict(
+        {
+            "plain": StaticLayer.from_float(nn.Conv2d(2, 1, 1, bias=False), 0.0, 1.0),
+            "unreached": StaticLayer.from_float(nn.Conv2d(2, 1, 1), 0.0, 1.0),
+            "linear": StaticLayer.from_float(nn.Linear(2, 1), 0.0, 1.0),
+        }
+    )
+    before = {name: copy.deepcopy(inside(layer).bias) for name, layer in layers.items()}
+    mean = torch.ones(1)
+
+    shifts = correct_biases_(layers, {"plain": [mean], "unreached": [], "linear": [mean]}, lambda: pytest.fail("run"))
+
+    assert shifts == {}
+    for name, layer in layers.items():
+        bias = inside(layer).bias
+        assert bias is before[name] or torch.equal(bias, before[name])
+
+
+SEEN = torch.randn(16, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def mobilenet() -> tuple[nn.Module, Quantized]:
+    """Return a tiny MobileNet, and one in static int8."""
+    model = FAMILIES["mobilenet_v1"]()
+    return model, quantize_model(model, asked(), calibration=lambda: iter([SEEN]))
+
+
+def test_each_channel_of_a_real_network_has_the_mean_that_it_had(mobilenet: tuple[nn.Module, Quantized]):
+    model, quantized = mobilenet
+    convolutions = [name for name in quantized.layers if inside(quantized.model.get_submodule(name)).geometry]
+    assert set(quantized.shifts) == set(convolutions)
+    plain = copy.deepcopy(model)
+    with torch.no_grad():
+        assert fold_norms_(plain, convolutions, SEEN[:4]) == quantized.folded
+    rounded = copy.deepcopy(quantized.model)
+    for name, shift in quantized.shifts.items():
+        inside(rounded.get_submodule(name)).bias -= shift
+
+    expected, after, before = (
+        output_means(each, convolutions, lambda: iter([SEEN])) for each in (plain, quantized.model, rounded)
+    )
+
+    for name in convolutions[:6]:
+        assert torch.allclose(after[name][0], expected[name][0], rtol=1e-3, atol=1e-4), name
+    off, moved = (
+        sum(float((means[name][0] - expected[name][0]).abs().sum()) for name in convolutions)
+        for means in (after, before)
+    )
+    # A shift is added to outputs first and then to the bias: a last bit, which may be a step of the layers behind it.
+    assert off < 0.15 * moved
+    assert float(sum(shift.abs().sum() for shift in quantized.shifts.values())) > 0
+
+
+def test_a_layer_that_is_quantized_alone_makes_up_for_nothing_before_it(mobilenet: tuple[nn.Module, Quantized]):
+    model, quantized = mobilenet
+    last = list(quantized.shifts)[-1]
+
+    def kl_of_last(measured: Quantized) -> float:
+        return {row.layer: row.kl for row in measure_layers(model, measured, SEEN)}[last]
+
+    alone = kl_of_last(quantize_model(model, only(last, "static"), calibration=lambda: iter([SEEN])))
+    # Which values of its inputs are drawn differs, and so does the range a little.
+    assert kl_of_last(quantized) == pytest.approx(alone, rel=0.1)
+    assert kl_of_last(replace(quantized, shifts={})) != pytest.approx(alone, rel=0.5)
