@@ -1,6 +1,5 @@
 """Compensation: second moments, ridge solutions and least squares make up for what was cut, on images held back."""
 
-import copy
 import math
 
 import pytest
@@ -9,6 +8,7 @@ import zoo
 from pruning import families
 from torch import nn
 from torch.nn import functional as F
+from zoo import cuts_of, logits, units_of
 
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.hooks import watching
@@ -32,12 +32,8 @@ from profiling_agent.pruning.compensation import (
     second_moment,
 )
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.widths import snap
-from profiling_agent.runtimes.torch_artifact import load_module, save_model
 from profiling_agent.schemas import Cut, UnitKind
 
-FAMILIES = {**zoo.FAMILIES, "resnet_basic": lambda: zoo.resnet("basic")}
 IMAGES = random_batch(zoo.SPEC, 160, seed=7)
 
 
@@ -49,53 +45,32 @@ def calibration_of(images, size=32):
     return Calibration(batches=batches_of(images, size), device=torch.device("cpu"), dtype=torch.float32)
 
 
-def cuts_of(model, ratio=0.4, kinds=tuple(UnitKind)):
-    units = find_units(model, zoo.SPEC, {}).units
-    return [Cut(unit=unit, keep=snap(unit, ratio), requested_ratio=ratio) for unit in units if unit.kind in kinds]
-
-
 def pruned_and_compensated(model, images=IMAGES, **cutting):
     cuts = cuts_of(model, **cutting)
     pruned = prune_model(model, cuts, spec=zoo.SPEC)
     return pruned.model, compensate(model, pruned.model, cuts, pruned.keep, batches_of(images))
 
 
-def logits(model, images=IMAGES):
-    with torch.inference_mode():
-        return model(pixel_values=images).logits
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_divergence_falls_and_is_what_the_compensated_model_has(family):
-    model = FAMILIES[family]()
-    pruned, done = pruned_and_compensated(model)
-    judged = torch.cat(list(calibration_of(IMAGES).judged()))
-
-    assert "least squares" in done.steps
-    assert 0 <= done.kl_after < done.kl_before
-    assert done.kl_before == pytest.approx(mean_kl(logits(model, judged), logits(pruned, judged)), rel=1e-3, abs=1e-9)
-    after = mean_kl(logits(model, judged), logits(done.model, judged))
-    assert done.kl_after == pytest.approx(after, rel=1e-3, abs=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_both_models_are_left_as_they_were(family):
-    model = FAMILIES[family]()
+@pytest.mark.parametrize("family", zoo.EVERY)
+def test_the_divergence_falls_and_is_what_the_compensated_model_has_and_no_other_model_changes(family):
+    model = zoo.EVERY[family]().train()
     cuts = cuts_of(model)
-    pruned = prune_model(model.train(), cuts, spec=zoo.SPEC)
-    before = [copy.deepcopy(each.state_dict()) for each in (model, pruned.model)]
-    done = compensate(model, pruned.model, cuts, pruned.keep, batches_of(IMAGES))
+    pruned = prune_model(model, cuts, spec=zoo.SPEC)
+    with zoo.left_alone(model, pruned.model):
+        done = compensate(model, pruned.model, cuts, pruned.keep, batches_of(IMAGES))
 
     assert done.model is not pruned.model
-    for each, state in zip((model, pruned.model), before, strict=True):
-        assert all(torch.equal(state[name], tensor) for name, tensor in each.state_dict().items())
-    for each in (model, pruned.model, done.model):
-        assert all(module.training for module in each.modules())
-        assert not any(module._forward_pre_hooks for module in each.modules())
+    assert all(module.training for module in done.model.modules())
+    assert not any(module._forward_pre_hooks for module in done.model.modules())
     assert {p.dtype for p in done.model.parameters()} == {torch.float32}
     assert all(p.requires_grad for p in done.model.parameters())
+    assert "least squares" in done.steps
+    assert 0 <= done.kl_after < done.kl_before
+    judged = torch.cat(list(calibration_of(IMAGES).judged()))
+    expected, *others = (logits(each.eval(), judged) for each in (model, pruned.model, done.model))
+    kls = [mean_kl(expected, other) for other in others]
+    assert [done.kl_before, done.kl_after] == pytest.approx(kls, rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.parametrize("make", [zoo.vit, zoo.swin])
@@ -157,21 +132,18 @@ def test_batch_norm_statistics_are_those_of_the_images():
     assert (model.norm.momentum, model.norm.training, model.drop.training) == (0.3, False, False)
 
 
-def test_a_hundred_images_are_too_few_and_it_says_so():
-    pruned, done = pruned_and_compensated(zoo.vit(), IMAGES[:100])
+@pytest.mark.parametrize(
+    ("make", "images", "number"),
+    [(zoo.vit, IMAGES[:100], 100), (zoo.resnet, IMAGES[:1].repeat(160, 1, 1, 1), 1)],
+    ids=["a hundred images", "one image many times over"],
+)
+def test_too_few_different_images_compensate_nothing_and_it_says_so(make, images, number):
+    pruned, done = pruned_and_compensated(make(), images)
 
     assert done.model is pruned
     assert done.steps == ()
-    assert done.note == "not compensated: 100 different calibration images, at least 128 are needed"
+    assert done.note == f"not compensated: {number} different calibration images, at least 128 are needed"
     assert done.kl_before == done.kl_after > 0
-
-
-def test_the_same_image_many_times_over_is_one_image():
-    pruned, done = pruned_and_compensated(zoo.resnet(), IMAGES[:1].repeat(160, 1, 1, 1))
-
-    assert done.model is pruned
-    assert done.note is not None
-    assert "1 different calibration images" in done.note
     assert math.isfinite(done.kl_after)
 
 
@@ -193,16 +165,6 @@ def test_no_image_and_logits_that_are_not_finite_are_refused():
         zoo.inside(pruned.model).vit.layers[0].mlp.fc1.weight[0, 0] = math.nan
     with pytest.raises(PruningError, match="is nan on calibration images"):
         compensate(model, pruned.model, cuts, pruned.keep, batches_of(IMAGES))
-
-
-def test_a_compensated_model_is_saved_and_loaded_as_it_is(tmp_path):
-    model = zoo.swin()
-    _, done = pruned_and_compensated(model)
-    save_model(
-        done.model, tmp_path / "m", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts_of(model)
-    )
-
-    assert torch.equal(logits(load_module(tmp_path / "m")), logits(done.model))
 
 
 def test_the_two_parts_share_no_image_and_miss_none():
@@ -296,7 +258,7 @@ def test_inputs_that_never_vary_or_are_dead_give_finite_weights(centred, value):
 
 def test_layers_come_in_the_order_of_the_network():
     model = zoo.resnet("basic")
-    names = [unit.consumer for unit in find_units(model, zoo.SPEC, {}).units]
+    names = [unit.consumer for unit in units_of(model)]
     with torch.no_grad():
         assert in_order(model, names[::-1], REGRESSED[:1]) == names
 
@@ -304,7 +266,7 @@ def test_layers_come_in_the_order_of_the_network():
 @pytest.mark.parametrize("make", [zoo.vit, zoo.resnet])
 def test_moments_pair_what_the_pruned_consumer_reads_with_what_the_dense_one_gives(make):
     model = make()
-    unit = find_units(model, zoo.SPEC, {}).units[-1]
+    unit = units_of(model)[-1]
     kept = list(range(0, unit.width, 2))
     cut = Cut(unit=unit, keep=len(kept), requested_ratio=0.5)
     pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model
@@ -338,10 +300,9 @@ def test_a_forward_pass_ends_at_the_layer_and_the_model_keeps_no_hook():
 @pytest.mark.parametrize("make", [zoo.vit, zoo.swin, zoo.resnet, lambda: zoo.resnet("basic")])
 def test_consumers_give_on_average_what_the_dense_ones_give(make):
     model = make()
-    units = find_units(model, zoo.SPEC, {}).units
-    cuts = [Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in units]
+    cuts = cuts_of(model, 0.5)
     made = prune_model(model, cuts, spec=zoo.SPEC)
-    last = in_order(model, {unit.consumer for unit in units}, REGRESSED[:1])[-1]
+    last = in_order(model, {cut.unit.consumer for cut in cuts}, REGRESSED[:1])[-1]
     norm = last.replace(".convolution", ".normalization")
     with torch.no_grad():
         compensate_units_(model, made.model, cuts, made.keep, lambda: REGRESSED.split(32))
@@ -375,10 +336,6 @@ MODELS = {
     "efficientnet": families.FAMILIES["efficientnet"],
 }
 EVERY = pytest.mark.parametrize("family", MODELS)
-
-
-def units_of(model):
-    return find_units(model, zoo.SPEC, {}).units
 
 
 def read_by(model, unit, images=GATHERED):
@@ -454,22 +411,17 @@ def test_a_large_picture_is_taken_at_256_pixels_spread_over_it():
     assert torch.allclose(moments.mean.double(), picked.mean(0), atol=1e-5)
 
 
-def drawn_labels(model, batches, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        answers = [model(pixel_values=images).logits.softmax(1) for images in batches]
-    return torch.cat([torch.multinomial(answer, 1, generator=generator)[:, 0] for answer in answers])
-
-
 @EVERY
 def test_the_sensitivity_is_the_outer_product_of_the_gradients_of_each_position(family):
     model = MODELS[family]()
     unit = units_of(model)[-1]
     moments = gather_moments(model, [unit], GATHERED.split(4), seed=5)[unit.name]
-    labels, given = drawn_labels(model, GATHERED.split(4), 5), []
+    generator, given = torch.Generator().manual_seed(5), []
+    answers = [logits(model, images).softmax(1) for images in GATHERED.split(4)]
+    labels = torch.cat([torch.multinomial(answer, 1, generator=generator)[:, 0] for answer in answers])
     with watching(model, [unit.consumer], after=lambda _name, _inputs, output: given.append(output)):
-        logits = model(pixel_values=GATHERED).logits
-    (gradient,) = torch.autograd.grad(F.cross_entropy(logits, labels, reduction="sum"), given)
+        loss = F.cross_entropy(model(pixel_values=GATHERED).logits, labels, reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, given)
     if gradient.dim() == 4:
         gradient = gradient.movedim(1, -1)
     rows = gradient.flatten(0, -2)
@@ -480,14 +432,14 @@ def test_the_sensitivity_is_the_outer_product_of_the_gradients_of_each_position(
 
 def test_windows_of_one_image_are_one_image():
     model = zoo.swin()
-    heads = [unit for unit in units_of(model) if unit.kind == "heads"]
-    windows = len(read_by(model, heads[0], GATHERED[:1]))
-    one, two = (gather_moments(model, heads[:1], [images])[heads[0].name] for images in (GATHERED[:1], GATHERED[:2]))
+    heads = next(unit for unit in units_of(model) if unit.kind is UnitKind.HEADS)
+    first, second, both = (
+        gather_moments(model, [heads], [GATHERED[part]])[heads.name].gram for part in (slice(1), slice(1, 2), slice(2))
+    )
 
     # 16 x 16 tokens in windows of 4 x 4; an average over images doesn't grow with their number.
-    assert windows == 16
-    alone = gather_moments(model, heads[:1], [GATHERED[1:2]])[heads[0].name]
-    assert torch.allclose(two.gram, (one.gram + alone.gram) / 2, atol=1e-6)
+    assert len(read_by(model, heads, GATHERED[:1])) == 16
+    assert torch.allclose(both, (first + second) / 2, atol=1e-6)
 
 
 def test_a_channel_far_from_zero_leaves_the_variance_of_the_others():
@@ -515,12 +467,6 @@ def test_batches_do_not_matter_beyond_the_draw_and_a_seed_repeats_it():
 
 def test_the_model_is_left_as_it_was_found():
     model = zoo.vit()
-    frozen = model.vit.layers[0].mlp.fc1.weight
-    frozen.requires_grad = False
-    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    with torch.no_grad():
+    model.vit.layers[0].mlp.fc1.weight.requires_grad = False
+    with torch.no_grad(), zoo.left_alone(model):
         gather_moments(model, units_of(model), [GATHERED])
-
-    assert flags == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
