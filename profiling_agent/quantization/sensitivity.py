@@ -11,7 +11,7 @@ from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import mean_kl
-from profiling_agent.modules.prefix import Prefixes, Replay, find_prefixes
+from profiling_agent.modules.prefix import Replay, find_prefixes
 from profiling_agent.quantization.calibrate import fold_norms_, run
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.layers import QuantizedModule
@@ -104,7 +104,7 @@ def swapped_logits(
     unchanged.
     """
     readers = {key: list(modules) for key, modules in swaps.items()}
-    prefixes = find_prefixes(model, readers, images[:1]) if swaps else Prefixes({})
+    prefixes = find_prefixes(model, readers, images[:1]) if swaps else {}
     expected, logits = list[Tensor](), {key: list[Tensor]() for key in swaps}
     chunks = images.split(CHUNK)
     for index, chunk in enumerate(chunks):

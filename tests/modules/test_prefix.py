@@ -90,7 +90,7 @@ def test_the_last_unit_is_reached_without_most_of_the_model(family):
 def test_blocks_before_a_unit_are_skipped_and_its_own_and_later_ones_run():
     model = zoo.vit(num_hidden_layers=4)
     readers = {unit.name: (unit.consumer,) for unit in zoo.units_of(model)}
-    skipped = find_prefixes(model, readers, random_batch(zoo.SPEC, 1)).skipped["vit.layers.2.mlp"]
+    skipped = find_prefixes(model, readers, random_batch(zoo.SPEC, 1))["vit.layers.2.mlp"]
 
     assert {"vit.embeddings", "vit.layers.0", "vit.layers.1"} <= set(skipped)
     assert not any(name.startswith(("vit.layers.2.mlp.fc2", "vit.layers.3", "classifier")) for name in skipped)
@@ -115,7 +115,7 @@ def test_an_output_that_was_changed_in_place_is_computed_again():
     readers = {name: (name,) for name in ("first", "second", "last")}
     prefixes = replayed(AddsInPlace().eval(), readers, torch.randn(3, 4, 1, 1), turns=2)
 
-    assert "stem" in prefixes.skipped["last"]
+    assert "stem" in prefixes["last"]
 
 
 class CallsTwice(nn.Module):
@@ -134,7 +134,7 @@ def test_a_layer_that_is_called_twice_is_never_skipped():
     readers = {"middle": ("middle",), "last": ("last",)}
     prefixes = replayed(CallsTwice().eval(), readers, torch.randn(3, 4, 1, 1))
 
-    assert all("shared" not in names for names in prefixes.skipped.values())
+    assert all("shared" not in names for names in prefixes.values())
 
 
 def test_the_model_is_left_as_it_was_found_also_where_a_run_fails():
