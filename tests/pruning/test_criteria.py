@@ -16,7 +16,6 @@ from profiling_agent.pruning.criteria import (
     CRITERIA,
     IMPORTANCE,
     eliminate,
-    elimination_errors,
     keep_indices,
     order_by,
     order_with_kl,
@@ -202,8 +201,8 @@ def test_an_order_that_is_given_has_the_errors_of_its_sets(size):
     weight, covariance, sensitivity = problem(size)
     done = eliminate(weight, covariance, sensitivity, 5)
 
-    assert elimination_errors(done.order, weight, covariance, sensitivity, 5).loss == pytest.approx(done.loss)
-    backwards = elimination_errors(done.order[::-1], weight, covariance, sensitivity, 5)
+    assert eliminate(weight, covariance, sensitivity, 5, done.order).loss == pytest.approx(done.loss)
+    backwards = eliminate(weight, covariance, sensitivity, 5, done.order[::-1])
     assert backwards.order == done.order[::-1]
     assert backwards.loss[2] == pytest.approx(
         least_error(weight, covariance, sensitivity, set(done.order[-2:]), size), rel=1e-6
