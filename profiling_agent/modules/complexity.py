@@ -78,11 +78,7 @@ class _MatmulCounter(TorchFunctionMode):
         self.macs, self.call_stack = Counter[str](), list[str]()
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if self.call_stack and (formula := FORMULAS.get(func)) is not None:
             self.macs[self.call_stack[-1]] += formula(*args, **(kwargs or {}))

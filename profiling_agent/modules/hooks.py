@@ -37,12 +37,7 @@ def watching(
 
 
 def _call(
-    _module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *output: Any,
-    name: str,
-    callback: Callable[..., Any],
+    _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *output: Any, name: str, callback: Any
 ) -> None:
     callback(name, next(iter((*args, *kwargs.values())), None), *output)
 
@@ -61,11 +56,8 @@ def tensors(output: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a module's output, through mappings (ModelOutput is one), tuples and lists."""
     if isinstance(output, torch.Tensor):
         yield output
-    elif isinstance(output, dict):
-        for part in output.values():
-            yield from tensors(part)
-    elif isinstance(output, (tuple, list)):
-        for part in output:
+    elif isinstance(output, (dict, tuple, list)):
+        for part in output.values() if isinstance(output, dict) else output:
             yield from tensors(part)
 
 

@@ -152,11 +152,7 @@ class _Quick(TorchFunctionMode):
         self._linear, self._convolutions = linear, convolutions
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if self._linear and func is F.linear and (suited := _onednn_arguments(*args, **(kwargs or {}))):
             return _OneDnnLinear.apply(*suited)
@@ -183,11 +179,8 @@ def _onednn_arguments(
 
 
 def _is_plain(tensor: Any) -> bool:
-    return type(tensor) in PLAIN_TYPES and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-
-
-# Other types (quantized, meta or traced tensors) handle a layer themselves.
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+    # Other types (quantized, meta or traced tensors) handle a layer themselves.
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

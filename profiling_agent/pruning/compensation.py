@@ -474,15 +474,10 @@ def reestimate_(model: nn.Module, batches: Iterable[Tensor]) -> None:
 
     Other modules keep their mode, so dropout stays off; modes and momenta are restored at the end. Needs 32 images.
     """
-    norms = batch_norms(model)
-    settings = [(norm, norm.training, norm.momentum) for norm in norms]
-    try:
-        for norm in norms:
+    with preserving_state(model):
+        for norm in batch_norms(model):
             norm.reset_running_stats()
             # Momentum None means the cumulative average.
             norm.train().momentum = None
         for images in regrouped(batches, NORM_BATCH):
             model(pixel_values=images)
-    finally:
-        for norm, training, momentum in settings:
-            norm.train(training).momentum = momentum

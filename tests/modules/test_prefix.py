@@ -188,6 +188,12 @@ def test_both_walks_reach_every_layer_with_what_a_whole_pass_gives_though_weight
             each.get_submodule(layer).weight.mul_(0.9)
 
 
+def walked():
+    model = zoo.vit()
+    layers = consumers_of(model)
+    return model, layers, Walk(model, layers, IMAGES[:1])
+
+
 class Products(TorchFunctionMode):
     """Counts the products of linear layers; modules that answer without computing make none."""
 
@@ -200,9 +206,7 @@ class Products(TorchFunctionMode):
 
 @torch.no_grad()
 def test_what_was_passed_is_not_run_again():
-    model = zoo.vit()
-    layers = consumers_of(model)
-    walk = Walk(model, layers, IMAGES[:1])
+    model, layers, walk = walked()
     with Products() as whole:
         run_to_layer(model, layers[-1], IMAGES)
     with Products() as walked:
@@ -216,9 +220,7 @@ def test_what_was_passed_is_not_run_again():
 
 @torch.no_grad()
 def test_only_what_is_read_later_takes_memory():
-    model = zoo.vit()
-    layers = consumers_of(model)
-    walk = Walk(model, layers, IMAGES[:1])
+    _, layers, walk = walked()
     held = []
     for layer in layers:
         walk.reach(layer, 0, IMAGES)
@@ -233,9 +235,7 @@ def test_only_what_is_read_later_takes_memory():
 
 @torch.no_grad()
 def test_a_batch_of_many_is_not_mixed_up_with_another():
-    model = zoo.vit()
-    layers = consumers_of(model)
-    walk = Walk(model, layers, IMAGES[:1])
+    model, layers, walk = walked()
     first, second = IMAGES[:2], IMAGES[2:4]
     for number, images in ((0, first), (1, second)):
         walk.reach(layers[0], number, images)

@@ -246,16 +246,6 @@ def test_twins_of_a_wide_layer_do_not_go_together_though_several_go_between_two_
     )
 
 
-def test_outputs_that_the_loss_does_not_feel_do_not_count():
-    weight = torch.tensor([[1.0, 0.0, 2.0], [5.0, 9.0, 0.0]])
-    first, both = (
-        eliminate(weight, torch.eye(3), torch.diag(torch.tensor([1.0, other])), 3).order for other in (0.0, 1.0)
-    )
-
-    assert first == (1, 0, 2)
-    assert both == (2, 0, 1)
-
-
 def test_channels_that_never_vary_cost_nothing_and_no_number_is_lost():
     done = eliminate(torch.ones(2, 4), torch.diag(torch.tensor([0.0, 1.0, 0.0, 1.0])), torch.eye(2), 4)
     nothing = eliminate(torch.ones(2, 3), torch.zeros(3, 3), torch.eye(2), 3)
