@@ -188,7 +188,7 @@ def test_both_walks_reach_every_layer_with_what_a_whole_pass_gives_though_weight
             each.get_submodule(layer).weight.mul_(0.9)
 
 
-def walked():
+def first_walk():
     model = zoo.vit()
     layers = consumers_of(model)
     return model, layers, Walk(model, layers, IMAGES[:1])
@@ -206,7 +206,7 @@ class Products(TorchFunctionMode):
 
 @torch.no_grad()
 def test_what_was_passed_is_not_run_again():
-    model, layers, walk = walked()
+    model, layers, walk = first_walk()
     with Products() as whole:
         run_to_layer(model, layers[-1], IMAGES)
     with Products() as walked:
@@ -220,7 +220,7 @@ def test_what_was_passed_is_not_run_again():
 
 @torch.no_grad()
 def test_only_what_is_read_later_takes_memory():
-    _, layers, walk = walked()
+    _, layers, walk = first_walk()
     held = []
     for layer in layers:
         walk.reach(layer, 0, IMAGES)
@@ -231,15 +231,3 @@ def test_only_what_is_read_later_takes_memory():
     # else takes a number each. Nothing is held for what would come after the last layer.
     assert 5 * hidden < max(held) < 6.01 * hidden
     assert held[-1] == 0
-
-
-@torch.no_grad()
-def test_a_batch_of_many_is_not_mixed_up_with_another():
-    model, layers, walk = walked()
-    first, second = IMAGES[:2], IMAGES[2:4]
-    for number, images in ((0, first), (1, second)):
-        walk.reach(layers[0], number, images)
-    again = [walk.reach(layers[1], number, images)[0] for number, images in ((1, second), (0, first))]
-
-    assert torch.equal(again[0], run_to_layer(model, layers[1], second)[0])
-    assert torch.equal(again[1], run_to_layer(model, layers[1], first)[0])
