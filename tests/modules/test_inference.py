@@ -103,7 +103,6 @@ def test_convolutions_leave_channels_last_and_are_torchs_own():
 def test_one_image_without_a_batch_is_convolved_as_it_is():
     layer, image = nn.Conv2d(3, 4, 3), torch.randn(3, 5, 5)
     with everywhere():
-        assert torch.equal(layer(image), layer(image))
         assert layer(image).shape == (4, 3, 3)
 
 

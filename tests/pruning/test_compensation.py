@@ -77,11 +77,8 @@ def test_the_divergence_falls_and_is_what_the_compensated_model_has_and_no_other
 def test_a_cut_of_heads_is_folded_into_the_output_projection_only(make):
     model = make()
     pruned, done = pruned_and_compensated(model, ratio=0.5, kinds=(UnitKind.HEADS,))
-    changed = {
-        name
-        for name, tensor in done.model.named_parameters()
-        if not torch.equal(tensor, dict(pruned.named_parameters())[name])
-    }
+    before = dict(pruned.named_parameters())
+    changed = {name for name, tensor in done.model.named_parameters() if not torch.equal(tensor, before[name])}
 
     assert done.steps == ("least squares",)
     assert {name.rsplit(".", 2)[1] for name in changed} == {"o_proj"}

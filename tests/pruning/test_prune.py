@@ -245,10 +245,10 @@ def test_head_dims_cut_in_place_of_heads_run_scrambled_and_are_caught():
 def test_a_position_table_with_the_wrong_heads_is_caught():
     model = zoo.swin()
     cut = first_cut(model, UnitKind.HEADS, 1)
-    wrong = zoo.inside(cut_out(model, cut, [1]))
-    bias = wrong.swin.encoder.layers[0].blocks[0].attention.relative_position_bias
-    baseline = model.swin.encoder.layers[0].blocks[0].attention.relative_position_bias
-    bias.relative_position_bias_table = nn.Parameter(baseline.relative_position_bias_table[:, :1].detach())
+    wrong = cut_out(model, cut, [1])
+    name = "swin.encoder.layers.0.blocks.0.attention.relative_position_bias"
+    table = model.get_parameter(f"{name}.relative_position_bias_table")[:, :1].detach()
+    wrong.get_submodule(name).relative_position_bias_table = nn.Parameter(table)
 
     assert error_of(model, wrong, cut, [1]) > 3 * MAX_MASK_ERROR
 

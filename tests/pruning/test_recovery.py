@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 import zoo
@@ -10,7 +8,6 @@ from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.recovery import distillation, recover
 
 IMAGES, JUDGED = random_batch(zoo.SPEC, 48, seed=1), random_batch(zoo.SPEC, 16, seed=2)
-RATE = 1e-3
 
 
 def batches(epoch):
@@ -27,9 +24,8 @@ def made(family="vit"):
     return dense, zoo.inside(prune_model(dense, zoo.halved(zoo.units_of(dense)), spec=zoo.SPEC).model)
 
 
-def recovered(dense, pruned, images=batches, **asked):
-    settings: dict[str, Any] = {"epochs": 3, "learning_rate": RATE}
-    return recover(dense, pruned, images, judged, **(settings | asked))
+def recovered(dense, pruned, images=batches, *, epochs=3, learning_rate=1e-3):
+    return recover(dense, pruned, images, judged, epochs=epochs, learning_rate=learning_rate)
 
 
 def kl_of(dense, model):
