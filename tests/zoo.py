@@ -20,6 +20,8 @@ from transformers import (
 )
 
 from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import snap
 from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind
 
 SPEC = InputSpec(channels=3, height=32, width=32, source="zoo")
@@ -77,6 +79,7 @@ def resnet(layer_type: str = "bottleneck", **changes) -> Any:
 
 
 FAMILIES = {"vit": vit, "deit": deit, "swin": swin, "resnet": resnet}
+EVERY = {**FAMILIES, "resnet_basic": lambda: resnet("basic")}
 
 
 def processor() -> ViTImageProcessorPil:
@@ -88,6 +91,21 @@ def save(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     processor().save_pretrained(folder)
     return folder
+
+
+def units_of(model: nn.Module) -> tuple[Unit, ...]:
+    return find_units(model, SPEC, {}).units
+
+
+def cuts_of(model: nn.Module, ratio: float = 0.4, kinds=tuple(UnitKind)) -> list[Cut]:
+    """Return a cut of every unit of these kinds by this share of its width."""
+    units = [unit for unit in units_of(model) if unit.kind in kinds]
+    return [Cut(unit=unit, keep=snap(unit, ratio), requested_ratio=ratio) for unit in units]
+
+
+def logits(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(pixel_values=images).logits
 
 
 def halved(units) -> tuple[Cut, ...]:
@@ -110,8 +128,12 @@ def left_alone(*models: nn.Module) -> Iterator[None]:
 
 
 def _parts(model: nn.Module) -> list[Any]:
+    plain = (bool, int, float, tuple, str)
     modules = [
-        (module.training, sorted(vars(module)), len(module._forward_hooks), len(module._forward_pre_hooks))
+        (
+            {name: value if isinstance(value, plain) else None for name, value in vars(module).items()},
+            (len(module._forward_hooks), len(module._forward_pre_hooks)),
+        )
         for module in model.modules()
     ]
     return [modules, [(parameter.requires_grad, parameter.grad is None) for parameter in model.parameters()]]

@@ -62,11 +62,10 @@ def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
     The innermost module counts: attention's products belong to the attention module, not to the layer around it.
     `torch.einsum` is not counted.
     """
-    call_stack: list[str] = []
-    counter = _MatmulCounter(call_stack)
+    counter = _MatmulCounter()
     with (
         watching(
-            model, before=lambda name, _: call_stack.append(name), after=lambda _name, _input, _output: call_stack.pop()
+            model, before=lambda name, _: counter.call_stack.append(name), after=lambda *_: counter.call_stack.pop()
         ),
         counter,
     ):
@@ -74,32 +73,19 @@ def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
 
 
 class _MatmulCounter(TorchFunctionMode):
-    def __init__(self, call_stack: list[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.macs: Counter[str] = Counter()
-        self._call_stack = call_stack
+        self.macs, self.call_stack = Counter[str](), list[str]()
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._call_stack and (formula := FORMULAS.get(func)) is not None:
-            self.macs[self._call_stack[-1]] += formula(*args, **(kwargs or {}))
+        if self.call_stack and (formula := FORMULAS.get(func)) is not None:
+            self.macs[self.call_stack[-1]] += formula(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-COUNTED = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+COUNTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +106,10 @@ def count_complexity(model: nn.Module, spec: InputSpec) -> dict[str, Complexity]
     Raises:
         RequestError: ptflops can't run the model on `spec`.
     """
-    params, macs = _params(model), _macs(model, spec)
+    params, macs = Counter[str](), _macs(model, spec)
+    # `named_parameters` yields a shared one once.
+    for name, parameter in model.named_parameters():
+        params[name.rpartition(".")[0]] += parameter.numel()
     return {
         name: Complexity(kind=type(module).__name__, params=params[name], macs=macs[name])
         for name, module in model.named_modules()
@@ -128,20 +117,22 @@ def count_complexity(model: nn.Module, spec: InputSpec) -> dict[str, Complexity]
     }
 
 
-def _params(model: nn.Module) -> Counter[str]:
-    params: Counter[str] = Counter()
-    # `named_parameters` yields a shared one once.
-    for name, parameter in model.named_parameters():
-        params[name.rpartition(".")[0]] += parameter.numel()
-    return params
-
-
 def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
     names = {module: name for name, module in model.named_modules()}
-    macs: Counter[str] = Counter()
+    macs = Counter[str]()
+
+    def add(module: Any, inputs: Any, output: Any, *, formula: Callable[..., None]) -> None:
+        before = module.__flops__
+        formula(module, inputs, output)
+        macs[names[module]] += module.__flops__ - before
+
+    def image(shape: Any) -> Any:
+        # ptflops declares a dict here, but prints a warning for every model given a dict.
+        return torch.zeros(shape, device=device_of(model))
+
     hooks = {
         # Without its own hook, ptflops would skip a subclass of `nn.Linear`.
-        type(module): partial(_add_macs, names=names, macs=macs, formula=MODULES_MAPPING[kind])
+        type(module): partial(add, formula=MODULES_MAPPING[kind])
         for module in names
         if (kind := next((kind for kind in COUNTED if isinstance(module, kind)), None)) is not None
     }
@@ -149,7 +140,7 @@ def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
         total, _ = get_model_complexity_info(
             model,
             spec.batch(1),
-            input_constructor=partial(_blank_image, device_of(model)),
+            input_constructor=image,
             print_per_layer_stat=False,
             as_strings=False,
             backend="pytorch",
@@ -163,22 +154,3 @@ def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
             f"ptflops can't count {type(model).__name__!r} on an image of {spec.batch(1)[1:]!r}; check the input shape"
         )
     return macs + matmul_macs
-
-
-def _blank_image(device: torch.device, shape: Any) -> Any:
-    """Return the image itself: ptflops declares a dict here, but prints a warning for every model given a dict."""
-    return torch.zeros(shape, device=device)
-
-
-def _add_macs(
-    module: Any,
-    inputs: Any,
-    output: Any,
-    *,
-    names: dict[nn.Module, str],
-    macs: Counter[str],
-    formula: Callable[..., None],
-) -> None:
-    before = module.__flops__
-    formula(module, inputs, output)
-    macs[names[module]] += module.__flops__ - before

@@ -4,10 +4,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,28 +28,18 @@ def watching(
         for name in [name for name, _ in model.named_modules()] if names is None else names:
             module = model.get_submodule(name)
             if before is not None:
-                hook = partial(_call_before, name=name, callback=before)
+                hook = partial(_call, name=name, callback=before)
                 hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             if after is not None:
-                hook = partial(_call_after, name=name, callback=after)
+                hook = partial(_call, name=name, callback=after)
                 hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield
 
 
-def _call_before(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, name: str, callback: Before
+def _call(
+    _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *output: Any, name: str, callback: Any
 ) -> None:
-    callback(name, _first_argument(args, kwargs))
-
-
-def _call_after(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, *, name: str, callback: After
-) -> None:
-    callback(name, _first_argument(args, kwargs), output)
-
-
-def _first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return next(iter((*args, *kwargs.values())), None)
+    callback(name, next(iter((*args, *kwargs.values())), None), *output)
 
 
 @contextmanager
@@ -67,54 +56,37 @@ def tensors(output: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a module's output, through mappings (ModelOutput is one), tuples and lists."""
     if isinstance(output, torch.Tensor):
         yield output
-    elif isinstance(output, dict):
-        for part in output.values():
-            yield from tensors(part)
-    elif isinstance(output, (tuple, list)):
-        for part in output:
+    elif isinstance(output, (dict, tuple, list)):
+        for part in output.values() if isinstance(output, dict) else output:
             yield from tensors(part)
 
 
-MarkT = TypeVar("MarkT")
-
-
-@dataclass(slots=True)
-class Span(Generic[MarkT]):
-    """One call of a module: the marks at its beginning and end, and the call around it."""
-
-    name: str
-    begin: MarkT
-    end: MarkT
-    parent: "Span[MarkT] | None"
-
-
-class Stopwatch(Generic[MarkT]):
+class Stopwatch:
     """Hooks that mark the beginning and end of every module's calls, each by one call of `mark`."""
 
-    def __init__(self, mark: Callable[[], MarkT]) -> None:
+    def __init__(self, mark: Callable[[], Any]) -> None:
         self._mark = mark
-        self._open: list[Span[MarkT]] = []
-        self.spans: list[Span[MarkT]] = []
+        self._open: list[tuple[str, Any]] = []
+        # The name of each call, its marks, and the name of the call around it.
+        self._spans: list[tuple[str, Any, Any, str | None]] = []
 
     def enter(self, name: str, _input: Any) -> None:
         """Mark the beginning of a module's call."""
-        now = self._mark()
-        self._open.append(Span(name, now, now, self._open[-1] if self._open else None))
+        self._open.append((name, self._mark()))
 
     def leave(self, _name: str, _input: Any, _output: Any) -> None:
         """Mark the end of a module's call."""
-        span = self._open.pop()
-        span.end = self._mark()
-        self.spans.append(span)
+        name, begin = self._open.pop()
+        self._spans.append((name, begin, self._mark(), self._open[-1][0] if self._open else None))
 
-    def own_ms(self, ms_between: Callable[[MarkT, MarkT], float]) -> dict[str, float]:
+    def own_ms(self, ms_between: Callable[[Any, Any], float]) -> dict[str, float]:
         """Return the milliseconds of each module, summed over its calls, without those of its children."""
         total_ms: defaultdict[str, float] = defaultdict(float)
-        for span in self.spans:
-            span_ms = ms_between(span.begin, span.end)
-            total_ms[span.name] += span_ms
-            if span.parent is not None:
-                total_ms[span.parent.name] -= span_ms
+        for name, begin, end, parent in self._spans:
+            span_ms = ms_between(begin, end)
+            total_ms[name] += span_ms
+            if parent is not None:
+                total_ms[parent] -= span_ms
         return dict(total_ms)
 
 
@@ -125,35 +97,33 @@ def layer_latency(model: nn.Module, batch: Tensor, *, passes: int) -> dict[str, 
     microseconds a module, counts for the enclosing module. CUDA times are between events in the stream, read after one
     synchronization a pass.
     """
-    time_pass = _time_cuda_pass if batch.is_cuda else _time_cpu_pass
     samples_ms: dict[str, list[float]] = {}
     with torch.inference_mode():
         for _ in range(passes):
-            for name, own_ms in time_pass(model, batch).items():
+            stopwatch = Stopwatch(_record_event if batch.is_cuda else time.perf_counter_ns)
+            _synchronize(batch)
+            with watching(model, before=stopwatch.enter, after=stopwatch.leave):
+                model(pixel_values=batch)
+            _synchronize(batch)
+            for name, own_ms in stopwatch.own_ms(_ms_between).items():
                 samples_ms.setdefault(name, []).append(own_ms)
     # Events resolve half a microsecond at best, so a child may seem to take longer than its parent.
     return {name: max(median(own_ms), 0.0) for name, own_ms in samples_ms.items()}
 
 
-def _time_cpu_pass(model: nn.Module, batch: Tensor) -> dict[str, float]:
-    stopwatch = Stopwatch(time.perf_counter_ns)
-    with watching(model, before=stopwatch.enter, after=stopwatch.leave):
-        model(pixel_values=batch)
-    return stopwatch.own_ms(lambda begin, end: (end - begin) / 1e6)
+def _record_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def _time_cuda_pass(model: nn.Module, batch: Tensor) -> dict[str, float]:
-    def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+def _ms_between(begin: Any, end: Any) -> float:
+    return (end - begin) / 1e6 if isinstance(begin, int) else begin.elapsed_time(end)
 
-    stopwatch = Stopwatch(mark)
-    torch.cuda.synchronize(batch.device)
-    with watching(model, before=stopwatch.enter, after=stopwatch.leave):
-        model(pixel_values=batch)
-    torch.cuda.synchronize(batch.device)
-    return stopwatch.own_ms(lambda begin, end: begin.elapsed_time(end))
+
+def _synchronize(batch: Tensor) -> None:
+    if batch.is_cuda:
+        torch.cuda.synchronize(batch.device)
 
 
 def activation_bytes(model: nn.Module, batch: Tensor) -> dict[str, int]:

@@ -152,14 +152,10 @@ class _Quick(TorchFunctionMode):
         self._linear, self._convolutions = linear, convolutions
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._linear and func is F.linear and _suits_onednn(*args, **(kwargs or {})):
-            return _OneDnnLinear.apply(*_positional(*args, **(kwargs or {})))
+        if self._linear and func is F.linear and (suited := _onednn_arguments(*args, **(kwargs or {}))):
+            return _OneDnnLinear.apply(*suited)
         if self._convolutions and args and _is_plain(args[0]) and args[0].dim() == IMAGE_DIMS:
             if func is F.conv2d:
                 args = (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
@@ -169,27 +165,22 @@ class _Quick(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _suits_onednn(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    tensors = (input, weight) if bias is None else (input, weight, bias)
-    return (
-        all(map(_is_plain, tensors))
+def _onednn_arguments(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    suits = (
+        all(_is_plain(tensor) for tensor in (input, weight, bias) if tensor is not None)
         and weight.dim() == 2
         and min(weight.shape) >= MIN_COLUMNS
         and input.numel() >= MIN_ROWS * weight.shape[1]
         and input.shape[-1] == weight.shape[1]
     )
+    return (input, weight, bias) if suits else None
 
 
 def _is_plain(tensor: Any) -> bool:
-    return type(tensor) in PLAIN_TYPES and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-
-
-# Other types (quantized, meta or traced tensors) handle a layer themselves.
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
-def _positional(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    return input, weight, bias
+    # Other types (quantized, meta or traced tensors) handle a layer themselves.
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -57,26 +57,18 @@ def near_names(pattern: str, names: Collection[str]) -> list[str]:
 
     Names of transformers 4 are tried in translation as well as unchanged, since some families kept them.
     """
-    similarity: dict[str, float] = {}
-    for literal in _translations(_as_name(pattern)):
-        for name in difflib.get_close_matches(literal, names, n=NUM_NEAR_NAMES, cutoff=MIN_SIMILARITY):
-            similarity[name] = max(similarity.get(name, 0.0), difflib.SequenceMatcher(None, name, literal).ratio())
-    best = sorted(similarity, key=lambda name: similarity[name], reverse=True)[:NUM_NEAR_NAMES]
-    return best or list(names)[:NUM_NEAR_NAMES]
-
-
-def _translations(literal: str) -> list[str]:
-    """Return the name unchanged, with its layer renamed, and with the stack around it renamed too."""
+    # A name that the pattern would match: numbers become 0, anchors and groups are removed.
+    literal = pattern
+    for number in (r"\d+", r"\d*", "[0-9]+", "[0-9]*", r"\d"):
+        literal = literal.replace(number, "0")
+    for mark in ("(?:", "^", "$", "\\", "(", ")", ".*", ".+"):
+        literal = literal.replace(mark, "")
     renamed = literal
     for old, new in OLD_NAMES:
         renamed = renamed.replace(old, new)
-    return list(dict.fromkeys([literal, renamed, *(re2.sub(old, new, renamed) for old, new in OLD_STACKS)]))
-
-
-def _as_name(pattern: str) -> str:
-    """Return a name that `pattern` would match: numbers become 0, anchors and groups are removed."""
-    for number in (r"\d+", r"\d*", "[0-9]+", "[0-9]*", r"\d"):
-        pattern = pattern.replace(number, "0")
-    for mark in ("(?:", "^", "$", "\\", "(", ")", ".*", ".+"):
-        pattern = pattern.replace(mark, "")
-    return pattern
+    similarity: dict[str, float] = {}
+    for candidate in dict.fromkeys((literal, renamed, *(re2.sub(old, new, renamed) for old, new in OLD_STACKS))):
+        for name in difflib.get_close_matches(candidate, names, n=NUM_NEAR_NAMES, cutoff=MIN_SIMILARITY):
+            similarity[name] = max(similarity.get(name, 0.0), difflib.SequenceMatcher(None, name, candidate).ratio())
+    best = sorted(similarity, key=lambda name: similarity[name], reverse=True)[:NUM_NEAR_NAMES]
+    return best or list(names)[:NUM_NEAR_NAMES]

@@ -6,9 +6,9 @@
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
@@ -23,33 +23,8 @@ from profiling_agent.modules.hooks import watching
 MAX_CACHE_BYTES, CACHE_DIVISOR = 2 * 2**30, 5
 
 
-@dataclass(frozen=True, slots=True)
-class Prefixes:
-    """For each unit, the modules whose outputs don't depend on its readers: those that ended before a reader began."""
-
-    skipped: Mapping[str, tuple[str, ...]]
-
-    @property
-    def kept(self) -> set[str]:
-        """Return every module whose output is worth caching."""
-        return {name for names in self.skipped.values() for name in names}
-
-
-@dataclass(slots=True)
-class _CallOrder:
-    began: dict[str, int] = field(default_factory=dict[str, int])
-    ended: dict[str, int] = field(default_factory=dict[str, int])
-    count: Counter[str] = field(default_factory=Counter[str])
-    clock: int = 0
-
-    def begin(self, name: str, _inputs: Any) -> None:
-        self.clock += 1
-        self.began.setdefault(name, self.clock)
-        self.count[name] += 1
-
-    def end(self, name: str, _inputs: Any, _output: Any) -> None:
-        self.clock += 1
-        self.ended[name] = self.clock
+# For each unit, the modules whose outputs don't depend on its readers.
+Prefixes = Mapping[str, tuple[str, ...]]
 
 
 def find_prefixes(model: nn.Module, readers: Mapping[str, Collection[str]], image: Tensor) -> Prefixes:
@@ -65,17 +40,25 @@ def find_prefixes(model: nn.Module, readers: Mapping[str, Collection[str]], imag
         for name in num_units
     }
     kept = {name for name in num_units if num_units[name] > 1 or num_inner[name] > 1}
-    return Prefixes({unit: tuple(name for name in names if name in kept) for unit, names in before.items()})
+    return {unit: tuple(name for name in names if name in kept) for unit, names in before.items()}
 
 
 def ended_before(model: nn.Module, readers: Mapping[str, Collection[str]], image: Tensor) -> dict[str, list[str]]:
     """Return, for each unit, the outermost modules that are called once, and end before any of its `readers` begins."""
-    calls = _CallOrder()
-    with watching(model, [name for name, _ in model.named_modules() if name], before=calls.begin, after=calls.end):
+    clock, began, ended, num_calls = count(), dict[str, int](), dict[str, int](), Counter[str]()
+
+    def begin(name: str, _inputs: Any) -> None:
+        began.setdefault(name, next(clock))
+        num_calls[name] += 1
+
+    def end(name: str, _inputs: Any, _output: Any) -> None:
+        ended[name] = next(clock)
+
+    with watching(model, [name for name, _ in model.named_modules() if name], before=begin, after=end):
         model(pixel_values=image)
-    once = [name for name, count in calls.count.items() if count == 1 and name in calls.ended]
-    first = {unit: min(calls.began[layer] for layer in layers) for unit, layers in readers.items()}
-    return {unit: _outermost([name for name in once if calls.ended[name] < began]) for unit, began in first.items()}
+    once = [name for name, calls in num_calls.items() if calls == 1 and name in ended]
+    first = {unit: min(began[layer] for layer in layers) for unit, layers in readers.items()}
+    return {unit: _outermost([name for name in once if ended[name] < start]) for unit, start in first.items()}
 
 
 def _outermost(names: Collection[str]) -> list[str]:
@@ -89,14 +72,16 @@ class Replay:
     def __init__(self, model: nn.Module, prefixes: Prefixes, images: Tensor) -> None:
         """Run `images` (b, c, h, w) and cache the outputs that later runs start from."""
         self._model, self._prefixes, self._images = model, prefixes, images
-        self._outputs, self.logits = lasting_outputs(model, prefixes.kept, images)
+        self._outputs, self.logits = lasting_outputs(
+            model, {name for names in prefixes.values() for name in names}, images
+        )
 
     def run_from(self, unit: str, laid: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
         """Return the logits with the tensors `laid` in place of the model's own ones of the same names.
 
         They must belong to the unit's readers or to later modules. Without `laid`, the modules now in the readers' places run.
         """
-        names = [name for name in self._prefixes.skipped[unit] if name in self._outputs]
+        names = [name for name in self._prefixes[unit] if name in self._outputs]
         with replaying_outputs(self._model, {name: self._outputs[name] for name in names}):
             return torch.func.functional_call(self._model, dict(laid), (), {"pixel_values": self._images}).logits
 
@@ -122,13 +107,6 @@ def _versions(output: Any) -> list[int]:
     return [part._version for part in tensors if isinstance(part, Tensor)]
 
 
-def _return_constant(output: Any) -> Callable[..., Any]:
-    def forward(*_args: Any, **_kwargs: Any) -> Any:
-        return output
-
-    return forward
-
-
 @contextmanager
 def replaying_outputs(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
     """Make modules return the given outputs instead of computing them."""
@@ -136,7 +114,7 @@ def replaying_outputs(model: nn.Module, outputs: Mapping[str, Any]) -> Generator
     original_forwards = [vars(module).get("forward") for module in modules]
     try:
         for module, output in zip(modules, outputs.values(), strict=True):
-            vars(module)["forward"] = _return_constant(output)
+            vars(module)["forward"] = lambda *_args, _output=output, **_kwargs: _output
         yield
     finally:
         for module, forward in zip(modules, original_forwards, strict=True):
@@ -149,11 +127,7 @@ def replaying_outputs(model: nn.Module, outputs: Mapping[str, Any]) -> Generator
 def in_order(model: nn.Module, names: Collection[str], images: Tensor) -> list[str]:
     """Return the layers `names` in the order in which a forward pass of `images` first reaches them."""
     reached: dict[str, None] = {}
-
-    def record(name: str, _inputs: Any) -> None:
-        reached.setdefault(name)
-
-    with watching(model, names, before=record):
+    with watching(model, names, before=lambda name, _inputs: reached.setdefault(name)):
         model(pixel_values=images)
     return list(reached)
 

@@ -44,7 +44,7 @@ class Attention:
         return (*self.producers, self.consumer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class UnsupportedAttention:
     """Attention whose heads can't be cut: its layers, and the reason, a sentence that starts with a code."""
 
@@ -75,20 +75,18 @@ def _inspect(
     consumer = _find_output_layer(model, name)
     layers = producers if consumer is None else (*producers, consumer)
     if consumer is None:
-        return UnsupportedAttention(
-            projections=layers, reason="unknown_heads: no layer is found that reads what attention makes"
-        )
+        return UnsupportedAttention(layers, "unknown_heads: no layer is found that reads what attention makes")
     *qkv, output_layer = (cast("nn.Linear", model.get_submodule(layer)) for layer in layers)
     stacks = 3 // len(qkv)
     rows = qkv[0].out_features // stacks
     head_shape = _head_shape(holder, rows)
     if isinstance(head_shape, str):
-        return UnsupportedAttention(projections=layers, reason=head_shape)
+        return UnsupportedAttention(layers, head_shape)
     if {layer.out_features for layer in qkv} != {rows * stacks} or output_layer.in_features != rows:
-        return UnsupportedAttention(projections=layers, reason="unequal_heads: q, k, v and o don't have the same heads")
+        return UnsupportedAttention(layers, "unequal_heads: q, k, v and o don't have the same heads")
     tables = _find_tables(model, name, layers, head_shape, holders)
     if isinstance(tables, str):
-        return UnsupportedAttention(projections=layers, reason=tables)
+        return UnsupportedAttention(layers, tables)
     num_heads, head_dim = head_shape
     return Attention(
         producers=producers, consumer=consumer, num_heads=num_heads, head_dim=head_dim, tables=tables, stacks=stacks
@@ -154,22 +152,23 @@ def _find_tables(
     """Return the parameters with an entry per head, or why it is unknown which part belongs to which head."""
     tables: dict[str, int] = {}
     for path, is_shared in _possible_tables(model, name, holders):
-        if path.rpartition(".")[0] in projections:
+        owner, _, leaf = path.rpartition(".")
+        if owner in projections:
             continue
-        dim = _head_dim(model, path, name)
-        parameter = model.get_parameter(path)
-        is_norm = path.removeprefix(f"{name}.").partition(".")[0] in HEAD_NORMS
-        if dim is None or (is_norm and parameter.shape == head_shape[1:]):
+        parameter, dim = model.get_parameter(path), HEAD_TABLES.get(leaf)
+        child, _, rest = path.removeprefix(f"{name}.").partition(".")
+        is_norm = child in HEAD_NORMS and parameter.shape == head_shape[1:]
+        if dim is None and child == TABLE_NETWORK:
+            *_, (last, _layer) = model.get_submodule(f"{name}.{child}".lstrip(".")).named_children()
+            dim = 0 if rest == f"{last}.weight" else None
+        if is_norm or (dim is None and child in (*BEFORE_KEYS, TABLE_NETWORK)):
             continue
-        if dim == _UNKNOWN or parameter.shape[dim] != head_shape[0]:
+        if dim is None or parameter.shape[dim] != head_shape[0]:
             return f"unknown_parameter: it is not known which part of {path!r} belongs to a head"
         if is_shared:
             return f"shared: the table {path!r} has the heads of more than one attention module"
         tables[path] = dim
     return tables
-
-
-_UNKNOWN = -99
 
 
 def _possible_tables(model: nn.Module, name: str, holders: Collection[str]) -> Iterator[tuple[str, bool]]:
@@ -184,16 +183,3 @@ def _possible_tables(model: nn.Module, name: str, holders: Collection[str]) -> I
                 scope = scope.rpartition(".")[0]
             if name in served:
                 yield path, len(served) > 1
-
-
-def _head_dim(model: nn.Module, path: str, holder: str) -> int | None:
-    """Return the dimension with an entry per head, None for a parameter that is independent of heads."""
-    if (leaf := path.rpartition(".")[2]) in HEAD_TABLES:
-        return HEAD_TABLES[leaf]
-    child, _, rest = path.removeprefix(f"{holder}.").partition(".")
-    if child in BEFORE_KEYS:
-        return None
-    if child == TABLE_NETWORK:
-        last = list(model.get_submodule(f"{holder}.{child}".lstrip(".")).named_children())[-1][0]
-        return 0 if rest == f"{last}.weight" else None
-    return _UNKNOWN

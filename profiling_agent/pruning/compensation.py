@@ -112,9 +112,6 @@ def damped_inverse(covariance: Tensor) -> Tensor:
     return torch.cholesky_inverse(torch.linalg.cholesky(damp_(covariance.clone(), mean)))
 
 
-MOMENT_FIELDS = ("mean", "covariance", "sensitivity")
-
-
 @dataclass(slots=True, kw_only=True)
 class UnitMoments:
     """Averages for one unit: x is what its consumer multiplies, g the gradient of the loss at its output.
@@ -147,7 +144,7 @@ def gather_moments(
     The model must be in eval mode; its parameters' gradients are neither needed nor changed.
     """
     generator = torch.Generator().manual_seed(seed)
-    sums: dict[str, UnitMoments] = {}
+    sums: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     activations: dict[str, tuple[Tensor, Tensor]] = {}
     # The square of a channel of mean 1,000 and deviation 1 loses the variance in float32: moments are taken about the first batch's mean.
     origins: dict[str, Tensor] = {}
@@ -166,18 +163,27 @@ def gather_moments(
                 layer = model.get_submodule(unit.consumer)
                 x = features(layer, activations[unit.consumer][0].detach())
                 x = x - origins.setdefault(unit.name, x.mean(0))
-                batch = _batch_moments(layer, len(images), x, gradient)
-                if (total := sums.setdefault(unit.name, batch)) is not batch:
-                    for field in MOMENT_FIELDS:
-                        getattr(total, field).add_(getattr(batch, field))
+                g = outputs_of(layer, gradient)
+                # Means and covariances are averaged over an image's positions, of which windowed attention has more rows than images.
+                positions_per_image = len(x) / len(images)
+                gradients_per_image = gradient.numel() / g.shape[1] / len(images)
+                batch = (
+                    x.sum(0).float() / positions_per_image,
+                    second_moment(x).float() / positions_per_image,
+                    second_moment(g).float() * (gradients_per_image / positions_per_image),
+                )
+                if (totals := sums.setdefault(unit.name, batch)) is not batch:
+                    for total, part in zip(totals, batch, strict=True):
+                        total.add_(part)
             num_images += len(images)
             activations.clear()
-    for name, moments in sums.items():
-        for field in MOMENT_FIELDS:
-            getattr(moments, field).div_(num_images)
-        moments.covariance.addr_(moments.mean, moments.mean, alpha=-1)
-        moments.mean.add_(origins[name])
-    return sums
+    moments: dict[str, UnitMoments] = {}
+    for name, totals in sums.items():
+        mean, covariance, sensitivity = (total.div_(num_images) for total in totals)
+        covariance.addr_(mean, mean, alpha=-1)
+        mean.add_(origins[name])
+        moments[name] = UnitMoments(mean=mean, covariance=covariance, sensitivity=sensitivity)
+    return moments
 
 
 @contextmanager
@@ -191,21 +197,6 @@ def _frozen(model: nn.Module) -> Generator[None]:
     finally:
         for parameter in trainable:
             parameter.requires_grad = True
-
-
-def _batch_moments(layer: nn.Module, num_images: int, x: Tensor, output_gradient: Tensor) -> UnitMoments:
-    """Return the sums over one batch's images; mean and covariance are averaged over an image's positions.
-
-    x is (positions, columns); the covariance is the second moment about zero here.
-    """
-    g = outputs_of(layer, output_gradient)
-    # Windowed attention has more rows than images, those of one image next to each other.
-    positions_per_image, gradients_per_image = len(x) / num_images, output_gradient.numel() / g.shape[1] / num_images
-    return UnitMoments(
-        mean=x.sum(0).float() / positions_per_image,
-        covariance=second_moment(x).float() / positions_per_image,
-        sensitivity=second_moment(g).float() * (gradients_per_image / positions_per_image),
-    )
 
 
 # Blocks of neighbours, so that both parts hold all classes whether images are sorted by class or interleaved.
@@ -429,65 +420,39 @@ def compensate(
             kl = mean_kl(_logits(baseline, calibration.every()), _logits(pruned, calibration.every()))
             note = f"not compensated: {num_different} different calibration images, at least {MIN_IMAGES} are needed"
             return Compensated(model=pruned, kl_before=_check_finite(kl), kl_after=kl, note=note)
-        steps = _list_steps(baseline, pruned, cuts, keep, calibration, progress)
         expected = _logits(baseline, calibration.judged()) if expected is None else expected.to(calibration.device)
-        compensated = _apply_helpful_steps(expected, pruned, steps, calibration)
-    for module, original in zip(compensated.model.modules(), pruned.modules(), strict=True):
+        # Steps are taken on one copy, and undone if they don't help; a copy per step would hold one more model in memory.
+        model, helpful = copy.deepcopy(pruned), list[str]()
+
+        def fit_consumers_() -> None:
+            compensate_units_(baseline, model, cuts, keep, calibration.fitted, progress)
+
+        def fitted_tensors() -> list[Tensor]:
+            consumers = [model.get_submodule(cut.unit.consumer) for cut in cuts]
+            return [*(tensor for consumer in consumers for tensor in consumer.parameters()), *model.buffers()]
+
+        # Each with the tensors that it changes; batch norms have to see the folded weights.
+        steps = [("least squares", fit_consumers_, fitted_tensors)]
+        if batch_norms(pruned):
+            steps.append(
+                ("batch norm", lambda: reestimate_(model, calibration.fitted()), lambda: list(model.buffers()))
+            )
+        before = kl = _check_finite(mean_kl(expected, _logits(pruned, calibration.judged())))
+        for name, run, changed in steps:
+            if helpful and kl <= NEGLIGIBLE_KL:
+                break
+            saved = [tensor.clone() for tensor in changed()]
+            run()
+            stepped_kl = mean_kl(expected, _logits(model, calibration.judged()))
+            # Also false if a step made logits that aren't finite.
+            if stepped_kl < kl:
+                kl = stepped_kl
+                helpful.append(name)
+                continue
+            for tensor, original in zip(changed(), saved, strict=True):
+                tensor.copy_(original)
+    for module, original in zip(model.modules(), pruned.modules(), strict=True):
         module.training = original.training
-    return compensated
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A change made to a model in place, and the tensors that it changes."""
-
-    name: str
-    run: Callable[[nn.Module], None]
-    changed: Callable[[nn.Module], Iterable[Tensor]]
-
-
-def _list_steps(
-    baseline: nn.Module,
-    pruned: nn.Module,
-    cuts: Sequence[Cut],
-    keep: Mapping[str, list[int]],
-    calibration: Calibration,
-    progress: Progress,
-) -> list[_Step]:
-    """Return the steps in the order to try them: batch norms have to see the folded weights."""
-
-    def fitted_tensors(model: nn.Module) -> Iterable[Tensor]:
-        consumers = [model.get_submodule(cut.unit.consumer) for cut in cuts]
-        return [*(tensor for consumer in consumers for tensor in consumer.parameters()), *model.buffers()]
-
-    def fit_consumers_(model: nn.Module) -> None:
-        compensate_units_(baseline, model, cuts, keep, calibration.fitted, progress)
-
-    steps = [_Step("least squares", fit_consumers_, fitted_tensors)]
-    if batch_norms(pruned):
-        steps.append(_Step("batch norm", lambda model: reestimate_(model, calibration.fitted()), nn.Module.buffers))
-    return steps
-
-
-def _apply_helpful_steps(
-    expected: Tensor, pruned: nn.Module, steps: Sequence[_Step], calibration: Calibration
-) -> Compensated:
-    """Take each step on one copy and undo those that don't help; a copy per step would hold one more model in memory."""
-    model, helpful = copy.deepcopy(pruned), list[str]()
-    before = kl = _check_finite(mean_kl(expected, _logits(pruned, calibration.judged())))
-    for step in steps:
-        if helpful and kl <= NEGLIGIBLE_KL:
-            break
-        saved = [tensor.clone() for tensor in step.changed(model)]
-        step.run(model)
-        stepped_kl = mean_kl(expected, _logits(model, calibration.judged()))
-        # Also false if a step made logits that aren't finite.
-        if stepped_kl < kl:
-            kl = stepped_kl
-            helpful.append(step.name)
-            continue
-        for tensor, original in zip(step.changed(model), saved, strict=True):
-            tensor.copy_(original)
     return Compensated(model=model if helpful else pruned, kl_before=before, kl_after=kl, steps=tuple(helpful))
 
 
@@ -509,15 +474,10 @@ def reestimate_(model: nn.Module, batches: Iterable[Tensor]) -> None:
 
     Other modules keep their mode, so dropout stays off; modes and momenta are restored at the end. Needs 32 images.
     """
-    norms = batch_norms(model)
-    settings = [(norm, norm.training, norm.momentum) for norm in norms]
-    try:
-        for norm in norms:
+    with preserving_state(model):
+        for norm in batch_norms(model):
             norm.reset_running_stats()
             # Momentum None means the cumulative average.
             norm.train().momentum = None
         for images in regrouped(batches, NORM_BATCH):
             model(pixel_values=images)
-    finally:
-        for norm, training, momentum in settings:
-            norm.train(training).momentum = momentum

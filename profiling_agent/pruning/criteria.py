@@ -77,25 +77,14 @@ class Elimination:
     loss: tuple[float, ...]
 
 
-def eliminate(weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int) -> Elimination:
-    """Return the order of the optimal brain surgeon for groups of columns (Hassibi et al., 1993; ZipLM, 2023).
+def eliminate(
+    weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int, order: Sequence[int] | None = None
+) -> Elimination:
+    """Return the order of the optimal brain surgeon for groups of columns, or the errors of a given `order`.
 
     `weight` is (outputs, columns), `covariance` (columns, columns), `sensitivity` (outputs, outputs); the columns are `width` groups of equal size,
-    one after the other. The error of removing group c is tr(S W_c ((C^-1)_cc)^-1 W_c').
+    one after the other. The error of removing group c is tr(S W_c ((C^-1)_cc)^-1 W_c') (Hassibi et al., 1993; ZipLM, 2023).
     """
-    return _eliminate(weight, covariance, sensitivity, width, None)
-
-
-def elimination_errors(
-    order: Sequence[int], weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int
-) -> Elimination:
-    """Return the errors of removing the groups in a given `order`."""
-    return _eliminate(weight, covariance, sensitivity, width, list(order))
-
-
-def _eliminate(
-    weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int, order: list[int] | None
-) -> Elimination:
     size = weight.shape[1] // width
     chunk = max(1, width // UPDATES)
     # With R'R = S, errors of R W are weighted equally.
@@ -213,10 +202,13 @@ def order_by(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str,
     return tuple(torch.argsort(score(model, unit, criterion, seed=seed), stable=True).tolist())
 
 
-def predicted_kl(model: nn.Module, unit: Unit, moments: UnitMoments, order: tuple[int, ...]) -> Elimination:
-    """Return `order` with the second-order estimate of the KL divergence, in nats, after each removed channel."""
+def predicted_kl(
+    model: nn.Module, unit: Unit, moments: UnitMoments, order: tuple[int, ...] | None = None
+) -> Elimination:
+    """Return `order`, by default that of `fisher_obs`, with the second-order estimate of the KL after each removal, in nats."""
     weight = matrix_of(model.get_submodule(unit.consumer))
-    return _to_nats(elimination_errors(order, weight, moments.covariance, moments.sensitivity, unit.width))
+    errors = eliminate(weight, moments.covariance, moments.sensitivity, unit.width, order)
+    return Elimination(order=errors.order, loss=tuple(error / 2 for error in errors.loss))
 
 
 def order_with_kl(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> Elimination:
@@ -224,13 +216,8 @@ def order_with_kl(model: nn.Module, unit: Unit, moments: UnitMoments, criterion:
 
     If gradients are unusable the estimate is zero.
     """
-    if not moments.is_felt:
-        return Elimination(order=order_by(model, unit, moments, criterion, seed=seed), loss=(0.0,) * (unit.width + 1))
-    if criterion == "fisher_obs":
-        weight = matrix_of(model.get_submodule(unit.consumer))
-        return _to_nats(eliminate(weight, moments.covariance, moments.sensitivity, unit.width))
-    return predicted_kl(model, unit, moments, order_by(model, unit, moments, criterion, seed=seed))
-
-
-def _to_nats(errors: Elimination) -> Elimination:
-    return Elimination(order=errors.order, loss=tuple(error / 2 for error in errors.loss))
+    is_felt = moments.is_felt
+    order = None if criterion == "fisher_obs" and is_felt else order_by(model, unit, moments, criterion, seed=seed)
+    if order is None or is_felt:
+        return predicted_kl(model, unit, moments, order)
+    return Elimination(order=order, loss=(0.0,) * (unit.width + 1))

@@ -54,13 +54,29 @@ def prune_model(
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise PruningError(f"the model's {name!r} holds values that aren't finite; load or train it again")
-    _check_fit(model, cuts)
-    if keep is None:
-        kept_indices = {
-            cut.unit.name: keep_indices(score(model, cut.unit, importance, seed=seed), cut.keep) for cut in cuts
-        }
-    else:
-        kept_indices = {cut.unit.name: _checked_indices(keep.get(cut.unit.name), cut) for cut in cuts}
+    names = [cut.unit.name for cut in cuts]
+    if not cuts or len(set(names)) < len(names):
+        raise PruningError(f"the cuts {names!r} have to name at least one unit, and each once")
+    modules = dict(model.named_modules())
+    kept_indices: dict[str, list[int]] = {}
+    for cut in cuts:
+        name, width = cut.unit.name, cut.unit.width
+        if not 0 < cut.keep < width:
+            raise PruningError(f"{name!r} can't keep {cut.keep!r} of {width}; keep at least 1 and fewer than all")
+        if not _has_unit(modules, cut.unit):
+            raise PruningError(
+                f"the model has no unit {name!r} of width {width}; profile the model that is to be pruned"
+            )
+        if keep is None:
+            kept_indices[name] = keep_indices(score(model, cut.unit, importance, seed=seed), cut.keep)
+            continue
+        indices = keep.get(name)
+        if indices is None or len(indices) != cut.keep or list(indices) != sorted(set(indices) & set(range(width))):
+            raise PruningError(
+                f"{name!r} has to keep {cut.keep} different indices of 0 to {width - 1}, ascending; "
+                f"{str(indices)[:60]!r} was given"
+            )
+        kept_indices[name] = list(indices)
     batch = random_batch(spec, NUM_GATE_IMAGES, seed=seed) if images is None else images
 
     def to_pruning_error(exception: str) -> PruningError:
@@ -73,34 +89,6 @@ def prune_model(
     check_mask_error(error)
     check_saving(model, pruned, spec)
     return Pruned(model=pruned, mask_error=error, keep=kept_indices)
-
-
-def _checked_indices(indices: list[int] | None, cut: Cut) -> list[int]:
-    name, width = cut.unit.name, cut.unit.width
-    if indices is None or len(indices) != cut.keep or list(indices) != sorted(set(indices) & set(range(width))):
-        raise PruningError(
-            f"{name!r} has to keep {cut.keep} different indices of 0 to {width - 1}, ascending; "
-            f"{str(indices)[:60]!r} was given"
-        )
-    return list(indices)
-
-
-def _check_fit(model: nn.Module, cuts: Sequence[Cut]) -> None:
-    """Raise PruningError for cuts of another model, a unit cut twice, or one with nothing left."""
-    names = [cut.unit.name for cut in cuts]
-    if not cuts or len(set(names)) < len(names):
-        raise PruningError(f"the cuts {names!r} have to name at least one unit, and each once")
-    modules = dict(model.named_modules())
-    for cut in cuts:
-        unit = cut.unit
-        if not 0 < cut.keep < unit.width:
-            raise PruningError(
-                f"{unit.name!r} can't keep {cut.keep!r} of {unit.width}; keep at least 1 and fewer than all"
-            )
-        if not _has_unit(modules, unit):
-            raise PruningError(
-                f"the model has no unit {unit.name!r} of width {unit.width}; profile the model that is to be pruned"
-            )
 
 
 def _has_unit(modules: Mapping[str, nn.Module], unit: Unit) -> bool:

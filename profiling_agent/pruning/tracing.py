@@ -175,21 +175,14 @@ def elementwise(call: Call) -> Axis | None:
         if merge(first.space, axis.space) and call.name in ADDITIONS:
             first.space.is_added = True
     for operand in call.operands:
-        varies = operand.dim() >= -first.dim and operand.shape[first.dim] != 1
-        if call.axes(operand) is None and varies:
-            _couple_with_untraced(call, operand, first)
+        # Its channels are untraced, but there is one for each of the others.
+        if call.axes(operand) is None and operand.dim() >= -first.dim and operand.shape[first.dim] != 1:
+            if isinstance(operand, nn.Parameter):
+                first.space.block("an operation with a parameter that no layer owns")
+                continue
+            first.space.is_added |= call.name in ADDITIONS
+            first.space.block("an addition" if call.name in ADDITIONS else f"{call.name} with other activations")
     return first
-
-
-def _couple_with_untraced(call: Call, operand: Tensor, axis: Axis) -> None:
-    """Block the axis for an operand whose channels are untraced, but which has one per channel."""
-    if isinstance(operand, nn.Parameter):
-        axis.space.block("an operation with a parameter that no layer owns")
-    elif call.name in ADDITIONS:
-        axis.space.is_added = True
-        axis.space.block("an addition")
-    else:
-        axis.space.block(f"{call.name} with other activations")
 
 
 def concatenation(call: Call) -> Axis | None:
@@ -316,11 +309,6 @@ class Trace(TorchFunctionMode):
         self._axes: dict[int, tuple[Tensor, Axis]] = {}
         self._running = 0
 
-    @property
-    def repeated(self) -> set[nn.Module]:
-        """Return the modules that the forward pass called more than once."""
-        return {module for module, count in self.calls.items() if count > 1}
-
     def axis_of(self, tensor: Tensor) -> Axis | None:
         """Return the channel axis of a tensor, None if unknown."""
         entry = self._axes.get(id(tensor))
@@ -400,7 +388,9 @@ class Trace(TorchFunctionMode):
     def _through_norm(self, norm: nn.Module, inputs: Tensor, axis: Axis | None) -> Axis | None:
         if axis is None:
             return None
-        if axis.dim != _norm_channel_dim(norm, inputs):
+        # Counted from the last; timm's response norms have an attribute for it.
+        dim = 1 if isinstance(norm, _BatchNorm) else getattr(norm, "channel_dim", -1)
+        if axis.dim != _dim_from_last(dim, inputs):
             axis.space.block("a norm across other dimensions")
         axis.space.inner.append(norm)
         axis.space.mask_exact &= isinstance(norm, _BatchNorm)
@@ -417,14 +407,6 @@ def is_response_norm(module: nn.Module) -> bool:
     )
 
 
-def _norm_channel_dim(norm: nn.Module, inputs: Tensor) -> int:
-    """Return the channel dimension of a norm's input, counted from the last; timm's response norms have an attribute for it."""
-    if isinstance(norm, _BatchNorm):
-        return 1 - inputs.dim()
-    dim = getattr(norm, "channel_dim", -1)
-    return dim - inputs.dim() if dim >= 0 else dim
-
-
 def _is_plain_layer(module: nn.Module) -> bool:
     """Return whether a module computes what its kind does; a subclass may use its weights in another way."""
     if isinstance(module, LAYERS):
@@ -433,14 +415,19 @@ def _is_plain_layer(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) or is_response_norm(module)
 
 
+def blank_image(skeleton: nn.Module, spec: InputSpec) -> Tensor:
+    """Return zeros as one image of `spec`, (1, channels, height, width), of the device and type of the model's weights."""
+    dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
+    return torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
+
+
 def follow_channels(skeleton: nn.Module, spec: InputSpec) -> Trace:
     """Run one blank image of `spec` through `skeleton`, a meta-device copy made for it, and return the trace.
 
     Raises:
         UntraceableError: the model can't run without weights; names what it raised.
     """
-    dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
-    image = torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
+    image = blank_image(skeleton, spec)
     trace = Trace(skeleton)
     trace.put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
     layers = [name for name, module in skeleton.named_modules() if _is_plain_layer(module)]

@@ -1,7 +1,7 @@
 """Structured pruning units from traced channel axes, found by structure and never by model class."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 from profiling_agent.modules.inference import without_weights
 from profiling_agent.pruning.attention import Attention, UnsupportedAttention, find_attention
 from profiling_agent.pruning.tracing import LAYERS, Space, Trace, UntraceableError, follow_channels
-from profiling_agent.pruning.verify import Trials
+from profiling_agent.pruning.verify import Trials, common_module
 from profiling_agent.pruning.widths import aligned_widths, step_for
 from profiling_agent.schemas import InputSpec, Record, Unit, UnitKind
 
@@ -37,34 +37,13 @@ def absences(
         is_linear = isinstance(model.get_submodule(name), nn.Linear)
         by_kind[HEADS if name in projections else MLPS if is_linear else CONVOLUTIONS][name] = reason
     kinds_with_units = {KINDS[unit.kind] for unit in units}
-    return {
-        kind: _most_common_reason(reasons)
-        for kind, reasons in by_kind.items()
-        if kind not in kinds_with_units and not all(reason.startswith(END_CODES) for reason in reasons.values())
-    }
-
-
-def _most_common_reason(reasons: Mapping[str, str]) -> str:
-    code, count = Counter(reason.partition(":")[0] for reason in reasons.values()).most_common(1)[0]
-    name, reason = next((name, reason) for name, reason in reasons.items() if reason.startswith(f"{code}:"))
-    return f"{reason} (so {count} of {len(reasons)} layers, as {name!r})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """Producers whose channels, `width` independent ones, reach `consumer` through nothing but `inner`.
-
-    A channel has rows in each of the producers' equal `stacks`. `side_readers` read the channels too, but only to compute weights that multiply
-    them; the layers that compute those weights are in `inner`.
-    """
-
-    producers: tuple[nn.Linear | nn.Conv2d, ...]
-    consumer: nn.Linear | nn.Conv2d
-    inner: tuple[nn.Module, ...]
-    side_readers: tuple[nn.Linear | nn.Conv2d, ...]
-    width: int
-    mask_exact: bool
-    stacks: int
+    absent: dict[str, str] = {}
+    for kind, reasons in by_kind.items():
+        if kind not in kinds_with_units and not all(reason.startswith(END_CODES) for reason in reasons.values()):
+            code, count = Counter(reason.partition(":")[0] for reason in reasons.values()).most_common(1)[0]
+            name, reason = next((name, reason) for name, reason in reasons.items() if reason.startswith(f"{code}:"))
+            absent[kind] = f"{reason} (so {count} of {len(reasons)} layers, as {name!r})"
+    return absent
 
 
 def tied_modules(model: nn.Module) -> set[nn.Module]:
@@ -75,39 +54,6 @@ def tied_modules(model: nn.Module) -> set[nn.Module]:
     return {m for m, count in modules.items() if count > 1 or any(id(p) in shared for p in m.parameters(recurse=False))}
 
 
-def chain_of(
-    layer: nn.Linear | nn.Conv2d, trace: Trace, names: Mapping[nn.Module, str], tied: Collection[nn.Module]
-) -> Chain | str:
-    """Return the chain that `layer` is a producer of, or a reason that starts with a code."""
-    if layer in tied:
-        return "tied: the layer or its weights are used in more than one place"
-    if layer not in trace.writes:
-        if layer in trace.borrowed:
-            return f"unsupported: {trace.borrowed[layer]} uses its weights in its place"
-        return "unused: the forward pass doesn't reach it"
-    space = trace.writes[layer].current()
-    if reason := _refusal(layer, space, trace, names):
-        return reason
-    # Layers whose outputs, computed from the channels, multiply them, as a squeeze-and-excitation's last one.
-    gates = [writer for writer in space.writers if _gate_makers(writer, space, trace)]
-    side_makers = {maker for gate in gates for maker in _gate_makers(gate, space, trace)}
-    consumers: list[Any] = [reader for reader in space.readers if reader not in side_makers]
-    if len(consumers) != 1:
-        return f"shared: {len(consumers)} layers read its outputs"
-    producers: list[Any] = [writer for writer in space.writers if writer not in gates]
-    readers: list[Any] = [reader for reader in space.readers if reader in side_makers]
-    chain = Chain(
-        producers=tuple(producers),
-        consumer=consumers[0],
-        inner=(*space.inner, *gates),
-        side_readers=tuple(readers),
-        width=space.width,
-        mask_exact=space.mask_exact,
-        stacks=space.stacks,
-    )
-    return _chain_refusal(chain, names, tied) or chain
-
-
 def _refusal(layer: nn.Linear | nn.Conv2d, space: Space, trace: Trace, names: Mapping[nn.Module, str]) -> str | None:
     if space.is_logits:
         return "classifier: its outputs are the logits"
@@ -116,10 +62,6 @@ def _refusal(layer: nn.Linear | nn.Conv2d, space: Space, trace: Trace, names: Ma
         return "stem: it reads the image, and its outputs are where all others begin"
     if isinstance(layer, nn.Conv2d) and layer.groups > 1:
         return f"grouped: its channels are tied together in {layer.groups} groups"
-    return _coupling(layer, space, stems, names)
-
-
-def _coupling(layer: nn.Module, space: Space, stems: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> str | None:
     if space.is_added:
         others = [names[writer] for writer in space.writers if writer is not layer]
         more = f"those of {len(others)} more layers, as {min(others)!r}" if others else "other activations"
@@ -139,25 +81,9 @@ def _gate_makers(gate: nn.Module, space: Space, trace: Trace) -> list[nn.Module]
     return [maker for maker in makers if maker in space.readers and order[maker] < order[gate]]
 
 
-def _chain_refusal(chain: Chain, names: Mapping[nn.Module, str], tied: Collection[nn.Module]) -> str | None:
-    for module in (*chain.producers, *chain.inner, chain.consumer, *chain.side_readers):
-        if module in tied:
-            return f"tied: its channels reach {names[module]!r}, which is used in more than one place"
-    if not chain.producers or any(isinstance(p, nn.Conv2d) and p.groups > 1 for p in chain.producers):
-        return "grouped: a grouped convolution begins it"
-    if not block_of(names[chain.producers[0]], names[chain.consumer]):
-        return f"unsupported: its reader, {names[chain.consumer]!r}, is in another block"
-    return None
-
-
-def block_of(first: str, second: str) -> str:
-    """Return the name of the innermost module that holds both, empty for the model itself."""
-    shared: list[str] = []
-    for first_part, second_part in zip(first.split(".")[:-1], second.split(".")[:-1], strict=False):
-        if first_part != second_part:
-            break
-        shared.append(first_part)
-    return ".".join(shared)
+def block_of(*layers: str) -> str:
+    """Return the name of the innermost module that holds all of these layers, empty for the model itself."""
+    return common_module(layer.rpartition(".")[0] for layer in layers)
 
 
 class FoundUnits(Record):
@@ -178,13 +104,13 @@ class _CostTable:
     names: Mapping[nn.Module, str]
     macs: Mapping[str, int]
 
-    def share(self, module: nn.Module, params: int) -> int:
-        """Return the MACs of `params` of a layer's own parameters; attention's aren't those of the tables it owns."""
-        layer_macs = self.macs.get(self.names[module], 0) if isinstance(module, LAYERS) else 0
-        return layer_macs * params // sum(tensor.numel() for tensor in module.parameters()) if layer_macs else 0
-
     def cost(self, removed: Sequence[tuple[nn.Module, int]]) -> tuple[int, int]:
-        return sum(params for _, params in removed), sum(self.share(*part) for part in removed)
+        """Return the params and MACs of so many of each module's own parameters; attention's aren't those of its tables."""
+        macs = 0
+        for module, params in removed:
+            if isinstance(module, LAYERS) and (layer_macs := self.macs.get(self.names[module], 0)):
+                macs += layer_macs * params // sum(tensor.numel() for tensor in module.parameters())
+        return sum(params for _, params in removed), macs
 
 
 def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> FoundUnits:
@@ -202,30 +128,29 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
         trace = f"untraceable: {error}"
     costs, tied = _CostTable(names, macs), tied_modules(skeleton)
     if isinstance(trace, Trace):
-        tied |= trace.repeated
+        tied |= {module for module, count in trace.calls.items() if count > 1}
     results: dict[str, Unit | str] = {}
     trials = Trials(model, skeleton, spec)
     attentions = find_attention(skeleton)
     for holder, attention in attentions.items():
         result = _attention_unit(skeleton, holder, attention, costs, tied)
         if isinstance(result, Unit) and isinstance(attention, Attention):
-            result = (
-                trials.refusal(
-                    result,
-                    (
-                        holder,
-                        attention.consumer.rpartition(".")[0],
-                        *(name.rpartition(".")[0] for name in attention.tables),
-                    ),
-                )
-                or result
-            )
+            owners = [name.rpartition(".")[0] for name in (attention.consumer, *attention.tables)]
+            result = trials.refusal(result, (holder, *owners)) or result
         results |= dict.fromkeys(attention.projections, result)
     for layer in names:
         if isinstance(layer, LAYERS) and names[layer] not in results:
-            chain = trace if isinstance(trace, str) else chain_of(layer, trace, names, tied)
-            results[names[layer]] = chain if isinstance(chain, str) else _chain_unit(chain, costs)
-    units, refusals = _order_units(_refuse_nested(results), names.values())
+            results[names[layer]] = trace if isinstance(trace, str) else _chain_unit(layer, trace, costs, tied)
+    results = _refuse_nested(results)
+    ordered = {name: results[name] for name in names.values() if name in results}
+    units = tuple({unit.producers[0]: unit for unit in ordered.values() if isinstance(unit, Unit)}.values())
+    members = {name for unit in units for name in unit.members}
+    refusals = {name: reason for name, reason in ordered.items() if isinstance(reason, str) and name not in members}
+    # Units of one block would share its name: they are named by their producers, so that names are unique.
+    times_named = Counter(unit.name for unit in units)
+    units = tuple(
+        unit if times_named[unit.name] == 1 else unit.model_copy(update={"name": unit.producers[0]}) for unit in units
+    )
     projections = {name for attention in attentions.values() for name in attention.projections}
     return FoundUnits(units=units, refusals=refusals, absent=absences(skeleton, projections, units, refusals))
 
@@ -245,22 +170,6 @@ def _refuse_nested(results: Mapping[str, Unit | str]) -> dict[str, Unit | str]:
     return checked
 
 
-def _order_units(results: Mapping[str, Unit | str], names: Iterable[str]) -> tuple[tuple[Unit, ...], dict[str, str]]:
-    """Sort units into network order; drop the refusal of a layer that is in a unit."""
-    ordered = [(name, results[name]) for name in names if name in results]
-    units = {unit.producers[0]: unit for _, unit in ordered if isinstance(unit, Unit)}
-    members = {name for unit in units.values() for name in unit.members}
-    times_named = Counter(unit.name for unit in units.values())
-    return (
-        # Units of one block would share its name: they are named by their producers, so that names are unique.
-        tuple(
-            unit if times_named[unit.name] == 1 else unit.model_copy(update={"name": unit.producers[0]})
-            for unit in units.values()
-        ),
-        {name: reason for name, reason in ordered if isinstance(reason, str) and name not in members},
-    )
-
-
 def _attention_unit(
     model: nn.Module,
     holder: str,
@@ -273,16 +182,13 @@ def _attention_unit(
         return "tied: a projection of this attention, or its weights, are used in more than one place"
     if isinstance(attention, UnsupportedAttention):
         return attention.reason
-    kind, width = UnitKind.HEADS, attention.num_heads
-    step = step_for(kind, width)
+    width = attention.num_heads
+    step = step_for(UnitKind.HEADS, width)
     if reason := _too_narrow(width, step):
         return reason
-    removed: list[tuple[nn.Module, int]] = []
-    for name in attention.producers:
-        layer = model.get_submodule(name)
-        removed.append(
-            (layer, sum(tensor[0].numel() for tensor in layer.parameters()) * attention.head_dim * attention.stacks)
-        )
+    rows = attention.head_dim * attention.stacks
+    producers = [model.get_submodule(name) for name in attention.producers]
+    removed = [(layer, sum(tensor[0].numel() for tensor in layer.parameters()) * rows) for layer in producers]
     consumer = model.get_submodule(attention.consumer)
     removed.append((consumer, _columns(consumer) * attention.head_dim))
     owners = {name: name.rpartition(".")[0] for name in attention.tables}
@@ -290,7 +196,7 @@ def _attention_unit(
     params, macs = costs.cost(removed)
     return Unit(
         name=holder,
-        kind=kind,
+        kind=UnitKind.HEADS,
         producers=attention.producers,
         consumer=attention.consumer,
         width=width,
@@ -302,44 +208,70 @@ def _attention_unit(
     )
 
 
-def _chain_unit(chain: Chain, costs: _CostTable) -> Unit | str:
-    """Return the unit of one chain of layers, or the reason for its refusal."""
-    kind, size = _chain_kind(chain), len(chain.producers[0].weight) // chain.stacks
-    # Groups are cut whole, like heads.
-    step = step_for(UnitKind.HEADS if chain.width < size else kind, chain.width)
-    if reason := _too_narrow(chain.width, step):
-        return reason
-    rows = size // chain.width
-    removed: list[tuple[nn.Module, int]] = [
-        (module, sum(parameter.numel() for parameter in module.parameters()) // chain.width)
-        for module in (*chain.producers, *chain.inner)
-    ]
-    removed += [(reader, _columns(reader) * rows) for reader in (chain.consumer, *chain.side_readers)]
-    params, macs = costs.cost(removed)
+def _chain_unit(
+    layer: nn.Linear | nn.Conv2d, trace: Trace, costs: _CostTable, tied: Collection[nn.Module]
+) -> Unit | str:
+    """Return the unit that `layer` is a producer of, or the reason for its refusal.
+
+    The producers' channels reach one consumer through nothing but inner modules. Side readers read them too, but only to compute weights that
+    multiply them; the layers that compute those weights are inner ones.
+    """
     names = costs.names
-    first, consumer = names[chain.producers[0]], names[chain.consumer]
+    if layer in tied:
+        return "tied: the layer or its weights are used in more than one place"
+    if layer not in trace.writes:
+        if layer in trace.borrowed:
+            return f"unsupported: {trace.borrowed[layer]} uses its weights in its place"
+        return "unused: the forward pass doesn't reach it"
+    space = trace.writes[layer].current()
+    if reason := _refusal(layer, space, trace, names):
+        return reason
+    # Layers whose outputs, computed from the channels, multiply them, as a squeeze-and-excitation's last one.
+    gates = [writer for writer in space.writers if _gate_makers(writer, space, trace)]
+    side_makers = {maker for gate in gates for maker in _gate_makers(gate, space, trace)}
+    consumers: list[Any] = [reader for reader in space.readers if reader not in side_makers]
+    if len(consumers) != 1:
+        return f"shared: {len(consumers)} layers read its outputs"
+    producers: list[Any] = [writer for writer in space.writers if writer not in gates]
+    inner, readers = [*space.inner, *gates], [*consumers, *(r for r in space.readers if r in side_makers)]
+    for module in (*producers, *inner, *readers):
+        if module in tied:
+            return f"tied: its channels reach {names[module]!r}, which is used in more than one place"
+    if not producers or any(isinstance(producer, nn.Conv2d) and producer.groups > 1 for producer in producers):
+        return "grouped: a grouped convolution begins it"
+    first, consumer, *side_readers = (names[module] for module in (producers[0], *readers))
+    if not (block := block_of(first, consumer)):
+        return f"unsupported: its reader, {consumer!r}, is in another block"
+    size = len(producers[0].weight)
+    is_depthwise = any(isinstance(module, nn.Conv2d) and module.groups == size for module in inner)
+    kind = UnitKind.INVERTED_RESIDUAL if is_depthwise else UnitKind.CONV_INNER
+    if isinstance(producers[0], nn.Linear):
+        kind = UnitKind.MLP
+    rows = size // space.stacks // space.width
+    # Groups are cut whole, like heads.
+    step = step_for(UnitKind.HEADS if rows > 1 else kind, space.width)
+    if reason := _too_narrow(space.width, step):
+        return reason
+    removed = [
+        (module, sum(parameter.numel() for parameter in module.parameters()) // space.width)
+        for module in (*producers, *inner)
+    ]
+    removed += [(reader, _columns(reader) * rows) for reader in readers]
+    params, macs = costs.cost(removed)
     return Unit(
-        name=block_of(first, consumer) if kind is UnitKind.MLP else first,
+        name=block if kind is UnitKind.MLP else first,
         kind=kind,
-        producers=tuple(names[producer] for producer in chain.producers),
+        producers=tuple(names[producer] for producer in producers),
         consumer=consumer,
-        width=chain.width,
+        width=space.width,
         step=step,
         params_per_channel=params,
         macs_per_channel=macs,
-        inner=tuple(names[module] for module in chain.inner),
-        side_readers=tuple(names[reader] for reader in chain.side_readers),
-        mask_exact=chain.mask_exact,
-        stacks=chain.stacks,
+        inner=tuple(names[module] for module in inner),
+        side_readers=tuple(side_readers),
+        mask_exact=space.mask_exact,
+        stacks=space.stacks,
     )
-
-
-def _chain_kind(chain: Chain) -> UnitKind:
-    if isinstance(chain.producers[0], nn.Linear):
-        return UnitKind.MLP
-    size = len(chain.producers[0].weight)
-    is_depthwise = any(isinstance(module, nn.Conv2d) and module.groups == size for module in chain.inner)
-    return UnitKind.INVERTED_RESIDUAL if is_depthwise else UnitKind.CONV_INNER
 
 
 def _columns(reader: nn.Module) -> int:

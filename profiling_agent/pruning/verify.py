@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -18,17 +19,13 @@ from profiling_agent.errors import PruningError
 from profiling_agent.lib.third_party import checked_logits, third_party_errors
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.hooks import tensors
-from profiling_agent.modules.inference import device_of, preserving_state, without_weights
+from profiling_agent.modules.inference import preserving_state, without_weights
 from profiling_agent.pruning.attention import Attention, find_attention, head_sizes, set_head_attributes_
-from profiling_agent.pruning.tracing import is_response_norm
+from profiling_agent.pruning.tracing import blank_image, is_response_norm
 from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind
 
-# Torch-Pruning's types name all layers that its functions of this name take.
-CUT_ROWS: Any = tp.prune_linear_out_channels
-CUT_COLUMNS: Any = tp.prune_linear_in_channels
-CUT_FILTERS: Any = tp.prune_conv_out_channels
-CUT_FILTER_COLUMNS: Any = tp.prune_conv_in_channels
-CUT_NORM: Any = tp.prune_batchnorm_out_channels
+# Torch-Pruning's types name all layers that its functions take.
+SURGERY: Any = tp
 
 
 def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int]]) -> nn.Module:
@@ -43,20 +40,26 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int
         unit, dropped = cut.unit, _invert(keep[cut.unit.name], cut.unit.width)
         # Cut the rows of producers and inner modules, and the columns of all readers.
         for name in unit.producers:
-            producer: Any = pruned.get_submodule(name)
-            rows = unit.rows_of(dropped, len(producer.weight))
-            (CUT_FILTERS if isinstance(producer, nn.Conv2d) else CUT_ROWS)(producer, rows)
+            producer = pruned.get_submodule(name)
+            rows = unit.rows_of(dropped, len(producer.get_parameter("weight")))
+            is_conv = isinstance(producer, nn.Conv2d)
+            (SURGERY.prune_conv_out_channels if is_conv else SURGERY.prune_linear_out_channels)(producer, rows)
         for name in unit.inner:
             _cut_rows_(pruned.get_submodule(name), unit.width, dropped)
         for name in (unit.consumer, *unit.side_readers):
-            layer: Any = pruned.get_submodule(name)
-            columns = _expand(dropped, layer.weight.shape[1] // unit.width)
-            (CUT_FILTER_COLUMNS if isinstance(layer, nn.Conv2d) else CUT_COLUMNS)(layer, columns)
+            reader = pruned.get_submodule(name)
+            columns = _expand(dropped, reader.get_parameter("weight").shape[1] // unit.width)
+            is_conv = isinstance(reader, nn.Conv2d)
+            (SURGERY.prune_conv_in_channels if is_conv else SURGERY.prune_linear_in_channels)(reader, columns)
         if unit.kind is UnitKind.HEADS:
             heads = attention[unit.name]
             assert isinstance(heads, Attention), "find_units refuses attention whose heads can't be cut"
-            _cut_tables_(pruned, heads, dropped)
-    # Some forward passes read the number of heads there; other readers are people, exports and third-party code.
+            for name, dim in heads.tables.items():
+                holder, _, leaf = name.rpartition(".")
+                owner = pruned.get_submodule(holder)
+                # A table that a layer computes is cut with that layer's rows.
+                if not isinstance(owner, nn.Linear):
+                    _select_(owner, leaf, dim, _invert(dropped, unit.width))
     sizes = head_sizes(model)
     set_head_attributes_(
         pruned, {cut.unit.name: sizes[cut.unit.name] for cut in cuts if cut.unit.kind is UnitKind.HEADS}
@@ -80,12 +83,12 @@ def _expand(dropped: Sequence[int], size: int) -> list[int]:
 def _cut_rows_(module: Any, width: int, dropped: Sequence[int]) -> None:
     """Cut the rows of `dropped` out of `width` channels of a layer or norm."""
     if isinstance(module, _BatchNorm):
-        CUT_NORM(module, _expand(dropped, module.num_features // width))
+        SURGERY.prune_batchnorm_out_channels(module, _expand(dropped, module.num_features // width))
     elif isinstance(module, nn.Linear):
-        CUT_ROWS(module, _expand(dropped, module.out_features // width))
+        SURGERY.prune_linear_out_channels(module, _expand(dropped, module.out_features // width))
     elif isinstance(module, nn.Conv2d):
         groups = module.groups
-        CUT_FILTERS(module, _expand(dropped, module.out_channels // width))
+        SURGERY.prune_conv_out_channels(module, _expand(dropped, module.out_channels // width))
         if groups > 1:
             # Whole groups go, so each remaining filter reads the remaining channels of its own group.
             module.groups = groups * (width - len(dropped)) // width
@@ -99,15 +102,6 @@ def _select_(owner: nn.Module, leaf: str, dim: int, indices: Sequence[int]) -> N
     parameter = owner.get_parameter(leaf).detach()
     index = torch.tensor(indices, device=parameter.device)
     setattr(owner, leaf, nn.Parameter(parameter.index_select(dim, index)))
-
-
-def _cut_tables_(model: nn.Module, attention: Attention, dropped: Sequence[int]) -> None:
-    """Cut whole heads out of the tables of an attention module; a table that a layer computes is cut with its rows."""
-    for name, dim in attention.tables.items():
-        owner_name, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
-        if not isinstance(owner, nn.Linear):
-            _select_(owner, leaf, dim, _invert(dropped, attention.num_heads))
 
 
 # Correct surgery differs by the order of fp32 sums, 1e-7 to 1e-6; one wrong index, head or batch-norm mean by 4e-4 and more, even in tiny random
@@ -143,20 +137,17 @@ def masked_parameters(model: nn.Module, unit: Unit, kept: Sequence[int]) -> dict
     scaled by kept over all, which makes it a mean over the kept ones. `model` is not changed.
     """
     readers = (unit.consumer, *unit.side_readers)
-    masked = {f"{name}.weight": _mask(_detached(model, f"{name}.weight"), unit, kept, dim=1) for name in readers}
+    masked = {f"{name}.weight": _mask(model, f"{name}.weight", unit, kept, dim=1) for name in readers}
     if not unit.mask_exact:
         rows = [f"{name}.{leaf}" for name in unit.producers for leaf, _ in model.get_submodule(name).named_parameters()]
-        masked |= {name: _mask(_detached(model, name), unit, kept, dim=0) for name in rows}
-        norms = [name for name in unit.inner if is_response_norm(model.get_submodule(name))]
-        masked |= {f"{name}.weight": _detached(model, f"{name}.weight") * (len(kept) / unit.width) for name in norms}
+        masked |= {name: _mask(model, name, unit, kept, dim=0) for name in rows}
+        norms = [f"{name}.weight" for name in unit.inner if is_response_norm(model.get_submodule(name))]
+        masked |= {name: model.get_parameter(name).detach() * (len(kept) / unit.width) for name in norms}
     return masked
 
 
-def _detached(model: nn.Module, name: str) -> Tensor:
-    return model.get_parameter(name).detach()
-
-
-def _mask(tensor: Tensor, unit: Unit, kept_indices: Sequence[int], *, dim: int) -> Tensor:
+def _mask(model: nn.Module, name: str, unit: Unit, kept_indices: Sequence[int], *, dim: int) -> Tensor:
+    tensor = model.get_parameter(name).detach()
     mask = torch.zeros(unit.width, dtype=tensor.dtype, device=tensor.device)
     mask[list(kept_indices)] = 1
     # A head has as many consecutive rows or columns as it has channels.
@@ -194,6 +185,7 @@ def check_saving(baseline: nn.Module, pruned: nn.Module, spec: InputSpec) -> Non
 
 
 CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 @dataclass(slots=True)
@@ -208,7 +200,7 @@ class Trials:
 
     def refusal(self, unit: Unit, scopes: Iterable[str]) -> str | None:
         """Return why the heads of `unit` can't be cut, or None; `scopes` name all modules of its attention."""
-        scope = _common_module(scopes)
+        scope = common_module(scopes)
         if self._given is None:
             self._given = _record_call_arguments(self.skeleton, self.spec)
         if isinstance(self._given, str):
@@ -216,19 +208,21 @@ class Trials:
         if scope not in self._given:
             return "unused: the forward pass doesn't reach it"
         arguments, module = self._given[scope], self.model.get_submodule(scope)
-        fingerprint = f"{module} {_describe_settings(module)} {tree_map(_shape_and_dtype, arguments)}"
+        # Modules' plain attributes: numbers of heads, scales, sizes of windows.
+        settings = [
+            {k: v for k, v in vars(m).items() if isinstance(v, PLAIN) and k != "training"} for m in module.modules()
+        ]
+        shapes = tree_map(lambda v: (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v, arguments)
+        fingerprint = f"{module} {settings} {shapes}"
         if fingerprint not in self._known:
             self._known[fingerprint] = _try_cut(module, _relative_to(unit, scope), arguments)
         return self._known[fingerprint]
 
 
-def _common_module(names: Iterable[str]) -> str:
-    first, *others = (name.split(".") for name in names)
-    length = len(first)
-    for other in others:
-        is_equal = [part == other_part for part, other_part in zip(first[:length], other, strict=False)]
-        length = is_equal.index(False) if False in is_equal else min(length, len(other))
-    return ".".join(first[:length])
+def common_module(names: Iterable[str]) -> str:
+    """Return the name of the innermost module that is or holds all of `names`, empty for the model itself."""
+    levels = zip(*(name.split(".") for name in names), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def _record_call_arguments(skeleton: nn.Module, spec: InputSpec) -> dict[str, CallArguments] | str:
@@ -242,11 +236,9 @@ def _record_call_arguments(skeleton: nn.Module, spec: InputSpec) -> dict[str, Ca
         module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
         for name, module in skeleton.named_modules()
     ]
-    dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
-    image = torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
     try:
         with torch.no_grad():
-            checked_logits(skeleton.eval(), image, PruningError)
+            checked_logits(skeleton.eval(), blank_image(skeleton, spec), PruningError)
     except PruningError as error:
         return f"untraceable: {error}"
     finally:
@@ -255,61 +247,38 @@ def _record_call_arguments(skeleton: nn.Module, spec: InputSpec) -> dict[str, Ca
     return arguments
 
 
-def _describe_settings(module: nn.Module) -> str:
-    """Return modules' plain attributes except submodules: numbers of heads, scales, sizes of windows."""
-    plain = (bool, int, float, str, tuple, type(None))
-    return str(
-        [{k: v for k, v in vars(m).items() if isinstance(v, plain) and k != "training"} for m in module.modules()]
-    )
-
-
-def _shape_and_dtype(value: Any) -> Any:
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
-
-
 def _relative_to(unit: Unit, scope: str) -> Unit:
     """Return the unit with module names relative to `scope`."""
     start = len(scope) + 1 if scope else 0
-
-    def strip(names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(name[start:] for name in names)
-
-    return unit.model_copy(
-        update={
-            "name": unit.name[start:],
-            "producers": strip(unit.producers),
-            "consumer": unit.consumer[start:],
-            "inner": strip(unit.inner),
-        }
-    )
+    names = {"name": unit.name[start:], "consumer": unit.consumer[start:]}
+    members = {key: tuple(name[start:] for name in getattr(unit, key)) for key in ("producers", "inner")}
+    return unit.model_copy(update={**names, **members})
 
 
 def _try_cut(module: nn.Module, unit: Unit, arguments: CallArguments) -> str | None:
     """Return why a head of `unit` can't be cut in a module called with these arguments, or None."""
     generator = torch.Generator().manual_seed(0)
     trial = _randomised(module, generator)
-    args, kwargs = tree_map(partial(_noise, generator=generator), arguments)
+    inputs = tree_map(partial(_noise, generator=generator), arguments)
+
+    def cloned() -> CallArguments:
+        return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
+
     kept_indices = list(range(1, unit.width))
     cut = Cut(unit=unit, keep=len(kept_indices), requested_ratio=1 / unit.width)
     try:
         with third_party_errors(PruningError), torch.no_grad():
             masked = masked_parameters(trial, unit, kept_indices)
-            expected = next(tensors(functional_call(trial, masked, _clone_tensors(args), _clone_tensors(kwargs))))
+            args, kwargs = cloned()
+            expected = next(tensors(functional_call(trial, masked, args, dict(kwargs))))
             pruned = cut_units(trial, [cut], {unit.name: kept_indices})
-            output = next(tensors(pruned(*_clone_tensors(args), **_clone_tensors(kwargs))))
+            args, kwargs = cloned()
+            output = next(tensors(pruned(*args, **kwargs)))
     except PruningError as error:
         return f"unknown_heads: with a head cut its attention fails with {error}"
     if output.shape == expected.shape and bool((output - expected).norm() <= MAX_MASK_ERROR * expected.norm()):
         return None
     return "unknown_heads: with a head cut its attention computes something else than with that head masked"
-
-
-def _clone_tensors(arguments: Any) -> Any:
-    return tree_map(_clone, arguments)
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _randomised(module: nn.Module, generator: torch.Generator) -> nn.Module:

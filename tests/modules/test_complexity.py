@@ -1,21 +1,17 @@
 """Parameters and multiply-accumulates, those of attention included."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from ptflops import get_model_complexity_info
-from ptflops.pytorch_ops import MODULES_MAPPING
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import ViTConfig, ViTForImageClassification
 
 from profiling_agent.errors import RequestError
 from profiling_agent.modules.complexity import (
-    COUNTED,
     Complexity,
     count_complexity,
     counted_matmuls,
@@ -111,29 +107,6 @@ def test_fused_attention_counts_what_the_eager_matmuls_count(family):
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_rows_less_attention_are_ptflops_own_total(family):
-    model = zoo.FAMILIES[family]()
-    rows = count_complexity(model, zoo.SPEC)
-    products = sum(row.macs for row in rows.values() if row.kind in ATTENTION_KINDS)
-
-    def images(_) -> Any:
-        return torch.zeros(1, 3, 32, 32)
-
-    bare, _ = get_model_complexity_info(
-        model,
-        (3, 32, 32),
-        input_constructor=images,
-        as_strings=False,
-        print_per_layer_stat=False,
-        backend="pytorch",
-        ignore_modules=[kind for kind in MODULES_MAPPING if kind not in COUNTED],
-        backend_specific_config={"count_functional": False},
-    )
-
-    assert total(rows, "macs") - products == bare
-
-
-@pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_parameters_add_up_to_the_models(family):
     model = zoo.FAMILIES[family]()
 
@@ -168,17 +141,9 @@ def test_a_subclass_of_linear_is_counted_as_one():
 
 
 def test_counting_leaves_no_trace(capfd):
-    model = zoo.swin().train()
+    with zoo.left_alone(model := zoo.swin().train()):
+        count_complexity(model, zoo.SPEC)
 
-    def state():
-        return [
-            (module.training, Counter(vars(module).keys()), len(module._forward_hooks)) for module in model.modules()
-        ]
-
-    before = state()
-    count_complexity(model, zoo.SPEC)
-
-    assert state() == before
     assert capfd.readouterr() == ("", "")
 
 

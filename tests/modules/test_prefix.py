@@ -18,7 +18,7 @@ from profiling_agent.modules.prefix import Replay, Walk, find_prefixes, in_order
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
-from profiling_agent.schemas import Cut, InputSpec
+from profiling_agent.schemas import Cut
 
 # Bottlenecks, SwiftFormer and PoolFormer among them because they add in place or share what they read.
 NAMES = ("mobilevit", "efficientnet", "segformer", "mobilenet_v2", "levit", "regnet_y", "swiftformer", "focalnet")
@@ -28,13 +28,11 @@ MODELS = {
     "resnet": zoo.resnet,
     **{name: families.FAMILIES[name] for name in NAMES},
 }
-SIZES = {"mobilevit": 64, "levit": 64}
 
 
 def prepared(family):
-    size = SIZES.get(family, 32)
-    spec = InputSpec(channels=3, height=size, width=size, source="zoo")
     model = MODELS[family]()
+    spec = families.spec_of(model)
     units = find_units(model, spec, {}).units
     return model, {unit.name: (unit.consumer, *unit.side_readers) for unit in units}, random_batch(spec, 3, seed=4)
 
@@ -49,20 +47,26 @@ def changed(model, names):
     return laid
 
 
+@torch.no_grad()
+def replayed(model, readers, images, turns=1):
+    """Return the prefixes, by which a run from each unit gives what a whole run gives."""
+    prefixes = find_prefixes(model, readers, images[:1])
+    replay = Replay(model, prefixes, images)
+    before = model(pixel_values=images).logits
+    assert torch.equal(replay.logits, before)
+    for unit, names in [*readers.items()] * turns:
+        laid = changed(model, names)
+        expected = functional_call(model, laid, (), {"pixel_values": images}).logits
+        assert torch.equal(replay.run_from(unit, laid), expected)
+        assert not torch.equal(expected, before)
+    assert torch.equal(model(pixel_values=images).logits, before)
+    return prefixes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MODELS)
 def test_a_run_from_any_unit_gives_what_a_whole_run_gives(family):
-    model, readers, images = prepared(family)
-    with torch.no_grad():
-        replay = Replay(model, find_prefixes(model, readers, images[:1]), images)
-        before = model(pixel_values=images).logits
-        assert torch.equal(replay.logits, before)
-        for unit, names in readers.items():
-            laid = changed(model, names)
-            expected = functional_call(model, laid, (), {"pixel_values": images}).logits
-            assert torch.equal(replay.run_from(unit, laid), expected)
-            assert not torch.equal(expected, before)
-        assert torch.equal(model(pixel_values=images).logits, before)
+    replayed(*prepared(family))
 
 
 # Where one stage of one unit comes before the last one, it is run again.
@@ -85,9 +89,8 @@ def test_the_last_unit_is_reached_without_most_of_the_model(family):
 
 def test_blocks_before_a_unit_are_skipped_and_its_own_and_later_ones_run():
     model = zoo.vit(num_hidden_layers=4)
-    units = find_units(model, zoo.SPEC, {}).units
-    readers = {unit.name: (unit.consumer,) for unit in units}
-    skipped = find_prefixes(model, readers, random_batch(zoo.SPEC, 1)).skipped["vit.layers.2.mlp"]
+    readers = {unit.name: (unit.consumer,) for unit in zoo.units_of(model)}
+    skipped = find_prefixes(model, readers, random_batch(zoo.SPEC, 1))["vit.layers.2.mlp"]
 
     assert {"vit.embeddings", "vit.layers.0", "vit.layers.1"} <= set(skipped)
     assert not any(name.startswith(("vit.layers.2.mlp.fc2", "vit.layers.3", "classifier")) for name in skipped)
@@ -109,17 +112,10 @@ class AddsInPlace(nn.Module):
 
 
 def test_an_output_that_was_changed_in_place_is_computed_again():
-    model, images = AddsInPlace().eval(), torch.randn(3, 4, 1, 1)
     readers = {name: (name,) for name in ("first", "second", "last")}
-    prefixes = find_prefixes(model, readers, images[:1])
-    with torch.no_grad():
-        replay = Replay(model, prefixes, images)
-        assert "stem" in prefixes.skipped["last"]
-        for _ in range(2):
-            for name in readers:
-                laid = changed(model, [name])
-                expected = functional_call(model, laid, (), {"pixel_values": images}).logits
-                assert torch.equal(replay.run_from(name, laid), expected)
+    prefixes = replayed(AddsInPlace().eval(), readers, torch.randn(3, 4, 1, 1), turns=2)
+
+    assert "stem" in prefixes["last"]
 
 
 class CallsTwice(nn.Module):
@@ -135,30 +131,20 @@ class CallsTwice(nn.Module):
 
 
 def test_a_layer_that_is_called_twice_is_never_skipped():
-    model, images = CallsTwice().eval(), torch.randn(3, 4, 1, 1)
     readers = {"middle": ("middle",), "last": ("last",)}
-    prefixes = find_prefixes(model, readers, images[:1])
-    with torch.no_grad():
-        replay = Replay(model, prefixes, images)
-        laid = changed(model, ["middle"])
-        expected = functional_call(model, laid, (), {"pixel_values": images}).logits
-        assert torch.equal(replay.run_from("middle", laid), expected)
+    prefixes = replayed(CallsTwice().eval(), readers, torch.randn(3, 4, 1, 1))
 
-    assert all("shared" not in names for names in prefixes.skipped.values())
+    assert all("shared" not in names for names in prefixes.values())
 
 
 def test_the_model_is_left_as_it_was_found_also_where_a_run_fails():
     model, readers, images = prepared("vit")
-    own = {name: dict(vars(module)) for name, module in model.named_modules()}
-    with torch.no_grad():
+    last = list(readers)[-1]
+    with torch.no_grad(), zoo.left_alone(model):
         replay = Replay(model, find_prefixes(model, readers, images[:1]), images)
-        last = list(readers)[-1]
         replay.run_from(last, {})
         with pytest.raises(RuntimeError):
             replay.run_from(last, {f"{readers[last][0]}.weight": torch.zeros(3, 3)})
-
-    assert own == {name: dict(vars(module)) for name, module in model.named_modules()}
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 IMAGES = random_batch(zoo.SPEC, 5, seed=3)
@@ -177,41 +163,35 @@ FAMILIES = (
 
 
 def consumers_of(model):
-    return in_order(model, [unit.consumer for unit in find_units(model, zoo.SPEC, {}).units], IMAGES[:1])
+    return in_order(model, [unit.consumer for unit in zoo.units_of(model)], IMAGES[:1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_bytes", [2**30, 0])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_every_layer_is_reached_with_what_a_whole_pass_gives_though_weights_change_behind_it(family, max_bytes):
+def test_both_walks_reach_every_layer_with_what_a_whole_pass_gives_though_weights_change_behind_it(family, max_bytes):
     model = families.FAMILIES[family]()
-    layers = consumers_of(model)
-    walk = Walk(model, layers, IMAGES[:1], max_bytes)
-    for layer in layers:
-        for number, images in enumerate(IMAGES.split(2)):
-            reached, whole = walk.reach(layer, number, images), run_to_layer(model, layer, images)
-            assert torch.equal(reached[0], whole[0])
-            assert torch.equal(reached[1], whole[1])
-        model.get_submodule(layer).weight.mul_(0.9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_a_walk_of_its_own_through_a_pruned_model_reaches_what_that_one_gives(family):
-    model = families.FAMILIES[family]()
-    found = find_units(model, zoo.SPEC, {}).units
-    cuts = [Cut(unit=unit, keep=aligned_widths(unit.width, unit.step)[0], requested_ratio=0.9) for unit in found]
+    units = zoo.units_of(model)
+    cuts = [Cut(unit=unit, keep=aligned_widths(unit.width, unit.step)[0], requested_ratio=0.9) for unit in units]
     pruned = prune_model(model, cuts, spec=zoo.SPEC).model
     layers = consumers_of(model)
-    walks = Walk(model, layers, IMAGES[:1]), Walk(model, layers, IMAGES[:1]).through(pruned)
+    walk = Walk(model, layers, IMAGES[:1], max_bytes)
+    walks = (model, walk), (pruned, walk.through(pruned))
     for layer in layers:
         for number, images in enumerate(IMAGES.split(2)):
-            for walk, through in zip(walks, (model, pruned), strict=True):
-                reached, whole = walk.reach(layer, number, images), run_to_layer(through, layer, images)
+            for each, walk in walks:
+                reached, whole = walk.reach(layer, number, images), run_to_layer(each, layer, images)
                 assert torch.equal(reached[0], whole[0])
                 assert torch.equal(reached[1], whole[1])
+        for each, _ in walks:
+            each.get_submodule(layer).weight.mul_(0.9)
+
+
+def first_walk():
+    model = zoo.vit()
+    layers = consumers_of(model)
+    return model, layers, Walk(model, layers, IMAGES[:1])
 
 
 class Products(TorchFunctionMode):
@@ -226,9 +206,7 @@ class Products(TorchFunctionMode):
 
 @torch.no_grad()
 def test_what_was_passed_is_not_run_again():
-    model = zoo.vit()
-    layers = consumers_of(model)
-    walk = Walk(model, layers, IMAGES[:1])
+    model, layers, walk = first_walk()
     with Products() as whole:
         run_to_layer(model, layers[-1], IMAGES)
     with Products() as walked:
@@ -242,9 +220,7 @@ def test_what_was_passed_is_not_run_again():
 
 @torch.no_grad()
 def test_only_what_is_read_later_takes_memory():
-    model = zoo.vit()
-    layers = consumers_of(model)
-    walk = Walk(model, layers, IMAGES[:1])
+    _, layers, walk = first_walk()
     held = []
     for layer in layers:
         walk.reach(layer, 0, IMAGES)
@@ -255,17 +231,3 @@ def test_only_what_is_read_later_takes_memory():
     # else takes a number each. Nothing is held for what would come after the last layer.
     assert 5 * hidden < max(held) < 6.01 * hidden
     assert held[-1] == 0
-
-
-@torch.no_grad()
-def test_a_batch_of_many_is_not_mixed_up_with_another():
-    model = zoo.vit()
-    layers = consumers_of(model)
-    walk = Walk(model, layers, IMAGES[:1])
-    first, second = IMAGES[:2], IMAGES[2:4]
-    for number, images in ((0, first), (1, second)):
-        walk.reach(layers[0], number, images)
-    again = [walk.reach(layers[1], number, images)[0] for number, images in ((1, second), (0, first))]
-
-    assert torch.equal(again[0], run_to_layer(model, layers[1], second)[0])
-    assert torch.equal(again[1], run_to_layer(model, layers[1], first)[0])

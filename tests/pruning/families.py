@@ -34,6 +34,13 @@ WINDOWED = {
     "id2label": LABELS,
 }
 SHIFTED = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 32, "depths": [2, 2], "num_heads": [4, 8]}
+LEVIT: dict[str, Any] = {
+    "image_size": 64,
+    "hidden_sizes": [32, 64, 96],
+    "num_attention_heads": [2, 2, 4],
+    "depths": [1, 1, 1],
+    "id2label": LABELS,
+}
 FEW_BLOCKS = {"num_block_repeats": [1] * 3, "kernel_sizes": [3, 3, 5], "strides": [1, 2, 1]}
 EFFICIENT = {
     "image_size": 32,
@@ -152,14 +159,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         base_attn_unit_dims=[128, 128, 256],
         id2label=LABELS,
     ),
-    "levit": family(
-        "Levit",
-        image_size=64,
-        hidden_sizes=[32, 64, 96],
-        num_attention_heads=[2, 2, 4],
-        depths=[1, 1, 1],
-        id2label=LABELS,
-    ),
+    "levit": family("Levit", **LEVIT),
     "focalnet": family(
         "FocalNet",
         image_size=32,
@@ -173,12 +173,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 FAMILIES["deit_teacher"] = lambda: randomised(hf.DeiTForImageClassificationWithTeacher(hf.DeiTConfig(**PLAIN)))
 FAMILIES["levit_teacher"] = lambda: randomised(
-    hf.LevitForImageClassificationWithTeacher(
-        hf.LevitConfig(
-            image_size=64, hidden_sizes=[32, 64, 96], num_attention_heads=[2, 2, 4], depths=[1, 1, 1], id2label=LABELS
-        )
-    ),
-    64,
+    hf.LevitForImageClassificationWithTeacher(hf.LevitConfig(**LEVIT)), LEVIT["image_size"]
 )
 
 

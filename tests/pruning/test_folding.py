@@ -1,35 +1,25 @@
-import copy
-
 import pytest
 import torch
 import zoo
 from pruning import families
 from torch import nn
 from torch.func import functional_call
+from zoo import logits, units_of
 
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.profiling.evidence import fold, overlay
 from profiling_agent.pruning.compensation import compensate_units_, gather_moments
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.verify import masked_parameters
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Cut
 
 IMAGES = random_batch(zoo.SPEC, 48, seed=7)
 MODELS = {
-    "vit": zoo.vit,
-    "swin": zoo.swin,
-    "resnet": zoo.resnet,
-    "resnet_basic": lambda: zoo.resnet("basic"),
+    **{name: zoo.EVERY[name] for name in ("vit", "swin", "resnet", "resnet_basic")},
     **{name: families.FAMILIES[name] for name in ("efficientnet", "mobilenet_v2", "convnextv2", "segformer")},
 }
-EVERY = pytest.mark.parametrize("family", MODELS)
-
-
-def logits(model, images=IMAGES):
-    with torch.no_grad():
-        return model(pixel_values=images).logits
 
 
 def narrowest(unit):
@@ -53,31 +43,29 @@ def folded_and_cut(model, unit, norms):
         elif norm is not None:
             pruned.get_submodule(norm).running_mean.sub_(folded.shift)
         laid = overlay(model, unit, folded, norm)
-        return functional_call(model, laid, (), {"pixel_values": IMAGES}).logits, logits(pruned)
+        return functional_call(model, laid, (), {"pixel_values": IMAGES}).logits, logits(pruned, IMAGES)
 
 
 @pytest.mark.slow
-@EVERY
+@pytest.mark.parametrize("family", MODELS)
 def test_the_overlay_computes_what_the_cut_and_folded_model_computes(family):
     model = MODELS[family]()
-    units = find_units(model, zoo.SPEC, {}).units
+    units = units_of(model)
     norms = following_norms(model, [unit.consumer for unit in units], IMAGES[:1])
-    before = logits(model)
-    state = copy.deepcopy(model.state_dict())
-    for unit in {unit.kind: unit for unit in units}.values():
-        overlaid, cut = folded_and_cut(model, unit, norms)
-        scale = float(before.norm(dim=1).max())
-        assert torch.allclose(overlaid, cut, atol=1e-5 * scale)
-        assert not torch.allclose(overlaid, before, atol=1e-5 * scale)
-
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    before = logits(model, IMAGES)
+    scale = float(before.norm(dim=1).max())
+    with zoo.left_alone(model):
+        for unit in {unit.kind: unit for unit in units}.values():
+            overlaid, cut = folded_and_cut(model, unit, norms)
+            assert torch.allclose(overlaid, cut, atol=1e-5 * scale)
+            assert not torch.allclose(overlaid, before, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize("family", ["vit", "resnet_basic"])
 def test_a_fold_by_the_moments_is_the_fold_that_a_prune_gets(family):
     # One unit alone: what its consumer reads in the cut model is what it read in the dense one.
     model = MODELS[family]()
-    unit = find_units(model, zoo.SPEC, {}).units[-1]
+    unit = units_of(model)[-1]
     norms = following_norms(model, [unit.consumer], IMAGES[:1])
     cut = narrowest(unit)
     kept = list(range(cut.keep))
@@ -89,37 +77,30 @@ def test_a_fold_by_the_moments_is_the_fold_that_a_prune_gets(family):
         laid = overlay(model, unit, folded, norms.get(unit.consumer))
         found = functional_call(model, laid, (), {"pixel_values": IMAGES}).logits
 
-    expected, dense = logits(pruned), logits(model)
+    expected, dense = logits(pruned, IMAGES), logits(model, IMAGES)
     # The ridge is a share of the mean variance: of all columns here, of the kept ones there.
     assert float((found - expected).norm()) < 0.05 * float((expected - dense).norm())
 
 
 def test_cut_channels_that_kept_ones_determine_are_restored():
     model = zoo.vit()
-    unit = next(unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind == "mlp")
+    unit = next(unit for unit in units_of(model) if unit.kind == "mlp")
     with torch.no_grad():
         fc1 = model.get_submodule(unit.producers[0])
         # The second half says what the first one says.
         fc1.weight[128:], fc1.bias[128:] = fc1.weight[:128].clone(), fc1.bias[:128].clone()
-        before = logits(model)
+        before = logits(model, IMAGES)
         moments = gather_moments(model, [unit], [IMAGES])[unit.name]
         folded = overlay(model, unit, fold(model, unit, moments, range(128), shifts=True), None)
-        near, blind = (
-            functional_call(model, laid, (), {"pixel_values": IMAGES}).logits for laid in (folded, masked(model, unit))
-        )
+        masked = masked_parameters(model, unit, range(128))
+        near, blind = (functional_call(model, laid, (), {"pixel_values": IMAGES}).logits for laid in (folded, masked))
 
     assert float((near - before).norm()) < 0.05 * float((blind - before).norm())
 
 
-def masked(model, unit):
-    weight = model.get_parameter(f"{unit.consumer}.weight").detach().clone()
-    weight[:, 128:] = 0
-    return {f"{unit.consumer}.weight": weight}
-
-
 def test_the_batch_norm_behind_each_convolution_is_found():
     model = zoo.resnet("basic")
-    consumers = [unit.consumer for unit in find_units(model, zoo.SPEC, {}).units]
+    consumers = [unit.consumer for unit in units_of(model)]
     norms = following_norms(model, consumers, IMAGES[:1])
 
     assert norms == {name: name.replace(".convolution", ".normalization") for name in consumers}
@@ -129,22 +110,21 @@ def test_the_batch_norm_behind_each_convolution_is_found():
 
 def test_side_readers_are_blind_to_what_is_gone():
     model = families.FAMILIES["efficientnet"]()
-    unit = next(unit for unit in find_units(model, zoo.SPEC, {}).units if unit.side_readers)
+    unit = next(unit for unit in units_of(model) if unit.side_readers)
     moments = gather_moments(model, [unit], [IMAGES[:8]])[unit.name]
     kept = list(range(16, unit.width))
     laid = overlay(model, unit, fold(model, unit, moments, kept, shifts=True), None)
 
     (reader,) = unit.side_readers
-    own = model.get_parameter(f"{reader}.weight").detach()
     assert set(laid) == {f"{reader}.weight", f"{unit.consumer}.weight"}
     assert not laid[f"{reader}.weight"][:, :16].any()
-    assert torch.equal(laid[f"{reader}.weight"][:, 16:], own[:, 16:])
+    assert torch.equal(laid[f"{reader}.weight"][:, 16:], model.get_parameter(f"{reader}.weight")[:, 16:])
     assert not laid[f"{unit.consumer}.weight"][:, :16].any()
 
 
 def test_nothing_to_restore_the_mean_with_makes_a_fold_that_is_not_centred():
     model = zoo.resnet("basic")
-    unit = find_units(model, zoo.SPEC, {}).units[0]
+    unit = units_of(model)[0]
     moments = gather_moments(model, [unit], [IMAGES])[unit.name]
     free = fold(model, unit, moments, range(16), shifts=False)
     shifted = fold(model, unit, moments, range(16), shifts=True)
