@@ -67,13 +67,6 @@ def test_a_dry_run_says_exactly_what_the_prune_leaves(family):
     assert foreseen.macs == sum(row.macs for row in pruned.values())
 
 
-def test_a_plan_that_prunes_nothing_changes_nothing():
-    profile = profiled(zoo.vit())
-    foreseen = dry_run(Plan(), profile)
-
-    assert (foreseen.cuts, foreseen.params, foreseen.macs) == ((), profile.params, profile.macs)
-
-
 def judged(model, *, latency=lambda keep: None) -> ModelProfile:
     """A profile with made evidence: each unit's KL is twice that of the one before it."""
     profile = profiled(model)
@@ -105,12 +98,11 @@ def test_the_kl_of_a_plan_is_the_sum_of_its_cuts():
     assert [cut.keep for cut in foreseen.cuts] == [64, 64]
     assert foreseen.kl == pytest.approx(9 * 0.02 + 9 * 0.08)
     assert foreseen.latency_saved == 0.0
-    assert dry_run(plan(r"mlp", 0.75), profiled(zoo.vit())).kl is None
-
-
-def test_a_cut_that_the_evidence_says_nothing_of_has_no_kl():
-    # 224 of 256 is an aligned width that made evidence leaves out.
-    assert dry_run(plan(r"layers\.0\.mlp", 0.125), judged(zoo.vit())).kl is None
+    # Without evidence there is none, nor at 224 of 256, an aligned width that made evidence leaves out.
+    assert dry_run(plan(r"mlp", 0.75), profile.model_copy(update={"evidence": None})).kl is None
+    assert dry_run(plan(r"layers\.0\.mlp", 0.125), profile).kl is None
+    nothing = dry_run(Plan(), profile)
+    assert (nothing.cuts, nothing.params, nothing.macs) == ((), profile.params, profile.macs)
 
 
 def test_a_target_leaves_what_the_plan_fixed_and_what_is_capped():
@@ -130,25 +122,23 @@ def test_a_target_leaves_what_the_plan_fixed_and_what_is_capped():
 
 
 def test_a_cap_takes_back_what_a_plan_asks_for_and_says_so():
+    profile = profiled(zoo.vit())
     asked = plan(r"mlp", 0.75).model_copy(
         update={"caps": (Cap(layer=r"layers\.0", max_ratio=0.3), Cap(layer=r"layers\.1\.mlp"))}
     )
-    foreseen = dry_run(asked, profiled(zoo.vit()))
+    foreseen = dry_run(asked, profile)
 
     assert [(cut.unit.name, cut.keep) for cut in foreseen.cuts] == [("vit.layers.0.mlp", 192)]
     assert foreseen.notes == (
         "'vit.layers.0.mlp' keeps 192 instead of 64: a cap of 0.3 was set",
         "'vit.layers.1.mlp' is left alone: a cap of 0 was set",
     )
-
-
-def test_the_strictest_cap_holds_and_a_cap_that_hits_nothing_is_refused():
+    # Of several the strictest holds, and one that hits nothing is refused.
     caps = (Cap(layer="mlp", max_ratio=0.5), Cap(layer=r"layers\.0", max_ratio=0.25))
-    foreseen = dry_run(plan("mlp", 0.75).model_copy(update={"caps": caps}), profiled(zoo.vit()))
-
-    assert [cut.keep for cut in foreseen.cuts] == [192, 128]
+    strictest = dry_run(plan("mlp", 0.75).model_copy(update={"caps": caps}), profile)
+    assert [cut.keep for cut in strictest.cuts] == [192, 128]
     with pytest.raises(PlanError, match="matches no layer"):
-        dry_run(Plan(caps=(Cap(layer="transformer"),)), profiled(zoo.vit()))
+        dry_run(Plan(caps=(Cap(layer="transformer"),)), profile)
 
 
 def test_a_target_without_evidence_is_refused_with_the_reason():
@@ -272,7 +262,7 @@ def test_what_crosses_in_a_bottleneck_is_not_counted_twice():
             assert saving == saved(everything) or saved([other for other in cuts if other is not cut]) < saving
 
 
-def test_fixed_cuts_stay_and_are_counted():
+def test_fixed_cuts_stay_and_are_counted_and_may_be_all_that_there_is():
     units, found = drawn()
     fixed = [Cut(unit=units[2], keep=64, requested_ratio=0.5)]
     cuts = allocated(units, found, 0.15, fixed=fixed)
@@ -282,15 +272,9 @@ def test_fixed_cuts_stay_and_are_counted():
     assert [cut.unit.name for cut in cuts] == [one.name for one in units if one.name in {c.unit.name for c in cuts}]
     # 64 channels of 10 params are 6.4% of 10,000: enough alone.
     assert allocated(units, found, 0.06, fixed=fixed) == tuple(fixed)
-
-
-def test_fixed_cuts_may_be_all_that_there_is():
-    units, found = drawn(num_units=1)
-    fixed = [Cut(unit=units[0], keep=64, requested_ratio=0.5)]
-
-    assert allocated(units, found, 0.06, fixed=fixed) == tuple(fixed)
+    assert allocated(units[2:3], found, 0.06, fixed=fixed) == tuple(fixed)
     with pytest.raises(PlanError, match=r"7\.0% of the params is out of reach: everything that may be cut saves 6\.4%"):
-        allocated(units, found, 0.07, fixed=fixed)
+        allocated(units[2:3], found, 0.07, fixed=fixed)
 
 
 def test_caps_are_kept_and_a_cap_of_zero_leaves_a_unit_alone():
@@ -301,26 +285,18 @@ def test_caps_are_kept_and_a_cap_of_zero_leaves_a_unit_alone():
 
     assert {cut.unit.name: cut.keep for cut in cuts} == {units[1].name: 96, units[2].name: 64, units[3].name: 32}
     with pytest.raises(
-        PlanError, match=r"20\.0% of the params is out of reach: everything that may be cut saves 19\.2%"
+        PlanError, match=r"20\.0% of the params is out of reach: everything that may be cut saves 19\.2"
     ):
         allocated(units, found, 0.2, caps=caps)
-
-
-def test_everything_capped_to_nothing_reaches_nothing():
-    units, found = drawn()
-
     with pytest.raises(PlanError, match=r"saves 0\.0%"):
         allocated(units, found, 0.01, caps={one.name: 0.0 for one in units})
 
 
-def test_widths_that_the_latency_table_speaks_against_are_no_options():
+def test_widths_that_the_latency_table_speaks_against_are_no_options_whatever_is_asked_for():
     units, found = drawn(latency=lambda keep: 0.0 if keep == 96 else 1.0)
     for saving in (0.01, 0.1, 0.2, 0.3):
         assert 96 not in {cut.keep for cut in allocated(units, found, saving)}
 
-
-def test_a_unit_that_saves_no_time_at_any_width_is_left_alone_whatever_is_asked_for():
     units, found = drawn(latency=lambda keep: 0.0)
-
     with pytest.raises(PlanError, match="out of reach"):
         allocated(units, found, 0.01, "macs")

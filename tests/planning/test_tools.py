@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 from advisors import advisor_of
 from chat_server import Said, chat_server, in_turn
-from sample_records import BASELINE, GOAL, attempt, evidence, journal, plan, profile
+from sample_records import GOAL, attempt, journal, judged, plan, profile
 
 from profiling_agent.planning.allocation import allowed_kl, dry_run, guard
 from profiling_agent.planning.llm_planner import evidence_tools
 from profiling_agent.planning.rules import analyse
 from profiling_agent.schemas import (
     Cap,
-    Journal,
-    ModelProfile,
     Plan,
     PruningRecommendation,
     QuantizationRecommendation,
@@ -24,9 +22,7 @@ from profiling_agent.search.planners import first_proposal, next_proposal
 
 
 def tools(num_layers: int = 2):
-    found = profile(num_layers)
-    judged = evidence(found.units, {unit.name: (0.001, 0.002, 0.004, 0.008) for unit in found.units})
-    return evidence_tools(found.model_copy(update={"evidence": judged}), GOAL)
+    return evidence_tools(judged(num_layers, each=(0.001, 0.002, 0.004, 0.008)), GOAL)
 
 
 def test_details_tell_every_known_width_of_the_units_that_are_hit():
@@ -85,40 +81,33 @@ GOOD_CALLS = (
     ("refusal", {"attempt": 1}),
 )
 NONSENSE = (
-    ("details", {"pattern": 7}),
-    ("details", {"pattern": "("}),
-    ("try_plan", {"plan": PLAN}),
-    ("try_plan", {"plan": "a quarter of everything"}),
-    ("sensitivity", {"unit": ["vit"], "keep": "many"}),
-    ("refusal", {"attempt": 10**30}),
-    ("refusal", {"attempt": -7}),
-    ("shell", {"command": "rm -rf /"}),
+    (("details", {"pattern": 7}), "Input should be"),
+    (("details", {"pattern": "("}), "pattern"),
+    (("try_plan", {"plan": PLAN}), "Input should be"),
+    (("try_plan", {"plan": "a quarter of everything"}), "that is no plan"),
+    (("sensitivity", {"unit": ["vit"], "keep": "many"}), "Input should be"),
+    (("refusal", {"attempt": 10**30}), "there was no attempt 1000000000000000000000000000000"),
+    (("refusal", {"attempt": -7}), "there was no attempt -7"),
+    (("shell", {"command": "rm -rf /"}), "no such tool"),
 )
 
 
-def judged(num_layers: int = 4) -> ModelProfile:
-    found = profile(num_layers)
-    kls = tuple(0.0001 * 2**step for step in range(12))
-    return found.model_copy(update={"evidence": evidence(found.units, {unit.name: kls for unit in found.units})})
-
-
-def seen(found: ModelProfile) -> Journal:
-    mild = Plan(target=Target(saving=0.1))
-    made = attempt(1, 0.1, accepted=True, correct=899).model_copy(
-        update={"plan": mild, "dry_run": dry_run(mild, found)}
-    )
-    return Journal(baseline=BASELINE, attempts=(made,))
+# Four MLPs, each of widths 480 to 128 by steps of 32: each step costs twice the one before it, 0.0001 to 0.2 nats.
+FOUND = judged()
 
 
 def asked(script, folder: Path, *, is_first: bool):
     """Return the plan, whose it is, and what the server was asked."""
-    found = judged()
+    folder.mkdir(exist_ok=True)
     with chat_server(script) as server:
         advisor = advisor_of(server, folder)
         if is_first:
-            choice = first_proposal(advisor, "llm", found, GOAL, analyse(found, GOAL))
+            choice = first_proposal(advisor, "llm", FOUND, GOAL, analyse(FOUND, GOAL))
         else:
-            choice = next_proposal(advisor, "llm", found, GOAL, seen(found), max_iterations=5)
+            mild = Plan(target=Target(saving=0.1))
+            made = attempt(1, 0.1, accepted=True, correct=899)
+            seen = journal(made.model_copy(update={"plan": mild, "dry_run": dry_run(mild, FOUND)}))
+            choice = next_proposal(advisor, "llm", FOUND, GOAL, seen, max_iterations=5)
     assert isinstance(choice, tuple)
     return *choice, server.asked
 
@@ -129,7 +118,6 @@ def told(payload: dict) -> list[str]:
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_tools_are_named_and_offered_for_every_plan_and_end_in_the_same_one(tmp_path: Path, is_first: bool):
-    (tmp_path / "without").mkdir()
     plan, origin, payloads = asked(in_turn(Said(tool_calls=GOOD_CALLS), ANSWER), tmp_path, is_first=is_first)
     without, *_ = asked(in_turn(ANSWER), tmp_path / "without", is_first=is_first)
 
@@ -145,49 +133,24 @@ def test_tools_are_named_and_offered_for_every_plan_and_end_in_the_same_one(tmp_
     assert why.startswith("there was no attempt 1" if is_first else "accepted")
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_calls_with_nonsense_are_answered_in_words(tmp_path: Path, is_first: bool):
-    plan, origin, payloads = asked(in_turn(Said(tool_calls=NONSENSE), ANSWER), tmp_path, is_first=is_first)
+def test_calls_with_nonsense_are_answered_in_words(tmp_path: Path):
+    script = in_turn(Said(tool_calls=tuple(call for call, _ in NONSENSE)), ANSWER)
+    plan, origin, payloads = asked(script, tmp_path, is_first=True)
 
     assert plan.target is not None
     assert (plan.target.saving, origin.by) == (0.25, "openai:scripted")
-    answers = told(payloads[1])
-    assert len(answers) == len(NONSENSE)
-    for said, wanted in zip(
-        answers,
-        (
-            "Input should be",
-            "pattern",
-            "Input should be",
-            "that is no plan",
-            "Input should be",
-            "there was no attempt 1000000000000000000000000000000",
-            "there was no attempt -7",
-            "no such tool",
-        ),
-        strict=True,
-    ):
+    for said, (_, wanted) in zip(told(payloads[1]), NONSENSE, strict=True):
         assert wanted in said
 
 
 def test_who_calls_tools_for_ever_is_left_to_the_rules(tmp_path: Path):
-    forever = in_turn(Said(tool_calls=GOOD_CALLS))
-    plan, origin, payloads = asked(forever, tmp_path, is_first=True)
+    plan, origin, payloads = asked(in_turn(Said(tool_calls=GOOD_CALLS)), tmp_path, is_first=True)
 
-    assert plan == analyse(judged(), GOAL)
+    assert plan == analyse(FOUND, GOAL)
     assert origin.by == "rules"
     assert "no valid answer" in (origin.note or "")
     # Four rounds with tools, then the question without them, and two repairs.
     assert ["tools" in payload for payload in payloads] == [True] * 4 + [False] * 3
-
-
-# Four MLPs, each of widths 480 to 128 by steps of 32: each step costs twice the one before it, 0.0001 to 0.2 nats.
-KLS = tuple(0.0001 * 2**step for step in range(12))
-
-
-def guarded(num_layers: int = 4) -> ModelProfile:
-    found = profile(num_layers)
-    return found.model_copy(update={"evidence": evidence(found.units, {unit.name: KLS for unit in found.units})})
 
 
 def cut(layer: str, ratio: float) -> PruningRecommendation:
@@ -197,12 +160,10 @@ def cut(layer: str, ratio: float) -> PruningRecommendation:
 def test_a_plan_that_nothing_is_wrong_with_stays_as_it_is():
     asked = Plan(pruning=(cut("mlp", 0.125),), caps=(Cap(layer="layers.0", max_ratio=0.5),))
 
-    found = guard(asked, guarded(), GOAL)
+    found = guard(asked, FOUND, GOAL)
 
-    assert found.plan == asked
-    assert not found.dropped
-    assert found.cut_back is None
-    assert guard(asked, guarded(), GOAL).complaint is None
+    assert (found.plan, found.dropped, found.cut_back, found.complaint) == (asked, (), None, None)
+    assert "cuts nothing" in (guard(Plan(), FOUND, GOAL).complaint or "")
 
 
 @pytest.mark.parametrize(
@@ -220,42 +181,33 @@ def test_what_is_wrong_is_dropped_with_its_reason_and_the_rest_stays(wrong: dict
     good = plan(0.125)
     asked = good.model_copy(update={key: (*(getattr(good, key) or ()), *parts) for key, parts in wrong.items()})
 
-    found = guard(asked, guarded(), GOAL)
+    found = guard(asked, FOUND, GOAL)
 
     assert found.plan == good
-    assert len(found.dropped) == 1
-    assert said in found.dropped[0]
-    assert said in (guard(asked, guarded(), GOAL).complaint or "")
+    (reason,) = found.dropped
+    assert said in reason
+    assert said in (found.complaint or "")
 
 
 def test_what_is_predicted_to_cost_too_much_is_made_milder_until_it_does_not():
-    asked = Plan(pruning=(cut("mlp", 0.9),))
-
-    found = guard(asked, guarded(), GOAL)
+    found = guard(Plan(pruning=(cut("mlp", 0.9),)), FOUND, GOAL)
+    aimed = guard(Plan(target=Target(saving=0.9)), FOUND, GOAL)
 
     assert found.dry_run is not None
-    assert found.dry_run.kl is not None
-    assert 0 < found.dry_run.kl <= allowed_kl(GOAL) == pytest.approx(0.06)
-    assert found.cut_back is not None
-    assert "at most 0.06" in found.cut_back
+    assert aimed.dry_run is not None
+    for dry in (found.dry_run, aimed.dry_run):
+        assert 0 < (dry.kl or 0) <= allowed_kl(GOAL) == pytest.approx(0.06)
+    assert "at most 0.06" in (found.cut_back or "")
     # One width less would be too much: 4 x 0.0128 nats, then 4 x 0.0256.
     assert [made.keep for made in found.dry_run.cuts] == [256] * 4
     assert found.plan.pruning[0].pruning_ratio < 0.9
-
-
-def test_a_target_is_made_milder_as_well():
-    found = guard(Plan(target=Target(saving=0.9)), guarded(), GOAL)
-
-    assert found.plan.target is not None
-    assert 0 < found.plan.target.saving < 0.9
-    assert found.dry_run is not None
-    assert found.dry_run.kl is not None
-    assert found.dry_run.kl <= 0.06
+    assert aimed.plan.target is not None
+    assert 0 < aimed.plan.target.saving < 0.9
 
 
 def test_a_target_out_of_reach_is_taken_to_what_caps_leave():
     capped = tuple(Cap(layer=f"layers.{index}", max_ratio=0.0) for index in range(3))
-    found = guard(Plan(target=Target(saving=0.5), caps=capped), guarded(), GOAL)
+    found = guard(Plan(target=Target(saving=0.5), caps=capped), FOUND, GOAL)
 
     assert found.plan.target is not None
     assert found.plan.target.saving < 0.25
@@ -266,10 +218,5 @@ def test_without_evidence_a_target_is_dropped_and_ratios_stay():
     asked = Plan(target=Target(saving=0.5), pruning=(cut("mlp", 0.5),))
     found = guard(asked, profile(), GOAL)
 
-    assert found.plan.target is None
-    assert found.plan.pruning == asked.pruning
+    assert (found.plan.target, found.plan.pruning) == (None, asked.pruning)
     assert "evidence" in found.dropped[0]
-
-
-def test_a_plan_that_cuts_nothing_is_told_so():
-    assert "cuts nothing" in (guard(Plan(), guarded(), GOAL).complaint or "")

@@ -11,16 +11,20 @@ from profiling_agent.jobs.store import TIMESHEET_FILE, Timesheet
 from profiling_agent.jobs.tasks import Evaluated, Exported
 from profiling_agent.lib.machine import environment
 from profiling_agent.measure.predictions import write_predictions
+from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import (
     Acquired,
     ArtifactRef,
     DeployedModel,
+    Deployment,
+    DeploymentOption,
     Footprint,
     MemoryUse,
     ModelProfile,
     ModelSource,
     Predictions,
     SplitInfo,
+    Variant,
 )
 from profiling_agent.search.deployments import DeploymentChoices
 from profiling_agent.search.evaluator import Evaluator, Settings
@@ -78,6 +82,33 @@ class Jobs:
 def deployed(task: Any, name: str, size_bytes: int = 1000, *, distance: float = 0.0, kl: float = 0.0) -> DeployedModel:
     model = sample_records.ref(name, size_bytes=size_bytes)
     return DeployedModel(model=model, deployment=task.deployment, layers=(), distance=distance, kl=kl, seconds=1.0)
+
+
+def deployment(runtime: Any, scheme: Any) -> Deployment:
+    return Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme))
+
+
+def option(
+    runtime: Any,
+    scheme: Any,
+    name: str | None = None,
+    *,
+    speedup: float | None = None,
+    seen: tuple[int, ...] | None = None,
+    size_bytes: int = 1000,
+    **stated: Any,
+) -> DeploymentOption:
+    """Return a deployment made of the unpruned model; `seen` are the search images that it lost and gained, of how many."""
+    made_in, name = deployment(runtime, scheme), name or f"{runtime} {scheme}"
+    model = sample_records.ref(name, size_bytes=size_bytes)
+    made = DeployedModel(model=model, deployment=made_in, layers=(), distance=0.0, kl=0.0, seconds=1.0)
+    evaluated = sample_records.evaluation(name, Variant.QUANTIZED, size_bytes=size_bytes)
+    known: dict[str, Any] = {"deployed": made, "keeps_accuracy": True, "reason": "made"}
+    if seen is not None:
+        known["evaluation"] = evaluated.model_copy(update={"deployment": made_in, "drop": sample_records.drop(*seen)})
+    if speedup is not None:
+        known["race_result"] = sample_records.race_result(name, speedup, speedup * 0.95, speedup * 1.05)
+    return DeploymentOption(deployment=made_in, **(known | stated))
 
 
 def memory_use(task: Any, peak_bytes: int) -> MemoryUse:

@@ -3,7 +3,7 @@
 import pytest
 from sample_records import GOAL, attempt, journal, judged, plan, profile
 
-from profiling_agent.errors import PlanError, RequestError
+from profiling_agent.errors import RequestError
 from profiling_agent.planning.allocation import apply_demands, dry_run
 from profiling_agent.schemas import (
     Approval,
@@ -22,15 +22,15 @@ from profiling_agent.search.selection import rejudged
 
 PIN = PruningRecommendation(layer=r"layers\.0\.mlp", pruning_type="structured", pruning_ratio=0.5)
 LEFT_ALONE = Cap(layer=r"layers\.1\.mlp")
-KLS = tuple(0.001 * 2**step for step in range(12))
+FOUND = judged(3)
 
 
-def kept(plan: Plan, found: ModelProfile) -> dict[str, int]:
+def kept(plan: Plan, found: ModelProfile = FOUND) -> dict[str, int]:
     return {cut.unit.name.split(".")[2]: cut.keep for cut in dry_run(plan, found).cuts}
 
 
 def test_a_question_tells_what_would_be_cut_and_what_that_is_predicted_to_do():
-    found = judged(2, each=KLS)
+    found = judged(2)
     question = build_approval_question("run", plan(0.5), Origin(by="rules", reason="why not"), found, None)
 
     # 2 units of 512 keep 256: 2 x 256 x 10 params of 10304, 2 x 256 x 20 MACs of 20480.
@@ -51,10 +51,7 @@ def test_a_question_tells_what_would_be_cut_and_what_that_is_predicted_to_do():
         ({"decision": "reject", "reason": " "}, "a rejection needs a reason"),
         ({"decision": "edit", "max_accuracy_drop": float("nan")}, "max_accuracy_drop"),
         ({"decision": "edit", "epochs": 3}, "epochs"),
-        (
-            {"decision": "edit", "pruning": [{"layer": "mlp", "pruning_type": "structured", "pruning_ratio": 2}]},
-            "ratio",
-        ),
+        ({"decision": "edit", "pruning": [{"layer": "a", "pruning_type": "head", "pruning_ratio": 2}]}, "ratio"),
     ],
 )
 def test_what_is_no_answer_is_refused_in_one_line(said, wrong: str):
@@ -64,40 +61,32 @@ def test_what_is_no_answer_is_refused_in_one_line(said, wrong: str):
 
 
 def test_an_edit_fixes_ratios_and_leaves_units_alone_in_later_plans_too():
-    found = judged(3, each=KLS)
     answer = Approval(decision="edit", pruning=(PIN,), caps=(LEFT_ALONE,))
-    now, goal = apply_edit(answer, plan(0.25), GOAL, found)
-    assert kept(now, found) == {"0": 256, "2": 384}
+    now, goal = apply_edit(answer, plan(0.25), GOAL, FOUND)
+    assert kept(now) == {"0": 256, "2": 384}
 
     later = apply_demands(Plan(target=Target(saving=0.3)), goal)
-    assert kept(later, found)["0"] == 256
-    assert "1" not in kept(later, found)
+    assert kept(later)["0"] == 256
+    assert "1" not in kept(later)
     # The same again changes nothing.
     assert apply_demands(later, goal) == later
 
     once_more = Approval(decision="edit", pruning=(PIN.model_copy(update={"pruning_ratio": 0.25}),))
-    changed, goal = apply_edit(once_more, later, goal, found)
-    assert kept(changed, found)["0"] == 384
+    changed, goal = apply_edit(once_more, later, goal, FOUND)
+    assert kept(changed)["0"] == 384
     assert len(goal.pins) == 1
 
 
-def test_an_edit_that_cant_be_carried_out_says_why():
-    found = judged(3, each=KLS)
-    for answer, wrong in (
-        (Approval(decision="edit", caps=(Cap(layer="encoder"),)), "matches no layer"),
-        (Approval(decision="edit", target=Target(saving=0.98)), "reach"),
-        (Approval(decision="edit", max_accuracy_drop=0.02), "max_accuracy_drop is 0.02 but the contract says 0.01"),
-        (Approval(decision="edit", max_size_ratio=0.6), "an edit can only tighten it"),
+def test_an_edit_that_cant_be_carried_out_says_why_and_a_limit_that_was_not_there_is_a_tighter_one():
+    for changes, wrong in (
+        ({"caps": (Cap(layer="encoder"),)}, "matches no layer"),
+        ({"target": Target(saving=0.98)}, "reach"),
+        ({"max_accuracy_drop": 0.02}, "max_accuracy_drop is 0.02 but the contract says 0.01"),
+        ({"max_size_ratio": 0.6}, "an edit can only tighten it"),
     ):
         with pytest.raises(RequestError, match=wrong):
-            apply_edit(answer, plan(0.25), GOAL, found)
-    assert issubclass(PlanError, RequestError)
-
-
-def test_a_limit_that_was_not_there_is_a_tighter_one():
-    _, goal = apply_edit(
-        Approval(decision="edit", max_memory_ratio=0.8, min_speedup=2), plan(0.25), GOAL, judged(3, each=KLS)
-    )
+            apply_edit(Approval(decision="edit", **changes), plan(0.25), GOAL, FOUND)
+    _, goal = apply_edit(Approval(decision="edit", max_memory_ratio=0.8, min_speedup=2), plan(0.25), GOAL, FOUND)
     assert (goal.max_memory_ratio, goal.min_speedup, goal.max_accuracy_drop) == (0.8, 2, 0.01)
 
 
@@ -128,14 +117,12 @@ def test_the_rules_take_a_rejection_for_too_strong_and_never_offer_the_plan_agai
 
 
 def test_the_rules_scale_what_is_not_fixed():
-    found = judged(3, each=KLS)
     goal = GOAL.model_copy(update={"pins": (PIN,), "caps": (LEFT_ALONE,)})
-    first = attempt(1, 0.125, accepted=True)
 
-    choice = propose(goal, found, journal(first), max_iterations=5)
+    choice = propose(goal, FOUND, journal(attempt(1, 0.125, accepted=True)), max_iterations=5)
 
     assert isinstance(choice, Plan)
-    assert kept(choice, found) == {"0": 256, "2": 384}
+    assert kept(choice) == {"0": 256, "2": 384}
 
 
 def test_a_first_plan_that_was_rejected_comes_back_milder():

@@ -3,11 +3,12 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from profiling_agent.errors import RequestError
-from profiling_agent.graph.session import LAST, ROUND, RunPosition, WorkLimits, forecast, stage_seconds
+from profiling_agent.graph.session import LAST, ROUND, Forecast, RunPosition, WorkLimits, forecast, stage_seconds
 from profiling_agent.jobs.store import Timesheet
 from profiling_agent.search.budget import Budget, affordable_images
 
@@ -32,8 +33,10 @@ def test_without_a_limit_there_is_room_for_everything_but_what_is_out_of_proport
 
 
 def test_what_is_left_keeps_enough_for_the_end(tmp_path: Path):
-    held = budget(tmp_path, 400.0, 1000.0)
+    few = replace(budget(tmp_path, 0.0, 1000.0), num_heldout=100)
+    assert few.end_s == pytest.approx(50 + 45 + 15 + 30 + 60 + 5)
 
+    held = budget(tmp_path, 400.0, 1000.0)
     assert held.left_s == 600.0
     assert held.has_room_for(600.0 - END)
     assert not held.has_room_for(601.0 - END)
@@ -85,11 +88,6 @@ def test_fewer_images_calibrate_where_evidence_would_take_more_than_a_quarter():
     assert affordable_images(913.0, PASS_S, 256) == 128
 
 
-def test_what_is_left_keeps_as_many_held_out_images_as_there_are(tmp_path: Path):
-    few = replace(budget(tmp_path, 0.0, 1000.0), num_heldout=100)
-    assert few.end_s == pytest.approx(50 + 45 + 15 + 30 + 60 + 5)
-
-
 def test_another_test_needs_its_sessions_and_its_images(tmp_path: Path):
     # 30 s and 600 passes, half a one for each of 400 images, and 15 s and 300 passes for the report.
     assert replace(budget(tmp_path, 400.0, 555.1), num_heldout=400).has_time_for_a_test()
@@ -132,9 +130,7 @@ def test_stages_cost_passes_and_seconds():
     # The race of the finalists, five sessions of 28 s, both models on 2,048 images; then the winner's profile.
     assert expected["verdict"] == pytest.approx(50 + 140 + 2048 * 0.15)
     assert expected["report"] == pytest.approx(32)
-
-
-def test_without_another_runtime_there_is_no_search():
+    # Without another runtime there is no search.
     expected = stage_seconds(replace(WORK, num_deployments=0), PASS_S)
     assert expected["deployment_search"] == expected["quantization"] == 0.0
 
@@ -143,28 +139,22 @@ def test_a_run_has_its_round_its_report_and_as_many_attempts_as_there_is_time_fo
     expected = stage_seconds(WORK, PASS_S)
     attempt, last = (sum(expected[stage] for stage in stages) for stages in (ROUND, LAST))
 
+    def left(spent_s: float, limit_s: float | None = None, **position: Any) -> Forecast:
+        return forecast(WORK, budget(tmp_path, spent_s, limit_s), RunPosition(**position))
+
     # 1,200 s are the run's proportion: after 10 s and what is sure nothing of it is left for a second attempt.
-    now = forecast(WORK, budget(tmp_path, 10.0), RunPosition(stage="profiling", in_stage_s=6.4))
+    now = left(10.0, stage="profiling", in_stage_s=6.4)
     assert now.stage_s == pytest.approx(150.0)
     assert now.run_s == pytest.approx(150.0 + expected["deployment_search"] + attempt + last)
     # An hour has room for both.
-    assert forecast(WORK, budget(tmp_path, 10.0, 3600.0), RunPosition(stage="analysis")).run_s == pytest.approx(
-        3 * attempt + last
-    )
+    assert left(10.0, 3600.0, stage="analysis").run_s == pytest.approx(3 * attempt + last)
     # What an attempt took replaces what was expected of it.
-    told = forecast(
-        WORK, budget(tmp_path, 10.0, 3600.0), RunPosition(stage="iterative_pruning", num_measured=1, longest_s=200.0)
-    )
+    told = left(10.0, 3600.0, stage="iterative_pruning", num_measured=1, longest_s=200.0)
     assert told.run_s == pytest.approx(2 * 200.0 + last)
-
-
-def test_no_more_is_left_than_the_budget_has(tmp_path: Path):
-    late = forecast(
-        WORK, budget(tmp_path, 3400.0, 3600.0), RunPosition(stage="pruning", num_measured=1, longest_s=100.0)
-    )
-
+    # No more is left than the budget has.
+    late = left(3400.0, 3600.0, stage="pruning", num_measured=1, longest_s=100.0)
     assert late.run_s == pytest.approx(200.0)
-    assert forecast(WORK, budget(tmp_path, 4000.0, 3600.0), RunPosition(stage="report", in_stage_s=1e6)).run_s == 0.0
+    assert left(4000.0, 3600.0, stage="report", in_stage_s=1e6).run_s == 0.0
 
 
 @pytest.mark.parametrize(

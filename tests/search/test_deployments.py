@@ -1,16 +1,17 @@
 """Which deployments may be made, and that of a plan: a wish is carried out, or refused with a reason."""
 
+import re
+
 import pytest
-from sample_records import BASELINE, GOAL, attempt, journal, profile, race_result, ref
+from sample_records import BASELINE, GOAL, attempt, journal, profile
+from search.scripted import deployment, option
 
 from profiling_agent.errors import PlanError, RequestError
 from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.request import Request
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import (
-    DeployedModel,
     Deployment,
-    DeploymentOption,
     DeploymentSearch,
     Journal,
     Plan,
@@ -43,52 +44,46 @@ def rec(layer: str, kind: str, dtype: str) -> QuantizationRecommendation:
     return QuantizationRecommendation.model_validate({"layer": layer, "quantization_type": kind, "dtype": dtype})
 
 
-def names(plan: Plan, dtype: str = "auto", supported=EVERY) -> set[str]:
-    choices = DeploymentChoices(supported, ASKED_SCHEMES[dtype])
+def names(plan: Plan, choices: DeploymentChoices) -> set[str]:
     return {deployment.name for deployment in possible_deployments(plan, choices)}
 
 
-def test_where_nothing_is_said_every_deployment_but_the_baselines_own_is_tried():
-    assert len(names(Plan())) == sum(map(len, EVERY.values())) - 1
-    assert "eager float32" not in names(Plan())
-
-
-def test_a_runtime_that_is_not_there_has_no_deployment():
-    assert names(Plan(), supported={"eager": EVERY["eager"]}) == {"eager bfloat16", "eager float16", "eager dynamic"}
-
-
-def test_no_quantization_leaves_the_choice_of_runtime():
-    assert names(Plan(), "none") == {"inductor float32", "onnxruntime float32", "openvino float32"}
-    assert names(Plan(quantization=())) == {"inductor float32", "onnxruntime float32", "openvino float32"}
-
-
-def test_the_papers_plan_is_carried_out_by_whoever_can():
-    plan = Plan(quantization=(QuantizationRecommendation(layer="all", dtype="qint8"),))
-
-    assert names(plan) == {"eager dynamic", "onnxruntime dynamic"}
-    deployments = possible_deployments(plan, DeploymentChoices(EVERY, ASKED_SCHEMES["auto"]))
-    assert all(deployment.recommendations == plan.quantization for deployment in deployments)
+FLOAT32 = {"inductor float32", "onnxruntime float32", "openvino float32"}
+INT8 = rec("all", "dynamic", "qint8")
+STATIC = rec("all", "static", "qint8")
 
 
 @pytest.mark.parametrize(
-    ("recommendations", "expected"),
+    ("plan", "dtype", "expected"),
     [
+        # Every deployment but the baseline's own.
+        (Plan(), "auto", {f"{name} {scheme}" for name, all_of in EVERY.items() for scheme in all_of} - {"eager float32"}),
+        # Without quantization the choice of runtime is left.
+        (Plan(), "none", FLOAT32),
+        (Plan(quantization=()), "auto", FLOAT32),
+        # The paper's plan is carried out by whoever can.
+        (Plan(quantization=(QuantizationRecommendation(layer="all", dtype="qint8"),)), "auto", {"eager dynamic", "onnxruntime dynamic"}),
         (
-            (rec("all", "static", "qint8"),),
+            Plan(quantization=(STATIC,)), "auto",
             {"inductor static", "onnxruntime static", "openvino static", "openvino static_nncf"},
         ),
-        ((rec("all", "dynamic", "float16"),), {"eager float16"}),
-        ((rec("all", "static", "qint8"), rec("fc2", "cast", "bfloat16")), {"inductor static"}),
-        ((rec("all", "dynamic", "qint8"), rec("fc2", "cast", "bfloat16")), {"eager dynamic"}),
-        (
-            (rec("all", "dynamic", "qint8"), rec("fc2", "cast", "float32")),
-            {"eager dynamic", "onnxruntime dynamic"},
-        ),
-        ((rec("all", "static", "qint8"), rec("fc2", "dynamic", "qint8")), set()),
+        (Plan(quantization=(rec("all", "dynamic", "float16"),)), "auto", {"eager float16"}),
+        # A mixture goes to the runtimes that can mix.
+        (Plan(quantization=(STATIC, rec("fc2", "cast", "bfloat16"))), "auto", {"inductor static"}),
+        (Plan(quantization=(INT8, rec("fc2", "cast", "bfloat16"))), "auto", {"eager dynamic"}),
+        (Plan(quantization=(INT8, rec("fc2", "cast", "float32"))), "auto", {"eager dynamic", "onnxruntime dynamic"}),
+        (Plan(quantization=(STATIC, rec("fc2", "dynamic", "qint8"))), "auto", set()),
     ],
-)
-def test_a_mixture_goes_to_the_runtimes_that_can_mix(recommendations, expected: set[str]):
-    assert names(Plan(quantization=recommendations)) == expected
+)  # fmt: skip
+def test_a_plan_has_the_deployments_that_can_carry_it_out(plan: Plan, dtype: str, expected: set[str]):
+    choices = DeploymentChoices(EVERY, ASKED_SCHEMES[dtype])
+
+    assert names(plan, choices) == expected
+    for found in possible_deployments(plan, choices):
+        assert plan.quantization in (None, found.recommendations)
+    # A runtime that is not there has none.
+    here = DeploymentChoices({"eager": EVERY["eager"]}, ASKED_SCHEMES[dtype])
+    assert names(plan, here) == {name for name in expected if name.startswith("eager")}
 
 
 def test_each_scheme_is_read_back_from_its_own_recommendation():
@@ -98,13 +93,11 @@ def test_each_scheme_is_read_back_from_its_own_recommendation():
 
 
 def test_a_layer_left_in_float_is_that_layer_alone():
-    deployment = keep_layers_in_float(
-        Deployment(scheme="static", recommendations=recommend("static")), ["vit.layers.1.mlp.fc1"]
-    )
+    left = keep_layers_in_float(deployment("openvino", "static"), ["vit.layers.1.mlp.fc1"]).recommendations[-1]
 
     layers = ["vit.layers.1.mlp.fc1", "vit.layers.1.mlp.fc10", "vit.layers.11.mlp.fc1"]
-    assert deployment.recommendations[-1].dtype == "float32"
-    assert matching_names(deployment.recommendations[-1].layer, layers) == layers[:1]
+    assert left.dtype == "float32"
+    assert matching_names(left.layer, layers) == layers[:1]
 
 
 def test_dtypes_that_do_not_go_with_their_type_are_refused():
@@ -113,30 +106,32 @@ def test_dtypes_that_do_not_go_with_their_type_are_refused():
 
 
 def test_on_cuda_nothing_is_offered_that_has_no_kernels_there():
-    choices = deployment_choices(Request(), "cuda")
-
-    found = possible_deployments(Plan(), choices)
+    found = possible_deployments(Plan(), deployment_choices(Request(), "cuda"))
     named = {deployment.name for deployment in found}
     assert {deployment.runtime for deployment in found} <= {"eager", "graphed", "inductor"}
     assert not {deployment.scheme for deployment in found} & {"static", "static_nncf"}
     assert {"eager tf32", "eager bfloat16", "eager float16", "graphed dynamic", "graphed float8"} <= named
     assert by_promise(found)[0].name == "graphed float8"
     assert not any("graphed" in note for note in deployment_choices(Request(), "cpu").notes)
-    # Without quantization TF32 is left, as float32 is.
-    unquantized = possible_deployments(Plan(), deployment_choices(Request(quantize_dtype="none"), "cuda"))
-    assert {deployment.scheme for deployment in unquantized} <= {"float32", "tf32"}
-    # A pattern chooses the layers that are int8 or float8.
-    some = possible_deployments(Plan(), deployment_choices(Request(quantize_layers="mlp"), "cuda"))
-    assert {deployment.scheme for deployment in some} <= {"float32", "tf32", "dynamic", "float8"}
+
+
+def test_on_cuda_a_request_limits_the_schemes():
+    # Without quantization TF32 is left, as float32 is; a pattern chooses the layers that are int8 or float8.
+    for asked, schemes in (
+        (Request(quantize_dtype="none"), {"float32", "tf32"}),
+        (Request(quantize_layers="mlp"), {"float32", "tf32", "dynamic", "float8"}),
+    ):
+        found = possible_deployments(Plan(), deployment_choices(asked, "cuda"))
+        assert {deployment.scheme for deployment in found} <= schemes
 
 
 @pytest.mark.parametrize(
     ("recommendations", "expected"),
     [
-        ((rec("all", "dynamic", "qint8"),), "graphed dynamic"),
+        ((INT8,), "graphed dynamic"),
         ((rec("all", "dynamic", "float8"), rec("fc2", "cast", "bfloat16")), "graphed float8"),
-        ((rec("all", "dynamic", "qint8"), rec("fc2", "dynamic", "float8")), "graphed float8"),
-        ((rec("all", "dynamic", "qint8"), rec("fc2", "dynamic", "float16")), None),
+        ((INT8, rec("fc2", "dynamic", "float8")), "graphed float8"),
+        ((INT8, rec("fc2", "dynamic", "float16")), None),
     ],
 )
 def test_on_cuda_a_plan_mixes_int8_float8_and_bfloat16(recommendations, expected: str | None):
@@ -171,26 +166,16 @@ HERE: dict[RuntimeName, tuple[Scheme, ...]] = {
     "openvino": ("float32", "static", "static_nncf"),
 }
 CHOICES = DeploymentChoices(HERE, ASKED_SCHEMES["auto"])
-PAPER = GOAL.model_copy(update={"selection": "paper"})
-
-
-def option(runtime: RuntimeName, scheme: Scheme, speedup: float | None) -> DeploymentOption:
-    deployment = Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme))
-    made = DeployedModel(model=ref(runtime), deployment=deployment, layers=(), distance=0.0, kl=0.0, seconds=1.0)
-    raced = None if speedup is None else race_result(runtime, speedup, speedup * 0.9, speedup * 1.1)
-    return DeploymentOption(
-        deployment=deployment, deployed=None if speedup is None else made, race_result=raced, reason="made"
-    )
 
 
 def seen(*attempts) -> Journal:
     """Return a journal in which onnxruntime's dynamic int8 leads, and openvino's static one was faster than onnxruntime's."""
     options = (
-        option("onnxruntime", "dynamic", 3.0),
-        option("onnxruntime", "static", 2.0),
-        option("openvino", "static", 2.5),
-        option("openvino", "static_nncf", None),
-        option("eager", "dynamic", 1.2),
+        option("onnxruntime", "dynamic", speedup=3.0),
+        option("onnxruntime", "static", speedup=2.0),
+        option("openvino", "static", speedup=2.5),
+        option("openvino", "static_nncf", deployed=None),
+        option("eager", "dynamic", speedup=1.2),
     )
     search = DeploymentSearch(options=options, chosen=options[0].deployment)
     return Journal(baseline=BASELINE, deployment_search=search, attempts=attempts)
@@ -205,9 +190,9 @@ def test_a_plan_without_a_wish_is_deployed_in_what_leads():
     ("wish", "name"),
     [
         # Of the runtimes that know it the one that raced best with it; what could not be made is behind.
-        ((rec("all", "static", "qint8"),), "openvino static"),
-        ((rec("all", "dynamic", "qint8"),), "onnxruntime dynamic"),
-        ((rec("all", "dynamic", "qint8"), rec("classifier", "cast", "float32")), "onnxruntime dynamic"),
+        ((STATIC,), "openvino static"),
+        ((INT8,), "onnxruntime dynamic"),
+        ((INT8, rec("classifier", "cast", "float32")), "onnxruntime dynamic"),
         ((rec(r"mlp\.fc1", "static", "qint8"),), "openvino static"),
         # float32: another runtime's, which was not tried.
         ((), "openvino float32"),
@@ -222,58 +207,54 @@ def test_a_plan_is_deployed_as_it_says(wish: tuple[QuantizationRecommendation, .
 
 
 def test_what_a_users_plan_asks_for_is_deployed_in_what_led_of_that():
-    wish = (rec("all", "dynamic", "qint8"),)
-    kept = (*wish, rec("classifier", "cast", "float32"))
+    kept = (INT8, rec("classifier", "cast", "float32"))
     leads = Deployment(runtime="onnxruntime", scheme="dynamic", recommendations=kept)
-    opened = seen().model_copy(update={"wish": wish})
-    assert opened.deployment_search is not None
-    opened = opened.model_copy(
-        update={"deployment_search": opened.deployment_search.model_copy(update={"chosen": leads})}
-    )
+    search = DeploymentSearch(options=(), chosen=leads)
+    opened = Journal(baseline=BASELINE, deployment_search=search, wish=(INT8,))
 
-    assert deployment_of(Plan(quantization=wish), opened, CHOICES, GOAL) == leads
+    assert deployment_of(Plan(quantization=(INT8,)), opened, CHOICES, GOAL) == leads
 
 
-def test_float32_where_no_other_runtime_is_there_is_no_deployment():
-    eager = DeploymentChoices({"eager": ("float32", "dynamic")}, ASKED_SCHEMES["auto"])
-
-    assert deployment_of(Plan(quantization=()), journal(), eager, GOAL) is None
-    assert why_undeployable(Plan(quantization=()), eager, GOAL) is None
+EAGER = DeploymentChoices({"eager": ("float32", "dynamic")}, ASKED_SCHEMES["auto"])
+CUDA = DeploymentChoices({"eager": ("float32", "bfloat16")}, ASKED_SCHEMES["auto"], on_cuda=True)
+HALF = rec("all", "cast", "bfloat16")
 
 
-def test_what_no_runtime_here_can_do_is_refused_with_what_there_is():
-    wish = Plan(quantization=(rec("all", "cast", "bfloat16"),))
+@pytest.mark.parametrize(
+    ("wish", "choices", "selection", "why"),
+    [
+        # Float32 where no other runtime is there is no deployment, and no problem.
+        ((), EAGER, "contract", None),
+        ((HALF,), CHOICES, "contract", "no runtime that is installed can do what the plan asks of quantization: there are eager float32, e"),
+        # Neither can two schemes be mixed in a runtime that knows one at a time.
+        ((STATIC, rec("fc2", "dynamic", "qint8")), CHOICES, "contract", "no runtime that is installed"),
+        # On CUDA half precision is the whole model's.
+        ((HALF,), CUDA, "contract", None),
+        ((HALF, rec("classifier", "cast", "float32")), CUDA, "contract", "on CUDA half precision is the whole model's: quant"),
+        # By the paper's selection attempts stay in float32.
+        ((INT8,), CHOICES, "paper", "the paper's selection judges attempts in eager float32"),
+        (None, CHOICES, "paper", None),
+    ],
+)  # fmt: skip
+def test_what_no_runtime_here_can_do_is_refused_with_what_there_is(
+    wish: tuple[QuantizationRecommendation, ...] | None, choices: DeploymentChoices, selection: str, why: str | None
+):
+    plan, goal = Plan(quantization=wish), GOAL.model_copy(update={"selection": selection})
+    found = why_undeployable(plan, choices, goal)
 
-    with pytest.raises(
-        PlanError, match=r"no runtime that is installed can do .*: there are eager float32, eager dynamic"
-    ):
-        deployment_of(wish, seen(), CHOICES, GOAL)
-    # Neither can two schemes be mixed in a runtime that knows one at a time.
-    mixed = Plan(quantization=(rec("all", "static", "qint8"), rec("fc2", "dynamic", "qint8")))
-    assert "no runtime that is installed" in (why_undeployable(mixed, CHOICES, GOAL) or "")
-
-
-def test_layers_can_not_be_chosen_where_half_precision_is_the_whole_models():
-    cuda = DeploymentChoices({"eager": ("float32", "bfloat16")}, ASKED_SCHEMES["auto"], on_cuda=True)
-
-    assert why_undeployable(Plan(quantization=(rec("all", "cast", "bfloat16"),)), cuda, GOAL) is None
-    wish = Plan(quantization=(rec("all", "cast", "bfloat16"), rec("classifier", "cast", "float32")))
-    assert why_undeployable(wish, cuda, GOAL) == (
-        "on CUDA half precision is the whole model's: quantization may name layers for int8 and float8 only"
-    )
-
-
-def test_by_the_papers_selection_attempts_stay_in_float32_and_a_wish_is_refused():
-    wish = Plan(quantization=(rec("all", "dynamic", "qint8"),))
-
-    assert "eager float32" in (why_undeployable(wish, CHOICES, PAPER) or "")
-    assert why_undeployable(Plan(), CHOICES, PAPER) is None
+    assert (found or "").startswith(why or "")
+    assert (found is None) == (why is None)
+    if why is not None:
+        with pytest.raises(PlanError, match=re.escape(why)):
+            deployment_of(plan, journal(), choices, goal)
+    elif choices is EAGER:
+        assert deployment_of(plan, journal(), choices, goal) is None
 
 
 def test_an_attempt_with_a_wish_of_its_own_says_nothing_of_the_deployment_that_leads():
     leading = seen().deployment
     assert leading is not None
-    static = Deployment(runtime="openvino", scheme="static", recommendations=recommend("static"))
+    static = deployment("openvino", "static")
 
     def made(number: int, ratio: float, deployment: Deployment, *, accepted: bool):
         one = attempt(number, ratio, accepted=accepted, correct=899 if accepted else 800)

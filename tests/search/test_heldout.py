@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,19 @@ class Answering(Jobs):
         return self.evaluated(task, ~np.array(self.right[task.model.path](task.split.rows(task.shard))))
 
 
-def evaluator(root: Path, num_images: int, candidate: Answers, **goal: Any) -> tuple[Evaluator, Answering]:
+def evaluator(
+    root: Path,
+    num_images: int,
+    candidate: Answers,
+    *,
+    time_budget_s: float | None = None,
+    pass_s: float = 0.0005,
+    **goal: Any,
+) -> tuple[Evaluator, Answering]:
     jobs = Answering(root, {BASELINE.path: lambda part: [True] * len(part), CANDIDATE.path: candidate})
-    return scripted.evaluator(jobs, num_images=num_images, baseline=BASELINE, **goal), jobs
+    asked: dict[str, Any] = {"settings": {"time_budget_s": time_budget_s}, "baseline": BASELINE} | goal
+    profile = sample_records.profile(pass_s=pass_s)
+    return scripted.evaluator(jobs, num_images=num_images, profile=profile, **asked), jobs
 
 
 def every(number: int) -> Answers:
@@ -99,31 +109,9 @@ def test_a_candidate_that_answers_alike_is_known_after_two_looks_and_the_rest_st
     )
 
 
-def test_no_more_images_are_looked_at_than_a_time_budget_has_room_for(tmp_path: Path):
-    tester, jobs = evaluator(tmp_path, 8000, every(100))
-    tester = replace(tester, settings=tester.settings.model_copy(update={"time_budget_s": 200.0}))
-    jobs.shard_s = 10.0
-    tested = run_heldout_test(tester, MEASURED)
-
-    # Both models take 20 s a shard: after eight shards 40 s are left, another two take them all, and 15 and some are for the report.
-    assert tested.candidate.drop is not None
-    assert tested.candidate.drop.num_images == 4096
-    assert jobs.seen[-1] == (CANDIDATE.path, range(3072, 4096))
-
-
 def searched(lost: int, gained: int, num_images: int = 1000) -> Evaluation:
     """Return the candidate as so many search images have it."""
     return MEASURED.model_copy(update={"drop": sample_records.drop(lost, gained, num_images)})
-
-
-@pytest.mark.parametrize(("time_budget_s", "seen"), [(10.0, 1024), (3600.0, 5000)])
-def test_a_thousand_images_are_looked_at_though_the_search_has_spent_the_budget(
-    time_budget_s: float, seen: int, tmp_path: Path
-):
-    tester, jobs = evaluator(tmp_path, 5000, every(100))
-    tester = replace(tester, settings=tester.settings.model_copy(update={"time_budget_s": time_budget_s}))
-    jobs.timesheet.resume_at(100.0)
-    assert run_heldout_test(tester, MEASURED).candidate.predictions.num_images == seen
 
 
 @pytest.mark.parametrize(
@@ -158,9 +146,13 @@ def test_the_best_of_several_measured_drops_is_too_good_to_be_true():
     assert abs(selection_bias([alone, far])) < 0.0005
 
 
+NEVER = 10**6
+
+
 @pytest.mark.parametrize(
     ("lost", "gained", "in_search", "pass_s", "time_budget_s", "spent_s", "seen"),
     [
+        # Of a slow model no images are answered that can show nothing, nor for a surer answer.
         # 6% discordant and nothing lost on net: 6,800 images would show it; 2,500 at 2%.
         (34, 35, 0, 0.1, None, 0.0, 1024),
         (100, 101, 0, 0.1, None, 0.0, 3072),
@@ -168,19 +160,24 @@ def test_the_best_of_several_measured_drops_is_too_good_to_be_true():
         (34, 35, 0, 0.0005, None, 0.0, 5000),
         (34, 35, 0, 0.1, 36000.0, 0.0, 5000),
         # About as much is lost as the contract allows: whether it is returned hangs on further images.
-        (95, 10**6, 10, 0.1, None, 0.0, 5000),
+        (95, NEVER, 10, 0.1, None, 0.0, 5000),
         # 4,096 images show the contract kept. Both models take 20 s a shard, a pass for each image is what is reckoned with, and 11,000 of them are 1,100 s.
-        (200, 10**6, 0, 0.1, None, 600.0, 4096),
-        (200, 10**6, 0, 0.1, None, 900.0, 3072),
-        (200, 10**6, 0, 0.1, None, 960.0, 2048),
+        (200, NEVER, 0, 0.1, None, 600.0, 4096),
+        (200, NEVER, 0, 0.1, None, 900.0, 3072),
+        (200, NEVER, 0, 0.1, None, 960.0, 2048),
         # As many as tell anything are looked at in any case, and all where time was asked for, or the answer hangs on them.
-        (200, 10**6, 0, 0.1, None, 2000.0, 1024),
-        (200, 10**6, 0, 0.1, 36000.0, 2000.0, 4096),
-        (200, 10**6, 0, 0.0005, None, 2000.0, 4096),
-        (95, 10**6, 10, 0.1, None, 2000.0, 5000),
+        (200, NEVER, 0, 0.1, None, 2000.0, 1024),
+        (200, NEVER, 0, 0.1, 36000.0, 2000.0, 4096),
+        (200, NEVER, 0, 0.0005, None, 2000.0, 4096),
+        (95, NEVER, 10, 0.1, None, 2000.0, 5000),
+        # No more than a time budget has room for: after eight shards of 20 s another two leave nothing of what is left for the report.
+        (100, NEVER, 0, 0.0005, 300.0, 100.0, 4096),
+        # A thousand though the search has spent the budget.
+        (100, NEVER, 0, 0.0005, 10.0, 100.0, 1024),
+        (100, NEVER, 0, 0.0005, 3600.0, 100.0, 5000),
     ],
 )
-def test_of_a_slow_model_no_images_are_answered_that_can_show_nothing_nor_for_a_surer_answer(
+def test_as_many_images_are_looked_at_as_can_show_something_and_as_there_is_time_for(
     lost: int,
     gained: int,
     in_search: int,
@@ -190,10 +187,8 @@ def test_of_a_slow_model_no_images_are_answered_that_can_show_nothing_nor_for_a_
     seen: int,
     tmp_path: Path,
 ):
-    tester, jobs = evaluator(tmp_path, 5000, every(lost))
+    tester, jobs = evaluator(tmp_path, 5000, every(lost), time_budget_s=time_budget_s, pass_s=pass_s)
     jobs.right[BASELINE.path] = lambda part: [image % gained != 0 or image == 0 for image in part]
-    settings = tester.settings.model_copy(update={"time_budget_s": time_budget_s})
-    tester = replace(tester, profile=sample_records.profile(pass_s=pass_s), settings=settings)
     jobs.shard_s = 10.0 if spent_s else 0.0
     jobs.timesheet.resume_at(spent_s)
 
@@ -211,22 +206,23 @@ def test_a_later_test_takes_more_images_to_show_the_same(tmp_path: Path):
     assert shown[0][1] < shown[1][1]
 
 
-def test_a_hopeless_candidate_is_known_after_the_first(tmp_path: Path):
-    tester, jobs = evaluator(tmp_path, 8000, every(10))
-    drop = run_heldout_test(tester, MEASURED).candidate.drop
-    assert drop is not None
-    assert drop.num_images == SHARD == len(jobs.seen[0][1])
-    assert 0.01 < drop.low < drop.drop < drop.high
-
-
-def test_at_the_bound_the_images_run_out_and_the_interval_holds_it(tmp_path: Path):
-    tester, _ = evaluator(tmp_path, 3000, every(100))
+@pytest.mark.parametrize(
+    ("wrong_every", "num_images", "num_seen"),
+    # A hopeless candidate is known after the first look; at the bound the images run out, and the interval holds it.
+    [(10, 8000, SHARD), (100, 3000, 3000)],
+)
+def test_a_test_ends_when_it_is_decided_or_out_of_images(
+    wrong_every: int, num_images: int, num_seen: int, tmp_path: Path
+):
+    tester, _ = evaluator(tmp_path, num_images, every(wrong_every))
     tested = run_heldout_test(tester, MEASURED)
     drop = tested.candidate.drop
     assert drop is not None
-    assert drop.num_images == tested.baseline.predictions.num_images == 3000
-    assert tested.candidate.predictions.num_correct == 2970
-    assert drop.low < 0.01 < drop.high
+    assert drop.num_images == tested.baseline.predictions.num_images == num_seen
+    assert tested.candidate.predictions.num_correct == sum(every(wrong_every)(range(num_seen)))
+    assert drop.low < drop.drop < drop.high
+    assert (drop.low < 0.01) == (wrong_every == 100)
+    assert drop.high > 0.01
 
 
 def test_few_images_are_a_sample_of_fixed_size(tmp_path: Path):
@@ -275,17 +271,18 @@ def said(num_heldout: int, max_drop: float, num_search: int = 10**6) -> str | No
     )
 
 
-def test_enough_images_leave_nothing_to_say():
-    assert said(418, 0.01) is None
-
-
 def test_what_is_missing_is_said_in_images_and_in_points():
+    assert said(418, 0.01) is None
     # z^2 / (n + z^2) for z = 2.0537: 418 images for one point, and 344 bound 1.2.
     assert said(344, 0.01) == (
         "whatever is returned will be unproven: it takes 74 more held-out images or a bound of 1.2 points"
     )
     # 1.2816 sqrt(2) / (n + 2) for 100 search images.
     assert "it takes 80 more search images or a bound of 1.8 points; " in (said(344, 0.01, num_search=100) or "")
+    # A contract of nothing is never proven and asks for no number.
+    assert said(5000, 0.0) == (
+        "whatever is returned will be unproven: it takes a bound of 0.00018 points; it takes a bound of 0.12 points"
+    )
 
 
 @pytest.mark.parametrize("max_drop", [0.002, 0.0045, 0.005, 0.0058, 0.01])
@@ -319,10 +316,3 @@ def test_as_many_as_are_said_to_certify_do_by_the_test_that_so_many_get(lost: in
     times = 1.02 * needed / num_images
     assert needed > at_once
     assert upper_bound(Counts(round(times * lost), round(times * gained), round(times * num_images)), 0.02) <= 0.02
-
-
-def test_a_contract_of_nothing_is_never_proven_and_asks_for_no_number():
-    assert (
-        said(5000, 0.0)
-        == "whatever is returned will be unproven: it takes a bound of 0.00018 points; it takes a bound of 0.12 points"
-    )

@@ -13,7 +13,7 @@ from search.scripted import Jobs, deployed
 from profiling_agent.jobs import tasks
 from profiling_agent.schemas import DeployedModel, Deployment, Headline, Journal, Plan, PrunedModel, Tuned, Variant
 from profiling_agent.search.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
-from profiling_agent.search.evaluator import Deployer, Evaluator
+from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.search.selection import ranked
 
 
@@ -73,37 +73,28 @@ def test_without_calibration_the_weights_alone_decide_and_nothing_makes_up_for_t
     assert [cut.keep for cut in task.cuts] == [384, 384]
 
 
-@pytest.mark.parametrize("tunes", [True, False])
-def test_without_calibration_no_layer_is_measured_for_int8(tmp_path: Path, tunes: bool):
+@pytest.mark.parametrize("calibrate", [True, False])
+def test_without_calibration_no_layer_is_measured_for_int8(tmp_path: Path, calibrate: bool):
     script = Script(tmp_path)
-    asked = evaluator(script, calibrate=tunes)
-    assert asked.deployer.tunes is tunes
-    deployer = Deployer(asked.jobs, asked.acquired.calibration, batch_size=4, tunes=tunes)
 
-    option = deployer.make(sample_records.ref("m0"), Deployment(scheme="dynamic"), choose_layers=True)
+    option = evaluator(script, calibrate=calibrate).deployer.make(
+        sample_records.ref("m0"), Deployment(scheme="dynamic"), choose_layers=True
+    )
 
     assert option.deployed is not None
-    assert len(script.of(tasks.TuneTask)) == tunes
+    assert len(script.of(tasks.TuneTask)) == calibrate
 
 
 def test_of_attempts_that_are_as_accurate_and_as_large_the_faster_is_the_papers_best(tmp_path: Path):
-    script = Script(tmp_path, latencies_ms=(3.0, 1.5))
-    asked = evaluator(script)
+    asked = evaluator(Script(tmp_path, latencies_ms=(3.0, 1.9, 1.5)))
 
-    journal = attempted(asked, 0.25, 0.5)
+    journal = attempted(asked, 0.25, 0.375, 0.5)
 
     assert journal.baseline_latency_ms == 2.0
-    assert [attempt.latency_ms for attempt in journal.attempts] == [3.0, 1.5]
-    # The first is as accurate and as large as the baseline, and slower: it doesn't beat it.
-    assert [candidate.attempt for candidate in ranked(journal, asked.goal)] == [2]
-
-
-def test_a_resumed_run_ranks_by_the_times_that_were_measured_first(tmp_path: Path):
-    journal = attempted(evaluator(Script(tmp_path, latencies_ms=(1.5, 1.9))), 0.25, 0.5)
-
-    again = Journal.model_validate_json(journal.model_dump_json())
-
-    assert [one.attempt for one in ranked(again, evaluator(Script(tmp_path)).goal)] == [1, 2]
+    assert [attempt.latency_ms for attempt in journal.attempts] == [3.0, 1.9, 1.5]
+    # The first is as accurate and as large as the baseline, and slower: it doesn't beat it. A resumed run ranks alike.
+    for kept in (journal, Journal.model_validate_json(journal.model_dump_json())):
+        assert [candidate.attempt for candidate in ranked(kept, asked.goal)] == [3, 2]
 
 
 def test_latency_is_timed_for_the_papers_selection_alone(tmp_path: Path):
