@@ -40,16 +40,8 @@ class Server:
         self.client: SyncLangGraphClient | None = None
 
     def start(self) -> SyncLangGraphClient:
-        command = [
-            sys.executable,
-            "-m",
-            "langgraph_cli",
-            "dev",
-            "--no-browser",
-            "--no-reload",
-            "--port",
-            str(self.port),
-        ]
+        options = ["--no-browser", "--no-reload", "--port", str(self.port)]
+        command = [sys.executable, "-m", "langgraph_cli", "dev", *options]
         environment = os.environ | {"LANGGRAPH_CLI_NO_ANALYTICS": "1", "LANGSMITH_TRACING": "false"} | self.environment
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from profiling_agent.cli.main import USAGE_ERROR, app
 from profiling_agent.jobs.tasks import MODULES
 from profiling_agent.processes.child import child_environment, fork_server
-from profiling_agent.workspace import Workspace
 
 SETTINGS = {"COLUMNS": "200", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
 
@@ -107,6 +106,29 @@ def empty_folder(place: Place) -> str:
     return str(place.scratch / "empty")
 
 
+def link_to_itself(place: Place) -> str:
+    (place.scratch / "loop").symlink_to("loop")
+    return str(place.scratch / "loop")
+
+
+def without_report(place: Place) -> str:
+    (place.scratch / "run").mkdir()
+    shutil.copy(place.finished / "request.json", place.scratch / "run")
+    return str(place.scratch / "run")
+
+
+def without_jobs(place: Place) -> str:
+    """Return a run that was copied without its jobs."""
+    ignored = shutil.ignore_patterns("jobs")
+    return str(shutil.copytree(place.finished, place.scratch / "bare", symlinks=True, ignore=ignored))
+
+
+def sheet(place: Place, **changes: Any) -> str:
+    """Return a sweep file, in JSON, which is YAML."""
+    content = {"models": [str(place.world.model)], "datasets": [str(place.world.data)]}
+    return place.file("sheet.yaml", json.dumps(content | changes))
+
+
 def one_class(place: Place) -> tuple[str, ...]:
     return place.data({"image": pictures(120), "label": [0] * 120}, labelled(list(zoo.LABELS.values())))
 
@@ -115,35 +137,13 @@ def unlabelled(place: Place) -> tuple[str, ...]:
     return place.data({"image": pictures(120)}, Features({"image": Image()}))
 
 
-def damaged_report(place: Place) -> str:
-    run = shutil.copytree(place.finished, place.scratch / "run", symlinks=True)
-    (run / "report.json").write_text("{")
-    return str(run)
-
-
 RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     # Options and terms of the contract.
     "unknown option": (lambda _: ("--modle", "x"), "--modle"),
     "word for a number": (lambda _: ("--batch-size", "many"), "--batch-size"),
     "batch of none": (lambda _: ("--batch-size", "0"), "batch"),
-    "negative accuracy drop": (lambda _: ("--max-accuracy-drop", "-1"), "max-accuracy-drop"),
-    "drop of everything": (lambda _: ("--max-accuracy-drop", "1"), "0.01"),
-    "percent as a ratio": (lambda _: ("--max-size-ratio", "50"), "0.5 is half"),
-    "size of nothing": (lambda _: ("--max-size-ratio", "0"), "max-size-ratio"),
-    "slower than the baseline": (lambda _: ("--min-speedup", "0.5"), "min-speedup"),
-    "unknown device": (lambda _: ("--device", "tpu"), "device"),
-    "run id that is a path": (lambda _: ("--run-id", "../x"), "run-id"),
-    "budget that is no duration": (lambda _: ("--time-budget", "soon"), "1h30m"),
-    "budget of seconds": (lambda _: ("--time-budget", "5s"), "minute"),
-    "unknown runtime": (lambda _: ("--runtimes", "tensorrt"), "openvino"),
-    "unknown type": (lambda _: ("--quantize-dtype", "int4"), "qint8"),
-    "layers of no quantization": (lambda _: ("--quantize-dtype", "none", "--quantize-layers", "fc1"), "drop one"),
-    "revision of an embedded model": (lambda _: ("--model", "reference:vit", "--revision", "main"), "revision"),
-    "config of embedded data": (lambda _: ("--dataset", "reference:digits", "--dataset-config", "x"), "config"),
     "negative seed": (lambda _: ("--seed", "-1"), "seed"),
     "few samples": (lambda _: ("--num-samples", "3"), "50"),
-    "no iterations": (lambda _: ("--max-iterations", "0"), "max-iterations"),
-    "unknown objective": (lambda _: ("--objective", "quality"), "speed"),
     "pattern that is none": (lambda _: ("--quantize-layers", "fc1("), "fc1("),
     # Plans.
     "plan that is not there": (lambda _: ("--plan", "nowhere.json"), "nowhere.json"),
@@ -202,7 +202,8 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "unknown command": (lambda _: ("rum",), "rum"),
     "show without a run": (lambda _: ("show",), "RUN"),
     "show of nothing": (lambda _: ("show", "/nowhere/at/all"), "/nowhere/at/all"),
-    "show of a damaged report": (lambda place: ("show", damaged_report(place)), "report.json"),
+    "resume of a link to itself": (lambda place: ("resume", link_to_itself(place)), "is no path"),
+    "race of a link to itself": (lambda place: ("race", link_to_itself(place)), "is no path"),
     "resume of no run": (lambda place: ("resume", empty_folder(place)), "run"),
     "approve a run that waits for nothing": (lambda place: ("approve", str(place.finished)), "waits for no"),
     "export of nothing": (lambda _: ("export", "/nowhere/at/all", "--output", "x"), "/nowhere"),
@@ -211,6 +212,12 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
         "onnx",
     ),
     "race of nothing": (lambda _: ("race", "/nowhere/at/all"), "/nowhere/at/all"),
+    "race of a folder of folders": (lambda place: ("race", str(place.scratch)), "is no saved model"),
+    "race of one model": (lambda place: ("race", str(place.finished / "best")), "takes two models"),
+    "race of a run without a report": (lambda place: ("race", without_report(place)), "has no report yet"),
+    "race of a run without its models": (lambda place: ("race", without_jobs(place)), "there is no such folder"),
+    "measure a run without its models": (lambda place: ("measure", without_jobs(place)), "there is no such folder"),
+    "compare with no run": (lambda place: ("compare", str(place.finished), str(place.scratch)), "is no run folder"),
     "measure nothing": (lambda _: ("measure", "/nowhere/at/all"), "/nowhere/at/all"),
     "compare with nothing": (lambda place: ("compare", str(place.finished), "/nowhere/at/all"), "/nowhere/at/all"),
     "pick what was not measured": (
@@ -219,6 +226,18 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     ),
     "sweep of nothing": (lambda _: ("sweep", "nowhere.yaml"), "nowhere.yaml"),
     "sweep of an unknown field": (lambda place: ("sweep", place.file("sheet.yaml", "modle: [a, b]\n")), "modle"),
+    "sweep of a model that is not there": (
+        lambda place: ("sweep", sheet(place, models=["/nowhere/at/all"]), "--output", str(place.scratch / "out")),
+        "/nowhere/at/all",
+    ),
+    "sweep of one run twice": (lambda place: ("sweep", sheet(place, seeds=[0, 0])), "is requested twice"),
+    "address of a cluster for a sweep here": (
+        lambda place: ("sweep", sheet(place), "--ray-address", "auto"),
+        "use --engine ray",
+    ),
+    "doctor of an unnamed language model": (lambda _: ("doctor", "--llm", ""), "llm"),
+    "doctor of a long address": (lambda _: ("doctor", "--base-url", "http://" + 500 * "x"), "base-url"),
+    "doctor of an unknown device": (lambda _: ("doctor", "--device", "tpu"), "Input should be 'auto', 'cpu' or 'cuda'"),
     "doctor of no model": (lambda _: ("doctor", "--model", "/nowhere/at/all"), "/nowhere/at/all"),
 }
 
@@ -265,6 +284,7 @@ def test_another_mistaken_command_is_refused_in_one_line(mistake: str, place: Pl
 
     assert expected in refusal(make(place))
     assert (place.finished / "report.json").exists()
+    assert not (place.scratch / "out").exists()
 
 
 def test_a_run_id_that_exists_is_refused(place: Place):
@@ -274,16 +294,6 @@ def test_a_run_id_that_exists_is_refused(place: Place):
 
     assert "exists" in line
     assert (place.finished / "report.json").read_bytes() == before
-
-
-def test_a_run_that_another_process_has_is_refused(place: Place):
-    run = Path(shutil.copytree(place.finished, place.scratch / "run", symlinks=True))
-    (run / "report.json").unlink()
-    lock = Workspace(run).lock()
-    try:
-        assert "in use" in refusal(("resume", str(run)))
-    finally:
-        lock.release()
 
 
 def test_cuda_that_is_not_there_is_refused(place: Place):

@@ -12,13 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import typer
 from rich.text import Text
 
 from profiling_agent.cli.models import look_at_model
-from profiling_agent.cli.tables import folded_table
-from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, exit_on_errors, open_display
+from profiling_agent.cli.terminal import (
+    JsonOption,
+    console,
+    echo_json,
+    errors,
+    exit_on_errors,
+    folded_table,
+    open_display,
+)
 from profiling_agent.errors import RequestError
 from profiling_agent.lib.io import cache_folder, parse_json
 from profiling_agent.lib.machine import (
@@ -32,9 +38,7 @@ from profiling_agent.lib.machine import (
 )
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.processes.child import child_command, child_environment, ending
-from profiling_agent.reporting.units import percent, size
 from profiling_agent.request import Request, current_names
-from profiling_agent.runtimes import registry
 from profiling_agent.schemas import RUNTIMES, Environment, Record, RuntimeName
 
 # Bytes: what a small model's run needs, what default runs of the paper's models stay below (ResNet-101 5.7 GB, Swin-B 9.1), and free disk.
@@ -112,6 +116,8 @@ class Finding(Record):
 
 def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     """Yield the result of each check as soon as it ends; nothing is raised."""
+    from profiling_agent.runtimes import registry
+
     checks: list[Callable[[], Finding]] = [
         _check_software,
         lambda: check_cpu(environment(), cpu_quota()),
@@ -152,6 +158,8 @@ def check_cpu(host: Environment, quota: float | None = None) -> Finding:
 
 def check_memory(free: float, total: float) -> Finding:
     """Return what so many free bytes are enough for."""
+    from profiling_agent.reporting.units import size
+
     seen = f"{size(free)} free of {size(total)}"
     if free < FREE_MEMORY:
         return Finding(name="memory", state="problem", seen=seen, advice="end other programs, or lower --batch-size")
@@ -162,6 +170,8 @@ def check_memory(free: float, total: float) -> Finding:
 
 
 def _check_disk(output: Path) -> Finding:
+    from profiling_agent.reporting.units import size
+
     folder = output.absolute()
     while not os.path.lexists(folder):
         folder = folder.parent
@@ -184,6 +194,8 @@ def _check_disk(output: Path) -> Finding:
 
 def _measure_noise() -> Finding:
     """Time equal matrix products; the noise is the distance of the quartiles relative to the median."""
+    import numpy as np
+
     matrix = np.random.default_rng(0).standard_normal((384, 384), dtype=np.float32)
     product, repeats = np.empty_like(matrix), list[float]()
     for _ in range(NUM_REPEATS):
@@ -193,7 +205,7 @@ def _measure_noise() -> Finding:
         repeats.append(time.perf_counter() - started)
     low, median, high = statistics.quantiles(repeats[NUM_REPEATS // 4 :], n=4)
     spread, load = (high - low) / median, os.getloadavg()[0]
-    seen = f"equal work differs by {percent(spread)} between quartiles; load {load:.1f}"
+    seen = f"equal work differs by {spread:.2%} between quartiles; load {load:.1f}"
     # The load is the whole machine's, even in a container with a quota.
     if spread > NOISY or load > available_cores():
         return Finding(
@@ -203,6 +215,8 @@ def _measure_noise() -> Finding:
 
 
 def _check_runtime(name: RuntimeName) -> Finding:
+    from profiling_agent.runtimes import registry
+
     if reason := registry.missing(name):
         return Finding(name=name, state="note", seen="not installed", advice=reason)
     process = _self_test("runtime", name, PROBE_S)

@@ -1,13 +1,10 @@
 """Commands on models: `race`, `measure`, `compare`, `pick`, `export`, `push`, `doctor --model`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from profiling_agent.cli.tables import folded_table
 from profiling_agent.cli.terminal import (
     JsonOption,
     RunArgument,
@@ -19,11 +16,8 @@ from profiling_agent.cli.terminal import (
     run_folder,
 )
 from profiling_agent.errors import RequestError
-from profiling_agent.jobs.runner import ModelCheck
-from profiling_agent.reporting.units import count, percent
 from profiling_agent.request import SYNONYMS, Request
-from profiling_agent.runtimes import registry
-from profiling_agent.schemas import NUM_SESSIONS, Deployability, Prunable, RuntimeName
+from profiling_agent.schemas import NUM_SESSIONS, RuntimeName
 
 
 def _parse_device(name: str) -> str:
@@ -241,6 +235,9 @@ ONLY_BY_NAME: frozenset[RuntimeName] = frozenset({"inductor"})
 
 def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: bool) -> None:
     """Cut a model, deploy the result in every way and show what worked; exit with 1 if no deployment did."""
+    from profiling_agent.cli.tables import model_tables
+    from profiling_agent.jobs.runner import ModelCheck
+
     with exit_on_errors():
         request = Request.model_validate({"model": model, "revision": revision, "runtimes": runtimes})
         names, left_out = _installed(request)
@@ -256,11 +253,13 @@ def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: boo
             }
         )
     else:
-        _show(prunable, rows, left_out)
+        console.print(model_tables(prunable, rows, left_out))
     raise typer.Exit(0 if any(not row.refused for row in rows) else 1)
 
 
 def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
+    from profiling_agent.runtimes import registry
+
     names, left_out = list[RuntimeName](), list[str]()
     for name in request.runtime_names:
         reason = registry.missing(name)
@@ -273,37 +272,3 @@ def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
         else:
             names.append(name)
     return names, left_out
-
-
-def _show(prunable: Prunable, rows: Sequence[Deployability], left_out: Sequence[str]) -> None:
-    spec = prunable.input
-    console.print(
-        Text(
-            f"{prunable.architecture}, {count(prunable.params)} params, images of {spec.channels}x{spec.height}x{spec.width}"
-        )
-    )
-    table = folded_table("what can be cut", "kind or reason", "number", "of it")
-    for kind, number in prunable.units.items():
-        table.add_row(kind, str(number), Text("can be cut"))
-    for kind, reason in prunable.absent.items():
-        table.add_row(kind, "none", Text(reason))
-    for code, number in prunable.refused.items():
-        table.add_row(code, str(number), Text(f"stay, as {prunable.examples[code]}"))
-    console.print(table)
-    summary = f"a quarter off every unit: {percent(prunable.cut_share)} of the params"
-    console.print(Text(summary if prunable.units else "no unit can be cut; it is deployed whole"))
-    deployments = folded_table(
-        "what can be deployed here", "deployment", "works", "bytes", "distance", "layers not in float32"
-    )
-    for row in rows:
-        if row.refused:
-            deployments.add_row(row.deployment.name, "no", "", "", Text(row.refused))
-        else:
-            distance = f"{row.distance:.1g}"
-            deployments.add_row(row.deployment.name, "yes", percent(row.size_ratio), distance, str(row.num_layers))
-    console.print(deployments)
-    console.print(
-        Text("bytes: of the unpruned float32 model's; distance: of the logits from float32's, relative, on noise")
-    )
-    for line in left_out:
-        console.print(Text(f"not tried: {line}"))

@@ -1,4 +1,7 @@
-"""Terminal: console, progress displays, exit codes, signals, and run folders by name."""
+"""Terminal: console, progress displays, exit codes, signals, and run folders by name.
+
+The command line imports the libraries of a run in the commands that need them, so that `--help` is quick.
+"""
 
 import contextlib
 import json
@@ -12,7 +15,7 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Annotated, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 
 import typer
 from pydantic import ValidationError
@@ -28,15 +31,17 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.graph.node import ProgressEvent
 from profiling_agent.lib.io import clean, expanded, first_problem
 from profiling_agent.lib.progress import Progress as ProgressCallback
 from profiling_agent.lib.progress import request_stop
-from profiling_agent.reporting.units import percent, points
 from profiling_agent.request import Request
+
+if TYPE_CHECKING:
+    from profiling_agent.graph.node import ProgressEvent
 
 EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING = 0, 1, 2, 3
 # EX_SOFTWARE of sysexits.h, unlike every code that stands for a verdict.
@@ -65,6 +70,14 @@ class _CleanConsole(Console):
 
 console = _CleanConsole()
 errors = _CleanConsole(stderr=True)
+
+
+def folded_table(title: str, *columns: str) -> Table:
+    """Return a table whose columns fold long text instead of cutting it."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    return table
 
 
 def echo_json(document: Any) -> None:
@@ -203,8 +216,10 @@ def about(seconds: float) -> str:
     )
 
 
-def status_text(event: ProgressEvent) -> str:
+def status_text(event: "ProgressEvent") -> str:
     """Return a run's iteration, time used, and best accepted attempt so far; empty as long as there is none of these."""
+    from profiling_agent.reporting.units import percent, points
+
     parts = [f"iteration {event.iteration} of {event.iterations}"] if event.iteration else []
     if event.spent_s:
         parts.append(f"{clock(event.spent_s)}{f' of {clock(event.budget_s)}' if event.budget_s else ''}")
@@ -232,7 +247,7 @@ class Display:
     ) -> None:
         """Leave the output in place."""
 
-    def show(self, event: ProgressEvent) -> None:
+    def show(self, event: "ProgressEvent") -> None:
         """Show an event."""
 
     @contextmanager
@@ -242,6 +257,7 @@ class Display:
 
     def stage(self, name: str) -> ProgressCallback:
         """Return a callback that shows under one stage's name."""
+        from profiling_agent.graph.node import ProgressEvent
 
         def progress(message: str, done: int, total: int) -> None:
             self.show(ProgressEvent(stage=name, message=message, done=done, total=total))
@@ -255,7 +271,7 @@ class JsonLines(Display):
     def __init__(self, console: Console) -> None:
         self._file = console.file
 
-    def show(self, event: ProgressEvent) -> None:
+    def show(self, event: "ProgressEvent") -> None:
         """Write an event."""
         line = json.dumps({"event": "progress", **event.model_dump(mode="json", exclude_none=True)})
         print(line, file=self._file, flush=True)
@@ -268,7 +284,7 @@ class Lines(Display):
         self._console = console
         self._last = ("", "")
 
-    def show(self, event: ProgressEvent) -> None:
+    def show(self, event: "ProgressEvent") -> None:
         """Write a line if there is something new."""
         if event.message == "started":
             status = status_text(event)
@@ -329,7 +345,7 @@ class Bars(Display):
         if is_done and self._tasks:
             self._bars.update(list(self._tasks.values())[-1], total=1, completed=1)
 
-    def show(self, event: ProgressEvent) -> None:
+    def show(self, event: "ProgressEvent") -> None:
         """Show an event."""
         is_new = event.message == "started"
         self._bars.head = status_text(event) or self._bars.head

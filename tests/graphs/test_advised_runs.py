@@ -83,27 +83,6 @@ def test_an_object_plans_as_well_is_needed_again_and_the_rules_go_on_without_its
     assert "left to the rules, the last because ChatOpenAI:scripted gave no answer" in text
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"llm": "openai:scripted", "base_url": "http://127.0.0.1:9/v1"}, "gave no answer"),
-        ({"llm": "openai:scripted", "base_url": None}, "OPENAI_API_KEY isn't set"),
-    ],
-)
-def test_a_model_that_cant_be_had_is_said_before_anything_is_done(world: World, tmp_path: Path, asked: dict, said: str):
-    with chat_server(careful) as server, pytest.raises(RequestError, match=said):
-        optimize(world.request(tmp_path, **({"base_url": server.url} | asked)))
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_is_no_chat_model_is_refused(world: World, tmp_path: Path):
     with pytest.raises(RequestError, match="advisor is of type str"):
         build_graph(advisor="gpt-4o").invoke(world.request(tmp_path))
-
-
-def test_a_transcript_without_answers_is_refused_and_leaves_nothing(world: World, tmp_path: Path):
-    (tmp_path / "llm.jsonl").write_text('{"kind": "turn"}\n')
-
-    with pytest.raises(RequestError, match="has no answers of a language model"):
-        optimize(world.request(tmp_path / "runs", llm=f"recorded:{tmp_path / 'llm.jsonl'}"))
-    assert not list((tmp_path / "runs").glob("*/*"))
