@@ -21,7 +21,7 @@ from typing import Any, Literal
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import END, START, StateGraph
 
-from profiling_agent.graph.node import Agent, CheckedGraph, Node, as_node
+from profiling_agent.graph.node import CheckedGraph, as_node
 from profiling_agent.graph.nodes import (
     acquisition,
     analysis,
@@ -76,22 +76,11 @@ def build_graph(
     # Bound to the nodes instead of LangGraph's context, which ends with each call and which Studio can't pass.
     runs = Sessions(advisor, addresses=addresses) if sessions is None else sessions
 
-    def node(agent: Agent) -> Node:
-        return as_node(agent, runs)
-
     graph = StateGraph(RunState, input_schema=Request, output_schema=RunResult)
     graph.add_node("acquisition", partial(acquisition, sessions=runs), input_schema=Request)
-    graph.add_node("input_shape_resolver", node(input_shape_resolver))
-    graph.add_node("profiling", node(profiling))
-    graph.add_node("deployment_search", node(deployment_search))
-    graph.add_node("analysis", node(analysis))
-    graph.add_node("approval", node(approval))
-    graph.add_node("pruning", node(pruning))
-    graph.add_node("quantization", node(quantization))
-    graph.add_node("evaluation", node(evaluation))
-    graph.add_node("iterative_pruning", node(iterative_pruning))
-    graph.add_node("verdict", node(verdict))
-    graph.add_node("report", node(report))
+    agents = (input_shape_resolver, profiling, deployment_search, analysis, approval, pruning, quantization, evaluation)
+    for agent in (*agents, iterative_pruning, verdict, report):
+        graph.add_node(agent.__name__, as_node(agent, runs))
 
     graph.add_edge(START, "acquisition")
     graph.add_edge("acquisition", "input_shape_resolver")

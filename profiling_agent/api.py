@@ -114,20 +114,17 @@ def complete(request: Request, listener: Listener = ignore) -> RunReport:
     A run begun on another kind of machine starts again: times of both are never mixed. Raises RunError if the folder has another request's run.
     """
     folder = request.output_dir / str(request.run_id)
-    if folder.exists():
-        manifest = read_manifest(folder)
-        if changed := changed_fields(manifest.request, request):
-            raise RunError(f"run {request.run_id!r} was begun with another {changed[0]}: choose another run_id")
-        if not (folder / REPORT).exists() and manifest.machine not in (
-            "",
-            environment(request.device).machine,
-        ):
-            Workspace(folder).lock().release()
-            shutil.rmtree(folder)
+    if not folder.exists():
+        return optimize(request, listener)
+    manifest = read_manifest(folder)
+    if changed := changed_fields(manifest.request, request):
+        raise RunError(f"run {request.run_id!r} was begun with another {changed[0]}: choose another run_id")
     if (folder / REPORT).exists():
         return read_report(folder)
-    if folder.exists():
+    if manifest.machine in ("", environment(request.device).machine):
         return resume(folder, listener, base_url=request.base_url)
+    Workspace(folder).lock().release()
+    shutil.rmtree(folder)
     return optimize(request, listener)
 
 
@@ -144,8 +141,7 @@ def resume(
     A run begun with an `advisor` needs it again. If the language model's address is neither the provider's nor the environment's, it gets the
     environment's key only if that address is given again, as `base_url`.
     """
-    request, workspace = _open_run(run)
-    return _drive(request, workspace, Sessions(advisor, addresses=(base_url,)), listener, approver)
+    return _drive(*_open_run(run), Sessions(advisor, addresses=(base_url,)), listener, approver)
 
 
 def approve(
@@ -163,8 +159,7 @@ def approve(
         ApprovalPendingError: the run waits again, for the next plan or because the answer was invalid.
         RunError: the run waits for nothing.
     """
-    request, workspace = _open_run(run)
-    return _drive(request, workspace, Sessions(advisor, addresses=(base_url,)), listener, approver, answer)
+    return _drive(*_open_run(run), Sessions(advisor, addresses=(base_url,)), listener, approver, answer)
 
 
 def pending(run: str | Path) -> ApprovalQuestion | None:

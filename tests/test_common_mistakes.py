@@ -47,6 +47,10 @@ class Place(NamedTuple):
         (self.scratch / name).write_text(text)
         return str(self.scratch / name)
 
+    def folder(self, name: str, text: str) -> str:
+        """Return the path of a folder with a new text file."""
+        return str(Path(self.file(name, text)).parent)
+
     def plan(self, **pruning: Any) -> tuple[str, ...]:
         """Return options that name a plan with one pruning recommendation."""
         entry = {"layer": "fc1", "pruning_type": "structured", "pruning_ratio": 0.2} | pruning
@@ -69,10 +73,9 @@ def labelled(names: list[str]) -> Features:
 
 
 def pickled(place: Place) -> tuple[str, ...]:
-    model = place.model()
-    (model / "model.safetensors").unlink()
-    torch.save({}, model / "pytorch_model.bin")
-    return ("--model", str(model))
+    option, model = without_file(place, "model.safetensors")
+    torch.save({}, Path(model) / "pytorch_model.bin")
+    return (option, model)
 
 
 def truncated(place: Place) -> tuple[str, ...]:
@@ -81,7 +84,7 @@ def truncated(place: Place) -> tuple[str, ...]:
     return ("--model", str(weights.parent))
 
 
-def without_file(place: Place, name: str) -> tuple[str, ...]:
+def without_file(place: Place, name: str) -> tuple[str, str]:
     model = place.model()
     (model / name).unlink()
     return ("--model", str(model))
@@ -156,10 +159,7 @@ RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "model that is a file": (lambda place: ("--model", place.file("model.txt", "x")), "model"),
     "unknown embedded model": (lambda _: ("--model", "reference:vgg"), "reference:"),
     "folder that is no model": (lambda place: ("--model", empty_folder(place)), "config.json"),
-    "config that is no JSON": (
-        lambda place: ("--model", str(Path(place.file("config.json", "{")).parent)),
-        "config.json",
-    ),
+    "config that is no JSON": (lambda place: ("--model", place.folder("config.json", "{")), "config.json"),
     "unknown architecture": (lambda place: place.edited("config.json", model_type="foo"), "foo"),
     "names of fewer classes": (
         lambda place: place.edited("config.json", id2label={"0": "a", "1": "b", "2": "c"}, label2id=None),
@@ -189,10 +189,7 @@ RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "no labels": (unlabelled, "label"),
     "one class": (one_class, "class"),
     "files that are no pictures": (undecodable, "image"),
-    "numbers without pictures": (
-        lambda place: ("--dataset", str(Path(place.file("table.csv", "a,b\n1,2\n")).parent)),
-        "image",
-    ),
+    "numbers without pictures": (lambda place: ("--dataset", place.folder("table.csv", "a,b\n1,2\n")), "image"),
     # The machine.
     "unknown user's folder": (lambda _: ("--output", "~nobody-of-that-name/x"), "home folder"),
     "output that is a file": (lambda place: ("--output", place.file("runs.txt", "x")), "runs.txt"),
@@ -285,15 +282,6 @@ def test_another_mistaken_command_is_refused_in_one_line(mistake: str, place: Pl
     assert expected in refusal(make(place))
     assert (place.finished / "report.json").exists()
     assert not (place.scratch / "out").exists()
-
-
-def test_a_run_id_that_exists_is_refused(place: Place):
-    before = (place.finished / "report.json").read_bytes()
-
-    line = refusal(("run", "--output", str(place.finished.parent), "--run-id", place.finished.name))
-
-    assert "exists" in line
-    assert (place.finished / "report.json").read_bytes() == before
 
 
 def test_cuda_that_is_not_there_is_refused(place: Place):

@@ -124,14 +124,10 @@ def test_a_finished_run_is_read_back_and_one_that_fails_is_a_row_with_its_reason
         [Request(), Request(output="x", seed=1)],
     ],
 )
-def test_runs_that_are_no_sweep_are_refused(requests: list[Request]):
+def test_runs_that_are_no_sweep_or_have_no_place_are_refused(requests: list[Request], tmp_path: Path):
     with pytest.raises(RequestError, match="lie in one output, each with a run_id of its own"):
         optimize_many(requests)
-
-
-def test_an_output_that_is_a_file_is_refused_before_the_first_run(tmp_path: Path):
     (tmp_path / "file").touch()
-
     with pytest.raises(StorageError, match="can't be written"):
         optimize_many([Request(model=str(tmp_path), output=str(tmp_path / "file"))])
 
@@ -171,8 +167,8 @@ def test_a_browser_filters_the_table_of_the_page(finished: Path, tmp_path: Path)
     assert heard == []
 
 
-def sheet(folder: Path, world: World, contracts: list[dict[str, float]], seeds: tuple[int, ...] = (0,)) -> Path:
-    request = {"batch_size": 16, "num_sessions": 2, "runtimes": "eager", "iterate": False, "selection": "paper"}
+def sheet(folder: Path, world: World, *, contracts: list[Any], seeds: tuple[int, ...] = (0,), **terms: Any) -> Path:
+    request = {"batch_size": 16, "num_sessions": 2, "runtimes": "eager", "iterate": False, "selection": "paper"} | terms
     combined = {"models": [str(world.model)], "datasets": [str(world.data)], "contracts": contracts, "seeds": seeds}
     # JSON is YAML.
     (folder / "sweep.yaml").write_text(json.dumps({**combined, "request": request}))
@@ -182,7 +178,7 @@ def sheet(folder: Path, world: World, contracts: list[dict[str, float]], seeds: 
 @pytest.mark.slow
 def test_the_command_goes_on_with_every_cell_and_reads_them_back(tmp_path: Path, world: World):
     contracts = [{"max_accuracy_drop": 0.03}, {"max_accuracy_drop": 0.03, "min_speedup": 900.0}]
-    file, output = sheet(tmp_path, world, contracts), tmp_path / "out"
+    file, output = sheet(tmp_path, world, contracts=contracts, num_samples=60, quantize_dtype="none"), tmp_path / "out"
     requests = read_sweep(file, str(output))
     run_ids = [str(request.run_id) for request in requests]
     # Cut before their first checkpoint, the second one on another machine: the request is all that is there.
@@ -247,7 +243,7 @@ def test_a_sweep_on_three_nodes_decides_what_one_here_does_though_a_node_is_lost
     world: World, nodes: tuple[Any, list[Any]], tmp_path: Path
 ):
     cluster, started = nodes
-    file = sheet(tmp_path, world, [{"max_accuracy_drop": 0.03}], seeds=(0, 1, 2))
+    file = sheet(tmp_path, world, contracts=[{"max_accuracy_drop": 0.03}], seeds=(0, 1, 2))
     output, here = tmp_path / "there", tmp_path / "here"
     program = [sys.executable, "-m", "profiling_agent.cli.main", "sweep", file.name, "--output", output.name, "--json"]
     options = ["--engine", "ray", "--ray-address", cluster.address]

@@ -9,10 +9,10 @@ from profiling_agent.cli.terminal import (
     JsonOption,
     RunArgument,
     console,
-    echo_json,
     errors,
     exit_on_errors,
     open_display,
+    print_result,
     run_folder,
 )
 from profiling_agent.errors import RequestError
@@ -60,10 +60,7 @@ def race(
             device=device,
             progress=display.stage("race"),
         )
-    if json_:
-        echo_json(result.model_dump(mode="json"))
-        return
-    console.print(race_table(names, result))
+    print_result(result.model_dump(mode="json"), race_table(names, result), is_json=json_)
 
 
 def measure(
@@ -87,10 +84,7 @@ def measure(
     with exit_on_errors(), open_display(errors) as display:
         models = [model for source in sources for model in before_and_after(source)]
         measurements = measure_saved(models, device=device, progress=display.stage("measure"))
-    if json_:
-        echo_json(measurements.model_dump(mode="json"))
-        return
-    console.print(measurement_table(measurements))
+    print_result(measurements.model_dump(mode="json"), measurement_table(measurements), is_json=json_)
 
 
 def compare(
@@ -109,10 +103,8 @@ def compare(
 
     with exit_on_errors():
         reports = {str(run): read_report(run) for run in runs}
-    if json_:
-        echo_json({name: report.model_dump(mode="json") for name, report in reports.items()})
-        return
-    console.print(compare_table(reports))
+    document = {name: report.model_dump(mode="json") for name, report in reports.items()}
+    print_result(document, compare_table(reports), is_json=json_)
 
 
 SourceArgument = Annotated[
@@ -150,21 +142,17 @@ def pick(
     with exit_on_errors():
         if candidate is None and output is None:
             measured = candidates(run)
-            if json_:
-                echo_json([row.model_dump(mode="json") for row in measured])
-            else:
-                console.print(candidates_table(measured))
+            document = [row.model_dump(mode="json") for row in measured]
+            print_result(document, candidates_table(measured), is_json=json_)
             return
         if output is None:
             raise typer.BadParameter("name a folder to write it to: --output small")
         if candidate is None:
             raise typer.BadParameter("name a candidate of the list: --candidate 2")
         picked = take(run, output, candidate=candidate)
-    if json_:
-        echo_json(picked.model_dump(mode="json"))
-        return
-    console.print(picked_table(picked))
-    _print_line(f"wrote {output}")
+    print_result(picked.model_dump(mode="json"), picked_table(picked), is_json=json_)
+    if not json_:
+        _print_line(f"wrote {output}")
 
 
 def export(
@@ -244,16 +232,9 @@ def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: boo
         with open_display(errors) as display, ModelCheck(display.stage("doctor")) as look:
             prunable = look.prunable(model, revision)
             rows = list(look.deployable("pruned" if prunable.cut_share else "whole", names))
-    if json_:
-        echo_json(
-            {
-                "prunable": prunable.model_dump(mode="json"),
-                "deployable": [row.model_dump(mode="json") for row in rows],
-                "left_out": left_out,
-            }
-        )
-    else:
-        console.print(model_tables(prunable, rows, left_out))
+    deployable = [row.model_dump(mode="json") for row in rows]
+    document = {"prunable": prunable.model_dump(mode="json"), "deployable": deployable, "left_out": left_out}
+    print_result(document, model_tables(prunable, rows, left_out), is_json=json_)
     raise typer.Exit(0 if any(not row.refused for row in rows) else 1)
 
 

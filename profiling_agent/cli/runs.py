@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args
 
 import typer
+from rich.console import Group
 from rich.text import Text
 
 from profiling_agent.cli.terminal import (
@@ -27,6 +28,7 @@ from profiling_agent.cli.terminal import (
     exit_on_errors,
     exit_stopped,
     open_display,
+    print_result,
     refuse,
     with_flags,
 )
@@ -255,10 +257,8 @@ def show(
 
     with exit_on_errors():
         report = read_report(run)
-    if json_:
-        echo_json(report.model_dump(mode="json"))
-        return
-    console.print(plan_table(report) if plan else verdict_table(report, run))
+    table = plan_table(report) if plan else verdict_table(report, run)
+    print_result(report.model_dump(mode="json"), table, is_json=json_)
 
 
 def report(run: RunArgument) -> None:
@@ -298,11 +298,7 @@ def profile(
     ):
         request = Request.model_validate({"model": model, "revision": revision, "device": device})
         measured = profile_source(request, Path(folder), batch_size=batch_size, progress=display.stage("profiling"))
-    if json_:
-        echo_json(measured.model_dump(mode="json"))
-        return
-    for table in profile_tables(measured):
-        console.print(table)
+    print_result(measured.model_dump(mode="json"), Group(*profile_tables(measured)), is_json=json_)
 
 
 # Fields of a run that `--json` prints; its report has the rest.
@@ -359,10 +355,9 @@ def sweep(
             check_matches(requests, display.stage("models and data"))
             address = (ray_address or "auto") if engine == "ray" else None
             rows = optimize_many(requests, display.show, ray_address=address)
-    if json_:
-        echo_json([row.model_dump(mode="json", include=JSON_FIELDS) for row in rows])
-    else:
-        console.print(sweep_table(rows))
+    document = [row.model_dump(mode="json", include=JSON_FIELDS) for row in rows]
+    print_result(document, sweep_table(rows), is_json=json_)
+    if not json_:
         console.print(str(root / PAGE), markup=False, soft_wrap=True)
     is_met = all(row.report is not None and row.report.verdict.outcome == "MET" for row in rows)
     raise typer.Exit(EXIT_MET if is_met else EXIT_NOT_MET)

@@ -85,6 +85,14 @@ def echo_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=1))
 
 
+def print_result(document: Any, shown: RenderableType, *, is_json: bool) -> None:
+    """Print a command's result: one JSON document for programs, or what is shown to people."""
+    if is_json:
+        echo_json(document)
+    else:
+        console.print(shown)
+
+
 class Stopped(KeyboardInterrupt):
     """A signal that ends the program as Ctrl-C does, handled by everything that handles Ctrl-C."""
 

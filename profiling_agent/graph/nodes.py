@@ -224,14 +224,9 @@ def question_in(interrupts: Sequence[Any]) -> ApprovalQuestion | None:
     return ApprovalQuestion.model_validate(interrupts[0].value) if interrupts else None
 
 
-def needs_approval(state: RunState) -> bool:
-    """Return whether this plan needs an approval."""
-    return state.approve == "each" or (state.approve == "plan" and state.is_first)
-
-
 def approval(state: RunState, session: RunSession) -> Update:
     """Interrupt until the answer is valid. The node may run again, so nothing here has side effects."""
-    if not needs_approval(state):
+    if not (state.approve == "each" or (state.approve == "plan" and state.is_first)):
         return {}
     assert state.proposal is not None, "a plan is proposed before it is approved"
     profile = session.profile(state)

@@ -17,6 +17,7 @@ from profiling_agent.errors import RequestError
 from profiling_agent.jobs.self_test import SelfTest, main, probe
 from profiling_agent.lib.io import CACHE_VARIABLE
 from profiling_agent.lib.machine import environment
+from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.request import Request
 from profiling_agent.schemas import RUNTIMES
 
@@ -24,17 +25,20 @@ QUICK = ("software", "CPU", "memory", "disk", "noise", "language model", "Huggin
 NOBODY = "http://127.0.0.1:9/v1"
 
 
-def looked(tmp_path: Path, **asked) -> dict[str, Finding]:
+def looked(tmp_path: Path, progress: Progress = silent, **asked: Any) -> dict[str, Finding]:
     """Return what needs no process of its own, by name."""
-    settings: dict[str, Any] = {"output": str(tmp_path / "runs")}
-    request = Request(**(settings | asked))
-    return {finding.name: finding for finding in islice(examine(request), len(QUICK))}
+    request = Request(**({"output": str(tmp_path / "runs")} | asked))
+    return {finding.name: finding for finding in islice(examine(request, progress), len(QUICK))}
 
 
 def test_what_is_quick_to_find_comes_first_and_a_machine_that_is_fit_has_no_problem(tmp_path: Path):
-    found = looked(tmp_path)
+    heard = list[tuple[str, int, int]]()
+    listen: Progress = lambda message, done, total: heard.append((message, done, total))  # noqa: E731
+    found = looked(tmp_path, listen)
 
     assert tuple(found) == QUICK
+    # Of the runtimes graphed is CUDA's; the device comes last.
+    assert heard == [("looking", number, len(QUICK) + len(RUNTIMES)) for number in range(len(QUICK))]
     assert "torch" in found["software"].seen
     assert found["disk"].state == "ok"
     assert str(tmp_path) in found["disk"].seen
@@ -68,17 +72,6 @@ def test_memory_is_looked_at_for_small_models_and_for_large_ones():
     assert list(states.values()) == ["problem", "note", "note", "ok"]
     assert check_memory(5e9, 16e9).seen == "5 GB free of 16 GB"
     assert "5 to 9 GB: --time-budget" in check_memory(5e9, 16e9).advice
-
-
-def test_what_is_being_looked_at_is_told_while_it_is_looked_at(tmp_path: Path):
-    heard = list[tuple[str, int, int]]()
-    request = Request(output=str(tmp_path))
-
-    list(islice(examine(request, lambda message, done, total: heard.append((message, done, total))), 3))
-
-    # Graphed is CUDA's.
-    num_looks = len(QUICK) + len(RUNTIMES)
-    assert heard == [("looking", number, num_looks) for number in range(3)]
 
 
 def test_an_output_folder_that_can_not_be_made_is_a_problem_with_advice(tmp_path: Path):

@@ -28,7 +28,9 @@ def test_a_plan_is_refused_edited_and_kept_to(world: World, tmp_path: Path):
         asked.append(question)
         return answers.pop(0) if answers else Approval(decision="accept")
 
-    report = optimize(world.request(tmp_path, approve="each", max_iterations=2), approver=approver)
+    report = optimize(
+        world.request(tmp_path, approve="each", max_iterations=2, quantize_dtype="none"), approver=approver
+    )
 
     assert [question.attempt for question in asked] == [1, 1, 1, 2]
     assert "no.such.layer" in (asked[1].problem or "")
@@ -45,7 +47,8 @@ def test_a_run_waits_for_langgraphs_own_command_or_ours_and_refuses_an_answer_th
 ):
     run, saver = tmp_path / "quick", RunSaver(tmp_path)
     graph, config = build_graph(saver), {"configurable": {"thread_id": run.name}}
-    stopped = graph.invoke(world.request(tmp_path, approve="plan", max_iterations=1, run_id=None), config)
+    request = world.request(tmp_path, approve="plan", max_iterations=1, run_id=None, quantize_dtype="none")
+    stopped = graph.invoke(request, config)
     (waiting,) = stopped["__interrupt__"]
     assert json.loads(json.dumps(waiting.value))["choices"] == ["accept", "edit", "reject"]
     assert waiting.response_schema["properties"]["decision"]["enum"] == ["accept", "edit", "reject"]
