@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from profiling_agent.cli import doctor, models, runs
+from profiling_agent.cli import models, runs
 from profiling_agent.cli.terminal import (
     EXIT_BAD_REQUEST,
     EXIT_CRASHED,
@@ -30,7 +30,7 @@ COMMANDS = (
     runs.profile,
     runs.sweep,
     runs.approve,
-    doctor.doctor,
+    models.doctor,
     models.pick,
     models.export,
     models.push,

@@ -1,7 +1,7 @@
-"""Commands on models: `race`, `measure`, `compare`, `pick`, `export`, `push`, `doctor --model`."""
+"""Commands on models and this machine: `race`, `measure`, `compare`, `pick`, `export`, `push`, `doctor`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +16,7 @@ from profiling_agent.cli.terminal import (
     run_folder,
 )
 from profiling_agent.errors import RequestError
-from profiling_agent.request import SYNONYMS, Request
+from profiling_agent.request import SYNONYMS, Request, current_names
 from profiling_agent.schemas import NUM_SESSIONS, RuntimeName
 
 
@@ -253,3 +253,52 @@ def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
         else:
             names.append(name)
     return names, left_out
+
+
+def doctor(  # noqa: PLR0913, PLR0917 - one is an old flag
+    output: Annotated[Path, typer.Option(help="folder that would hold the run folders")] = Path("runs"),
+    llm: Annotated[str, typer.Option(help="the language model that would plan")] = "none",
+    base_url: Annotated[str | None, typer.Option(help="address of its server")] = None,
+    advisor: Annotated[str | None, typer.Option(hidden=True)] = None,
+    device: Annotated[
+        str, typer.Option(help="device to test: cpu, cuda, or auto for a CUDA device where there is one")
+    ] = "auto",
+    model: Annotated[
+        str | None,
+        typer.Option(help="look at this model instead: what can be cut of it and deployed here, found by doing it"),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="the model's branch, tag or commit on the Hub")] = None,
+    runtimes: Annotated[
+        str,
+        typer.Option(
+            help="with --model: which to try, as in `eager,inductor`; auto leaves inductor out, which compiles for minutes"
+        ),
+    ] = "auto",
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Look at this machine: versions, CPU, memory, disk, noise, each runtime by running a model, the language model's server, a CUDA device.
+
+    The device is tested by a small model that is profiled, pruned and evaluated on it; what failed is shown.
+
+    With --model the model is looked at instead. A quarter is cut off every part of it that can be cut, that is brought into
+    every deployment that is installed here and opened again elsewhere, and what is refused has its reason. No data set is needed;
+    how much accuracy a deployment costs is for a run to tell.
+
+    Ends with 1 where something would keep a run from working.
+    """
+    if model is not None:
+        look_at_model(model, revision=revision, runtimes=runtimes, json_=json_)
+        return
+    from profiling_agent.cli.doctor import examine
+    from profiling_agent.cli.tables import findings_table
+
+    with exit_on_errors():
+        fields: dict[str, Any] = {"output": str(output), "llm": llm, "base_url": base_url, "device": device}
+        fields, lines = current_names(fields | ({} if advisor is None else {"advisor": advisor}), are_flags=True)
+        for line in lines:
+            errors.print(line, markup=False, soft_wrap=True)
+        request = Request.model_validate(fields)
+        with open_display(errors) as display:
+            findings = list(examine(request, display.stage("doctor")))
+    print_result([finding.model_dump() for finding in findings], findings_table(findings), is_json=json_)
+    raise typer.Exit(1 if any(row.state == "problem" for row in findings) else 0)

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from profiling_agent.cli.terminal import folded_table
+from profiling_agent.cli.doctor import Finding
 from profiling_agent.exporting.pick import FAILED, RunCandidate
 from profiling_agent.measure.race import noise_warning
 from profiling_agent.measure.throughput import Measurements
@@ -30,8 +30,17 @@ from profiling_agent.schemas import ApprovalQuestion, Deployability, ModelProfil
 if TYPE_CHECKING:
     from profiling_agent.sweep import SweepRow
 
+COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
 # For candidates that were evaluated only on search images.
 BY_BOUND = "accuracy holds as in the search: the 90% bound of what was lost counts, where so few images can give one"
+
+
+def folded_table(title: str, *columns: str) -> Table:
+    """Return a table whose columns fold long text instead of cutting it."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    return table
 
 
 def verdict_table(report: RunReport, root: Path) -> Group:
@@ -295,3 +304,11 @@ def model_tables(prunable: Prunable, rows: Sequence[Deployability], left_out: Se
         Text("bytes: of the unpruned float32 model's; distance: of the logits from float32's, relative, on noise"),
         *(Text(f"not tried: {line}") for line in left_out),
     )
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """Return what each check of `doctor` has seen, and what to do about it."""
+    table = folded_table("doctor", "what", "state", "seen", "what to do")
+    for row in findings:
+        table.add_row(row.name, Text(row.state, style=COLORS[row.state]), Text(row.seen), Text(row.advice))
+    return table

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 
 import typer
@@ -31,7 +31,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 
 from profiling_agent.errors import ProfilingAgentError
@@ -72,14 +71,6 @@ console = _CleanConsole()
 errors = _CleanConsole(stderr=True)
 
 
-def folded_table(title: str, *columns: str) -> Table:
-    """Return a table whose columns fold long text instead of cutting it."""
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    return table
-
-
 def echo_json(document: Any) -> None:
     """Write one JSON document to standard output, in ASCII, which no terminal interprets as a command."""
     typer.echo(json.dumps(document, indent=1))
@@ -108,8 +99,7 @@ def listen_to_signals() -> None:
     """
     received_s: dict[int, float] = {}
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        del frame
+    def stop(number: int, _: FrameType | None) -> None:
         now_s = time.monotonic()
         # Before anything that a second call could interrupt halfway.
         if now_s - received_s.get(number, -math.inf) <= SAME_SIGNAL_S:
@@ -217,11 +207,9 @@ def clock(seconds: float) -> str:
 
 def about(seconds: float) -> str:
     """Return seconds as precisely as they are estimated."""
-    return (
-        f"about {round(seconds / 60)} min"
-        if seconds >= MINUTES_FROM_S
-        else f"about {max(10 * round(seconds / 10), 10)} s"
-    )
+    if seconds >= MINUTES_FROM_S:
+        return f"about {round(seconds / 60)} min"
+    return f"about {max(10 * round(seconds / 10), 10)} s"
 
 
 def status_text(event: "ProgressEvent") -> str:
@@ -250,9 +238,7 @@ class Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Leave the output in place."""
 
     def show(self, event: "ProgressEvent") -> None:
@@ -334,10 +320,8 @@ class Bars(Display):
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._complete(kind is None)
+    def __exit__(self, *error: object) -> None:
+        self._complete(error[0] is None)
         self._bars.stop()
 
     @contextmanager
