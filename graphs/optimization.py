@@ -21,21 +21,8 @@ from typing import Any, Literal
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import END, START, StateGraph
 
+from profiling_agent.graph import nodes
 from profiling_agent.graph.node import CheckedGraph, as_node
-from profiling_agent.graph.nodes import (
-    acquisition,
-    analysis,
-    approval,
-    deployment_search,
-    evaluation,
-    input_shape_resolver,
-    iterative_pruning,
-    profiling,
-    pruning,
-    quantization,
-    report,
-    verdict,
-)
 from profiling_agent.graph.session import Sessions
 from profiling_agent.graph.state import RunResult, RunState, operators_limits
 from profiling_agent.request import Request
@@ -77,9 +64,12 @@ def build_graph(
     runs = Sessions(advisor, addresses=addresses) if sessions is None else sessions
 
     graph = StateGraph(RunState, input_schema=Request, output_schema=RunResult)
-    graph.add_node("acquisition", partial(acquisition, sessions=runs), input_schema=Request)
-    agents = (input_shape_resolver, profiling, deployment_search, analysis, approval, pruning, quantization, evaluation)
-    for agent in (*agents, iterative_pruning, verdict, report):
+    graph.add_node("acquisition", partial(nodes.acquisition, sessions=runs), input_schema=Request)
+    agents = (
+        *(nodes.input_shape_resolver, nodes.profiling, nodes.deployment_search, nodes.analysis, nodes.approval),
+        *(nodes.pruning, nodes.quantization, nodes.evaluation, nodes.iterative_pruning, nodes.verdict, nodes.report),
+    )
+    for agent in agents:
         graph.add_node(agent.__name__, as_node(agent, runs))
 
     graph.add_edge(START, "acquisition")

@@ -21,17 +21,14 @@ ASSISTANT = "profiling_agent"
 START_S = 90
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Server:
     """`langgraph dev` in a folder, which takes the runs and the server's own files."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
-        self.folder, self.port, self.environment = folder, free_port(), environment
+        self.folder, self.environment = folder, environment
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
         shutil.copy(ROOT / "langgraph.json", folder)
         for name in ("graphs", "profiling_agent", "prompts", "pyproject.toml"):
             if not (folder / name).exists():

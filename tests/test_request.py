@@ -11,11 +11,6 @@ from profiling_agent.schemas import Plan, QuantizationRecommendation
 from profiling_agent.search.attempt import read_answer
 
 
-def test_every_field_has_a_default_and_a_description():
-    assert Request().model == "reference:vit"
-    assert all(field.description for field in Request.model_fields.values())
-
-
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
@@ -96,15 +91,20 @@ def test_other_notations_of_a_value_are_stored_as_its_canonical_one(name: str, w
     assert getattr(Request.model_validate_json(json.dumps({name: written})), name) == value
 
 
-def test_the_schema_has_numbers_with_their_bounds_or_text():
+def test_the_schema_has_defaults_descriptions_and_numbers_with_their_bounds_or_text():
     fields = Request.model_json_schema()["properties"]
 
+    assert Request().model == "reference:vit"
+    assert all(field["description"] for field in fields.values())
     assert fields["max_size_ratio"]["anyOf"] == [
         {"type": "number", "exclusiveMinimum": 0, "maximum": 2},
         {"type": "string"},
     ]
     assert fields["quantize_dtype"]["enum"] == ["auto", "qint8", "float8", "float16", "bfloat16", "none"]
+    assert fields["approve"]["enum"] == ["never", "plan", "each"]
+    assert fields["batch_size"]["maximum"] == 4096
     assert fields["min_speedup"]["default"] == 1.0
+    assert fields["max_accuracy_drop"]["description"].startswith("top-1 that may be lost")
 
 
 def test_an_edit_and_a_plan_are_read_in_the_same_notations():

@@ -54,16 +54,13 @@ def test_every_combination_is_a_run_in_the_order_of_the_file(tmp_path: Path):
     assert {(one.split, one.batch_size, one.time_budget, one.output) for one in requests} == {("test", 8, "20m", "out")}
     assert [one.objective for one in requests[:4]] == ["speed", "speed", "size", "size"]
     assert [one.revision for one in requests] == [None] * 4 + ["main"] * 4
-    assert read(tmp_path, LEAST) == (with_run_id(Request(model="a", dataset="b", output="out")),)
-
-
-def test_a_run_keeps_its_name_when_the_file_asks_for_more(tmp_path: Path):
-    before = {one.run_id for one in read(tmp_path, WHOLE)}
+    run_ids = {str(one.run_id) for one in requests}
+    assert len(run_ids) == 8
+    assert all(run_id.startswith(("a-vit-data-s", "resnet-data-s")) for run_id in run_ids)
+    # A run keeps its name when the file asks for more.
     larger = WHOLE.replace("[0, 7]", "[3, 0, 7]").replace("contracts:\n", "contracts:\n  - {min_speedup: 2.0}\n")
-
-    assert len(before) == 8
-    assert before < {one.run_id for one in read(tmp_path, larger)}
-    assert all(str(run_id).startswith(("a-vit-data-s", "resnet-data-s")) for run_id in before)
+    assert run_ids < {one.run_id for one in read(tmp_path, larger)}
+    assert read(tmp_path, LEAST) == (with_run_id(Request(model="a", dataset="b", output="out")),)
 
 
 @pytest.mark.parametrize(

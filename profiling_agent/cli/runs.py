@@ -23,7 +23,6 @@ from profiling_agent.cli.terminal import (
     QuietOption,
     RunArgument,
     console,
-    echo_json,
     errors,
     exit_on_errors,
     exit_stopped,
@@ -143,11 +142,8 @@ def approve(
         question = pending(run)
     if question is None:
         refuse(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
-    if answer is None and json_:
-        echo_json(question.model_dump(mode="json"))
-        raise typer.Exit(EXIT_WAITING)
-    if answer is None and not is_answered_here():
-        console.print(approval_table(question))
+    if answer is None and (json_ or not is_answered_here()):
+        print_result(question.model_dump(mode="json"), approval_table(question), is_json=json_)
         raise typer.Exit(EXIT_WAITING)
     decision = answer or ask(question)
     watch(lambda listener, approver: go_on(run, decision, listener, base_url=base_url, approver=approver), run)

@@ -32,7 +32,6 @@ from profiling_agent.schemas import (
     Approval,
     ApprovalQuestion,
     Decided,
-    Journal,
     Origin,
     Plan,
     StopReason,
@@ -171,8 +170,11 @@ def deployment_search(state: RunState, session: RunSession) -> Update:
             raise PlanError(reason)
     acquired = _check_labels(evaluator)
     journal = open_journal(evaluator, state.proposal or Plan())
-    if state.proposal is not None and (reason := _unmade_reason(state.proposal, journal)):
-        raise PlanError(reason)
+    options = journal.deployment_search.options if journal.deployment_search else ()
+    asks_quantization = state.proposal is not None and bool(schemes_of(state.proposal.quantization or ()))
+    # A conversion that crashed or took too long is no evidence against the plan.
+    if asks_quantization and options and all(option.is_unfit for option in options):
+        raise PlanError(f"what the plan asks of quantization can't be made of this model: {options[0].reason}")
     return {"journal": journal, "acquired": acquired}
 
 
@@ -189,17 +191,6 @@ def _check_labels(evaluator: Evaluator) -> Acquired:
         return acquired
     evaluator.jobs.progress(doubt, 0, 0)
     return acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
-
-
-def _unmade_reason(plan: Plan, journal: Journal) -> str | None:
-    """Return why the user's own quantization fits nothing of the model; None if it does, or is not requested.
-
-    A conversion that crashed or took too long is no evidence against the plan.
-    """
-    options = journal.deployment_search.options if journal.deployment_search else ()
-    if not schemes_of(plan.quantization or ()) or not options or not all(option.is_unfit for option in options):
-        return None
-    return f"what the plan asks of quantization can't be made of this model: {options[0].reason}"
 
 
 def analysis(state: RunState, session: RunSession) -> Update:

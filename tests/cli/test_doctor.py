@@ -132,7 +132,7 @@ def test_a_small_model_goes_through_profile_prune_and_evaluate_on_cuda(tmp_path:
     assert "eager bfloat16, eager float16, graphed tf32" in seen["evaluate"]
 
 
-def test_each_step_is_told_before_and_after_it_was_taken(capsys: pytest.CaptureFixture[str]):
+def test_each_step_is_told_before_it_is_taken(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(RequestError, match="device is 'tpu'"):
         main("tpu")
 

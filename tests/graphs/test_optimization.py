@@ -66,10 +66,6 @@ def opened(run: Path) -> Generator[tuple[RunState, RunSession]]:
         session.close()
 
 
-def job_names(run: Path) -> set[str]:
-    return {path.name for path in (run / "jobs").iterdir()}
-
-
 def test_a_run_ends_with_judged_attempts_and_a_verdict_on_images_that_no_decision_saw(finished: Path):
     report = report_of(finished)
 
@@ -101,7 +97,7 @@ def test_the_returned_model_loads_is_no_larger_than_the_baseline_and_has_a_card(
 
 
 def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
-    report, before = report_of(finished), job_names(finished)
+    report, before = report_of(finished), finished_jobs(finished)
 
     with opened(finished) as (state, session):
         evaluator = session.evaluator(state)
@@ -116,7 +112,7 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
     assert journal is not None
     assert journal.attempts == report.attempts
     assert plan is report.stopped
-    assert job_names(finished) == before
+    assert finished_jobs(finished) == before
 
 
 def test_a_scheme_that_takes_none_of_the_layers_asked_for_costs_itself_alone(finished: Path, tmp_path: Path):

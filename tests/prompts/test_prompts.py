@@ -116,24 +116,8 @@ MAX_PROMPT = 16_000
 def test_a_prompt_reads_as_it_did(agent: str):
     asked = questions()[agent]
     text = f"{asked.instructions}\n=== evidence ===\n\n{asked.evidence}"
-    path = GOLDEN / f"{agent}.txt"
-    if not path.exists():
-        path.write_text(text, encoding="utf-8")
-        pytest.fail(f"{path.name} was written: look at it, and commit it")
 
-    assert text == path.read_text(encoding="utf-8")
-
-
-def searched_everywhere() -> DeploymentSearch:
-    """Return a search among all runtimes and schemes that are known, in each of which all was measured."""
-    model = searched().options[-1]
-    options = tuple(
-        model.model_copy(
-            update={"deployment": Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme))}
-        )
-        for runtime, scheme in PROMISE
-    )
-    return DeploymentSearch(options=options, chosen=options[0].deployment)
+    assert text == (GOLDEN / f"{agent}.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -148,9 +132,14 @@ def test_a_model_of_full_depth_fits(name: str):
         )
         for number in range(1, 5)
     ]
+    # All runtimes and schemes that are known, in each of which all was measured.
     everywhere = tuple(f"{runtime} {scheme}" for runtime, scheme in PROMISE)
-    seen = journal(*tried).model_copy(update={"deployment_search": searched_everywhere()})
-
+    deployments = [
+        Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme)) for runtime, scheme in PROMISE
+    ]
+    options = tuple(searched().options[-1].model_copy(update={"deployment": each}) for each in deployments)
+    search = DeploymentSearch(options=options, chosen=deployments[0])
+    seen = journal(*tried).model_copy(update={"deployment_search": search})
     opened = seen.model_copy(update={"attempts": ()})
     first = plan_question(found, GOAL, rules, opened, setting=replace(setting(GOAL, is_first=True), schemes=everywhere))
     later = plan_question(
