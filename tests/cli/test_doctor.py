@@ -14,7 +14,7 @@ from crashing_library import break_library
 
 from profiling_agent.cli.doctor import Finding, check_cpu, check_memory, examine, read_self_test
 from profiling_agent.errors import RequestError
-from profiling_agent.jobs.self_test import SelfTest, main, probe
+from profiling_agent.jobs.self_test import SelfTest, main
 from profiling_agent.lib.io import CACHE_VARIABLE
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.progress import Progress, silent
@@ -107,10 +107,6 @@ def test_a_language_model_is_asked_for_one_word(tmp_path: Path):
     assert lacked.state == "problem"
     assert "check the address, the model's name and the key" in lacked.seen
     assert "--llm none" in lacked.advice
-
-
-def test_the_runtime_that_every_installation_has_runs_the_probes_model(tmp_path: Path):
-    assert 0 < probe("eager", tmp_path) < 10_000
 
 
 def test_a_small_model_goes_through_profile_prune_and_evaluate_on_a_device(tmp_path: Path):

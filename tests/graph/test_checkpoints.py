@@ -135,38 +135,35 @@ def test_reading_an_unknown_thread_makes_no_folder_and_one_that_would_leave_it_i
     assert not list(tmp_path.iterdir())
 
 
-def a_thread(runs: Path) -> Path:
+THREAD: RunnableConfig = {"configurable": {"thread_id": "t", "checkpoint_ns": ""}}
+
+
+@pytest.fixture
+def thread(tmp_path: Path) -> Path:
     """Return the file of a thread that has one checkpoint."""
-    saver = RunSaver(runs)
-    config: RunnableConfig = {"configurable": {"thread_id": "t", "checkpoint_ns": ""}}
-    saver.put(config, empty_checkpoint(), {}, {})
-    saver.close()
-    return runs / "t" / "checkpoints.sqlite"
+    with closing(RunSaver(tmp_path)) as saver:
+        saver.put(THREAD, empty_checkpoint(), {}, {})
+    return tmp_path / "t" / "checkpoints.sqlite"
 
 
 @pytest.mark.slow
-def test_a_file_that_another_process_holds_is_not_called_damaged(tmp_path: Path):
-    path = a_thread(tmp_path)
-    with closing(sqlite3.connect(path)) as other:
+def test_a_file_that_another_process_holds_is_not_called_damaged(thread: Path, tmp_path: Path):
+    with closing(sqlite3.connect(thread)) as other:
         other.execute("PRAGMA locking_mode = EXCLUSIVE")
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(RunError, match="in use by another process"):
-            RunSaver(tmp_path).get_tuple({"configurable": {"thread_id": "t"}})
+            RunSaver(tmp_path).get_tuple(THREAD)
 
 
-def test_a_disk_that_fills_damages_nothing(tmp_path: Path):
-    path = a_thread(tmp_path)
-    config: RunnableConfig = {"configurable": {"thread_id": "t", "checkpoint_ns": ""}}
-    saver = RunSaver(tmp_path)
-    before = saver.get_tuple(config)
-    limit = path.stat().st_size + 100
+def test_a_disk_that_fills_damages_nothing(thread: Path, tmp_path: Path):
     large: Checkpoint = {**empty_checkpoint(), "channel_values": {"x": "y" * 1_000_000}}
-    with at_most(limit), pytest.raises(StorageError, match="resume"):
-        saver.put(config, large, {}, {})
-    saver.close()
+    with closing(RunSaver(tmp_path)) as saver:
+        before = saver.get_tuple(THREAD)
+        with at_most(thread.stat().st_size + 100), pytest.raises(StorageError, match="resume"):
+            saver.put(THREAD, large, {}, {})
 
     assert before is not None
-    assert RunSaver(tmp_path).get_tuple(config) is not None
+    assert RunSaver(tmp_path).get_tuple(THREAD) is not None
 
 
 KEY = "sk-very-secret"
@@ -184,11 +181,10 @@ def until_pruning(event: ProgressEvent) -> None:
 def edited(finished: Path, folder: Path, values: dict[str, Any], *, until: str = "analysis") -> Path:
     """Return a copy of a finished run that stands before `until`, with `values` in its checkpoint."""
     run = Path(shutil.copytree(finished, folder / "quick", symlinks=True))
-    saver = RunSaver(run.parent)
-    graph, config = build_graph(saver), {"configurable": {"thread_id": run.name}}
-    before = next(snapshot for snapshot in graph.get_state_history(config) if snapshot.next == (until,))
-    graph.update_state(before.config, values)
-    saver.close()
+    with closing(RunSaver(run.parent)) as saver:
+        graph, config = build_graph(saver), {"configurable": {"thread_id": run.name}}
+        before = next(snapshot for snapshot in graph.get_state_history(config) if snapshot.next == (until,))
+        graph.update_state(before.config, values)
     for report in run.glob("report.*"):
         report.unlink()
     return run

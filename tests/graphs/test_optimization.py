@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from profiling_agent.graph.nodes import deployment_search
 from profiling_agent.graph.session import RunSession, Sessions
 from profiling_agent.graph.state import RunState
 from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
-from profiling_agent.jobs.tasks import ResolvedShape
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.planning.rules import analyse
 from profiling_agent.reporting.report import RunReport
@@ -34,7 +33,7 @@ from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import Deployment, Outcome, Plan
 from profiling_agent.search.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
 from profiling_agent.search.planners import propose
-from profiling_agent.workspace import Workspace, read_manifest
+from profiling_agent.workspace import Workspace
 
 
 def report_of(run: Path) -> RunReport:
@@ -44,26 +43,11 @@ def report_of(run: Path) -> RunReport:
 @contextmanager
 def opened(run: Path) -> Generator[tuple[RunState, RunSession]]:
     """Give a finished run's state before its deployments are searched, and its session."""
-    report, request = report_of(run), read_manifest(run).request
-    sessions = Sessions()
-    session = sessions.open(Workspace(run))
-    try:
-        yield (
-            RunState(
-                **request.model_dump(),
-                run_dir=str(run),
-                acquired=report.acquired,
-                resolved=ResolvedShape(
-                    input=report.input,
-                    baseline=report.variants[0].evaluation.model,
-                    device=report.acquired.source.device,
-                ),
-                profiled=report.profiles["baseline"],
-            ),
-            session,
-        )
-    finally:
-        session.close()
+    with closing(RunSaver(run.parent)) as saver:
+        history = build_graph(saver).get_state_history({"configurable": {"thread_id": run.name}})
+        resolved = next(snapshot for snapshot in history if snapshot.next == ("deployment_search",))
+    with closing(Sessions().open(Workspace(run))) as session:
+        yield RunState.model_validate(resolved.values), session
 
 
 def test_a_run_ends_with_judged_attempts_and_a_verdict_on_images_that_no_decision_saw(finished: Path):

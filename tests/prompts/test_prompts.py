@@ -116,8 +116,12 @@ MAX_PROMPT = 16_000
 def test_a_prompt_reads_as_it_did(agent: str):
     asked = questions()[agent]
     text = f"{asked.instructions}\n=== evidence ===\n\n{asked.evidence}"
+    path = GOLDEN / f"{agent}.txt"
+    if not path.exists():
+        path.write_text(text, encoding="utf-8")
+        pytest.fail(f"{path.name} was written: look at it, and commit it")
 
-    assert text == (GOLDEN / f"{agent}.txt").read_text(encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
