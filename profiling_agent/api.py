@@ -4,6 +4,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,14 @@ def _drive(
             # A run interrupted before its first checkpoint starts again; its finished jobs are reused.
             graph_input: Any = None if saver.get_tuple(config) else request
             if answer is not None:
-                if _pending(graph, config) is None:
+                if question_in(graph, config) is None:
                     advice = f"go on with `profiling-agent resume {workspace.root}`"
                     raise RunError(f"run {workspace.root.name!r} waits for no approval: {advice}")
                 graph_input = resuming(answer)
             while True:
                 for event in graph.stream(graph_input, config, stream_mode="custom", durability="sync"):
                     listener(ProgressEvent.model_validate(event))
-                if (question := _pending(graph, config)) is None:
+                if (question := question_in(graph, config)) is None:
                     break
                 if approver is None:
                     problem = f" ({question.problem})" if question.problem else ""
@@ -81,10 +82,6 @@ def _drive(
     if not isinstance(report, RunReport):
         raise RunError(f"run {workspace.root.name!r} ended without a report: start a new run")
     return report
-
-
-def _pending(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
-    return question_in(graph.get_state(config).interrupts)
 
 
 def optimize(
@@ -165,11 +162,8 @@ def approve(
 def pending(run: str | Path) -> ApprovalQuestion | None:
     """Return the question that a run waits with, or None."""
     _, workspace = _open_run(run)
-    saver = RunSaver(workspace.root.parent)
-    try:
-        return _pending(build_graph(saver), {"configurable": {"thread_id": workspace.root.name}})
-    finally:
-        saver.close()
+    with closing(RunSaver(workspace.root.parent)) as saver:
+        return question_in(build_graph(saver), {"configurable": {"thread_id": workspace.root.name}})
 
 
 def _open_run(run: str | Path) -> tuple[Request, Workspace]:

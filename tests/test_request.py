@@ -120,7 +120,7 @@ def test_an_edit_and_a_plan_are_read_in_the_same_notations():
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90.0), ("20m", 1200.0), ("1h", 3600.0), ("1h 5min 3s", 3903.0), (" 2m ", 120.0)]
+    ("text", "seconds"), [("90s", 90.0), ("20m", 1200.0), ("1h30m", 5400.0), ("1h 5min 3s", 3903.0), (" 2m ", 120.0)]
 )
 def test_a_time_budget_is_hours_minutes_and_seconds(text: str, seconds: float):
     assert Request(time_budget=text).time_budget_s == seconds

@@ -233,7 +233,10 @@ def status_text(event: "ProgressEvent") -> str:
 
 
 class Display:
-    """Display that shows nothing, the base of those that show a run's events."""
+    """Display that shows nothing, the base of those that show a run's events on a console."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
 
     def __enter__(self) -> Self:
         return self
@@ -262,21 +265,16 @@ class Display:
 class JsonLines(Display):
     """Display of one JSON line per event."""
 
-    def __init__(self, console: Console) -> None:
-        self._file = console.file
-
     def show(self, event: "ProgressEvent") -> None:
         """Write an event."""
         line = json.dumps({"event": "progress", **event.model_dump(mode="json", exclude_none=True)})
-        print(line, file=self._file, flush=True)
+        print(line, file=self._console.file, flush=True)
 
 
 class Lines(Display):
     """Display of a plain line when a stage begins, and when its message changes."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._last = ("", "")
+    _last = ("", "")
 
     def show(self, event: "ProgressEvent") -> None:
         """Write a line if there is something new."""
@@ -303,6 +301,7 @@ class Bars(Display):
     """Display of one line per stage, with its message, progress and time."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__(console)
         self._tasks: dict[str, TaskID] = {}
         self._bars = _HeadedProgress(
             SpinnerColumn(finished_text="✓"),
@@ -358,8 +357,5 @@ class Bars(Display):
 
 def open_display(console: Console, *, is_quiet: bool = False, is_json: bool = False) -> Display:
     """Return the display that shows a run on `console`."""
-    if is_json:
-        return JsonLines(console)
-    if is_quiet:
-        return Display()
-    return Bars(console) if console.is_terminal else Lines(console)
+    kind = JsonLines if is_json else Display if is_quiet else Bars if console.is_terminal else Lines
+    return kind(console)

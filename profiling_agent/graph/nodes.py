@@ -1,9 +1,10 @@
 """Agents: the nodes of the optimization graph, from acquisition to report."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
+from langchain_core.runnables import RunnableConfig
 from langgraph.config import get_config
 from langgraph.runtime import Runtime
 from langgraph.types import Command, interrupt
@@ -210,8 +211,9 @@ def resuming(answer: Approval) -> Command[Any]:
     return Command(resume=answer.model_dump(mode="json"))
 
 
-def question_in(interrupts: Sequence[Any]) -> ApprovalQuestion | None:
-    """Return the question that a run waits with, or None."""
+def question_in(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
+    """Return the question that a thread of a graph waits with, or None."""
+    interrupts = graph.get_state(config).interrupts
     return ApprovalQuestion.model_validate(interrupts[0].value) if interrupts else None
 
 

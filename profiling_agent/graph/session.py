@@ -57,12 +57,9 @@ SESSION_S, SESSION_PASSES = 5.0, 230
 NUM_HELDOUT = 2_048
 # The winner's profile and the report.
 LAST_S, LAST_PASSES = 12.0, 200
-# Stages before the deployment search, of every attempt, and at the end of a run.
-EARLY, ROUND, LAST = (
-    ("acquisition", "input_shape_resolver", "profiling"),
-    ("pruning", "quantization", "evaluation"),
-    ("verdict", "report"),
-)
+# Stages of every attempt, those at the end of a run, and all from the profile on.
+ROUND, LAST = ("pruning", "quantization", "evaluation"), ("verdict", "report")
+STAGES = ("profiling", "deployment_search", "analysis", "approval", *ROUND, "iterative_pruning", *LAST)
 
 
 @dataclass(frozen=True)
@@ -123,22 +120,13 @@ def forecast(work: WorkLimits, budget: Budget, now: RunPosition) -> Forecast:
     """Return the remaining time, with as many attempts as the run's worth or its limit allows."""
     expected = stage_seconds(work, budget.pass_s)
     stage_s = max(expected.get(now.stage, 0.0) - now.in_stage_s, 0.0)
-    sure_s = stage_s + sum(expected[stage] for stage in _later_stages(now.stage))
+    later = STAGES[STAGES.index(now.stage if now.stage in STAGES else "profiling") + 1 :]
+    sure_s = stage_s + sum(expected.get(stage, 0.0) for stage in later)
     num_begun = now.num_measured + (now.stage != "iterative_pruning")
     num_more = 0 if now.stage in LAST else max(work.num_attempts - num_begun, 0)
     attempt_s = now.longest_s or sum(expected[stage] for stage in ROUND)
     more_s = min(num_more * attempt_s, max(budget.worth_s - budget.timesheet.spent_s - sure_s, 0.0))
     return Forecast(stage_s, max(min(sure_s + more_s, budget.left_s), stage_s))
-
-
-def _later_stages(stage: str) -> tuple[str, ...]:
-    if stage in LAST:
-        return LAST[LAST.index(stage) + 1 :]
-    if stage == "iterative_pruning":
-        return LAST
-    if stage in ROUND:
-        return (*ROUND[ROUND.index(stage) + 1 :], *LAST)
-    return (*(("deployment_search",) if stage in EARLY else ()), *ROUND, *LAST)
 
 
 # Seconds to wait for a node after its job ended: it may do work without a child process, such as a download.
