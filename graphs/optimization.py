@@ -21,21 +21,8 @@ from typing import Any, Literal
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import END, START, StateGraph
 
-from profiling_agent.graph.node import Agent, CheckedGraph, Node, as_node
-from profiling_agent.graph.nodes import (
-    acquisition,
-    analysis,
-    approval,
-    deployment_search,
-    evaluation,
-    input_shape_resolver,
-    iterative_pruning,
-    profiling,
-    pruning,
-    quantization,
-    report,
-    verdict,
-)
+from profiling_agent.graph import nodes
+from profiling_agent.graph.node import CheckedGraph, as_node
 from profiling_agent.graph.session import Sessions
 from profiling_agent.graph.state import RunResult, RunState, operators_limits
 from profiling_agent.request import Request
@@ -76,22 +63,14 @@ def build_graph(
     # Bound to the nodes instead of LangGraph's context, which ends with each call and which Studio can't pass.
     runs = Sessions(advisor, addresses=addresses) if sessions is None else sessions
 
-    def node(agent: Agent) -> Node:
-        return as_node(agent, runs)
-
     graph = StateGraph(RunState, input_schema=Request, output_schema=RunResult)
-    graph.add_node("acquisition", partial(acquisition, sessions=runs), input_schema=Request)
-    graph.add_node("input_shape_resolver", node(input_shape_resolver))
-    graph.add_node("profiling", node(profiling))
-    graph.add_node("deployment_search", node(deployment_search))
-    graph.add_node("analysis", node(analysis))
-    graph.add_node("approval", node(approval))
-    graph.add_node("pruning", node(pruning))
-    graph.add_node("quantization", node(quantization))
-    graph.add_node("evaluation", node(evaluation))
-    graph.add_node("iterative_pruning", node(iterative_pruning))
-    graph.add_node("verdict", node(verdict))
-    graph.add_node("report", node(report))
+    graph.add_node("acquisition", partial(nodes.acquisition, sessions=runs), input_schema=Request)
+    agents = (
+        *(nodes.input_shape_resolver, nodes.profiling, nodes.deployment_search, nodes.analysis, nodes.approval),
+        *(nodes.pruning, nodes.quantization, nodes.evaluation, nodes.iterative_pruning, nodes.verdict, nodes.report),
+    )
+    for agent in agents:
+        graph.add_node(agent.__name__, as_node(agent, runs))
 
     graph.add_edge(START, "acquisition")
     graph.add_edge("acquisition", "input_shape_resolver")

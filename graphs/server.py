@@ -37,10 +37,12 @@ class OriginMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or respond with 403 or 415."""
         headers = Headers(scope=scope)
+        has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        kinds = [kind.partition(";")[0].strip().lower() for kind in headers.getlist("content-type")]
         if not self._is_allowed(scope, headers):
             detail = f"this server takes no requests of other pages: its operator can allow an origin in {ORIGINS}"
             await JSONResponse({"detail": detail}, status_code=403)(scope, receive, send)
-        elif scope["type"] == "http" and _has_body(headers) and not _is_json(headers):
+        elif scope["type"] == "http" and has_body and kinds != ["application/json"]:
             detail = "this server takes application/json and nothing else: send that content-type"
             await JSONResponse({"detail": detail}, status_code=415)(scope, receive, send)
         else:
@@ -57,15 +59,6 @@ class OriginMiddleware:
             "*" in self._allowed or origin in self._allowed or origin in same or LOOPBACK_ORIGIN.fullmatch(origin)
             for origin in origins
         )
-
-
-def _has_body(headers: Headers) -> bool:
-    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-
-
-def _is_json(headers: Headers) -> bool:
-    kinds = headers.getlist("content-type")
-    return len(kinds) == 1 and kinds[0].partition(";")[0].strip().lower() == "application/json"
 
 
 class DoorMiddleware:

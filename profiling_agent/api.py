@@ -4,6 +4,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,14 @@ def _drive(
             # A run interrupted before its first checkpoint starts again; its finished jobs are reused.
             graph_input: Any = None if saver.get_tuple(config) else request
             if answer is not None:
-                if _pending(graph, config) is None:
+                if question_in(graph, config) is None:
                     advice = f"go on with `profiling-agent resume {workspace.root}`"
                     raise RunError(f"run {workspace.root.name!r} waits for no approval: {advice}")
                 graph_input = resuming(answer)
             while True:
                 for event in graph.stream(graph_input, config, stream_mode="custom", durability="sync"):
                     listener(ProgressEvent.model_validate(event))
-                if (question := _pending(graph, config)) is None:
+                if (question := question_in(graph, config)) is None:
                     break
                 if approver is None:
                     problem = f" ({question.problem})" if question.problem else ""
@@ -81,10 +82,6 @@ def _drive(
     if not isinstance(report, RunReport):
         raise RunError(f"run {workspace.root.name!r} ended without a report: start a new run")
     return report
-
-
-def _pending(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
-    return question_in(graph.get_state(config).interrupts)
 
 
 def optimize(
@@ -114,20 +111,17 @@ def complete(request: Request, listener: Listener = ignore) -> RunReport:
     A run begun on another kind of machine starts again: times of both are never mixed. Raises RunError if the folder has another request's run.
     """
     folder = request.output_dir / str(request.run_id)
-    if folder.exists():
-        manifest = read_manifest(folder)
-        if changed := changed_fields(manifest.request, request):
-            raise RunError(f"run {request.run_id!r} was begun with another {changed[0]}: choose another run_id")
-        if not (folder / REPORT).exists() and manifest.machine not in (
-            "",
-            environment(request.device).machine,
-        ):
-            Workspace(folder).lock().release()
-            shutil.rmtree(folder)
+    if not folder.exists():
+        return optimize(request, listener)
+    manifest = read_manifest(folder)
+    if changed := changed_fields(manifest.request, request):
+        raise RunError(f"run {request.run_id!r} was begun with another {changed[0]}: choose another run_id")
     if (folder / REPORT).exists():
         return read_report(folder)
-    if folder.exists():
+    if manifest.machine in ("", environment(request.device).machine):
         return resume(folder, listener, base_url=request.base_url)
+    Workspace(folder).lock().release()
+    shutil.rmtree(folder)
     return optimize(request, listener)
 
 
@@ -144,8 +138,7 @@ def resume(
     A run begun with an `advisor` needs it again. If the language model's address is neither the provider's nor the environment's, it gets the
     environment's key only if that address is given again, as `base_url`.
     """
-    request, workspace = _open_run(run)
-    return _drive(request, workspace, Sessions(advisor, addresses=(base_url,)), listener, approver)
+    return _drive(*_open_run(run), Sessions(advisor, addresses=(base_url,)), listener, approver)
 
 
 def approve(
@@ -163,18 +156,14 @@ def approve(
         ApprovalPendingError: the run waits again, for the next plan or because the answer was invalid.
         RunError: the run waits for nothing.
     """
-    request, workspace = _open_run(run)
-    return _drive(request, workspace, Sessions(advisor, addresses=(base_url,)), listener, approver, answer)
+    return _drive(*_open_run(run), Sessions(advisor, addresses=(base_url,)), listener, approver, answer)
 
 
 def pending(run: str | Path) -> ApprovalQuestion | None:
     """Return the question that a run waits with, or None."""
     _, workspace = _open_run(run)
-    saver = RunSaver(workspace.root.parent)
-    try:
-        return _pending(build_graph(saver), {"configurable": {"thread_id": workspace.root.name}})
-    finally:
-        saver.close()
+    with closing(RunSaver(workspace.root.parent)) as saver:
+        return question_in(build_graph(saver), {"configurable": {"thread_id": workspace.root.name}})
 
 
 def _open_run(run: str | Path) -> tuple[Request, Workspace]:

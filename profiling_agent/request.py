@@ -114,11 +114,6 @@ def current_names(options: dict[str, Any], *, are_flags: bool = False) -> tuple[
     return fields, lines
 
 
-MORE_THAN_AN_ADDRESS = (
-    "base_url holds more than an address (a user, a password, a query): put the key into OPENAI_API_KEY instead"
-)
-
-
 # Fields that only requests of earlier versions have.
 RETIRED = ("engine", "ray_address", "ray_store", "criterion", "tracker")
 
@@ -292,7 +287,9 @@ class Request(BaseModel):
     @model_validator(mode="after")
     def _check_base_url(self) -> Self:
         if self.base_url is not None and holds_more_than_an_address(self.base_url):
-            raise ValueError(MORE_THAN_AN_ADDRESS)
+            raise ValueError(
+                "base_url holds more than an address (a user, a password, a query): put the key into OPENAI_API_KEY instead"
+            )
         return self
 
     @model_validator(mode="after")
@@ -319,15 +316,7 @@ class Request(BaseModel):
     @property
     def goal(self) -> Goal:
         """Return the contract for the stages."""
-        return Goal(
-            max_accuracy_drop=self.max_accuracy_drop,
-            min_speedup=self.min_speedup,
-            max_size_ratio=self.max_size_ratio,
-            selection=self.selection,
-            calibrate=self.calibrate,
-            objective=self.objective,
-            max_memory_ratio=self.max_memory_ratio,
-        )
+        return Goal(**{name: getattr(self, name) for name in Goal.model_fields.keys() & Request.model_fields.keys()})
 
     @property
     def names_runtimes(self) -> bool:

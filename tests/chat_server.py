@@ -62,6 +62,10 @@ def chat_server(script: Script) -> Generator[Server]:
         def log_message(self, format: str, *_: object) -> None:
             pass
 
+        def do_GET(self) -> None:
+            server.headers.append(dict(self.headers))
+            self.send_error(404)
+
         def do_POST(self) -> None:
             server.headers.append(dict(self.headers))
             payload = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -74,18 +78,20 @@ def chat_server(script: Script) -> Generator[Server]:
                 self.close_connection = True
                 self.connection.close()
                 return
+            is_stream = payload.get("stream") and said.body is None
+            content = (_completion(said) if said.body is None else said.body).encode()
+            kind = "text/event-stream; charset=utf-8" if is_stream else "application/json"
+            length = {"connection": "close"} if is_stream else {"content-length": str(len(content))}
             # Whoever asked may have given up meanwhile.
             with suppress(BrokenPipeError, ConnectionResetError):
-                _reply(self, said, payload)
-
-        def send(self, status: int, body: str, headers: dict[str, str] | None = None) -> None:
-            content = body.encode()
-            self.send_response(status)
-            for name, value in ({"content-type": "application/json"} | (headers or {})).items():
-                self.send_header(name, value)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+                self.send_response(said.status)
+                for name, value in ({"content-type": kind} | length | said.headers).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                with_usage = bool((payload.get("stream_options") or {}).get("include_usage"))
+                for part in _events(said, with_usage=with_usage) if is_stream else [content]:
+                    self.wfile.write(part)
+                    self.wfile.flush()
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     http.daemon_threads = True
@@ -100,18 +106,7 @@ def chat_server(script: Script) -> Generator[Server]:
         thread.join()
 
 
-def _reply(handler: Any, said: Said, payload: dict[str, Any]) -> None:
-    if not (payload.get("stream") and said.body is None):
-        handler.send(said.status, said.body if said.body is not None else _completion(said), said.headers)
-        return
-    handler.send_response(said.status)
-    handler.send_header("content-type", "text/event-stream; charset=utf-8")
-    handler.send_header("connection", "close")
-    handler.end_headers()
-    handler.close_connection = True
-    for event in _pieces(said, with_usage=bool((payload.get("stream_options") or {}).get("include_usage"))):
-        handler.wfile.write(f"data: {event}\n\n".encode())
-        handler.wfile.flush()
+USAGE = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
 
 
 def _completion(said: Said) -> str:
@@ -129,30 +124,32 @@ def _completion(said: Said) -> str:
         "choices": [{"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}],
     }
     if said.has_usage:
-        document["usage"] = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+        document["usage"] = USAGE
     return json.dumps(document)
 
 
-def _pieces(said: Said, *, with_usage: bool) -> Generator[str]:
-    def piece(delta: dict[str, Any], finish: str | None = None, **more: Any) -> str:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
-        document = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 0, "model": "scripted"}
-        return json.dumps(document | {"choices": [choice]} | more)
+def _events(said: Said, *, with_usage: bool) -> Generator[bytes]:
+    """Yield the server-sent events of a stream."""
 
-    yield piece({"role": "assistant", "content": ""})
-    text = said.content or ""
-    for start in range(0, len(text), said.piece):
-        yield piece({"content": text[start : start + said.piece]})
+    def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
+        document = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 0, "model": "scripted"}
+        return f"data: {json.dumps(document | {'choices': choices} | more)}\n\n".encode()
+
+    def delta(changes: dict[str, Any], finish: str | None = None) -> bytes:
+        return event([{"index": 0, "delta": changes, "finish_reason": finish, "logprobs": None}])
+
+    def parts(text: str) -> list[str]:
+        return [text[start : start + said.piece] for start in range(0, len(text), said.piece)]
+
+    yield delta({"role": "assistant", "content": ""})
+    for part in parts(said.content or ""):
+        yield delta({"content": part})
     for index, (name, arguments) in enumerate(said.tool_calls):
-        written = json.dumps(arguments)
         called = {"index": index, "id": f"call_{index}", "type": "function"}
-        yield piece({"tool_calls": [called | {"function": {"name": name, "arguments": ""}}]})
-        for start in range(0, len(written), said.piece):
-            yield piece(
-                {"tool_calls": [{"index": index, "function": {"arguments": written[start : start + said.piece]}}]}
-            )
-    yield piece({}, "stop")
+        yield delta({"tool_calls": [called | {"function": {"name": name, "arguments": ""}}]})
+        for part in parts(json.dumps(arguments)):
+            yield delta({"tool_calls": [{"index": index, "function": {"arguments": part}}]})
+    yield delta({}, "stop")
     if said.has_usage and with_usage:
-        usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
-        yield json.dumps(json.loads(piece({})) | {"choices": [], "usage": usage})
-    yield "[DONE]"
+        yield event([], usage=USAGE)
+    yield b"data: [DONE]\n\n"

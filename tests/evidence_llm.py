@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 GROUP = re.compile(r'^G\d+: (?P<name>"(?:[^"\\]|\\.)*") \| (?P<kind>\w+) \| \d+ x \d+ \| ', re.MULTILINE)
 POINT = re.compile(
     r"^(?:params|macs|latency)(?: \(its maximum\))? \| (?P<shares>[\d.%, ]+) \| (?P<kl>[\d.e+-]+) \| ", re.MULTILINE
@@ -41,7 +43,7 @@ class Reader:
 
     prompt: str
 
-    @cached_property
+    @property
     def limit(self) -> float:
         """Return the top-1 that may go."""
         found = LIMIT.search(self.prompt)
@@ -95,24 +97,16 @@ class Reader:
 
     def _curve_kl(self, saving: float) -> float:
         """Return the curve's KL at a saving; below its first point, KL goes with the square of what is saved."""
-        low, low_kl = self.curve[0]
-        if saving <= low:
-            return low_kl * (max(saving, 1e-4) / low) ** 2
-        for high, high_kl in self.curve[1:]:
-            if saving <= high:
-                return low_kl * (high_kl / low_kl) ** ((saving - low) / (high - low))
-            low, low_kl = high, high_kl
-        return low_kl
+        savings, kls = zip(*self.curve, strict=True)
+        if saving <= savings[0]:
+            return kls[0] * (max(saving, 1e-4) / savings[0]) ** 2
+        return float(np.exp(np.interp(saving, savings, np.log(kls))))
 
     def _curve_saving(self, nats: float) -> float:
-        low, low_kl = self.curve[0]
-        if nats <= low_kl:
-            return low * math.sqrt(nats / low_kl)
-        for high, high_kl in self.curve[1:]:
-            if nats <= high_kl:
-                return low + (high - low) * math.log(nats / low_kl) / math.log(high_kl / low_kl)
-            low, low_kl = high, high_kl
-        return low
+        savings, kls = zip(*self.curve, strict=True)
+        if nats <= kls[0]:
+            return savings[0] * math.sqrt(nats / kls[0])
+        return float(np.interp(math.log(nats), np.log(kls), savings))
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -21,17 +21,14 @@ ASSISTANT = "profiling_agent"
 START_S = 90
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Server:
     """`langgraph dev` in a folder, which takes the runs and the server's own files."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
-        self.folder, self.port, self.environment = folder, free_port(), environment
+        self.folder, self.environment = folder, environment
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
         shutil.copy(ROOT / "langgraph.json", folder)
         for name in ("graphs", "profiling_agent", "prompts", "pyproject.toml"):
             if not (folder / name).exists():
@@ -40,16 +37,8 @@ class Server:
         self.client: SyncLangGraphClient | None = None
 
     def start(self) -> SyncLangGraphClient:
-        command = [
-            sys.executable,
-            "-m",
-            "langgraph_cli",
-            "dev",
-            "--no-browser",
-            "--no-reload",
-            "--port",
-            str(self.port),
-        ]
+        options = ["--no-browser", "--no-reload", "--port", str(self.port)]
+        command = [sys.executable, "-m", "langgraph_cli", "dev", *options]
         environment = os.environ | {"LANGGRAPH_CLI_NO_ANALYTICS": "1", "LANGSMITH_TRACING": "false"} | self.environment
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(

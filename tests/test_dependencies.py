@@ -4,7 +4,7 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
@@ -38,9 +38,7 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module
 
 
-@cache
-def brought() -> Mapping[str, list[str]]:
-    return packages_distributions()
+brought = cache(packages_distributions)
 
 
 @cache
@@ -74,11 +72,8 @@ def undeclared(folders: Iterable[str], known: set[str]) -> set[str]:
     }
 
 
-def test_what_the_package_imports_is_declared_for_its_users():
+def test_what_is_imported_is_declared_for_users_or_in_some_extra():
     assert not undeclared(SHIPPED, declared(leave_out=NOT_FOR_USERS))
-
-
-def test_what_tests_and_benchmarks_import_is_declared_in_some_extra():
     assert not undeclared(("tests", "benchmarks"), declared())
 
 

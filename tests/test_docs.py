@@ -122,14 +122,11 @@ def test_every_link_of_the_pages_leads_somewhere():
                 assert anchor in slugs, (page.name, anchor)
 
 
-def test_every_path_that_the_pages_name_exists():
+def test_what_pages_sources_and_records_name_lies_in_the_repository():
     # peers.md names files of the peers, and architecture.md is drawn, with a test of its own.
     for page in (page for page in PAGES if page.name not in ("peers.md", "architecture.md")):
         for path in NAMED.findall(page.read_text(encoding="utf-8")):
             assert (ROOT / path).exists(), (page.name, path)
-
-
-def test_what_sources_and_records_cite_lies_in_the_repository():
     folders = ("profiling_agent", "graphs", "prompts", "tests", "benchmarks")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     for source in [*sources, *(ROOT / "docs" / "decisions").glob("*.md")]:
@@ -146,17 +143,22 @@ def test_the_json_blocks_are_a_plan_and_an_answer(tmp_path: Path):
     assert read_answer({"decision": "edit"} | json.loads(edit)).caps
 
 
+def ended(command: list[str], place: Path, **more: str) -> tuple[int, str]:
+    """Return how a command ended in that place, and the end of what it printed."""
+    path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "HF_HOME": str(place / "hf"), "PYTHONPATH": str(ROOT)} | more
+    process = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+    return process.returncode, process.stdout[-2000:] + process.stderr[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "text"), blocks("python"), ids=lambda value: value if ".md:" in value else "")
 def test_every_python_block_runs(page: str, text: str, place: Path):
-    program = place / "block.py"
-    program.write_text(text)
+    (place / "block.py").write_text(text)
 
-    ended = subprocess.run(
-        [sys.executable, program.name], cwd=place, env=environment(place), capture_output=True, text=True, check=False
-    )
+    code, printed = ended([sys.executable, "block.py"], place)
 
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert code == 0, printed
 
 
 @pytest.mark.slow
@@ -166,22 +168,8 @@ def test_every_command_runs(page: str, text: str, place: Path):
     with serve(place / "hub") as hub, chat_server(lambda payload, number: answer) as model:
         # The two servers stand where the pages say that OpenAI's, Ollama's and Hugging Face's are.
         script = text.replace("http://localhost:11434/v1", model.url)
-        more = {"HF_ENDPOINT": hub, "OPENAI_BASE_URL": model.url} if "gpt-5.5" in text else {"HF_ENDPOINT": hub}
-        ended = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", script],
-            cwd=place,
-            env=environment(place) | more | {"RUNS": "1" if any(part in text for part in REALLY_RUN) else ""},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        more = {"HF_ENDPOINT": hub, "RUNS": "1" if any(part in text for part in REALLY_RUN) else ""}
+        more |= {"OPENAI_BASE_URL": model.url} if "gpt-5.5" in text else {}
+        code, printed = ended(["bash", "-euo", "pipefail", "-c", script], place, **more)
 
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
-
-
-def environment(place: Path) -> dict[str, str]:
-    return os.environ | {
-        "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "HF_HOME": str(place / "hf"),
-        "PYTHONPATH": str(ROOT),
-    }
+    assert code == 0, printed

@@ -14,12 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
+from commands import call
 from conftest import World
 from interrupted import decisions, predictions_of
-from typer.testing import CliRunner
 
 from profiling_agent import Request, optimize_many
-from profiling_agent.cli.main import app
 from profiling_agent.errors import RequestError, StorageError
 from profiling_agent.reporting.render import render_sweep
 from profiling_agent.reporting.results import read_report
@@ -55,21 +54,13 @@ def test_every_combination_is_a_run_in_the_order_of_the_file(tmp_path: Path):
     assert {(one.split, one.batch_size, one.time_budget, one.output) for one in requests} == {("test", 8, "20m", "out")}
     assert [one.objective for one in requests[:4]] == ["speed", "speed", "size", "size"]
     assert [one.revision for one in requests] == [None] * 4 + ["main"] * 4
-
-
-def test_a_run_keeps_its_name_when_the_file_asks_for_more(tmp_path: Path):
-    before = {one.run_id for one in read(tmp_path, WHOLE)}
+    run_ids = {str(one.run_id) for one in requests}
+    assert len(run_ids) == 8
+    assert all(run_id.startswith(("a-vit-data-s", "resnet-data-s")) for run_id in run_ids)
+    # A run keeps its name when the file asks for more.
     larger = WHOLE.replace("[0, 7]", "[3, 0, 7]").replace("contracts:\n", "contracts:\n  - {min_speedup: 2.0}\n")
-
-    assert len(before) == 8
-    assert before < {one.run_id for one in read(tmp_path, larger)}
-    assert all(str(run_id).startswith(("a-vit-data-s", "resnet-data-s")) for run_id in before)
-
-
-def test_what_a_file_leaves_out_is_the_default(tmp_path: Path):
-    (request,) = read(tmp_path, LEAST)
-
-    assert request == with_run_id(Request(model="a", dataset="b", output="out"))
+    assert run_ids < {one.run_id for one in read(tmp_path, larger)}
+    assert read(tmp_path, LEAST) == (with_run_id(Request(model="a", dataset="b", output="out")),)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +91,6 @@ def test_a_file_that_can_not_be_used_is_refused(tmp_path: Path, text: str, messa
     assert message in str(raised.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path):
-    with pytest.raises(RequestError, match="No such file"):
-        read_sweep(tmp_path / "nowhere.yaml", "out")
-
-
 def test_a_finished_run_is_read_back_and_one_that_fails_is_a_row_with_its_reason(world: World, finished: Path):
     complete = world.request(finished.parent)
     gone = world.request(finished.parent, run_id="gone").model_copy(update={"model": str(finished / "nowhere")})
@@ -122,11 +108,7 @@ def test_a_finished_run_is_read_back_and_one_that_fails_is_a_row_with_its_reason
     assert heard.count("sweep") == 2
     page = (finished.parent / PAGE).read_text()
     assert "1 have a verdict, 1 failed, 0 are still to be done" in page
-
-
-def test_a_folder_that_holds_another_run_is_a_failure(world: World, finished: Path):
     (row,) = optimize_many([world.request(finished.parent, seed=1)])
-
     assert row.failure == "run 'quick' was begun with another seed: choose another run_id"
 
 
@@ -139,14 +121,10 @@ def test_a_folder_that_holds_another_run_is_a_failure(world: World, finished: Pa
         [Request(), Request(output="x", seed=1)],
     ],
 )
-def test_runs_that_are_no_sweep_are_refused(requests: list[Request]):
+def test_runs_that_are_no_sweep_or_have_no_place_are_refused(requests: list[Request], tmp_path: Path):
     with pytest.raises(RequestError, match="lie in one output, each with a run_id of its own"):
         optimize_many(requests)
-
-
-def test_an_output_that_is_a_file_is_refused_before_the_first_run(tmp_path: Path):
     (tmp_path / "file").touch()
-
     with pytest.raises(StorageError, match="can't be written"):
         optimize_many([Request(model=str(tmp_path), output=str(tmp_path / "file"))])
 
@@ -186,46 +164,18 @@ def test_a_browser_filters_the_table_of_the_page(finished: Path, tmp_path: Path)
     assert heard == []
 
 
-def sheet(folder: Path, world: World, **changed: object) -> Path:
-    content = {
-        "models": [str(world.model)],
-        "datasets": [str(world.data)],
-        "contracts": [{"max_accuracy_drop": 0.03}, {"max_accuracy_drop": 0.03, "min_speedup": 900.0}],
-        "request": {"batch_size": 16, "num_sessions": 2, "runtimes": "eager", "iterate": False, "selection": "paper"},
-    }
-    file = folder / "sweep.yaml"
+def sheet(folder: Path, world: World, *, contracts: list[Any], seeds: tuple[int, ...] = (0,), **terms: Any) -> Path:
+    request = {"batch_size": 16, "num_sessions": 2, "runtimes": "eager", "iterate": False, "selection": "paper"} | terms
+    combined = {"models": [str(world.model)], "datasets": [str(world.data)], "contracts": contracts, "seeds": seeds}
     # JSON is YAML.
-    file.write_text(json.dumps(content | changed))
-    return file
-
-
-def command(*arguments: str):
-    return CliRunner().invoke(app, ["sweep", *arguments], env={"COLUMNS": "250", "TERM": "dumb"})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changed", "options", "message"),
-    [
-        ({"models": ["/nowhere/at/all"]}, (), "/nowhere/at/all"),
-        ({"seeds": [0, 0]}, (), "is requested twice"),
-        ({}, ("--ray-address", "auto"), "use --engine ray"),
-    ],
-)
-def test_what_can_not_be_swept_is_one_line_before_the_first_run(
-    tmp_path: Path, world: World, changed: dict[str, object], options: tuple[str, ...], message: str
-):
-    ended = command(str(sheet(tmp_path, world, **changed)), "--output", str(tmp_path / "out"), *options)
-
-    assert ended.exit_code == 2
-    assert message in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert not (tmp_path / "out").exists()
+    (folder / "sweep.yaml").write_text(json.dumps({**combined, "request": request}))
+    return folder / "sweep.yaml"
 
 
 @pytest.mark.slow
 def test_the_command_goes_on_with_every_cell_and_reads_them_back(tmp_path: Path, world: World):
-    file, output = sheet(tmp_path, world), tmp_path / "out"
+    contracts = [{"max_accuracy_drop": 0.03}, {"max_accuracy_drop": 0.03, "min_speedup": 900.0}]
+    file, output = sheet(tmp_path, world, contracts=contracts, num_samples=60, quantize_dtype="none"), tmp_path / "out"
     requests = read_sweep(file, str(output))
     run_ids = [str(request.run_id) for request in requests]
     # Cut before their first checkpoint, the second one on another machine: the request is all that is there.
@@ -235,7 +185,7 @@ def test_the_command_goes_on_with_every_cell_and_reads_them_back(tmp_path: Path,
     manifest = output / run_ids[1] / MANIFEST
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"machine": "another"}))
 
-    rows = json.loads(command(str(file), "--output", str(output), "--json").stdout)
+    rows = json.loads(call("sweep", file, "--output", output, "--json").stdout)
 
     assert [(output / run_id / "mine").exists() for run_id in run_ids] == [True, False]
     assert [row["request"]["run_id"] for row in rows] == run_ids
@@ -290,7 +240,7 @@ def test_a_sweep_on_three_nodes_decides_what_one_here_does_though_a_node_is_lost
     world: World, nodes: tuple[Any, list[Any]], tmp_path: Path
 ):
     cluster, started = nodes
-    file = sheet(tmp_path, world, contracts=[{"max_accuracy_drop": 0.03}], seeds=[0, 1, 2])
+    file = sheet(tmp_path, world, contracts=[{"max_accuracy_drop": 0.03}], seeds=(0, 1, 2))
     output, here = tmp_path / "there", tmp_path / "here"
     program = [sys.executable, "-m", "profiling_agent.cli.main", "sweep", file.name, "--output", output.name, "--json"]
     options = ["--engine", "ray", "--ray-address", cluster.address]

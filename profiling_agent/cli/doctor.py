@@ -1,4 +1,4 @@
-"""`doctor` command: checks of versions, CPU, memory, disk, noise, runtimes, device and the LLM's server."""
+"""Checks of `doctor`: versions, CPU, memory, disk, noise, runtimes, device and the LLM's server."""
 
 import contextlib
 import os
@@ -10,15 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 import numpy as np
-import typer
-from rich.text import Text
 
-from profiling_agent.cli.models import look_at_model
-from profiling_agent.cli.tables import folded_table
-from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, exit_on_errors, open_display
 from profiling_agent.errors import RequestError
 from profiling_agent.lib.io import cache_folder, parse_json
 from profiling_agent.lib.machine import (
@@ -31,7 +26,7 @@ from profiling_agent.lib.machine import (
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.processes.child import child_command, child_environment, ending
 from profiling_agent.reporting.units import percent, size
-from profiling_agent.request import Request, current_names
+from profiling_agent.request import Request
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import RUNTIMES, Environment, Record, RuntimeName
 
@@ -44,59 +39,6 @@ SELF_TEST_S = 600.0
 # Relative spread of equal repeats above which a race needs several sessions.
 NOISY = 0.10
 NUM_REPEATS = 40
-COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
-
-
-def doctor(  # noqa: PLR0913, PLR0917 - one is an old flag
-    output: Annotated[Path, typer.Option(help="folder that would hold the run folders")] = Path("runs"),
-    llm: Annotated[str, typer.Option(help="the language model that would plan")] = "none",
-    base_url: Annotated[str | None, typer.Option(help="address of its server")] = None,
-    advisor: Annotated[str | None, typer.Option(hidden=True)] = None,
-    device: Annotated[
-        str, typer.Option(help="device to test: cpu, cuda, or auto for a CUDA device where there is one")
-    ] = "auto",
-    model: Annotated[
-        str | None,
-        typer.Option(help="look at this model instead: what can be cut of it and deployed here, found by doing it"),
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="the model's branch, tag or commit on the Hub")] = None,
-    runtimes: Annotated[
-        str,
-        typer.Option(
-            help="with --model: which to try, as in `eager,inductor`; auto leaves inductor out, which compiles for minutes"
-        ),
-    ] = "auto",
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
-) -> None:
-    """Look at this machine: versions, CPU, memory, disk, noise, each runtime by running a model, the language model's server, a CUDA device.
-
-    The device is tested by a small model that is profiled, pruned and evaluated on it; what failed is shown.
-
-    With --model the model is looked at instead. A quarter is cut off every part of it that can be cut, that is brought into
-    every deployment that is installed here and opened again elsewhere, and what is refused has its reason. No data set is needed;
-    how much accuracy a deployment costs is for a run to tell.
-
-    Ends with 1 where something would keep a run from working.
-    """
-    if model is not None:
-        look_at_model(model, revision=revision, runtimes=runtimes, json_=json_)
-        return
-    with exit_on_errors():
-        fields: dict[str, Any] = {"output": str(output), "llm": llm, "base_url": base_url, "device": device}
-        fields, lines = current_names(fields | ({} if advisor is None else {"advisor": advisor}), are_flags=True)
-        for line in lines:
-            errors.print(line, markup=False, soft_wrap=True)
-        request = Request.model_validate(fields)
-        with open_display(errors) as display:
-            findings = list(examine(request, display.stage("doctor")))
-    if json_:
-        echo_json([finding.model_dump() for finding in findings])
-    else:
-        table = folded_table("doctor", "what", "state", "seen", "what to do")
-        for row in findings:
-            table.add_row(row.name, Text(row.state, style=COLORS[row.state]), Text(row.seen), Text(row.advice))
-        console.print(table)
-    raise typer.Exit(1 if any(row.state == "problem" for row in findings) else 0)
 
 
 class Finding(Record):
@@ -116,11 +58,12 @@ def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
         lambda: check_memory(available_bytes(), total_bytes()),
         lambda: _check_disk(request.output_dir),
         _measure_noise,
+        lambda: _check_language_model(request),
+        _check_hub,
+        # Last: each takes seconds.
+        *(partial(_check_runtime, name) for name in RUNTIMES if registry.runtime(name).schemes("cpu")),
+        partial(_check_device, request.device),
     ]
-    checks += [lambda: _check_language_model(request), _check_hub]
-    # Last: each takes seconds.
-    checks += [partial(_check_runtime, name) for name in RUNTIMES if registry.runtime(name).schemes("cpu")]
-    checks += [partial(_check_device, request.device)]
     for number, check in enumerate(checks):
         progress("looking", number, len(checks))
         yield check()
@@ -139,14 +82,12 @@ def check_cpu(host: Environment, quota: float | None = None) -> Finding:
         f"{host.cpu}, {host.num_threads} threads{limit}, {', '.join(host.cpu_flags) or 'no vector flags that matter'}"
     )
     with_int8 = [name for name in RUNTIMES if registry.runtime(name).int8_instructions]
-    runtimes = [name for name in with_int8 if registry.runtime(name).has_vnni(host.cpu_flags)]
+    runtimes, advice = [name for name in with_int8 if registry.runtime(name).has_vnni(host.cpu_flags)], ""
     if not runtimes:
         advice = "no int8 instructions (VNNI): int8 saves bytes here and less time; it is measured either way"
-        return Finding(name="CPU", state="note", seen=seen, advice=advice)
-    if len(runtimes) < len(with_int8):
+    elif len(runtimes) < len(with_int8):
         advice = f"int8 instructions of AVX2 alone (VNNI): {' and '.join(runtimes)} use them, torch's int8 doesn't"
-        return Finding(name="CPU", state="note", seen=seen, advice=advice)
-    return Finding(name="CPU", state="ok", seen=seen)
+    return Finding(name="CPU", state="note" if advice else "ok", seen=seen, advice=advice)
 
 
 def check_memory(free: float, total: float) -> Finding:
@@ -194,11 +135,9 @@ def _measure_noise() -> Finding:
     spread, load = (high - low) / median, os.getloadavg()[0]
     seen = f"equal work differs by {percent(spread)} between quartiles; load {load:.1f}"
     # The load is the whole machine's, even in a container with a quota.
-    if spread > NOISY or load > available_cores():
-        return Finding(
-            name="noise", state="note", seen=seen, advice="races take longer and tell less: end other programs"
-        )
-    return Finding(name="noise", state="ok", seen=seen)
+    is_noisy = spread > NOISY or load > available_cores()
+    advice = "races take longer and tell less: end other programs" if is_noisy else ""
+    return Finding(name="noise", state="note" if is_noisy else "ok", seen=seen, advice=advice)
 
 
 def _check_runtime(name: RuntimeName) -> Finding:

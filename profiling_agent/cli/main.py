@@ -8,17 +8,7 @@ from typing import Annotated
 
 import typer
 
-from profiling_agent.cli import doctor, models, runs
-from profiling_agent.cli.terminal import (
-    EXIT_BAD_REQUEST,
-    EXIT_CRASHED,
-    SIGNALLED,
-    errors,
-    listen_to_signals,
-    print_error,
-    stoppable,
-    write_what_can_be_written,
-)
+from profiling_agent.cli import models, runs, terminal
 
 # Typer's error for arguments that it can't parse has no public name.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
@@ -30,7 +20,7 @@ COMMANDS = (
     runs.profile,
     runs.sweep,
     runs.approve,
-    doctor.doctor,
+    models.doctor,
     models.pick,
     models.export,
     models.push,
@@ -65,25 +55,29 @@ def common(
 
 app.callback()(common)
 for command in COMMANDS:
-    app.command()(stoppable(command))
+    app.command()(terminal.stoppable(command))
 
 
 def main() -> None:
     """Run the command line; exit with 2 on a usage error as on every bad request, with 70 on a bug of ours."""
-    write_what_can_be_written()
-    listen_to_signals()
+    terminal.write_what_can_be_written()
+    terminal.listen_to_signals()
     try:
         # Without arguments the error is the help, which only standalone mode prints over several lines.
         sys.exit(app(standalone_mode=len(sys.argv) == 1))
     except USAGE_ERROR as error:
-        print_error(f"{getattr(error, 'format_message', error.__str__)()} (`profiling-agent --help` lists all)")
-        sys.exit(EXIT_BAD_REQUEST)
+        terminal.print_error(
+            f"{getattr(error, 'format_message', error.__str__)()} (`profiling-agent --help` lists all)"
+        )
+        sys.exit(terminal.EXIT_BAD_REQUEST)
     except typer.Abort:
-        sys.exit(SIGNALLED + signal.SIGINT)
+        sys.exit(terminal.SIGNALLED + signal.SIGINT)
     except Exception:  # noqa: BLE001 - the boundary: an unexpected error is no verdict on a model
         traceback.print_exc()
-        errors.print("profiling-agent: this is a bug of ours: please report it, with the lines above", soft_wrap=True)
-        sys.exit(EXIT_CRASHED)
+        terminal.errors.print(
+            "profiling-agent: this is a bug of ours: please report it, with the lines above", soft_wrap=True
+        )
+        sys.exit(terminal.EXIT_CRASHED)
 
 
 if __name__ == "__main__":

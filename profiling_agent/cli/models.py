@@ -1,29 +1,23 @@
-"""Commands on models: `race`, `measure`, `compare`, `pick`, `export`, `push`, `doctor --model`."""
+"""Commands on models and this machine: `race`, `measure`, `compare`, `pick`, `export`, `push`, `doctor`."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
-from profiling_agent.cli.tables import folded_table
 from profiling_agent.cli.terminal import (
     JsonOption,
     RunArgument,
     console,
-    echo_json,
     errors,
     exit_on_errors,
     open_display,
+    print_result,
     run_folder,
 )
 from profiling_agent.errors import RequestError
-from profiling_agent.jobs.runner import ModelCheck
-from profiling_agent.reporting.units import count, percent
-from profiling_agent.request import SYNONYMS, Request
-from profiling_agent.runtimes import registry
-from profiling_agent.schemas import NUM_SESSIONS, Deployability, Prunable, RuntimeName
+from profiling_agent.request import SYNONYMS, Request, current_names
+from profiling_agent.schemas import NUM_SESSIONS, RuntimeName
 
 
 def _parse_device(name: str) -> str:
@@ -66,10 +60,7 @@ def race(
             device=device,
             progress=display.stage("race"),
         )
-    if json_:
-        echo_json(result.model_dump(mode="json"))
-        return
-    console.print(race_table(names, result))
+    print_result(result.model_dump(mode="json"), race_table(names, result), is_json=json_)
 
 
 def measure(
@@ -93,10 +84,7 @@ def measure(
     with exit_on_errors(), open_display(errors) as display:
         models = [model for source in sources for model in before_and_after(source)]
         measurements = measure_saved(models, device=device, progress=display.stage("measure"))
-    if json_:
-        echo_json(measurements.model_dump(mode="json"))
-        return
-    console.print(measurement_table(measurements))
+    print_result(measurements.model_dump(mode="json"), measurement_table(measurements), is_json=json_)
 
 
 def compare(
@@ -115,10 +103,8 @@ def compare(
 
     with exit_on_errors():
         reports = {str(run): read_report(run) for run in runs}
-    if json_:
-        echo_json({name: report.model_dump(mode="json") for name, report in reports.items()})
-        return
-    console.print(compare_table(reports))
+    document = {name: report.model_dump(mode="json") for name, report in reports.items()}
+    print_result(document, compare_table(reports), is_json=json_)
 
 
 SourceArgument = Annotated[
@@ -156,21 +142,17 @@ def pick(
     with exit_on_errors():
         if candidate is None and output is None:
             measured = candidates(run)
-            if json_:
-                echo_json([row.model_dump(mode="json") for row in measured])
-            else:
-                console.print(candidates_table(measured))
+            document = [row.model_dump(mode="json") for row in measured]
+            print_result(document, candidates_table(measured), is_json=json_)
             return
         if output is None:
             raise typer.BadParameter("name a folder to write it to: --output small")
         if candidate is None:
             raise typer.BadParameter("name a candidate of the list: --candidate 2")
         picked = take(run, output, candidate=candidate)
-    if json_:
-        echo_json(picked.model_dump(mode="json"))
-        return
-    console.print(picked_table(picked))
-    _print_line(f"wrote {output}")
+    print_result(picked.model_dump(mode="json"), picked_table(picked), is_json=json_)
+    if not json_:
+        _print_line(f"wrote {output}")
 
 
 def export(
@@ -237,26 +219,24 @@ def push(
 
 def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: bool) -> None:
     """Cut a model, deploy the result in every way and show what worked; exit with 1 if no deployment did."""
+    from profiling_agent.cli.tables import model_tables
+    from profiling_agent.jobs.runner import ModelCheck
+
     with exit_on_errors():
         request = Request.model_validate({"model": model, "revision": revision, "runtimes": runtimes})
         names, left_out = _installed(request)
         with open_display(errors) as display, ModelCheck(display.stage("doctor")) as look:
             prunable = look.prunable(model, revision)
             rows = list(look.deployable("pruned" if prunable.cut_share else "whole", names))
-    if json_:
-        echo_json(
-            {
-                "prunable": prunable.model_dump(mode="json"),
-                "deployable": [row.model_dump(mode="json") for row in rows],
-                "left_out": left_out,
-            }
-        )
-    else:
-        _show(prunable, rows, left_out)
+    deployable = [row.model_dump(mode="json") for row in rows]
+    document = {"prunable": prunable.model_dump(mode="json"), "deployable": deployable, "left_out": left_out}
+    print_result(document, model_tables(prunable, rows, left_out), is_json=json_)
     raise typer.Exit(0 if any(not row.refused for row in rows) else 1)
 
 
 def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
+    from profiling_agent.runtimes import registry
+
     names, left_out = list[RuntimeName](), list[str]()
     for name in request.runtime_names:
         reason = registry.missing(name)
@@ -271,35 +251,50 @@ def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
     return names, left_out
 
 
-def _show(prunable: Prunable, rows: Sequence[Deployability], left_out: Sequence[str]) -> None:
-    spec = prunable.input
-    console.print(
-        Text(
-            f"{prunable.architecture}, {count(prunable.params)} params, images of {spec.channels}x{spec.height}x{spec.width}"
-        )
-    )
-    table = folded_table("what can be cut", "kind or reason", "number", "of it")
-    for kind, number in prunable.units.items():
-        table.add_row(kind, str(number), Text("can be cut"))
-    for kind, reason in prunable.absent.items():
-        table.add_row(kind, "none", Text(reason))
-    for code, number in prunable.refused.items():
-        table.add_row(code, str(number), Text(f"stay, as {prunable.examples[code]}"))
-    console.print(table)
-    summary = f"a quarter off every unit: {percent(prunable.cut_share)} of the params"
-    console.print(Text(summary if prunable.units else "no unit can be cut; it is deployed whole"))
-    deployments = folded_table(
-        "what can be deployed here", "deployment", "works", "bytes", "distance", "layers not in float32"
-    )
-    for row in rows:
-        if row.refused:
-            deployments.add_row(row.deployment.name, "no", "", "", Text(row.refused))
-        else:
-            distance = f"{row.distance:.1g}"
-            deployments.add_row(row.deployment.name, "yes", percent(row.size_ratio), distance, str(row.num_layers))
-    console.print(deployments)
-    console.print(
-        Text("bytes: of the unpruned float32 model's; distance: of the logits from float32's, relative, on noise")
-    )
-    for line in left_out:
-        console.print(Text(f"not tried: {line}"))
+def doctor(  # noqa: PLR0913, PLR0917 - one is an old flag
+    output: Annotated[Path, typer.Option(help="folder that would hold the run folders")] = Path("runs"),
+    llm: Annotated[str, typer.Option(help="the language model that would plan")] = "none",
+    base_url: Annotated[str | None, typer.Option(help="address of its server")] = None,
+    advisor: Annotated[str | None, typer.Option(hidden=True)] = None,
+    device: Annotated[
+        str, typer.Option(help="device to test: cpu, cuda, or auto for a CUDA device where there is one")
+    ] = "auto",
+    model: Annotated[
+        str | None,
+        typer.Option(help="look at this model instead: what can be cut of it and deployed here, found by doing it"),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="the model's branch, tag or commit on the Hub")] = None,
+    runtimes: Annotated[
+        str,
+        typer.Option(
+            help="with --model: which to try, as in `eager,inductor`; auto leaves inductor out, which compiles for minutes"
+        ),
+    ] = "auto",
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Look at this machine: versions, CPU, memory, disk, noise, each runtime by running a model, the language model's server, a CUDA device.
+
+    The device is tested by a small model that is profiled, pruned and evaluated on it; what failed is shown.
+
+    With --model the model is looked at instead. A quarter is cut off every part of it that can be cut, that is brought into
+    every deployment that is installed here and opened again elsewhere, and what is refused has its reason. No data set is needed;
+    how much accuracy a deployment costs is for a run to tell.
+
+    Ends with 1 where something would keep a run from working.
+    """
+    if model is not None:
+        look_at_model(model, revision=revision, runtimes=runtimes, json_=json_)
+        return
+    from profiling_agent.cli.doctor import examine
+    from profiling_agent.cli.tables import findings_table
+
+    with exit_on_errors():
+        fields: dict[str, Any] = {"output": str(output), "llm": llm, "base_url": base_url, "device": device}
+        fields, lines = current_names(fields | ({} if advisor is None else {"advisor": advisor}), are_flags=True)
+        for line in lines:
+            errors.print(line, markup=False, soft_wrap=True)
+        request = Request.model_validate(fields)
+        with open_display(errors) as display:
+            findings = list(examine(request, display.stage("doctor")))
+    print_result([finding.model_dump() for finding in findings], findings_table(findings), is_json=json_)
+    raise typer.Exit(1 if any(row.state == "problem" for row in findings) else 0)

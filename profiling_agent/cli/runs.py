@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args
 
 import typer
-from rich.markdown import Markdown
-from rich.prompt import Prompt
+from rich.console import Group
 from rich.text import Text
 
-from profiling_agent.cli.tables import approval_table, folded_table, plan_table, verdict_table
 from profiling_agent.cli.terminal import (
     EXIT_MET,
     EXIT_NOT_MET,
@@ -25,29 +23,25 @@ from profiling_agent.cli.terminal import (
     QuietOption,
     RunArgument,
     console,
-    echo_json,
     errors,
     exit_on_errors,
     exit_stopped,
     open_display,
+    print_result,
     refuse,
     with_flags,
 )
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError, RequestError, RunError
 from profiling_agent.lib.io import DocumentError, expanded, read_json
 from profiling_agent.lib.third_party import keep_stdout
-from profiling_agent.reporting.report import RunReport
-from profiling_agent.reporting.results import read_report
-from profiling_agent.reporting.units import drop, percent, speedup
 from profiling_agent.request import OLD_NAMES, Request, current_names
-from profiling_agent.schemas import Approval, ApprovalQuestion, Outcome
-from profiling_agent.search.attempt import read_answer
+from profiling_agent.schemas import Approval, ApprovalQuestion
 
 if TYPE_CHECKING:
-    from profiling_agent.sweep import SweepRow
+    from profiling_agent.reporting.report import RunReport
 
 
-Work = Callable[[Any, Callable[[ApprovalQuestion], Approval] | None], RunReport]
+Work = Callable[[Any, Callable[[ApprovalQuestion], Approval] | None], "RunReport"]
 
 
 def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = False) -> NoReturn:
@@ -55,6 +49,8 @@ def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = Fal
 
     As JSON: a line for each event, and one at the end.
     """
+    from profiling_agent.cli.tables import verdict_table
+
     if is_json:
         keep_stdout()
     try:
@@ -88,6 +84,11 @@ def is_answered_here() -> bool:
 
 def ask(question: ApprovalQuestion) -> Approval:
     """Show a plan and return the typed decision; ask again until it can be parsed."""
+    from rich.prompt import Prompt
+
+    from profiling_agent.cli.tables import approval_table
+    from profiling_agent.search.attempt import read_answer
+
     console.print(approval_table(question))
     while True:
         choice = Prompt.ask("decision", console=console, choices=list(question.choices), default="accept")
@@ -104,6 +105,8 @@ def ask(question: ApprovalQuestion) -> Approval:
 
 def read_edit(path: Path) -> Approval:
     """Return the edit in a JSON file (parts of a plan, stricter limits), or raise RequestError if it can't be read."""
+    from profiling_agent.search.attempt import read_answer
+
     try:
         document = read_json(expanded(str(path)))
     except (OSError, DocumentError) as error:
@@ -132,23 +135,23 @@ def approve(
     """
     from profiling_agent.api import approve as go_on
     from profiling_agent.api import pending
+    from profiling_agent.cli.tables import approval_table
 
     with exit_on_errors():
         answer = _parse_answer(accept=accept, edit=edit, reject=reject)
         question = pending(run)
     if question is None:
         refuse(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
-    if answer is None and json_:
-        echo_json(question.model_dump(mode="json"))
-        raise typer.Exit(EXIT_WAITING)
-    if answer is None and not is_answered_here():
-        console.print(approval_table(question))
+    if answer is None and (json_ or not is_answered_here()):
+        print_result(question.model_dump(mode="json"), approval_table(question), is_json=json_)
         raise typer.Exit(EXIT_WAITING)
     decision = answer or ask(question)
     watch(lambda listener, approver: go_on(run, decision, listener, base_url=base_url, approver=approver), run)
 
 
 def _parse_answer(**options: Any) -> Approval | None:
+    from profiling_agent.search.attempt import read_answer
+
     given = {name: value for name, value in options.items() if value not in (None, False)}
     if len(given) > 1:
         raise RequestError(f"{' and '.join(f'--{name}' for name in given)} were given: give one answer")
@@ -159,28 +162,24 @@ def _parse_answer(**options: Any) -> Approval | None:
     return read_answer("accept") if given else None
 
 
-REQUEST_SCHEMA = Request.model_json_schema()
+# Numbers whose flags take a unit, such as 1%, 1pt and 2x.
+WITH_UNIT = ("max_accuracy_drop", "min_speedup", "max_size_ratio", "max_memory_ratio")
 
 
 def _request_flag(name: str) -> inspect.Parameter:
     """Return the flag of one field of Request, made from the field so that the two can't differ."""
-    field, schema = Request.model_fields[name], REQUEST_SCHEMA["properties"][name]
-    kind, metavar = field.annotation, None
+    field, flag = Request.model_fields[name], f"--{name.replace('_', '-')}"
+    kind, text, metavar = field.annotation, field.description, None
     if kind is bool:
-        flags = [f"--{name.replace('_', '-')}/--no-{name.replace('_', '-')}"]
-    else:
-        flags = [f"--{name.replace('_', '-')}"]
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"
     if get_args(kind) and all(isinstance(choice, str) for choice in get_args(kind)):
         # A Literal: pydantic's error lists the choices, so the help lists them as well.
-        annotation, text = str, f"{field.description} [{'|'.join(get_args(kind))}]"
-    elif {"type": "string"} in schema.get("anyOf", ()) and schema["anyOf"][0]["type"] == "number":
-        # A number that may have a unit.
-        annotation, text, metavar = str | None, field.description, "NUMBER"
-    else:
-        annotation, text = kind, field.description
-    option = typer.Option(*flags, help=text, metavar=metavar, show_default=field.default is not None)
+        kind, text = str, f"{text} [{'|'.join(get_args(kind))}]"
+    elif name in WITH_UNIT:
+        kind, metavar = str | None, "NUMBER"
+    option = typer.Option(flag, help=text, metavar=metavar, show_default=field.default is not None)
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[annotation, option]
+        name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, option]
     )
 
 
@@ -249,17 +248,21 @@ def show(
     plan: Annotated[bool, typer.Option("--plan", help="why each layer was changed or left alone")] = False,  # noqa: FBT002
 ) -> None:
     """Show a finished run: the verdict, before and after, every attempt."""
+    from profiling_agent.cli.tables import plan_table, verdict_table
+    from profiling_agent.reporting.results import read_report
+
     with exit_on_errors():
         report = read_report(run)
-    if json_:
-        echo_json(report.model_dump(mode="json"))
-        return
-    console.print(plan_table(report) if plan else verdict_table(report, run))
+    table = plan_table(report) if plan else verdict_table(report, run)
+    print_result(report.model_dump(mode="json"), table, is_json=json_)
 
 
 def report(run: RunArgument) -> None:
     """Write the report of a finished run again, and show it."""
+    from rich.markdown import Markdown
+
     from profiling_agent.reporting.render import write_report
+    from profiling_agent.reporting.results import read_report
 
     with exit_on_errors():
         run_report = read_report(run)
@@ -291,11 +294,7 @@ def profile(
     ):
         request = Request.model_validate({"model": model, "revision": revision, "device": device})
         measured = profile_source(request, Path(folder), batch_size=batch_size, progress=display.stage("profiling"))
-    if json_:
-        echo_json(measured.model_dump(mode="json"))
-        return
-    for table in profile_tables(measured):
-        console.print(table)
+    print_result(measured.model_dump(mode="json"), Group(*profile_tables(measured)), is_json=json_)
 
 
 # Fields of a run that `--json` prints; its report has the rest.
@@ -337,6 +336,7 @@ def sweep(
 
     `profiling-agent sweep sweep.yaml --output runs/sweep`
     """
+    from profiling_agent.cli.tables import sweep_table
     from profiling_agent.jobs.runner import check_matches
     from profiling_agent.sweep import PAGE, optimize_many, read_sweep
 
@@ -351,28 +351,9 @@ def sweep(
             check_matches(requests, display.stage("models and data"))
             address = (ray_address or "auto") if engine == "ray" else None
             rows = optimize_many(requests, display.show, ray_address=address)
-    if json_:
-        echo_json([row.model_dump(mode="json", include=JSON_FIELDS) for row in rows])
-    else:
-        _print_table(rows)
+    document = [row.model_dump(mode="json", include=JSON_FIELDS) for row in rows]
+    print_result(document, sweep_table(rows), is_json=json_)
+    if not json_:
         console.print(str(root / PAGE), markup=False, soft_wrap=True)
-    is_met = all(row.report is not None and row.report.verdict.outcome is Outcome.MET for row in rows)
+    is_met = all(row.report is not None and row.report.verdict.outcome == "MET" for row in rows)
     raise typer.Exit(EXIT_MET if is_met else EXIT_NOT_MET)
-
-
-def _print_table(rows: "tuple[SweepRow, ...]") -> None:
-    table = folded_table("sweep", "run", "verdict", "accuracy lost", "times as fast", "bytes", "failure")
-    for row in rows:
-        report = row.report
-        if report is None:
-            cells = ("failed", "", "", "", row.failure)
-        else:
-            cells = (
-                f"{report.verdict.outcome}{', certified' if report.verdict.certified else ''}",
-                drop(report.heldout.drop) if report.heldout.drop else "",
-                speedup(report.race_result) if report.race_result else "not raced",
-                percent(report.best.size_bytes / report.baseline.size_bytes),
-                "",
-            )
-        table.add_row(str(row.request.run_id), *map(Text, cells))
-    console.print(table)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from profiling_agent.cli.doctor import Finding
 from profiling_agent.exporting.pick import FAILED, RunCandidate
 from profiling_agent.measure.race import noise_warning
 from profiling_agent.measure.throughput import Measurements
@@ -23,17 +25,20 @@ from profiling_agent.reporting.units import (
     size,
     speedup,
 )
-from profiling_agent.schemas import ApprovalQuestion, ModelProfile, Race, Variant, by_cause
+from profiling_agent.schemas import ApprovalQuestion, Deployability, ModelProfile, Prunable, Race, Variant, by_cause
 
+if TYPE_CHECKING:
+    from profiling_agent.sweep import SweepRow
+
+COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
 # For candidates that were evaluated only on search images.
 BY_BOUND = "accuracy holds as in the search: the 90% bound of what was lost counts, where so few images can give one"
 
 
-def folded_table(title: str, first: str, *others: str) -> Table:
+def folded_table(title: str, *columns: str) -> Table:
     """Return a table whose columns fold long text instead of cutting it."""
     table = Table(title=title, title_justify="left")
-    table.add_column(first, overflow="fold")
-    for name in others:
+    for name in columns:
         table.add_column(name, overflow="fold")
     return table
 
@@ -251,3 +256,59 @@ def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
     for cause, names in by_cause(profile.refusals).items():
         unchanged.add_row(cause, str(len(names)), Text(names[0]))
     return totals, layers, operators, units, unchanged
+
+
+def sweep_table(rows: Sequence["SweepRow"]) -> Table:
+    """Return a row for each run: its verdict and what was measured, or the failure that ended it."""
+    table = folded_table("sweep", "run", "verdict", "accuracy lost", "times as fast", "bytes", "failure")
+    for row in rows:
+        report = row.report
+        cells = ("failed", "", "", "", row.failure)
+        if report is not None:
+            cells = (
+                f"{report.verdict.outcome}{', certified' if report.verdict.certified else ''}",
+                drop(report.heldout.drop) if report.heldout.drop else "",
+                speedup(report.race_result) if report.race_result else "not raced",
+                percent(report.best.size_bytes / report.baseline.size_bytes),
+                "",
+            )
+        table.add_row(str(row.request.run_id), *map(Text, cells))
+    return table
+
+
+def model_tables(prunable: Prunable, rows: Sequence[Deployability], left_out: Sequence[str]) -> Group:
+    """Return what can be cut of a model, its deployments that work, and the runtimes that were not tried."""
+    spec = prunable.input
+    shape = f"{spec.channels}x{spec.height}x{spec.width}"
+    units = folded_table("what can be cut", "kind or reason", "number", "of it")
+    for kind, number in prunable.units.items():
+        units.add_row(kind, str(number), Text("can be cut"))
+    for kind, reason in prunable.absent.items():
+        units.add_row(kind, "none", Text(reason))
+    for code, number in prunable.refused.items():
+        units.add_row(code, str(number), Text(f"stay, as {prunable.examples[code]}"))
+    summary = f"a quarter off every unit: {percent(prunable.cut_share)} of the params"
+    columns = ("deployment", "works", "bytes", "distance", "layers not in float32")
+    deployments = folded_table("what can be deployed here", *columns)
+    for row in rows:
+        if row.refused:
+            deployments.add_row(row.deployment.name, "no", "", "", Text(row.refused))
+        else:
+            distance = f"{row.distance:.1g}"
+            deployments.add_row(row.deployment.name, "yes", percent(row.size_ratio), distance, str(row.num_layers))
+    return Group(
+        Text(f"{prunable.architecture}, {count(prunable.params)} params, images of {shape}"),
+        units,
+        Text(summary if prunable.units else "no unit can be cut; it is deployed whole"),
+        deployments,
+        Text("bytes: of the unpruned float32 model's; distance: of the logits from float32's, relative, on noise"),
+        *(Text(f"not tried: {line}") for line in left_out),
+    )
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """Return what each check of `doctor` has seen, and what to do about it."""
+    table = folded_table("doctor", "what", "state", "seen", "what to do")
+    for row in findings:
+        table.add_row(row.name, Text(row.state, style=COLORS[row.state]), Text(row.seen), Text(row.advice))
+    return table

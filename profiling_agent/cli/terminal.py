@@ -1,4 +1,7 @@
-"""Terminal: console, progress displays, exit codes, signals, and run folders by name."""
+"""Terminal: console, progress displays, exit codes, signals, and run folders by name.
+
+The command line imports the libraries of a run in the commands that need them, so that `--help` is quick.
+"""
 
 import contextlib
 import json
@@ -11,8 +14,8 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Annotated, Any, NoReturn, Self
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 
 import typer
 from pydantic import ValidationError
@@ -31,12 +34,13 @@ from rich.segment import Segment
 from rich.text import Text
 
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.graph.node import ProgressEvent
 from profiling_agent.lib.io import clean, expanded, first_problem
 from profiling_agent.lib.progress import Progress as ProgressCallback
 from profiling_agent.lib.progress import request_stop
-from profiling_agent.reporting.units import percent, points
 from profiling_agent.request import Request
+
+if TYPE_CHECKING:
+    from profiling_agent.graph.node import ProgressEvent
 
 EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING = 0, 1, 2, 3
 # EX_SOFTWARE of sysexits.h, unlike every code that stands for a verdict.
@@ -72,6 +76,14 @@ def echo_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=1))
 
 
+def print_result(document: Any, shown: RenderableType, *, is_json: bool) -> None:
+    """Print a command's result: one JSON document for programs, or what is shown to people."""
+    if is_json:
+        echo_json(document)
+    else:
+        console.print(shown)
+
+
 class Stopped(KeyboardInterrupt):
     """A signal that ends the program as Ctrl-C does, handled by everything that handles Ctrl-C."""
 
@@ -87,8 +99,7 @@ def listen_to_signals() -> None:
     """
     received_s: dict[int, float] = {}
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        del frame
+    def stop(number: int, _: FrameType | None) -> None:
         now_s = time.monotonic()
         # Before anything that a second call could interrupt halfway.
         if now_s - received_s.get(number, -math.inf) <= SAME_SIGNAL_S:
@@ -196,15 +207,15 @@ def clock(seconds: float) -> str:
 
 def about(seconds: float) -> str:
     """Return seconds as precisely as they are estimated."""
-    return (
-        f"about {round(seconds / 60)} min"
-        if seconds >= MINUTES_FROM_S
-        else f"about {max(10 * round(seconds / 10), 10)} s"
-    )
+    if seconds >= MINUTES_FROM_S:
+        return f"about {round(seconds / 60)} min"
+    return f"about {max(10 * round(seconds / 10), 10)} s"
 
 
-def status_text(event: ProgressEvent) -> str:
+def status_text(event: "ProgressEvent") -> str:
     """Return a run's iteration, time used, and best accepted attempt so far; empty as long as there is none of these."""
+    from profiling_agent.reporting.units import percent, points
+
     parts = [f"iteration {event.iteration} of {event.iterations}"] if event.iteration else []
     if event.spent_s:
         parts.append(f"{clock(event.spent_s)}{f' of {clock(event.budget_s)}' if event.budget_s else ''}")
@@ -222,17 +233,18 @@ def status_text(event: ProgressEvent) -> str:
 
 
 class Display:
-    """Display that shows nothing, the base of those that show a run's events."""
+    """Display that shows nothing, the base of those that show a run's events on a console."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Leave the output in place."""
 
-    def show(self, event: ProgressEvent) -> None:
+    def show(self, event: "ProgressEvent") -> None:
         """Show an event."""
 
     @contextmanager
@@ -242,6 +254,7 @@ class Display:
 
     def stage(self, name: str) -> ProgressCallback:
         """Return a callback that shows under one stage's name."""
+        from profiling_agent.graph.node import ProgressEvent
 
         def progress(message: str, done: int, total: int) -> None:
             self.show(ProgressEvent(stage=name, message=message, done=done, total=total))
@@ -252,23 +265,18 @@ class Display:
 class JsonLines(Display):
     """Display of one JSON line per event."""
 
-    def __init__(self, console: Console) -> None:
-        self._file = console.file
-
-    def show(self, event: ProgressEvent) -> None:
+    def show(self, event: "ProgressEvent") -> None:
         """Write an event."""
         line = json.dumps({"event": "progress", **event.model_dump(mode="json", exclude_none=True)})
-        print(line, file=self._file, flush=True)
+        print(line, file=self._console.file, flush=True)
 
 
 class Lines(Display):
     """Display of a plain line when a stage begins, and when its message changes."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._last = ("", "")
+    _last = ("", "")
 
-    def show(self, event: ProgressEvent) -> None:
+    def show(self, event: "ProgressEvent") -> None:
         """Write a line if there is something new."""
         if event.message == "started":
             status = status_text(event)
@@ -293,6 +301,7 @@ class Bars(Display):
     """Display of one line per stage, with its message, progress and time."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__(console)
         self._tasks: dict[str, TaskID] = {}
         self._bars = _HeadedProgress(
             SpinnerColumn(finished_text="✓"),
@@ -310,10 +319,8 @@ class Bars(Display):
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._complete(kind is None)
+    def __exit__(self, *error: object) -> None:
+        self._complete(error[0] is None)
         self._bars.stop()
 
     @contextmanager
@@ -329,7 +336,7 @@ class Bars(Display):
         if is_done and self._tasks:
             self._bars.update(list(self._tasks.values())[-1], total=1, completed=1)
 
-    def show(self, event: ProgressEvent) -> None:
+    def show(self, event: "ProgressEvent") -> None:
         """Show an event."""
         is_new = event.message == "started"
         self._bars.head = status_text(event) or self._bars.head
@@ -350,8 +357,5 @@ class Bars(Display):
 
 def open_display(console: Console, *, is_quiet: bool = False, is_json: bool = False) -> Display:
     """Return the display that shows a run on `console`."""
-    if is_json:
-        return JsonLines(console)
-    if is_quiet:
-        return Display()
-    return Bars(console) if console.is_terminal else Lines(console)
+    kind = JsonLines if is_json else Display if is_quiet else Bars if console.is_terminal else Lines
+    return kind(console)

@@ -101,13 +101,16 @@ class RunSaver(BaseCheckpointSaver[str]):
         self._savers: dict[Path, SqliteSaver] = {}
         self._lock = threading.Lock()
 
-    def _saver(self, config: RunnableConfig | None, *, create: bool = False) -> SqliteSaver | None:
+    def _saver(self, config: RunnableConfig | None) -> SqliteSaver | None:
+        return self._writable(config) if self._path(config).exists() else None
+
+    def _writable(self, config: RunnableConfig | None) -> SqliteSaver:
         path = self._path(config)
         with self._lock:
-            if path not in self._savers and (create or path.exists()):
+            if path not in self._savers:
                 make_folders(path.parent)
                 self._savers[path] = _open(path, self.serde)
-            return self._savers.get(path)
+            return self._savers[path]
 
     def _path(self, config: RunnableConfig | None) -> Path:
         thread = str((config or {}).get("configurable", {}).get("thread_id", ""))
@@ -148,8 +151,7 @@ class RunSaver(BaseCheckpointSaver[str]):
         new_versions: ChannelVersions,
     ) -> RunnableConfig:
         """Store a checkpoint."""
-        saver = self._saver(config, create=True)
-        assert saver is not None, "asked to create"
+        saver = self._writable(config)
         with storage_errors(self._path(config).parent):
             return saver.put(config, checkpoint, metadata, new_versions)
 
@@ -157,15 +159,13 @@ class RunSaver(BaseCheckpointSaver[str]):
         self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
     ) -> None:
         """Store a node's writes before the step is complete."""
-        saver = self._saver(config, create=True)
-        assert saver is not None, "asked to create"
+        saver = self._writable(config)
         with storage_errors(self._path(config).parent):
             saver.put_writes(config, writes, task_id, task_path)
 
     def delete_thread(self, thread_id: str) -> None:
         """Delete a thread's checkpoints; its run folder stays."""
-        saver = self._saver({"configurable": {"thread_id": thread_id}})
-        if saver:
+        if saver := self._saver({"configurable": {"thread_id": thread_id}}):
             saver.delete_thread(thread_id)
 
     def get_next_version(self, current: str | None, channel: None) -> str:  # noqa: ARG002 - LangGraph's signature
@@ -176,31 +176,14 @@ class RunSaver(BaseCheckpointSaver[str]):
         """Return the checkpoint as `get_tuple` does."""
         return await asyncio.to_thread(self.get_tuple, config)
 
-    async def alist(
-        self,
-        config: RunnableConfig | None,
-        *,
-        filter: dict[str, Any] | None = None,
-        before: RunnableConfig | None = None,
-        limit: int | None = None,
-    ) -> AsyncIterator[CheckpointTuple]:
+    async def alist(self, *args: Any, **options: Any) -> AsyncIterator[CheckpointTuple]:
         """Yield checkpoints as `list` does."""
-
-        def read() -> Sequence[CheckpointTuple]:
-            return tuple(self.list(config, filter=filter, before=before, limit=limit))
-
-        for item in await asyncio.to_thread(read):
+        for item in await asyncio.to_thread(lambda: [*self.list(*args, **options)]):
             yield item
 
-    async def aput(
-        self,
-        config: RunnableConfig,
-        checkpoint: Checkpoint,
-        metadata: CheckpointMetadata,
-        new_versions: ChannelVersions,
-    ) -> RunnableConfig:
+    async def aput(self, *args: Any, **options: Any) -> RunnableConfig:
         """Store a checkpoint as `put` does."""
-        return await asyncio.to_thread(self.put, config, checkpoint, metadata, new_versions)
+        return await asyncio.to_thread(self.put, *args, **options)
 
     async def aput_writes(
         self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""

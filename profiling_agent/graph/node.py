@@ -18,7 +18,7 @@ from profiling_agent.graph.state import RunResult, RunState
 from profiling_agent.lib.io import first_problem
 from profiling_agent.lib.progress import raise_if_stopped
 from profiling_agent.request import Request, unknown_field
-from profiling_agent.schemas import Candidate, Journal, Record
+from profiling_agent.schemas import Record
 from profiling_agent.search.selection import ranked, size_ratio
 from profiling_agent.workspace import storage_errors
 
@@ -94,32 +94,22 @@ def run_node(
 
 def progress_event(state: RunState, stage: str) -> ProgressEvent:
     """Return an event without a message: the current attempt, and the best accepted so far."""
-    budget_s = state.time_budget_s
+    event = ProgressEvent(stage=stage, message="", iterations=state.max_iterations, budget_s=state.time_budget_s)
     if state.journal is None or (not state.journal.attempts and stage not in LOOP):
-        return ProgressEvent(stage=stage, message="", iterations=state.max_iterations, budget_s=budget_s)
-    journal = state.seen
-    best = next((row for row in ranked(journal, state.goal) if row.attempt is not None), None)
+        return event
+    journal, best = state.seen, None
+    if row := next((row for row in ranked(journal, state.goal) if row.attempt is not None), None):
+        measured, baseline = row.evaluation, journal.baseline
+        assert row.attempt is not None, "only attempts are described"
+        assert measured.drop is not None, "an attempt is compared with the baseline"
+        best = Best(
+            attempt=row.attempt,
+            drop=measured.drop.drop,
+            macs_saved=1 - measured.footprint.macs / max(baseline.footprint.macs, 1),
+            size_ratio=size_ratio(measured, baseline),
+        )
     iteration = min(len(journal.attempts) + 1, state.max_iterations)
-    return ProgressEvent(
-        stage=stage,
-        message="",
-        iteration=iteration,
-        iterations=state.max_iterations,
-        best=_describe_best(best, journal) if best else None,
-        budget_s=budget_s,
-    )
-
-
-def _describe_best(candidate: Candidate, journal: Journal) -> Best:
-    measured, baseline = candidate.evaluation, journal.baseline
-    assert candidate.attempt is not None, "only attempts are told of"
-    assert measured.drop is not None, "an attempt is compared with the baseline"
-    return Best(
-        attempt=candidate.attempt,
-        drop=measured.drop.drop,
-        macs_saved=1 - measured.footprint.macs / max(baseline.footprint.macs, 1),
-        size_ratio=size_ratio(measured, baseline),
-    )
+    return event.model_copy(update={"iteration": iteration, "best": best})
 
 
 def as_node(agent: Agent, sessions: Sessions) -> Node:

@@ -1,9 +1,10 @@
 """Agents: the nodes of the optimization graph, from acquisition to report."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
+from langchain_core.runnables import RunnableConfig
 from langgraph.config import get_config
 from langgraph.runtime import Runtime
 from langgraph.types import Command, interrupt
@@ -32,7 +33,6 @@ from profiling_agent.schemas import (
     Approval,
     ApprovalQuestion,
     Decided,
-    Journal,
     Origin,
     Plan,
     StopReason,
@@ -171,8 +171,11 @@ def deployment_search(state: RunState, session: RunSession) -> Update:
             raise PlanError(reason)
     acquired = _check_labels(evaluator)
     journal = open_journal(evaluator, state.proposal or Plan())
-    if state.proposal is not None and (reason := _unmade_reason(state.proposal, journal)):
-        raise PlanError(reason)
+    options = journal.deployment_search.options if journal.deployment_search else ()
+    asks_quantization = state.proposal is not None and bool(schemes_of(state.proposal.quantization or ()))
+    # A conversion that crashed or took too long is no evidence against the plan.
+    if asks_quantization and options and all(option.is_unfit for option in options):
+        raise PlanError(f"what the plan asks of quantization can't be made of this model: {options[0].reason}")
     return {"journal": journal, "acquired": acquired}
 
 
@@ -189,17 +192,6 @@ def _check_labels(evaluator: Evaluator) -> Acquired:
         return acquired
     evaluator.jobs.progress(doubt, 0, 0)
     return acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
-
-
-def _unmade_reason(plan: Plan, journal: Journal) -> str | None:
-    """Return why the user's own quantization fits nothing of the model; None if it does, or is not requested.
-
-    A conversion that crashed or took too long is no evidence against the plan.
-    """
-    options = journal.deployment_search.options if journal.deployment_search else ()
-    if not schemes_of(plan.quantization or ()) or not options or not all(option.is_unfit for option in options):
-        return None
-    return f"what the plan asks of quantization can't be made of this model: {options[0].reason}"
 
 
 def analysis(state: RunState, session: RunSession) -> Update:
@@ -219,19 +211,15 @@ def resuming(answer: Approval) -> Command[Any]:
     return Command(resume=answer.model_dump(mode="json"))
 
 
-def question_in(interrupts: Sequence[Any]) -> ApprovalQuestion | None:
-    """Return the question that a run waits with, or None."""
+def question_in(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
+    """Return the question that a thread of a graph waits with, or None."""
+    interrupts = graph.get_state(config).interrupts
     return ApprovalQuestion.model_validate(interrupts[0].value) if interrupts else None
-
-
-def needs_approval(state: RunState) -> bool:
-    """Return whether this plan needs an approval."""
-    return state.approve == "each" or (state.approve == "plan" and state.is_first)
 
 
 def approval(state: RunState, session: RunSession) -> Update:
     """Interrupt until the answer is valid. The node may run again, so nothing here has side effects."""
-    if not needs_approval(state):
+    if not (state.approve == "each" or (state.approve == "plan" and state.is_first)):
         return {}
     assert state.proposal is not None, "a plan is proposed before it is approved"
     profile = session.profile(state)

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from profiling_agent.lib.io import resolved
 from profiling_agent.llm.chat import Chat, name_of, open_model
 from profiling_agent.llm.transcript import FILE, LanguageModel, Recorded, Transcript, open_recording
 from profiling_agent.request import RUN_ID, Request
-from profiling_agent.schemas import SHARD, Acquired, ModelProfile, Plan, Spent, SplitInfo
+from profiling_agent.schemas import SHARD, ModelProfile, Plan, Spent, SplitInfo
 from profiling_agent.search.budget import (
     DEPLOYED,
     NUM_UNITS,
@@ -57,12 +57,9 @@ SESSION_S, SESSION_PASSES = 5.0, 230
 NUM_HELDOUT = 2_048
 # The winner's profile and the report.
 LAST_S, LAST_PASSES = 12.0, 200
-# Stages before the deployment search, of every attempt, and at the end of a run.
-EARLY, ROUND, LAST = (
-    ("acquisition", "input_shape_resolver", "profiling"),
-    ("pruning", "quantization", "evaluation"),
-    ("verdict", "report"),
-)
+# Stages of every attempt, those at the end of a run, and all from the profile on.
+ROUND, LAST = ("pruning", "quantization", "evaluation"), ("verdict", "report")
+STAGES = ("profiling", "deployment_search", "analysis", "approval", *ROUND, "iterative_pruning", *LAST)
 
 
 @dataclass(frozen=True)
@@ -123,22 +120,13 @@ def forecast(work: WorkLimits, budget: Budget, now: RunPosition) -> Forecast:
     """Return the remaining time, with as many attempts as the run's worth or its limit allows."""
     expected = stage_seconds(work, budget.pass_s)
     stage_s = max(expected.get(now.stage, 0.0) - now.in_stage_s, 0.0)
-    sure_s = stage_s + sum(expected[stage] for stage in _later_stages(now.stage))
+    later = STAGES[STAGES.index(now.stage if now.stage in STAGES else "profiling") + 1 :]
+    sure_s = stage_s + sum(expected.get(stage, 0.0) for stage in later)
     num_begun = now.num_measured + (now.stage != "iterative_pruning")
     num_more = 0 if now.stage in LAST else max(work.num_attempts - num_begun, 0)
     attempt_s = now.longest_s or sum(expected[stage] for stage in ROUND)
     more_s = min(num_more * attempt_s, max(budget.worth_s - budget.timesheet.spent_s - sure_s, 0.0))
     return Forecast(stage_s, max(min(sure_s + more_s, budget.left_s), stage_s))
-
-
-def _later_stages(stage: str) -> tuple[str, ...]:
-    if stage in LAST:
-        return LAST[LAST.index(stage) + 1 :]
-    if stage == "iterative_pruning":
-        return LAST
-    if stage in ROUND:
-        return (*ROUND[ROUND.index(stage) + 1 :], *LAST)
-    return (*(("deployment_search",) if stage in EARLY else ()), *ROUND, *LAST)
 
 
 # Seconds to wait for a node after its job ended: it may do work without a child process, such as a download.
@@ -189,8 +177,7 @@ class RunSession:
             opened.callback(workspace.lock().release)
             workspace.sweep()
             self.resources = opened.pop_all()
-        self.jobs = Jobs(workspace)
-        self.resources.callback(self.jobs.close)
+        self.jobs = self.resources.enter_context(closing(Jobs(workspace)))
         self._created = created
         self._advisor: LanguageModel | None = None
         self._profile: tuple[Profiled, ModelProfile] | None = None
@@ -201,16 +188,13 @@ class RunSession:
         """Return the remaining seconds of a stage and the run, None before the headline gives the time of a pass."""
         if self.jobs.pass_s is None or state.acquired is None:
             return None
-        attempts = state.journal.attempts if state.journal else ()
+        acquired, attempts = state.acquired, state.journal.attempts if state.journal else ()
         now = RunPosition(stage=stage, in_stage_s=in_stage_s, num_measured=len(attempts), longest_s=state.longest_s)
         budget = Budget(self.jobs.timesheet, self.jobs.pass_s, state.time_budget_s)
-        return forecast(self._work(state, state.acquired, budget), budget, now)
-
-    def _work(self, state: RunState, acquired: Acquired, budget: Budget) -> WorkLimits:
         if self._num_deployments is None:
             choices = deployment_choices(state, acquired.source.device)
             self._num_deployments = num_tried_first(state.proposal or Plan(), budget, state.goal, choices)
-        return WorkLimits(
+        work = WorkLimits(
             num_calibration=acquired.calibration.num_images,
             num_search=most_searched(acquired.search.num_images, budget, state.goal),
             num_heldout=acquired.heldout.num_images,
@@ -218,6 +202,7 @@ class RunSession:
             num_sessions=state.num_sessions,
             num_attempts=state.max_iterations if state.iterate else 1,
         )
+        return forecast(work, budget, now)
 
     def calibration(self, state: RunState) -> SplitInfo:
         """Return the calibration images that fit the run's time; raises RequestError if the budget is too small for any run."""
@@ -271,18 +256,18 @@ class RunSession:
                 "pass it again, as build_graph(advisor=...) or resume(..., advisor=...)"
             )
         if self._advisor is None:
-            self._advisor = self._open_advisor(state)
+            transcript = Transcript(self.workspace.root / FILE, max_tokens=state.llm_tokens)
+            if state.recorded is not None:
+                self._advisor = Recorded(open_recording(state.recorded), transcript)
+            elif self.chat_model is not None:
+                name, timeout_s = name_of(self.chat_model), state.llm_timeout_s
+                self._advisor = Chat(self.chat_model, name, transcript, timeout_s=timeout_s)
+            else:
+                assert state.endpoint is not None, "there is a language model"
+                key, timeout_s = key_for(state.endpoint, self.trusted), state.llm_timeout_s
+                model = open_model(state.endpoint, key, timeout_s=timeout_s)
+                self._advisor = Chat(model, state.endpoint.name, transcript, timeout_s=timeout_s)
         return self._advisor
-
-    def _open_advisor(self, state: RunState) -> LanguageModel:
-        transcript = Transcript(self.workspace.root / FILE, max_tokens=state.llm_tokens)
-        if state.recorded is not None:
-            return Recorded(open_recording(state.recorded), transcript)
-        if self.chat_model is not None:
-            return Chat(self.chat_model, name_of(self.chat_model), transcript, timeout_s=state.llm_timeout_s)
-        assert state.endpoint is not None, "there is a language model"
-        model = open_model(state.endpoint, key_for(state.endpoint, self.trusted), timeout_s=state.llm_timeout_s)
-        return Chat(model, state.endpoint.name, transcript, timeout_s=state.llm_timeout_s)
 
     def spent(self, state: RunState) -> Spent | None:
         """Return the language model's usage, None if there is none."""
@@ -291,16 +276,13 @@ class RunSession:
     def evaluator(self, state: RunState) -> Evaluator:
         """Return the evaluator of attempts, cached while its inputs are the same."""
         inputs = {name: getattr(state, name) for name in EVALUATED}
-        if self._evaluator is None or self._evaluator[0] != inputs:
-            self._evaluator = inputs, self._build_evaluator(state)
-        return self._evaluator[1]
-
-    def _build_evaluator(self, state: RunState) -> Evaluator:
+        if self._evaluator is not None and self._evaluator[0] == inputs:
+            return self._evaluator[1]
         assert state.acquired is not None, "acquisition comes first"
         assert state.resolved is not None, "the input shape resolver comes first"
         profile = self.profile(state)
         self.jobs.set_limits_from(profile.headline, profile.device)
-        return Evaluator(
+        evaluator = Evaluator(
             jobs=self.jobs,
             acquired=state.acquired,
             baseline=state.resolved.baseline,
@@ -317,6 +299,8 @@ class RunSession:
             ),
             choices=deployment_choices(state, state.acquired.source.device),
         )
+        self._evaluator = inputs, evaluator
+        return evaluator
 
     def close(self) -> None:
         """End the worker and release the run."""
@@ -370,7 +354,8 @@ class Sessions:
 
     def begin(self, request: Request, thread: str | None) -> RunSession:
         """Start or restart the requested run; raises RequestError if this server's limits forbid it."""
-        self._check_limits(request)
+        if self.limits is not None:
+            self.limits.check(request)
         run_id = choose_run_id(request, thread)
         session, root = self.by_run.get(run_id), request.output_dir / run_id
         if session is not None and not session.is_begun:
@@ -384,10 +369,6 @@ class Sessions:
         new_session.is_begun = True
         return new_session
 
-    def _check_limits(self, request: Request) -> None:
-        if self.limits is not None:
-            self.limits.check(request)
-
     def get_session(self, state: RunState, thread: str | None) -> RunSession:
         """Return the session of a run under way, opened if this process has none yet.
 
@@ -399,7 +380,8 @@ class Sessions:
                 f"run {root.name!r} was checkpointed with schema version {state.schema_version}, this version reads "
                 f"{SCHEMA_VERSION}: resume it with the version that wrote it"
             )
-        self._check_limits(state)
+        if self.limits is not None:
+            self.limits.check(state)
         run_id = thread or root.name
         known = self.by_run.get(run_id)
         is_own_folder = root.name == run_id and (known is not None or _is_same_path(root, state.output_dir / run_id))
@@ -411,17 +393,14 @@ class Sessions:
             read_manifest(root)
         session = known or self.open(Workspace(root))
         session.is_begun |= known is None
-        self._check_key(state, session)
-        return session
-
-    def _check_key(self, state: RunState, session: RunSession) -> None:
-        """Raise RunError at once, not at the first call, if the language model's server must not have the key."""
+        # Checked at once, not at the first call to the language model's server.
         if state.endpoint is not None and self.chat_model is None:
             try:
                 key_for(state.endpoint, session.trusted)
             except RunError:
                 session.close()
                 raise
+        return session
 
     def leave(self, run_id: str | None) -> None:
         """Close a run's session, if open: end its job, and wait for its node, which may run in another thread."""

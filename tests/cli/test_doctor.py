@@ -14,9 +14,10 @@ from crashing_library import break_library
 
 from profiling_agent.cli.doctor import Finding, check_cpu, check_memory, examine, read_self_test
 from profiling_agent.errors import RequestError
-from profiling_agent.jobs.self_test import SelfTest, main, probe
+from profiling_agent.jobs.self_test import SelfTest, main
 from profiling_agent.lib.io import CACHE_VARIABLE
 from profiling_agent.lib.machine import environment
+from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.request import Request
 from profiling_agent.schemas import RUNTIMES
 
@@ -24,21 +25,25 @@ QUICK = ("software", "CPU", "memory", "disk", "noise", "language model", "Huggin
 NOBODY = "http://127.0.0.1:9/v1"
 
 
-def looked(tmp_path: Path, **asked) -> dict[str, Finding]:
+def looked(tmp_path: Path, progress: Progress = silent, **asked: Any) -> dict[str, Finding]:
     """Return what needs no process of its own, by name."""
-    settings: dict[str, Any] = {"output": str(tmp_path / "runs")}
-    request = Request(**(settings | asked))
-    return {finding.name: finding for finding in islice(examine(request), len(QUICK))}
+    request = Request(**({"output": str(tmp_path / "runs")} | asked))
+    return {finding.name: finding for finding in islice(examine(request, progress), len(QUICK))}
 
 
 def test_what_is_quick_to_find_comes_first_and_a_machine_that_is_fit_has_no_problem(tmp_path: Path):
-    found = looked(tmp_path)
+    heard = list[tuple[str, int, int]]()
+    listen: Progress = lambda message, done, total: heard.append((message, done, total))  # noqa: E731
+    found = looked(tmp_path, listen)
 
     assert tuple(found) == QUICK
+    # Of the runtimes graphed is CUDA's; the device comes last.
+    assert heard == [("looking", number, len(QUICK) + len(RUNTIMES)) for number in range(len(QUICK))]
     assert "torch" in found["software"].seen
     assert found["disk"].state == "ok"
     assert str(tmp_path) in found["disk"].seen
     assert found["language model"].seen == "the built-in rules plan: no language model was requested"
+    assert "HF_HUB_OFFLINE" not in found["Hugging Face"].seen
     assert not (tmp_path / "runs").exists()
 
 
@@ -51,18 +56,14 @@ def test_what_is_quick_to_find_comes_first_and_a_machine_that_is_fit_has_no_prob
     ],
 )
 def test_a_processor_is_told_by_who_can_use_its_int8_instructions(cpu_flags: tuple[str, ...], state: str, advice: str):
-    found = check_cpu(environment().model_copy(update={"cpu_flags": cpu_flags}))
+    here = environment().model_copy(update={"cpu_flags": cpu_flags, "num_threads": 2})
+    found = check_cpu(here)
 
+    assert ", 2 threads, " in found.seen
+    assert ", 2 threads (a quota of 1.5 CPUs), " in check_cpu(here, 1.5).seen
     assert found.state == state
     assert advice in found.advice
     assert ", ".join(cpu_flags) in found.seen
-
-
-def test_a_quota_is_told_beside_the_threads_that_it_leaves():
-    here = environment().model_copy(update={"num_threads": 2})
-
-    assert ", 2 threads (a quota of 1.5 CPUs), " in check_cpu(here, 1.5).seen
-    assert ", 2 threads, " in check_cpu(here).seen
 
 
 def test_memory_is_looked_at_for_small_models_and_for_large_ones():
@@ -71,17 +72,6 @@ def test_memory_is_looked_at_for_small_models_and_for_large_ones():
     assert list(states.values()) == ["problem", "note", "note", "ok"]
     assert check_memory(5e9, 16e9).seen == "5 GB free of 16 GB"
     assert "5 to 9 GB: --time-budget" in check_memory(5e9, 16e9).advice
-
-
-def test_what_is_being_looked_at_is_told_while_it_is_looked_at(tmp_path: Path):
-    heard = list[tuple[str, int, int]]()
-    request = Request(output=str(tmp_path))
-
-    list(islice(examine(request, lambda message, done, total: heard.append((message, done, total))), 3))
-
-    # Graphed is CUDA's.
-    num_looks = len(QUICK) + len(RUNTIMES)
-    assert heard == [("looking", number, num_looks) for number in range(3)]
 
 
 def test_an_output_folder_that_can_not_be_made_is_a_problem_with_advice(tmp_path: Path):
@@ -95,14 +85,17 @@ def test_an_output_folder_that_can_not_be_made_is_a_problem_with_advice(tmp_path
         assert disk.advice == "choose another --output"
 
 
-def test_a_cache_whose_home_folder_can_not_be_found_is_noted_with_advice(
+def test_a_cache_whose_home_folder_can_not_be_found_and_being_cut_off_from_the_hub_are_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(CACHE_VARIABLE, "~nobody-of-that-name/cache")
-    disk = looked(tmp_path)["disk"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = looked(tmp_path)
+    disk = found["disk"]
 
     assert (disk.state, disk.seen.endswith("the cache folder isn't known")) == ("note", True)
     assert disk.advice == f"the home folder can't be found: set {CACHE_VARIABLE} to an absolute path"
+    assert "HF_HUB_OFFLINE is set" in found["Hugging Face"].seen
 
 
 def test_a_language_model_is_asked_for_one_word(tmp_path: Path):
@@ -114,26 +107,6 @@ def test_a_language_model_is_asked_for_one_word(tmp_path: Path):
     assert lacked.state == "problem"
     assert "check the address, the model's name and the key" in lacked.seen
     assert "--llm none" in lacked.advice
-
-
-def test_being_cut_off_from_the_hub_on_purpose_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert "HF_HUB_OFFLINE" not in looked(tmp_path)["Hugging Face"].seen
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-    assert "HF_HUB_OFFLINE is set" in looked(tmp_path)["Hugging Face"].seen
-
-
-@pytest.mark.parametrize("arguments", [("--llm", ""), ("--base-url", "http://" + 500 * "x"), ("--device", "tpu")])
-def test_what_no_request_can_say_is_one_line_and_exit_code_2(arguments: tuple[str, ...]):
-    said = call("doctor", *arguments)
-
-    assert said.exit_code == 2
-    assert len(said.stderr.strip().splitlines()) == 1
-    assert arguments[0].removeprefix("--") in said.stderr.replace("_", "-")
-
-
-def test_the_runtime_that_every_installation_has_runs_the_probes_model(tmp_path: Path):
-    assert 0 < probe("eager", tmp_path) < 10_000
 
 
 def test_a_small_model_goes_through_profile_prune_and_evaluate_on_a_device(tmp_path: Path):
@@ -155,7 +128,7 @@ def test_a_small_model_goes_through_profile_prune_and_evaluate_on_cuda(tmp_path:
     assert "eager bfloat16, eager float16, graphed tf32" in seen["evaluate"]
 
 
-def test_each_step_is_told_before_and_after_it_was_taken(capsys: pytest.CaptureFixture[str]):
+def test_each_step_is_told_before_it_is_taken(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(RequestError, match="device is 'tpu'"):
         main("tpu")
 

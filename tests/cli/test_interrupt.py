@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import call
 from conftest import World
 
 from profiling_agent.workspace import read_manifest
@@ -21,31 +22,36 @@ def _hears_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_hears_ctrl_c")
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_run_with_the_command_that_resumes_it_and_leaves_no_process(
-    world: World, tmp_path: Path, sent: signal.Signals, code: int
-):
-    run = tmp_path / "runs" / "stopped"
-    asked = ("--model", world.model, "--dataset", world.data, "--output", run.parent, "--run-id", run.name)
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "profiling_agent.cli.main",
-            "run",
-            *map(str, asked),
-            "--runtimes",
-            "eager",
-        ],
+def start(*command: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def has_printed(process: subprocess.Popen[str], stage: str) -> bool:
+    """Wait for a stage's line."""
     assert process.stdout is not None
-    assert any(line.startswith("profiling") for line in iter(process.stdout.readline, ""))
+    return any(line.startswith(stage) for line in iter(process.stdout.readline, ""))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_hears_ctrl_c")
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_run_that_others_could_not_have_and_leaves_no_process_but_what_resumes_it(
+    world: World, tmp_path: Path, sent: signal.Signals, code: int
+):
+    run = tmp_path / "runs" / "stopped"
+    asked = ("--model", world.model, "--dataset", world.data, "--output", run.parent, "--run-id", run.name)
+    process = start("-m", "profiling_agent.cli.main", "run", *asked, "--runtimes", "eager")
+    assert has_printed(process, "profiling")
+    for others, reason in ((("resume", run), "in use by another process"), (("run", *asked, "-q"), "exists in")):
+        refused = call(*others)
+        assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+        assert reason in refused.stderr
 
     # As a terminal does: Ctrl-C is the whole group's, workers among them.
     os.killpg(process.pid, sent) if sent == signal.SIGINT else process.send_signal(sent)
@@ -57,6 +63,7 @@ def test_a_signal_ends_a_run_with_the_command_that_resumes_it_and_leaves_no_proc
     assert read_manifest(run).request.model == str(world.model)
     assert (run / "checkpoints.sqlite").exists()
     assert not (run / "report.json").exists()
+    assert list(run.parent.iterdir()) == [run]
 
 
 PROGRAM = """
@@ -78,15 +85,9 @@ print(report.verdict.outcome, *(attempt.reason for attempt in report.attempts), 
 def test_an_interrupt_as_a_notebook_sends_it_is_no_failure_of_the_work_and_the_same_process_goes_on(
     world: World, tmp_path: Path
 ):
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(world.model), str(world.data), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
+    process = start("-c", PROGRAM, world.model, world.data, tmp_path)
     # Its work is one job: what is interrupted there is told in the attempt, if it is told at all.
-    assert any(line.strip() == "pruning" for line in iter(process.stdout.readline, ""))
+    assert has_printed(process, "pruning")
 
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=300)
@@ -125,15 +126,6 @@ def test_a_crash_of_ours_is_no_verdict():
     assert "this is a bug of ours" in ended.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_signal_ends_any_command_without_a_traceback(name: str):
-    ended = with_command(f"os.kill(os.getpid(), signal.{name})")
-
-    assert ended.returncode == 128 + signal.Signals[name]
-    assert ended.stderr.strip() == "stopped"
-
-
 def test_an_order_that_comes_twice_does_not_interrupt_what_is_left_to_be_done():
     order = "os.kill(os.getpid(), signal.SIGTERM)"
     ended = with_command(f"try: {order}\n    finally: {order}; print('all was put away')")
@@ -142,32 +134,27 @@ def test_an_order_that_comes_twice_does_not_interrupt_what_is_left_to_be_done():
 
 
 @pytest.mark.slow
-def test_a_hang_up_that_is_ignored_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize(
+    ("handler", "result"), [(signal.SIG_DFL, (129, "", "stopped")), (signal.SIG_IGN, (0, "went on", ""))]
+)
+def test_a_hang_up_ends_a_command_unless_it_is_ignored(handler: signal.Handlers, result: tuple[int, str, str]):
+    before = signal.signal(signal.SIGHUP, handler)
     try:
         ended = with_command("os.kill(os.getpid(), signal.SIGHUP); print('went on')")
     finally:
         signal.signal(signal.SIGHUP, before)
 
-    assert (ended.returncode, ended.stdout.strip()) == (0, "went on")
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr.strip()) == result
 
 
 @pytest.mark.slow
-def test_a_terminal_of_ascii_shows_what_it_can():
-    ended = with_command(
-        "terminal.console.print('größer ✓'); terminal.refuse('č')", PYTHONIOENCODING="ascii", LC_ALL="C"
+def test_a_terminal_of_ascii_shows_what_it_can_and_no_text_moves_the_cursor():
+    body = (
+        "terminal.console.print('größer ✓ a\\x1b[2Jb\\x9bc\\u202ed', markup=False); "
+        "terminal.refuse('č x\\x1b]0;title\\x07y')"
     )
+    ended = with_command(body, PYTHONIOENCODING="ascii", LC_ALL="C")
 
     assert ended.returncode == 2
-    assert ended.stdout.strip() == "gr\\xf6\\xdfer \\u2713"
-    assert ended.stderr.strip() == "profiling-agent: \\u010d"
-
-
-@pytest.mark.slow
-def test_no_text_moves_the_cursor():
-    ended = with_command(
-        "terminal.console.print('a\\x1b[2Jb\\x9bc\\u202ed', markup=False); terminal.refuse('x\\x1b]0;title\\x07y')"
-    )
-
-    assert ended.stdout.strip() == "a\\x1b[2Jb\\x9bc\\u202ed"
-    assert ended.stderr.strip() == "profiling-agent: x\\x1b]0;title\\x07y"
+    assert ended.stdout.strip() == "gr\\xf6\\xdfer \\u2713 a\\x1b[2Jb\\x9bc\\u202ed"
+    assert ended.stderr.strip() == "profiling-agent: \\u010d x\\x1b]0;title\\x07y"

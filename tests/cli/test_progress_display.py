@@ -67,14 +67,11 @@ def test_what_is_no_terminal_gets_each_stage_and_each_change_once_as_plain_lines
     ]
 
 
-def test_each_event_is_one_line_of_json_that_gives_the_event_again():
+def test_each_event_is_one_line_of_json_that_gives_the_event_again_on_a_terminal_too():
     documents = [json.loads(line) for line in shown(is_json=True).splitlines()]
 
     assert {document.pop("event") for document in documents} == {"progress"}
     assert tuple(ProgressEvent.model_validate(document) for document in documents) == EVENTS
-
-
-def test_json_is_asked_for_by_machines_and_stays_json_on_a_terminal():
     assert shown(is_json=True, is_terminal=True) == shown(is_json=True)
 
 
@@ -84,19 +81,13 @@ def test_quiet_shows_nothing(is_terminal: bool):
 
 
 @pytest.mark.usefixtures("_terminal")
-def test_a_terminal_shows_each_stage_the_iteration_and_the_best_so_far():
+def test_a_terminal_shows_the_iteration_the_best_so_far_and_each_stage_once_the_last_at_the_bottom():
     said = shown(is_terminal=True)
+    last = said.rpartition(STANDING)[2]
 
-    assert all(stage in said for stage in ("profiling", "evaluation", "pruning"))
     assert STANDING in said
     assert "counting [all] operators" in said
     assert "1/1" in said
-
-
-@pytest.mark.usefixtures("_terminal")
-def test_a_stage_that_comes_round_again_has_one_line_at_the_bottom():
-    last = shown(is_terminal=True).rpartition(STANDING)[2]
-
     assert last.count("pruning") == 1
     assert last.index("profiling") < last.index("evaluation") < last.index("pruning")
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 from chat_server import chat_server, error, in_turn
+from commands import call
 from conftest import World
 from full_disk import at_most
 from langchain_core.runnables import RunnableConfig
@@ -18,10 +19,8 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
 from pydantic import BaseModel
 from sample_records import BASELINE, attempt, journal, profile, ref
-from typer.testing import CliRunner
 
-from profiling_agent import Request, approve, build_graph, resume
-from profiling_agent.cli.main import app
+from profiling_agent import approve, build_graph, resume
 from profiling_agent.errors import RequestError, RunError, StorageError
 from profiling_agent.graph.checkpoints import RunSaver, checkpointed_types, strict_serde
 from profiling_agent.graph.node import ProgressEvent
@@ -30,7 +29,7 @@ from profiling_agent.llm.chat import Endpoint
 from profiling_agent.planning.allocation import dry_run
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report
-from profiling_agent.schemas import Approval, Journal, Outcome, RecoveredModel, StopReason
+from profiling_agent.schemas import Approval, Journal, ModelProfile, Outcome, RecoveredModel, StopReason
 from profiling_agent.search.attempt import PreparedAttempt
 from profiling_agent.workspace import create_workspace
 
@@ -100,97 +99,74 @@ class Tiny(BaseModel):
 def tiny_graph(saver: RunSaver):
     graph = StateGraph(Tiny)
 
-    def first(state: Tiny) -> dict[str, Any]:
-        return {"turn": state.turn + 1, "journal": journal()}
-
-    def second(state: Tiny) -> dict[str, Any]:
-        return {"turn": state.turn + 1}
-
-    graph.add_node("first", first)
-    graph.add_node("second", second)
+    graph.add_node("first", lambda state: {"turn": state.turn + 1, "journal": journal()})
+    graph.add_node("second", lambda state: {"turn": state.turn + 1})
     graph.add_edge(START, "first")
     graph.add_edge("first", "second")
     graph.add_edge("second", END)
     return graph.compile(checkpointer=saver)
 
 
-def test_a_threads_checkpoints_lie_in_its_run_folder_and_can_be_read_again(tmp_path: Path):
-    config: RunnableConfig = {"configurable": {"thread_id": "run-1"}}
+def test_checkpoints_of_a_thread_lie_in_its_run_folder_and_can_be_read_again_sync_and_async(tmp_path: Path):
+    configs: list[RunnableConfig] = [{"configurable": {"thread_id": name}} for name in ("run-1", "run-2")]
     saver = RunSaver(tmp_path)
-    tiny_graph(saver).invoke(Tiny(turn=1), config, durability="sync")
+    tiny_graph(saver).invoke(Tiny(turn=1), configs[0], durability="sync")
+    asyncio.run(tiny_graph(saver).ainvoke(Tiny(turn=1), configs[1], durability="sync"))
     saver.close()
-
     other = RunSaver(tmp_path)
-    state = tiny_graph(other).get_state(config)
+
+    for config in configs:
+        states = list(tiny_graph(other).get_state_history(config))
+        assert [state.values.get("turn") for state in states] == [3, 2, 1, None]
+        assert states[0].values["journal"] == journal()
+    assert (tmp_path / "run-1" / "checkpoints.sqlite").exists()
+    other.delete_thread("run-1")
+    assert other.get_tuple(configs[0]) is None
     other.close()
 
-    assert (tmp_path / "run-1" / "checkpoints.sqlite").exists()
-    assert state.values["turn"] == 3
-    assert state.values["journal"] == journal()
 
-
-def test_the_saver_is_the_same_sync_and_async(tmp_path: Path):
-    config: RunnableConfig = {"configurable": {"thread_id": "run-1"}}
-    saver = RunSaver(tmp_path)
-
-    asyncio.run(tiny_graph(saver).ainvoke(Tiny(turn=1), config, durability="sync"))
-    steps = [snapshot.values.get("turn") for snapshot in tiny_graph(saver).get_state_history(config)]
-    saver.delete_thread("run-1")
-
-    assert steps == [3, 2, 1, None]
-    assert saver.get_tuple(config) is None
-    saver.close()
-
-
-def test_reading_an_unknown_thread_makes_no_folder(tmp_path: Path):
+def test_reading_an_unknown_thread_makes_no_folder_and_one_that_would_leave_it_is_refused(tmp_path: Path):
     saver = RunSaver(tmp_path)
 
     assert saver.get_tuple({"configurable": {"thread_id": "unknown"}}) is None
+    for thread in ("../other", "a/b", "", ".hidden"):
+        with pytest.raises(RunError, match="can't name a folder"):
+            saver.get_tuple({"configurable": {"thread_id": thread}})
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("thread", ["../other", "a/b", "", ".hidden"])
-def test_a_thread_id_that_would_leave_the_folder_is_refused(tmp_path: Path, thread: str):
-    with pytest.raises(RunError, match="can't name a folder"):
-        RunSaver(tmp_path).get_tuple({"configurable": {"thread_id": thread}})
+THREAD: RunnableConfig = {"configurable": {"thread_id": "t", "checkpoint_ns": ""}}
 
 
-def a_thread(runs: Path) -> Path:
+@pytest.fixture
+def thread(tmp_path: Path) -> Path:
     """Return the file of a thread that has one checkpoint."""
-    saver = RunSaver(runs)
-    config: RunnableConfig = {"configurable": {"thread_id": "t", "checkpoint_ns": ""}}
-    saver.put(config, empty_checkpoint(), {}, {})
-    saver.close()
-    return runs / "t" / "checkpoints.sqlite"
+    with closing(RunSaver(tmp_path)) as saver:
+        saver.put(THREAD, empty_checkpoint(), {}, {})
+    return tmp_path / "t" / "checkpoints.sqlite"
 
 
 @pytest.mark.slow
-def test_a_file_that_another_process_holds_is_not_called_damaged(tmp_path: Path):
-    path = a_thread(tmp_path)
-    with closing(sqlite3.connect(path)) as other:
+def test_a_file_that_another_process_holds_is_not_called_damaged(thread: Path, tmp_path: Path):
+    with closing(sqlite3.connect(thread)) as other:
         other.execute("PRAGMA locking_mode = EXCLUSIVE")
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(RunError, match="in use by another process"):
-            RunSaver(tmp_path).get_tuple({"configurable": {"thread_id": "t"}})
+            RunSaver(tmp_path).get_tuple(THREAD)
 
 
-def test_a_disk_that_fills_damages_nothing(tmp_path: Path):
-    path = a_thread(tmp_path)
-    config: RunnableConfig = {"configurable": {"thread_id": "t", "checkpoint_ns": ""}}
-    saver = RunSaver(tmp_path)
-    before = saver.get_tuple(config)
-    limit = path.stat().st_size + 100
+def test_a_disk_that_fills_damages_nothing(thread: Path, tmp_path: Path):
     large: Checkpoint = {**empty_checkpoint(), "channel_values": {"x": "y" * 1_000_000}}
-    with at_most(limit), pytest.raises(StorageError, match="resume"):
-        saver.put(config, large, {}, {})
-    saver.close()
+    with closing(RunSaver(tmp_path)) as saver:
+        before = saver.get_tuple(THREAD)
+        with at_most(thread.stat().st_size + 100), pytest.raises(StorageError, match="resume"):
+            saver.put(THREAD, large, {}, {})
 
     assert before is not None
-    assert RunSaver(tmp_path).get_tuple(config) is not None
+    assert RunSaver(tmp_path).get_tuple(THREAD) is not None
 
 
 KEY = "sk-very-secret"
-ASKING = error(401)
 
 
 class EnoughError(Exception):
@@ -205,81 +181,74 @@ def until_pruning(event: ProgressEvent) -> None:
 def edited(finished: Path, folder: Path, values: dict[str, Any], *, until: str = "analysis") -> Path:
     """Return a copy of a finished run that stands before `until`, with `values` in its checkpoint."""
     run = Path(shutil.copytree(finished, folder / "quick", symlinks=True))
-    saver = RunSaver(run.parent)
-    graph, config = build_graph(saver), {"configurable": {"thread_id": run.name}}
-    before = next(snapshot for snapshot in graph.get_state_history(config) if snapshot.next == (until,))
-    graph.update_state(before.config, values)
-    saver.close()
+    with closing(RunSaver(run.parent)) as saver:
+        graph, config = build_graph(saver), {"configurable": {"thread_id": run.name}}
+        before = next(snapshot for snapshot in graph.get_state_history(config) if snapshot.next == (until,))
+        graph.update_state(before.config, values)
     for report in run.glob("report.*"):
         report.unlink()
     return run
 
 
-@pytest.fixture
-def named(world: World, tmp_path: Path) -> Path:
-    """Return a run folder that nothing was done in yet, whose request names a server that isn't there."""
-    request = world.request(tmp_path, llm="openai:scripted", base_url="http://127.0.0.1:9/v1")
-    return create_workspace(request, "quick").root
+@pytest.mark.slow
+def test_a_lost_profile_is_measured_again_once_the_checkpoints_are_deleted(finished: Path, tmp_path: Path):
+    run = edited(finished, tmp_path, {"advisor_note": "before the first plan"})
+    profile = run / read_report(finished).profiles["baseline"].profile.path
+    shutil.rmtree(profile.parent)
+    refused = call("resume", run)
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert all(word in refused.stderr for word in (profile.parent.name, "missing or damaged", "checkpoints.sqlite"))
 
+    (run / "checkpoints.sqlite").unlink()
+    with pytest.raises(EnoughError):
+        resume(run, until_pruning)
 
-def test_a_key_does_not_go_where_a_request_json_says(named: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-
-    with pytest.raises(RunError, match=r"would go to 'http://127\.0\.0\.1:9/v1'.*resume RUN --base-url http"):
-        resume(named)
-    said = CliRunner().invoke(app, ["resume", str(named)])
-
-    assert said.exit_code == 2
-    assert len(said.stderr.strip().splitlines()) == 1
-    assert "--base-url http://127.0.0.1:9/v1" in said.stderr
-    assert KEY not in said.stderr
-    assert (named / "request.json").exists()
+    assert ModelProfile.model_validate_json(profile.read_bytes()).evidence is not None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["the flag", "the argument", "the environment", "no key"])
-def test_it_goes_there_once_a_person_says_so_and_without_one_nobody_needs_to(
-    named: Path, monkeypatch: pytest.MonkeyPatch, way: str
+def test_a_key_goes_where_a_request_json_says_once_a_person_says_so(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ):
-    # Past the check, the server is found not to be there.
+    # Nothing was done in the run yet, and there is no server: past the check, that is found.
+    url = "http://127.0.0.1:9/v1"
+    named = create_workspace(world.request(tmp_path, llm="openai:scripted", base_url=url), "quick").root
     if way != "no key":
         monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    if way == "the flag":
-        said = CliRunner().invoke(app, ["resume", str(named), "--base-url", "http://127.0.0.1:9/v1"])
-        assert "gave no answer" in said.stderr
-        return
+        with pytest.raises(RunError, match=r"would go to 'http://127\.0\.0\.1:9/v1'.*resume RUN --base-url http"):
+            resume(named)
     if way == "the environment":
-        monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1/")
-    with pytest.raises(RequestError, match="gave no answer"):
-        resume(named, base_url="http://127.0.0.1:9/v1" if way == "the argument" else None)
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{url}/")
+    if way == "the flag":
+        refused, allowed = call("resume", named), call("resume", named, "--base-url", url)
+        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+        assert f"--base-url {url}" in refused.stderr
+        assert KEY not in refused.stderr
+        assert (named / "request.json").exists()
+        assert "gave no answer" in allowed.stderr
+    else:
+        with pytest.raises(RequestError, match="gave no answer"):
+            resume(named, base_url=url if way == "the argument" else None)
 
 
-def test_a_key_does_not_go_where_a_checkpoint_says_until_a_person_does(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("key", [KEY, None])
+def test_a_key_goes_where_a_checkpoint_says_once_a_person_says_so_and_a_server_without_one_is_asked(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
 ):
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with chat_server(in_turn(ASKING)) as server:
+    with chat_server(in_turn(error(401))) as server:
         endpoint = Endpoint(model="scripted", base_url=server.url)
         run = edited(finished, tmp_path, {"endpoint": endpoint, "planner": "llm"})
-
-        for go_on in (lambda: resume(run), lambda: approve(run, Approval(decision="accept"))):
-            with pytest.raises(RunError):
-                go_on()
+        if key:
+            monkeypatch.setenv("OPENAI_API_KEY", key)
+            for go_on in (lambda: resume(run), lambda: approve(run, Approval(decision="accept"))):
+                with pytest.raises(RunError):
+                    go_on()
         assert server.keys == []
         with pytest.raises(EnoughError):
-            resume(run, until_pruning, base_url=server.url)
+            resume(run, until_pruning, base_url=server.url if key else None)
 
-    assert set(server.keys) == {f"Bearer {KEY}"}
-
-
-def test_a_server_of_ones_own_is_asked_without_a_key(finished: Path, tmp_path: Path):
-    with chat_server(in_turn(ASKING)) as server:
-        endpoint = Endpoint(model="scripted", base_url=server.url)
-        run = edited(finished, tmp_path, {"endpoint": endpoint, "planner": "llm"})
-        with pytest.raises(EnoughError):
-            resume(run, until_pruning)
-
-    assert set(server.keys) == {"Bearer EMPTY"}
+    assert set(server.keys) == {f"Bearer {key or 'EMPTY'}"}
 
 
 def test_a_graph_with_checkpoints_is_told_which_addresses_are_its_callers(
@@ -312,17 +281,16 @@ def test_whatever_a_client_would_send_keeps_it_from_a_foreign_address(secret: st
     assert key_for(endpoint, (), {secret: "EMPTY"}) == "EMPTY"
 
 
-def test_a_password_in_an_address_is_refused_before_it_is_written_down():
-    for url in (
-        "http://me:sk-secret@h/v1",
-        "http://h/v1?key=sk-secret",
-        "http://h/v1#sk-secret",
-        "http://[me:sk-secret@",
-    ):
-        said = CliRunner().invoke(app, ["run", "--base-url", url, "--planner", "rules"])
-        assert said.exit_code == 2
-        assert "more than an address" in said.stderr
-        assert "sk-secret" not in said.stderr
+@pytest.mark.parametrize(
+    "url",
+    ["http://me:sk-secret@h/v1", "http://h/v1?key=sk-secret", "http://h/v1#sk-secret", "http://[me:sk-secret@"],
+)
+def test_a_password_in_an_address_is_refused_before_it_is_written_down(url: str):
+    said = call("run", "--base-url", url, "--planner", "rules")
+
+    assert said.exit_code == 2
+    assert "more than an address" in said.stderr
+    assert "sk-secret" not in said.stderr
 
 
 def test_a_checkpoint_does_not_lead_into_another_runs_folder(finished: Path, tmp_path: Path):
@@ -346,8 +314,3 @@ def test_a_contract_that_was_changed_behind_it_is_what_the_verdict_is_by(finishe
     assert report.verdict.outcome is not Outcome.MET
     assert {term.name: term.required for term in report.verdict.terms}["size"] == report.goal.max_size_ratio == 1e-6
     assert before.goal.max_size_ratio != 1e-6
-
-
-def test_a_request_that_names_a_password_is_not_kept_in_a_state_either():
-    with pytest.raises(ValueError, match="more than an address"):
-        Request(base_url="http://me:pw@h/v1")

@@ -31,8 +31,7 @@ def test_a_model_that_plans_alone_is_measured_with_its_wishes_and_its_words_are_
 ):
     def wishes(payload: dict, number: int) -> Said:
         found = json.loads(careful(payload, number).content or "")
-        tried = len(re.findall(r"^attempt \d+ ", payload["messages"][-1]["content"], re.MULTILINE))
-        if tried == 1:
+        if found["reason"].startswith("1 "):
             found["quantization"] = [{"layer": "all", "quantization_type": "cast", "dtype": "bfloat16"}]
         return Said(content=json.dumps(found))
 
@@ -69,7 +68,9 @@ def test_an_object_plans_as_well_is_needed_again_and_the_rules_go_on_without_its
     with chat_server(dies) as server:
         model = ChatOpenAI(model="scripted", base_url=server.url, api_key=SecretStr("EMPTY"), max_retries=0)
         with pytest.raises(CutError):
-            optimize(world.request(tmp_path, planner="llm", max_iterations=2), cut, advisor=model)
+            optimize(
+                world.request(tmp_path, planner="llm", max_iterations=2, quantize_dtype="none"), cut, advisor=model
+            )
         with pytest.raises(RunError, match=r"pass it again, as build_graph\(advisor=\.\.\.\)"):
             resume(tmp_path / "quick")
         report = resume(tmp_path / "quick", advisor=model)
@@ -83,27 +84,6 @@ def test_an_object_plans_as_well_is_needed_again_and_the_rules_go_on_without_its
     assert "left to the rules, the last because ChatOpenAI:scripted gave no answer" in text
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"llm": "openai:scripted", "base_url": "http://127.0.0.1:9/v1"}, "gave no answer"),
-        ({"llm": "openai:scripted", "base_url": None}, "OPENAI_API_KEY isn't set"),
-    ],
-)
-def test_a_model_that_cant_be_had_is_said_before_anything_is_done(world: World, tmp_path: Path, asked: dict, said: str):
-    with chat_server(careful) as server, pytest.raises(RequestError, match=said):
-        optimize(world.request(tmp_path, **({"base_url": server.url} | asked)))
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_is_no_chat_model_is_refused(world: World, tmp_path: Path):
     with pytest.raises(RequestError, match="advisor is of type str"):
         build_graph(advisor="gpt-4o").invoke(world.request(tmp_path))
-
-
-def test_a_transcript_without_answers_is_refused_and_leaves_nothing(world: World, tmp_path: Path):
-    (tmp_path / "llm.jsonl").write_text('{"kind": "turn"}\n')
-
-    with pytest.raises(RequestError, match="has no answers of a language model"):
-        optimize(world.request(tmp_path / "runs", llm=f"recorded:{tmp_path / 'llm.jsonl'}"))
-    assert not list((tmp_path / "runs").glob("*/*"))

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from conftest import World
-from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 
 from profiling_agent import Approval, ApprovalQuestion, approve, build_graph, optimize, pending, resume
 from profiling_agent.errors import ApprovalPendingError, RequestError
+from profiling_agent.graph.checkpoints import RunSaver
 from profiling_agent.schemas import Cap
 
 FIRST_BLOCK = r"layers\.0\.mlp"
@@ -28,7 +28,9 @@ def test_a_plan_is_refused_edited_and_kept_to(world: World, tmp_path: Path):
         asked.append(question)
         return answers.pop(0) if answers else Approval(decision="accept")
 
-    report = optimize(world.request(tmp_path, approve="each", max_iterations=2), approver=approver)
+    report = optimize(
+        world.request(tmp_path, approve="each", max_iterations=2, quantize_dtype="none"), approver=approver
+    )
 
     assert [question.attempt for question in asked] == [1, 1, 1, 2]
     assert "no.such.layer" in (asked[1].problem or "")
@@ -40,33 +42,29 @@ def test_a_plan_is_refused_edited_and_kept_to(world: World, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_run_without_an_answer_waits_and_refuses_an_answer_that_fits_nothing(world: World, tmp_path: Path):
-    with pytest.raises(ApprovalPendingError, match="waits for an approval of attempt 1: answer with"):
-        optimize(world.request(tmp_path, approve="plan", max_iterations=1))
-    run = tmp_path / "quick"
-    jobs = sorted(path.name for path in (run / "jobs").iterdir())
-    with pytest.raises(ApprovalPendingError):
-        resume(run)
-    waiting = pending(run)
-    assert waiting is not None
-    assert waiting.cuts
-    with pytest.raises(ApprovalPendingError, match=r"attempt 1 \(min_speedup|attempt 1 \(the layer pattern"):
-        approve(run, Approval(decision="edit", caps=(Cap(layer="nowhere"),)))
-    assert sorted(path.name for path in (run / "jobs").iterdir()) == jobs
-
-
-@pytest.mark.slow
-def test_langgraphs_own_command_answers_too(world: World, tmp_path: Path):
-    graph = build_graph(InMemorySaver())
-    config = {"configurable": {"thread_id": "quick"}}
-    request = world.request(tmp_path, approve="plan", max_iterations=1, run_id=None)
-
+def test_a_run_waits_for_langgraphs_own_command_or_ours_and_refuses_an_answer_that_fits_nothing(
+    world: World, tmp_path: Path
+):
+    run, saver = tmp_path / "quick", RunSaver(tmp_path)
+    graph, config = build_graph(saver), {"configurable": {"thread_id": run.name}}
+    request = world.request(tmp_path, approve="plan", max_iterations=1, run_id=None, quantize_dtype="none")
     stopped = graph.invoke(request, config)
     (waiting,) = stopped["__interrupt__"]
     assert json.loads(json.dumps(waiting.value))["choices"] == ["accept", "edit", "reject"]
     assert waiting.response_schema["properties"]["decision"]["enum"] == ["accept", "edit", "reject"]
     (again,) = graph.invoke(Command(resume={"decision": "maybe"}), config)["__interrupt__"]
     assert "decision" in again.value["problem"]
+    saver.close()
+
+    jobs = sorted(path.name for path in (run / "jobs").iterdir())
+    with pytest.raises(ApprovalPendingError, match="waits for an approval of attempt 1"):
+        resume(run)
+    question = pending(run)
+    assert question is not None
+    assert question.cuts
+    with pytest.raises(ApprovalPendingError, match=r"attempt 1 \(min_speedup|attempt 1 \(the layer pattern"):
+        approve(run, Approval(decision="edit", caps=(Cap(layer="nowhere"),)))
+    assert sorted(path.name for path in (run / "jobs").iterdir()) == jobs
 
 
 def test_without_a_checkpointer_approval_is_refused_at_the_start(world: World, tmp_path: Path):

@@ -1,23 +1,31 @@
+"""The whole run: what `finished` has, and how a graph treats requests that it can't carry out."""
+
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 import zoo
+from architecture import ROOT
 from conftest import World
+from interrupted import finished_jobs
 from transformers import ViTForImageClassification
 from world import write_data
 
 from profiling_agent import Request, build_graph, load, optimize
+from profiling_agent.data.prepared import PIXELS
 from profiling_agent.errors import AcquisitionError, PlanError, RunError
+from profiling_agent.graph.checkpoints import RunSaver, studio_saver
 from profiling_agent.graph.nodes import deployment_search
 from profiling_agent.graph.session import RunSession, Sessions
 from profiling_agent.graph.state import RunState
-from profiling_agent.jobs.tasks import ResolvedShape
+from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.planning.rules import analyse
 from profiling_agent.reporting.report import RunReport
@@ -25,7 +33,7 @@ from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import Deployment, Outcome, Plan
 from profiling_agent.search.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
 from profiling_agent.search.planners import propose
-from profiling_agent.workspace import Workspace, read_manifest
+from profiling_agent.workspace import Workspace
 
 
 def report_of(run: Path) -> RunReport:
@@ -35,33 +43,14 @@ def report_of(run: Path) -> RunReport:
 @contextmanager
 def opened(run: Path) -> Generator[tuple[RunState, RunSession]]:
     """Give a finished run's state before its deployments are searched, and its session."""
-    report, request = report_of(run), read_manifest(run).request
-    sessions = Sessions()
-    session = sessions.open(Workspace(run))
-    try:
-        yield (
-            RunState(
-                **request.model_dump(),
-                run_dir=str(run),
-                acquired=report.acquired,
-                resolved=ResolvedShape(
-                    input=report.input,
-                    baseline=report.variants[0].evaluation.model,
-                    device=report.acquired.source.device,
-                ),
-                profiled=report.profiles["baseline"],
-            ),
-            session,
-        )
-    finally:
-        session.close()
+    with closing(RunSaver(run.parent)) as saver:
+        history = build_graph(saver).get_state_history({"configurable": {"thread_id": run.name}})
+        resolved = next(snapshot for snapshot in history if snapshot.next == ("deployment_search",))
+    with closing(Sessions().open(Workspace(run))) as session:
+        yield RunState.model_validate(resolved.values), session
 
 
-def job_names(run: Path) -> set[str]:
-    return {path.name for path in (run / "jobs").iterdir()}
-
-
-def test_a_run_ends_with_a_verdict_on_images_that_no_decision_saw(finished: Path):
+def test_a_run_ends_with_judged_attempts_and_a_verdict_on_images_that_no_decision_saw(finished: Path):
     report = report_of(finished)
 
     assert report.verdict.outcome in set(Outcome)
@@ -69,11 +58,7 @@ def test_a_run_ends_with_a_verdict_on_images_that_no_decision_saw(finished: Path
     assert report.heldout.predictions.split == "heldout"
     assert all(row.evaluation.predictions.split == "search" for row in report.variants)
     assert report.baseline.num_images + report.acquired.search.num_images == 400
-
-
-def test_the_journal_holds_measured_and_judged_attempts(finished: Path):
-    attempts = report_of(finished).attempts
-
+    attempts = report.attempts
     assert attempts
     assert [attempt.number for attempt in attempts] == list(range(1, len(attempts) + 1))
     assert all(attempt.reason for attempt in attempts)
@@ -84,27 +69,19 @@ def test_the_journal_holds_measured_and_judged_attempts(finished: Path):
     assert first.deployed.footprint.macs == first.dry_run.macs
 
 
-def test_the_returned_model_loads_and_is_no_larger_than_the_baseline(finished: Path):
-    report = report_of(finished)
-
-    model = load(finished / "best")
-
-    assert model(pixel_values=random_batch(zoo.SPEC, 2)).logits.shape == (2, 5)
-    assert report.best.size_bytes <= report.baseline.size_bytes
-    assert report.best.params <= report.baseline.params
-
-
-def test_the_returned_models_card_says_what_was_measured(finished: Path):
+def test_the_returned_model_loads_is_no_larger_than_the_baseline_and_has_a_card(finished: Path):
     report, card = report_of(finished), (finished / "best" / "README.md").read_text()
 
+    assert load(finished / "best")(pixel_values=random_batch(zoo.SPEC, 2)).logits.shape == (2, 5)
+    assert report.best.size_bytes <= report.baseline.size_bytes
+    assert report.best.params <= report.baseline.params
     assert f"{report.best.num_images:,} held-out images" in card
     assert report.verdict.explanation in card
     assert "from profiling_agent import load" in card
-    load(finished / "best")
 
 
 def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
-    report, before = report_of(finished), job_names(finished)
+    report, before = report_of(finished), finished_jobs(finished)
 
     with opened(finished) as (state, session):
         evaluator = session.evaluator(state)
@@ -119,7 +96,7 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
     assert journal is not None
     assert journal.attempts == report.attempts
     assert plan is report.stopped
-    assert job_names(finished) == before
+    assert finished_jobs(finished) == before
 
 
 def test_a_scheme_that_takes_none_of_the_layers_asked_for_costs_itself_alone(finished: Path, tmp_path: Path):
@@ -169,32 +146,43 @@ def test_a_baseline_that_guesses_leaves_the_verdict_unproven(world: World, tmp_p
     constant = zoo.vit()
     with torch.no_grad():
         constant.classifier.bias[0] += 100
-    model = zoo.save(constant, tmp_path / "model")
-    request = world.request(tmp_path, iterate=False).model_copy(update={"model": str(model)})
+    guessing = World(model=zoo.save(constant, tmp_path / "model"), data=world.data)
 
-    report = optimize(request)
+    report = optimize(guessing.request(tmp_path, iterate=False, quantize_dtype="none", num_samples=60))
 
     assert not report.verdict.certified
     assert report.verdict.explanation.startswith("unproven: the baseline answers ")
     assert any(note.startswith("the baseline answers ") for note in report.notes)
 
 
-@pytest.mark.slow
-def test_invoking_the_same_request_again_repeats_no_job(world: World, tmp_path: Path):
-    request = world.request(tmp_path, run_id=None, iterate=False)
+def test_invoking_the_same_request_again_repeats_no_job(world: World, finished: Path):
+    """As a notebook has it: another graph, which knows nothing of the sessions of the first."""
+    done, sessions = finished_jobs(finished), Sessions()
 
-    sessions = Sessions()
-    first = build_graph(sessions=sessions).invoke(request)
-    done = {path: path.stat().st_mtime_ns for path in Path(first["run_dir"]).glob("jobs/*/result.json")}
-    # As a notebook has it: another graph, which knows nothing of the first one's sessions.
-    again = build_graph().invoke(request)
+    again = build_graph(sessions=sessions).invoke(world.request(finished.parent))
 
-    assert set(first) == {"verdict", "report", "run_dir", "results_dir"}
-    assert again["run_dir"] == first["run_dir"]
-    assert again["report"] == first["report"]
-    assert {path: path.stat().st_mtime_ns for path in Path(first["run_dir"]).glob("jobs/*/result.json")} == done
-    assert len(again["report"].attempts) == 1
+    assert set(again) == {"verdict", "report", "run_dir", "results_dir"}
+    assert again["run_dir"] == str(finished)
+    assert again["report"].attempts == report_of(finished).attempts
+    assert finished_jobs(finished) == done
     assert not sessions.by_run
+
+
+def test_each_image_is_decoded_once_and_answered_once_by_a_model_and_no_array_is_left(finished: Path):
+    script = ROOT / "benchmarks" / "images_evaluated.py"
+    ended = subprocess.run([sys.executable, script, finished], check=True, capture_output=True, text=True)
+
+    counted, report = json.loads(ended.stdout), report_of(finished)
+    acquired, best = report.acquired, report.heldout.model.path
+    baseline = report.variants[0].evaluation.model.path
+    # Fewer than 512 of each: everything is one shard.
+    splits = {split.name: split.num_images for split in (acquired.calibration, acquired.search, acquired.heldout)}
+    assert max(splits.values()) <= 512
+    assert counted["decoded"] == splits
+    assert counted["evaluated_twice"] == 0
+    for split in ("search", "heldout"):
+        assert counted["evaluated"][f"{baseline} {split}"] == counted["evaluated"][f"{best} {split}"] == splits[split]
+    assert list(finished.glob(f"jobs/*/{PIXELS}")) == []
 
 
 def test_a_request_that_can_not_be_carried_out_leaves_nothing_behind(tmp_path: Path):
@@ -221,31 +209,15 @@ def test_another_request_does_not_go_on_with_a_run_that_was_left_open(tmp_path: 
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_langgraph_json_names_a_graph_without_a_checkpointer_and_our_saver():
-    from profiling_agent.graph.checkpoints import RunSaver, studio_saver
-    from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
-
-    config = json.loads((Path(__file__).parents[2] / "langgraph.json").read_text())
-
-    assert config["graphs"]["profiling_agent"]["path"] == "./graphs/optimization.py:graph"
+def test_the_graph_is_as_langgraph_json_the_form_of_studio_and_the_guide_have_it():
+    config = json.loads((ROOT / "langgraph.json").read_text())
     file, name = config["checkpointer"]["path"].split(":")
-    assert hasattr(import_module(file.removeprefix("./").removesuffix(".py").replace("/", ".")), name)
-    assert graph.checkpointer is None
-    assert isinstance(studio_saver(), RunSaver)
-
-
-def test_the_form_that_studio_shows_is_the_requests():
-    from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
-
     schema = graph.get_input_jsonschema()
 
+    assert config["graphs"]["profiling_agent"]["path"] == "./graphs/optimization.py:graph"
+    assert getattr(import_module(file.removeprefix("./").removesuffix(".py").replace("/", ".")), name) is studio_saver
+    assert graph.checkpointer is None
+    assert isinstance(studio_saver(), RunSaver)
     assert set(schema["properties"]) == set(Request.model_fields)
     assert schema["properties"]["max_accuracy_drop"]["default"] == 0.01
-
-
-def test_the_guide_shows_the_graph_as_it_is():
-    from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
-
-    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
-
-    assert graph.get_graph().draw_mermaid().strip() in guide
+    assert graph.get_graph().draw_mermaid().strip() in (ROOT / "docs" / "guide.md").read_text()

@@ -1,20 +1,38 @@
-"""A whole run in which other runtimes than torch compete."""
+"""A whole run that recovers what it prunes, and in which other runtimes than torch compete."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
+import world as made_world
 from conftest import World
 from PIL import Image
 
 from profiling_agent import load, optimize
+from profiling_agent.data.images import SplitImages
+from profiling_agent.reporting.report import RunReport
+from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import SCHEMES
+from profiling_agent.schemas import SplitInfo
 from profiling_agent.search.deployment_search import MAX_SHIFT
 
-pytestmark = pytest.mark.slow
+
+class Run(NamedTuple):
+    folder: Path
+    report: RunReport
 
 
-def test_runtimes_compete_and_the_winner_is_loaded_in_its_own(world: World, tmp_path: Path):
-    report = optimize(world.request(tmp_path, runtimes="onnxruntime,openvino", quantize_dtype="qint8", iterate=False))
+@pytest.fixture(scope="module")
+def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    output, options = tmp_path_factory.mktemp("runs"), {"recover_epochs": 1, "runtimes": "onnxruntime,openvino"}
+    return Run(output / "quick", optimize(world.request(output, iterate=False, **options)))
+
+
+@pytest.mark.slow
+def test_runtimes_compete_and_the_winner_is_loaded_in_its_own(run: Run):
+    report = run.report
 
     assert report.deployment_search is not None
     tried = {option.deployment.name: option for option in report.deployment_search.options}
@@ -38,10 +56,43 @@ def test_runtimes_compete_and_the_winner_is_loaded_in_its_own(world: World, tmp_
     fewer = report.baseline.macs / attempt.dry_run.macs
     assert "pruned" in variants or (leader is not None and leader.speedup_low > MAX_SHIFT * fewer)
 
-    best = load(tmp_path / "quick" / "best")
+    best = load(run.folder / "best")
     answer = best.predict(Image.new("RGB", (32, 32), (200, 40, 40)))
     assert best.runtime == report.best.deployment.runtime
     assert 0 < answer.probability <= 1
-    card = (tmp_path / "quick" / "best" / "README.md").read_text()
+    card = (run.folder / "best" / "README.md").read_text()
     assert SCHEMES[report.best.deployment.scheme] in card
     assert "held-out images" in card
+
+
+def images_of(run: Run, splits: Iterable[SplitInfo]) -> set[bytes]:
+    opened = [SplitImages(run.folder / split.file.path) for split in splits]
+    return {images.encoded(row) for images in opened for row in range(len(images))}
+
+
+@pytest.mark.slow
+def test_what_is_pruned_is_trained_on_images_of_its_own_and_the_report_says_so(run: Run):
+    report, attempt = run.report, run.report.attempts[0]
+    acquired, text = report.acquired, (run.folder / "report.md").read_text()
+
+    assert acquired.recovery is not None
+    assert acquired.recovery.num_images == made_world.NUM_TRAIN - acquired.calibration.num_images
+    others = images_of(run, (acquired.calibration, acquired.search, acquired.heldout))
+    assert not images_of(run, [acquired.recovery]) & others
+    assert attempt.recovery is not None
+    assert attempt.recovery.epochs_run == 1
+    assert attempt.recovery.kl_before == pytest.approx(attempt.calibration_kl, rel=1e-3)
+    assert attempt.pruned_model == attempt.recovery.model
+    assert f"Recovered by distillation: 1 of 1 epochs, KL {attempt.recovery.kl_before:.4f} -> " in text
+    assert RunReport.model_validate_json((run.folder / "report.json").read_text()) == report
+    assert load(run.folder / attempt.recovery.model.path)(pixel_values=torch.zeros(1, 3, 32, 32)).logits.shape == (1, 5)
+    assert not (run.folder / "recovery").exists()
+
+
+def test_a_run_that_asks_for_no_recovery_says_nothing_of_it(finished: Path):
+    report = RunReport.model_validate_json((finished / "report.json").read_text())
+
+    assert Request().recover_epochs == 0
+    assert report.acquired.recovery is None
+    assert all(attempt.recovery is None for attempt in report.attempts)
+    assert "distillation" not in (finished / "report.md").read_text()

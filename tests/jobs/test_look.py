@@ -9,7 +9,9 @@ import zoo
 from commands import call
 from crashing_library import break_library
 
-from profiling_agent.cli.models import _installed, _show
+from profiling_agent.cli.models import _installed
+from profiling_agent.cli.tables import model_tables
+from profiling_agent.cli.terminal import console
 from profiling_agent.jobs.handlers import model_check
 from profiling_agent.jobs.runner import ModelCheck
 from profiling_agent.request import Request
@@ -66,7 +68,7 @@ def test_a_look_is_shown_as_tables_with_a_reason_for_what_stays(tmp_path: Path, 
     made = model_check.make(tmp_path, "pruned", Deployment(runtime="eager", scheme="dynamic"))
     refused = model_check.make(tmp_path, "pruned", Deployment(runtime="openvino", scheme="float32"))
 
-    _show(prunable, [made, refused], ["inductor: it compiles for minutes"])
+    console.print(model_tables(prunable, [made, refused], ["inductor: it compiles for minutes"]))
 
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert any(line.startswith("ViTForImageClassification, ") and "images of 3x32x32" in line for line in lines)

@@ -38,8 +38,13 @@ def look(layer: str, keep: int = 1) -> str:
     return f"{layer} kept at {keep}"
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+def chat_of(model: Any, folder: Path) -> Chat:
+    """Return a client of a LangChain model."""
+    return Chat(model, "scripted", Transcript(folder / FILE, max_tokens=10**6), timeout_s=9.0)
+
+
+def scripted(*replies: AIMessage | str) -> GenericFakeChatModel:
+    return GenericFakeChatModel(messages=iter(replies))
 
 
 def knows(*features: str, status: int = 400) -> Script:
@@ -52,34 +57,23 @@ def knows(*features: str, status: int = 400) -> Script:
     return script
 
 
-def formats(server: Any) -> list[str]:
-    return [payload.get("response_format", {}).get("type", "text") for payload in server.asked]
-
-
 @pytest.mark.parametrize("status", [400, 404, 422])
-@pytest.mark.parametrize(
-    ("known", "first", "later"),
-    [
-        ("json_schema", ["json_schema"], "json_schema"),
-        ("json_object", ["json_schema", "json_object"], "json_object"),
-        ("text", ["json_schema", "json_object", "text"], "text"),
-    ],
-)
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_server_that_does_not_know_a_response_format_is_asked_by_the_next_and_that_is_kept(
-    tmp_path: Path, status: int, known: str, first: list[str], later: str
+    tmp_path: Path, status: int, number: int
 ):
+    *first, known = ["json_schema", "json_object", "text"][:number]
     with chat_server(knows(known, status=status)) as server:
         chat = advisor_of(server, tmp_path)
         assert chat.ask(QUESTION, Ratio).value.ratio == 0.5
         chat.ask(QUESTION.model_copy(update={"evidence": "And now?"}), Ratio)
 
-        assert formats(server) == [*first, later]
-
-
-def test_a_server_without_tools_is_asked_without(tmp_path: Path):
-    with chat_server(knows("json_schema")) as server:
-        assert advisor_of(server, tmp_path).ask(QUESTION, Ratio, tools=[look]).value.ratio == 0.5
-        assert ["tools" in payload for payload in server.asked] == [True, False]
+        wanted = [payload.get("response_format", {}).get("type", "text") for payload in server.asked]
+        assert wanted == [*first, known, known]
+        # Nor does it know tools.
+        other = QUESTION.model_copy(update={"evidence": "And then?"})
+        assert advisor_of(server, tmp_path).ask(other, Ratio, tools=[look]).value.ratio == 0.5
+        assert ["tools" in payload for payload in server.asked[number + 1 :]] == [True] + [False] * number
 
 
 @pytest.mark.parametrize(
@@ -107,22 +101,14 @@ def test_a_model_that_calls_tools_on_and_on_is_asked_without_them_and_sees_what_
     endless = Said(tool_calls=(("look", {"layer": "a"}),))
     with chat_server(lambda payload, _: endless if "tools" in payload else ANSWER) as server:
         assert advisor_of(server, tmp_path).ask(QUESTION, Ratio, tools=[look]).value.ratio == 0.5
-        assert len(server.asked) == 5
+        assert ["tools" in payload for payload in server.asked] == [True] * 4 + [False]
         assert server.asked[-1]["messages"][-1]["content"].count('look({"layer": "a"}): a kept at 1') == 4
 
 
 def test_reasoning_next_to_an_empty_content_is_the_answer_when_it_is_one(tmp_path: Path):
     message = {"role": "assistant", "content": None, "reasoning_content": '{"ratio": 0.25}'}
-    body = json.dumps(
-        {
-            "id": "1",
-            "object": "chat.completion",
-            "created": 0,
-            "model": "m",
-            "choices": [{"index": 0, "message": message}],
-        }
-    )
-    with chat_server(in_turn(Said(body=body))) as server:
+    head = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+    with chat_server(in_turn(Said(body=json.dumps(head | {"choices": [{"index": 0, "message": message}]})))) as server:
         assert advisor_of(server, tmp_path).ask(QUESTION, Ratio).value.ratio == 0.25
         # This server counts no tokens.
         assert Transcript(tmp_path / FILE).spent.input_tokens is None
@@ -157,13 +143,16 @@ def test_what_passes_is_tried_again(tmp_path: Path, passing: Said):
         (Said(body="<html>busy</html>"), "openai:scripted gave no answer"),
         (Said(body='{"error": "no"}'), "openai:scripted gave no answer"),
         (Said(content='{"ratio": 0.5}', delay_s=3.0), "openai:scripted gave no answer .*imed out"),
+        (error(400, "This model's maximum context length is 4096 tokens"), "maximum context length"),
     ],
-    ids=["wrong key", "refusal", "page", "error", "timeout"],
+    ids=["wrong key", "refusal", "page", "error", "timeout", "too long"],
 )
 def test_what_does_not_pass_is_one_line(tmp_path: Path, reply: Said, message: str):
     with chat_server(in_turn(reply)) as server, pytest.raises(AdvisorError, match=message) as caught:
         advisor_of(server, tmp_path, timeout_s=0.3).ask(QUESTION, Ratio)
 
+    assert isinstance(caught.value, ContextTooLongError) == (reply.status == 400)
+    assert reply.status != 400 or len(server.asked) == 1
     assert "\n" not in str(caught.value)
     assert Transcript(tmp_path / FILE).spent.failures == (str(caught.value),)
 
@@ -173,13 +162,6 @@ def test_repairs_end_when_the_time_of_the_question_has_passed(tmp_path: Path):
     with chat_server(in_turn(slow)) as server, pytest.raises(AdvisorError, match="took longer than 1 s: llm_timeout_s"):
         advisor_of(server, tmp_path, timeout_s=1.0).ask(QUESTION, Ratio)
     assert len(server.asked) == 2
-
-
-def test_a_question_that_is_too_long_says_so(tmp_path: Path):
-    reply = error(400, "This model's maximum context length is 4096 tokens")
-    with chat_server(in_turn(reply)) as server, pytest.raises(ContextTooLongError):
-        advisor_of(server, tmp_path).ask(QUESTION, Ratio)
-    assert len(server.asked) == 1
 
 
 def test_a_budget_of_tokens_is_for_the_run_and_outlives_the_process(tmp_path: Path):
@@ -197,10 +179,10 @@ def test_a_budget_of_tokens_is_for_the_run_and_outlives_the_process(tmp_path: Pa
 
 
 def test_turns_of_a_server_that_counts_no_tokens_are_estimated_for_the_budget(tmp_path: Path):
-    with chat_server(in_turn(Said(content="x" * 4000, has_usage=False))) as server:
-        with pytest.raises(AdvisorError, match="the budget of 1500 tokens is spent"):
-            advisor_of(server, tmp_path, max_tokens=1500).ask(QUESTION, Ratio)
-        assert len(server.asked) == 2
+    reply = Said(content="x" * 4000, has_usage=False)
+    with chat_server(in_turn(reply)) as server, pytest.raises(AdvisorError, match="budget of 1500 tokens is spent"):
+        advisor_of(server, tmp_path, max_tokens=1500).ask(QUESTION, Ratio)
+    assert len(server.asked) == 2
 
 
 def test_an_accepted_answer_and_a_failure_are_replayed_without_a_request(tmp_path: Path):
@@ -232,7 +214,7 @@ def test_the_key_is_in_the_header_and_in_no_file_when_a_server_quotes_it(
     with chat_server(in_turn(Said(content="is it sk-secret?"), error(401, "wrong key sk-secret"))) as server:
         model = open_model(Endpoint(model="m", base_url=server.url), "sk-secret", timeout_s=9.0)
         with pytest.raises(AdvisorError) as caught:
-            Chat(model, "m", Transcript(tmp_path / FILE, max_tokens=10**6), timeout_s=9.0).ask(QUESTION, Ratio)
+            chat_of(model, tmp_path).ask(QUESTION, Ratio)
         assert server.keys == ["Bearer sk-secret"] * 2
 
     assert "sk-secret" not in str(caught.value) + (tmp_path / FILE).read_text()
@@ -244,7 +226,7 @@ def test_a_redirect_takes_no_key_along(tmp_path: Path):
         away = Said(status=307, body="", headers={"location": f"{other.url}/chat/completions"})
         with chat_server(in_turn(away)) as server:
             model = open_model(Endpoint(model="m", base_url=server.url), "sk-secret", timeout_s=9.0)
-            Chat(model, "m", Transcript(tmp_path / FILE, max_tokens=10**6), timeout_s=9.0).ask(QUESTION, Ratio)
+            chat_of(model, tmp_path).ask(QUESTION, Ratio)
     assert other.keys == [""]
 
 
@@ -293,10 +275,6 @@ DRAFT = (
 )
 
 
-def call(arguments: str) -> dict[str, Any]:
-    return {"name": "PlanAnswer", "args": json.loads(arguments), "id": "call_0", "type": "tool_call"}
-
-
 ANSWERS: dict[str, AIMessage | str] = {
     "the object alone": REPLY,
     "in a code fence": f"```json\n{REPLY}\n```",
@@ -320,7 +298,7 @@ ANSWERS: dict[str, AIMessage | str] = {
     "as a call after a call of a draft": (
         f'[TOOL_CALLS][{{"name": "PlanAnswer", "arguments": {DRAFT}}}, {{"name": "PlanAnswer", "arguments": {REPLY}}}]'
     ),
-    "as a call": AIMessage("", tool_calls=[call(REPLY)]),
+    "as a call": AIMessage("", tool_calls=[{"name": "PlanAnswer", "args": json.loads(REPLY), "id": "call_0"}]),
     "as parts": AIMessage([{"type": "reasoning", "reasoning": DRAFT}, {"type": "text", "text": REPLY}]),
     "beside a draft in the reasoning": AIMessage(REPLY, additional_kwargs={"reasoning_content": DRAFT}),
     "as reasoning without content": AIMessage("", additional_kwargs={"reasoning_content": f"\n```json\n{REPLY}\n```"}),
@@ -355,53 +333,33 @@ def test_the_last_valid_object_after_the_reasoning_is_the_answer(kind: str):
 @pytest.mark.parametrize("kind", NO_ANSWERS)
 def test_what_is_no_answer_goes_back_with_what_is_wrong_and_the_next_reply_counts(kind: str, tmp_path: Path):
     reply, complaint = NO_ANSWERS[kind]
-    model = GenericFakeChatModel(messages=iter([reply, REPLY]))
-    advice = Chat(model, "scripted", Transcript(tmp_path / FILE, max_tokens=10**6), timeout_s=60.0).ask(
-        Question(agent="analysis", instructions="Answer in JSON.", evidence="?"), PlanAnswer
-    )
+    advice = chat_of(scripted(reply, REPLY), tmp_path).ask(QUESTION, PlanAnswer)
 
     assert (advice.value.reason, advice.repairs) == ("the evidence", 1)
     assert Transcript(tmp_path / FILE).of("complaint")[0]["text"].startswith(complaint)
 
 
 def test_after_two_repairs_the_question_is_given_up(tmp_path: Path):
-    model = GenericFakeChatModel(messages=iter(["no"] * 9))
-    chat = Chat(model, "scripted", Transcript(tmp_path / FILE, max_tokens=10**6), timeout_s=60.0)
-
     with pytest.raises(AdvisorError, match=r"scripted gave no valid answer in 3 turns \(there is no JSON object"):
-        chat.ask(Question(agent="analysis", instructions="Answer in JSON.", evidence="?"), PlanAnswer)
+        chat_of(scripted(*["no"] * 9), tmp_path).ask(QUESTION, PlanAnswer)
     assert len(Transcript(tmp_path / FILE).of("turn")) == 3
 
 
-FIRST = Question(agent="analysis", instructions="Answer in JSON.", evidence="?")
 NEXT, LAST = (
-    FIRST.model_copy(update={"agent": "iterative_pruning", "evidence": evidence})
+    QUESTION.model_copy(update={"agent": "iterative_pruning", "evidence": evidence})
     for evidence in ("1 attempt", "2 attempts")
 )
-
-
-class RecordedRatio(BaseModel):
-    ratio: float
 
 
 @pytest.fixture
 def record(tmp_path: Path) -> Path:
     """Return a transcript as an earlier version wrote it, with a line that a kill cut off."""
     lines = [
-        {"kind": "run", "architecture": "ViT"},
         {"kind": "request"},
-        {
-            "kind": "turn",
-            "model": "openai:m",
-            "complaint": None,
-            "input_tokens": 5,
-            "output_tokens": 1,
-            "characters": 9,
-        },
+        {"kind": "turn", "model": "openai:m", "complaint": None, "input_tokens": 5, "output_tokens": 1},
         {"kind": "answer", "agent": "analysis", "question": "a", "answer": {"ratio": 0.5}},
         {"kind": "answer", "agent": "iterative_pruning", "question": "b", "answer": {"ratio": 0.25}},
         {"kind": "failure", "agent": "iterative_pruning", "question": "c", "reason": "openai:m gave no answer"},
-        {"kind": "end"},
     ]
     path = tmp_path / "recorded.jsonl"
     path.write_text('{"kind": "tur\n' + "".join(f"{json.dumps(line)}\n" for line in lines))
@@ -414,33 +372,31 @@ def replayed(record: Path, folder: Path) -> Recorded:
 
 def test_each_agent_gets_its_answers_in_order_and_a_resumed_run_goes_on_where_it_was(record: Path, tmp_path: Path):
     assert replayed(record, tmp_path).name == "openai:m, recorded"
-    assert replayed(record, tmp_path).ask(NEXT, RecordedRatio, check=lambda _: "too much").complaint == "too much"
-    assert replayed(record, tmp_path).ask(FIRST, RecordedRatio).value.ratio == 0.5
+    assert replayed(record, tmp_path).ask(NEXT, Ratio, check=lambda _: "too much").complaint == "too much"
+    assert replayed(record, tmp_path).ask(QUESTION, Ratio).value.ratio == 0.5
     # The same questions again, as of a run that was cut before its next checkpoint.
-    assert replayed(record, tmp_path).ask(NEXT, RecordedRatio).value.ratio == 0.25
+    assert replayed(record, tmp_path).ask(NEXT, Ratio).value.ratio == 0.25
     for _ in range(2):
         with pytest.raises(AdvisorError, match="openai:m, recorded: openai:m gave no answer"):
-            replayed(record, tmp_path).ask(LAST, RecordedRatio)
+            replayed(record, tmp_path).ask(LAST, Ratio)
     with pytest.raises(AdvisorError, match="its 1 answers for analysis are used up"):
-        replayed(record, tmp_path).ask(FIRST.model_copy(update={"evidence": "more"}), RecordedRatio)
+        replayed(record, tmp_path).ask(QUESTION.model_copy(update={"evidence": "more"}), Ratio)
     # What it cost was paid for by the run that asked.
     assert Transcript(tmp_path / FILE).spent.requests == 0
     assert Transcript(tmp_path / FILE).spent.input_tokens == 0
 
 
-def test_a_replayed_run_is_a_recording_itself(record: Path, tmp_path: Path):
-    replayed(record, tmp_path).ask(FIRST, RecordedRatio)
-    (tmp_path / "again").mkdir()
-
-    assert replayed(tmp_path / FILE, tmp_path / "again").ask(FIRST, RecordedRatio).value.ratio == 0.5
-
-
-def test_an_answer_of_another_form_is_none(record: Path, tmp_path: Path):
+def test_a_replayed_run_is_a_recording_itself_and_an_answer_of_another_form_is_none(record: Path, tmp_path: Path):
     class Other(BaseModel):
         share: float
 
     with pytest.raises(AdvisorError, match="its answer is not valid in this version"):
-        replayed(record, tmp_path).ask(FIRST, Other)
+        replayed(record, tmp_path).ask(QUESTION, Other)
+    (tmp_path / FILE).unlink()
+    replayed(record, tmp_path).ask(QUESTION, Ratio)
+    (tmp_path / "again").mkdir()
+
+    assert replayed(tmp_path / FILE, tmp_path / "again").ask(QUESTION, Ratio).value.ratio == 0.5
 
 
 def test_a_file_without_answers_is_one_line(tmp_path: Path):
@@ -456,9 +412,8 @@ def judged() -> ModelProfile:
     kls = {
         unit.name: tuple(0.0002 * (1 + index) * 2**step for step in range(12)) for index, unit in enumerate(found.units)
     }
-    return found.model_copy(
-        update={"evidence": evidence(found.units, kls, latency=lambda keep: 8 * (512 - keep) / 512)}
-    )
+    judged_by = evidence(found.units, kls, latency=lambda keep: 8 * (512 - keep) / 512)
+    return found.model_copy(update={"evidence": judged_by})
 
 
 @pytest.mark.slow
