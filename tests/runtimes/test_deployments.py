@@ -229,6 +229,7 @@ except ProfilingAgentError as error:
 """
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said_with_the_command_that_installs_it(saved: Saved):
     folder = saved("onnxruntime float32")
     command = [sys.executable, "-c", HIDDEN, "onnxruntime,openvino,torchao", str(folder)]
