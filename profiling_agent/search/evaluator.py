@@ -69,7 +69,14 @@ class Deployer:
         tuned = None
         try:
             if self.tunes and deployment.scheme in INT8 and self.device == "cpu":
-                tuned = self.jobs.run(self._tune_task(model, deployment))
+                tune_task = TuneTask(
+                    model=model,
+                    scheme="dynamic" if deployment.scheme == "dynamic" else "static",
+                    calibration=self.calibration,
+                    latency_shares=dict(self.latency_shares),
+                    batch_size=self.batch_size,
+                )
+                tuned = self.jobs.run(tune_task)
                 # A plan with recommendations by layer leaves no layers to choose.
                 if choose_layers and len(deployment.recommendations) <= 1:
                     deployment = keep_layers_in_float(deployment, tuned.kept)
@@ -78,15 +85,6 @@ class Deployer:
             is_unfit = isinstance(error, QuantizationError)
             return DeploymentOption(deployment=deployment, tuned=tuned, reason=str(error), is_unfit=is_unfit)
         return DeploymentOption(deployment=deployment, tuned=tuned, deployed=deployed, reason="")
-
-    def _tune_task(self, model: ArtifactRef, deployment: Deployment) -> TuneTask:
-        return TuneTask(
-            model=model,
-            scheme="dynamic" if deployment.scheme == "dynamic" else "static",
-            calibration=self.calibration,
-            latency_shares=dict(self.latency_shares),
-            batch_size=self.batch_size,
-        )
 
     def deploy_task(self, model: ArtifactRef, deployment: Deployment) -> DeployTask:
         """Build the job that converts a float32 model; exports ONNX first if the runtime reads it."""
