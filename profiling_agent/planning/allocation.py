@@ -90,20 +90,6 @@ def allocate(
     return tuple(sorted(best, key=lambda cut: order[cut.unit.name]))
 
 
-def deepest_cuts(
-    units: Sequence[Unit],
-    evidence: Evidence,
-    metric: str,
-    *,
-    fixed: Sequence[Cut] = (),
-    caps: Mapping[str, float] | None = None,
-) -> list[Cut]:
-    """Return the most that `allocate` could cut for a target in `metric`: `fixed`, and all other units at their narrowest."""
-    by_name = {unit.name: unit for unit in units}
-    choices = _list_choices(evidence, by_name, {cut.unit.name for cut in fixed}, caps or {}, metric)
-    return _narrowest_cuts(by_name, choices, fixed)
-
-
 def _narrowest_cuts(units: Mapping[str, Unit], choices: Choices, fixed: Sequence[Cut]) -> list[Cut]:
     return [*fixed, *_make_cuts(units, {name: options[-1] for name, options in choices.items()})]
 
@@ -193,11 +179,21 @@ def dry_run(plan: Plan, profile: ModelProfile) -> DryRun:
     )
 
 
+def dry_run_or_none(plan: Plan, profile: ModelProfile) -> DryRun | None:
+    """Return the dry run of a plan, or None if it can't be made."""
+    try:
+        return dry_run(plan, profile)
+    except PlanError:
+        return None
+
+
 def saved_share(cuts: Sequence[Cut], profile: ModelProfile, metric: str) -> float:
     """Return the share of the model's params, MACs or layers' time that `cuts` save together."""
     if metric == "latency":
         assert profile.evidence is not None, "latency is predicted by the evidence's table"
-        return latency_saved_ms(cuts, profile.evidence) / max(total_of(profile, metric), 1e-9)
+        options = [_option_of(cut, profile.evidence) for cut in cuts]
+        saved_ms = sum((option.latency_saved_ms or 0.0 for option in options if option), 0.0)
+        return saved_ms / max(total_of(profile, metric), 1e-9)
     params, macs = params_and_macs_saved(cuts, profile.layers)
     return (params if metric == "params" else macs) / max(total_of(profile, metric), 1.0)
 
@@ -209,7 +205,9 @@ def most_saving(plan: Plan, profile: ModelProfile) -> float:
     fixed = resolve(plan.pruning, units=profile.units, refusals=profile.refusals).cuts
     caps = cap_ratios(plan.caps, units=profile.units, refusals=profile.refusals)
     metric, fixed = plan.target.metric, _apply_caps(fixed, caps)[0]
-    return saved_share(deepest_cuts(profile.units, profile.evidence, metric, fixed=fixed, caps=caps), profile, metric)
+    by_name = {unit.name: unit for unit in profile.units}
+    choices = _list_choices(profile.evidence, by_name, {cut.unit.name for cut in fixed}, caps, metric)
+    return saved_share(_narrowest_cuts(by_name, choices, fixed), profile, metric)
 
 
 def total_of(profile: ModelProfile, metric: str) -> float:
@@ -277,25 +275,16 @@ def params_and_macs_saved(cuts: Sequence[Cut], layers: Iterable[LayerProfile]) -
     return params, macs
 
 
-def latency_saved_ms(cuts: Sequence[Cut], evidence: Evidence) -> float:
-    """Return the milliseconds of one batch that `cuts` save by the latency table; 0 without times."""
-    saved = 0.0
-    for cut in cuts:
-        row = evidence.of(cut.unit.name)
-        saved += next((o.latency_saved_ms or 0.0 for o in (row.options if row else ()) if o.keep == cut.keep), 0.0)
-    return saved
-
-
 def predicted_kl(cuts: Sequence[Cut], evidence: Evidence) -> float | None:
     """Return the sum of each cut's own KL divergence, in nats; None if one has no evidence."""
-    total = 0.0
-    for cut in cuts:
-        row = evidence.of(cut.unit.name)
-        kls = [option.kl for option in (row.options if row else ()) if option.keep == cut.keep]
-        if not kls:
-            return None
-        total += kls[0]
-    return total
+    options = [_option_of(cut, evidence) for cut in cuts]
+    kls = [option.kl for option in options if option is not None]
+    return sum(kls, 0.0) if len(kls) == len(options) else None
+
+
+def _option_of(cut: Cut, evidence: Evidence) -> WidthOption | None:
+    row = evidence.of(cut.unit.name)
+    return next((option for option in row.options if option.keep == cut.keep), None) if row else None
 
 
 MAX_RATIO, MAX_SAVING = 0.75, 0.99
@@ -390,15 +379,25 @@ def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> CheckedPlan:
         dropped.append(str(error))
         plan = plan.model_copy(update={"pruning": goal.pins, "target": None})
         dry = dry_run(plan, profile)
-    scaled_down = _scale_down(plan, dry, profile, goal)
-    if scaled_down is None:
-        return CheckedPlan(plan=plan, dry_run=dry, dropped=tuple(dropped))
-    plan, factor = scaled_down
+    checked = CheckedPlan(plan=plan, dry_run=dry, dropped=tuple(dropped))
+    allowed = allowed_kl(goal)
+    if dry.kl is None or dry.kl <= allowed:
+        return checked
+    # KL grows with the factor, so bisect for the largest.
+    best, low, high = plan.model_copy(update={"pruning": goal.pins, "target": None}), 0, SCALE_STEPS
+    while high - low > 1:
+        middle = (low + high) // 2
+        candidate = scaled(plan, middle / SCALE_STEPS, goal.pins)
+        prediction = dry_run_or_none(candidate, profile)
+        if prediction is not None and prediction.kl is not None and prediction.kl <= allowed:
+            best, low = candidate, middle
+        else:
+            high = middle
     message = (
-        f"its predicted KL is {dry.kl:.2g} nats where at most {allowed_kl(goal):.2g} can keep the accuracy: "
-        f"ratios and target were cut back to {factor:.0%}"
+        f"its predicted KL is {dry.kl:.2g} nats where at most {allowed:.2g} can keep the accuracy: "
+        f"ratios and target were cut back to {low / SCALE_STEPS:.0%}"
     )
-    return CheckedPlan(plan=plan, dry_run=dry_run(plan, profile), dropped=tuple(dropped), cut_back=message)
+    return checked.model_copy(update={"plan": best, "dry_run": dry_run(best, profile), "cut_back": message})
 
 
 def _filter_parts(parts: Sequence[Part], check: Callable[[Part], str | None], dropped: list[str]) -> tuple[Part, ...]:
@@ -421,48 +420,24 @@ def _pattern_problem(pattern: str, names: Sequence[str]) -> str | None:
 
 def _limit_target(plan: Plan, profile: ModelProfile, dropped: list[str]) -> Plan:
     """Return the plan with its target lowered to what its caps allow, or removed."""
-    if plan.target is None:
+    target, max_saving = plan.target, 0.0
+    if target is None:
         return plan
     if profile.evidence is None:
         dropped.append("a target needs evidence, and the profile has none: name layers and ratios instead")
-        return plan.model_copy(update={"target": None})
-    try:
-        max_saving = most_saving(plan, profile)
-    except PlanError as error:
-        dropped.append(str(error))
-        return plan.model_copy(update={"target": None})
-    if plan.target.saving <= max_saving:
-        return plan
-    dropped.append(
-        f"a saving of {plan.target.saving:.1%} of the {plan.target.metric} is out of reach: the most is {max_saving:.1%} of it"
-    )
-    target = plan.target.model_copy(update={"saving": max_saving}) if max_saving > 0 else None
+    else:
+        try:
+            max_saving = most_saving(plan, profile)
+            if target.saving <= max_saving:
+                return plan
+            dropped.append(
+                f"a saving of {target.saving:.1%} of the {target.metric} is out of reach: "
+                f"the most is {max_saving:.1%} of it"
+            )
+        except PlanError as error:
+            dropped.append(str(error))
+    target = target.model_copy(update={"saving": max_saving}) if max_saving > 0 else None
     return plan.model_copy(update={"target": target})
-
-
-def _scale_down(plan: Plan, dry: DryRun, profile: ModelProfile, goal: Goal) -> tuple[Plan, float] | None:
-    """Return the plan scaled down to the allowed KL, and the factor; None if it is within already."""
-    allowed = allowed_kl(goal)
-    if dry.kl is None or dry.kl <= allowed:
-        return None
-    # KL grows with the factor, so bisect for the largest.
-    best, low, high = plan.model_copy(update={"pruning": goal.pins, "target": None}), 0, SCALE_STEPS
-    while high - low > 1:
-        middle = (low + high) // 2
-        candidate = scaled(plan, middle / SCALE_STEPS, goal.pins)
-        if _stays_within(candidate, allowed, profile):
-            best, low = candidate, middle
-        else:
-            high = middle
-    return best, low / SCALE_STEPS
-
-
-def _stays_within(plan: Plan, allowed: float, profile: ModelProfile) -> bool:
-    try:
-        kl = dry_run(plan, profile).kl
-    except PlanError:
-        return False
-    return kl is not None and kl <= allowed
 
 
 Metric = Literal["params", "macs", "latency"]

@@ -17,6 +17,7 @@ from profiling_agent.planning.allocation import (
     saved_share,
 )
 from profiling_agent.schemas import (
+    AccuracyDrop,
     Attempt,
     Cut,
     Decided,
@@ -36,7 +37,6 @@ from profiling_agent.schemas import (
     Unit,
     UnitEvidence,
     UnitKind,
-    WidthOption,
     nearest_option,
 )
 
@@ -171,16 +171,12 @@ def _cut_near(profile: ModelProfile, unit: Unit, share: float) -> Cut | None:
     row = _unit_evidence(profile, unit.name)
     if row is None:
         return None
-    return Cut(unit=unit, keep=_nearest_width(row, unit.width, share).keep, requested_ratio=share)
+    return Cut(unit=unit, keep=nearest_option(row.options, unit.width, 1 - share).keep, requested_ratio=share)
 
 
 def _unit_evidence(profile: ModelProfile, unit: str) -> UnitEvidence | None:
     row = profile.evidence.of(unit) if profile.evidence else None
     return row if row is not None and row.options else None
-
-
-def _nearest_width(row: UnitEvidence, width: int, cut: float) -> WidthOption:
-    return nearest_option(row.options, width, 1 - cut)
 
 
 def frontier_rows(profile: ModelProfile, goal: Goal) -> tuple[str, ...]:
@@ -268,14 +264,15 @@ def unit_rows(profile: ModelProfile) -> tuple[str, ...]:
     ranked: list[tuple[float, str]] = []
     for group in group_units(profile):
         rows = {unit.name: row for unit in group.units if (row := _unit_evidence(profile, unit.name))}
-        halves = {name: _nearest_width(row, group.width, 0.5).kl for name, row in rows.items()}
+        halves = {name: nearest_option(row.options, group.width, HALF).kl for name, row in rows.items()}
         if len(halves) < 3:
             continue
         median = max(statistics.median(halves.values()), 1e-9)
         for name, kl in halves.items():
             factor = max(kl / median, median / max(kl, 1e-9))
             if factor >= OUTLIER_FACTOR:
-                kls = ", ".join(f"{_nearest_width(rows[name], group.width, cut).kl:.2g}" for cut in CUT_SHARES)
+                options = [nearest_option(rows[name].options, group.width, 1 - cut) for cut in CUT_SHARES]
+                kls = ", ".join(f"{option.kl:.2g}" for option in options)
                 ranked.append((factor, f"{quoted(name)} | {kls} | {median:.2g}"))
     return tuple(row for _, row in sorted(ranked, key=lambda pair: (-pair[0], pair[1])))
 
@@ -335,13 +332,13 @@ def attempt_rows(journal: Journal, profile: ModelProfile) -> tuple[str, ...]:
 
 def _attempt_row(attempt: Attempt, journal: Journal, profile: ModelProfile) -> str:
     origin, dry = attempt.origin, attempt.dry_run
-    author = f" (by {quoted(origin.by)}{f', as: {quoted(origin.note)}' if origin.note else ''})"
+    author = f"(by {quoted(origin.by)}{f', as: {quoted(origin.note)}' if origin.note else ''})"
     changes = [
         *(f"left out: {quoted(part)}" for part in origin.dropped),
         *([quoted(origin.cut_back)] if origin.cut_back else []),
     ]
     lines = [
-        f"attempt {attempt.number}{author}: {plan_text(attempt.plan)}",
+        f"attempt {attempt.number} {author}: {plan_text(attempt.plan)}",
         *(f"  before it was applied, {line}" for line in changes),
     ]
     size_journal = journal if journal.is_as_leading(attempt) else None
@@ -371,19 +368,16 @@ def predicted_text(dry: DryRun, profile: ModelProfile, journal: Journal | None =
 def _measured_text(attempt: Attempt, journal: Journal) -> str:
     parts = [f"KL {attempt.calibration_kl:.2g}"] if attempt.calibration_kl is not None else []
     if attempt.deployed is not None:
-        drop, size = (
-            attempt.deployed.drop,
-            attempt.deployed.footprint.size_bytes / journal.baseline.footprint.size_bytes,
-        )
-        parts += (
-            [f"top-1 lost {drop.drop:.2%} [{drop.low:.2%}, {drop.high:.2%}] of {drop.num_images} images"]
-            if drop
-            else []
-        )
+        size = attempt.deployed.footprint.size_bytes / journal.baseline.footprint.size_bytes
+        parts += [f"top-1 lost {_loss_text(drop)}"] if (drop := attempt.deployed.drop) else []
         parts += [f"{size:.1%} of the bytes", f"deployed in {attempt.deployed.deployment.name}"]
     if race := attempt.race_result:
         parts += [f"{_speed_text(race)} times as fast as the baseline"]
     return ", ".join(parts) or "nothing"
+
+
+def _loss_text(drop: AccuracyDrop) -> str:
+    return f"{drop.drop:.2%} [{drop.low:.2%}, {drop.high:.2%}] of {drop.num_images} images"
 
 
 def _speed_text(result: RaceResult) -> str:
@@ -422,7 +416,7 @@ def _deployment_row(option: DeploymentOption, baseline: Evaluation, *, leads: bo
         _speed_text(race) if race else "not timed",
         f"{deployed.model.size_bytes / baseline.footprint.size_bytes:.1%}" if deployed else "not made",
         f"{deployed.kl:.2g}" if deployed else "",
-        f"{drop.drop:.2%} [{drop.low:.2%}, {drop.high:.2%}] of {drop.num_images} images" if drop else "not measured",
+        _loss_text(drop) if drop else "not measured",
         _outcome_text(option),
     ]
     costly = sorted(option.tuned.layers, key=lambda row: -row.kl)[:MAX_COSTLY_LAYERS] if leads and option.tuned else []

@@ -9,14 +9,13 @@ from pydantic import ValidationError
 from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError, RequestError
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.lib.io import first_problem
-from profiling_agent.planning.allocation import apply_demands, dry_run, with_demands
+from profiling_agent.planning.allocation import apply_demands, dry_run, predicted_kl, with_demands
 from profiling_agent.schemas import (
     SHARD,
     Approval,
     ApprovalQuestion,
     ArtifactRef,
     Attempt,
-    Cut,
     Deployment,
     DryRun,
     Goal,
@@ -50,19 +49,21 @@ def build_approval_question(
         proposed_by=origin.by if origin else "rules",
         reason=origin.reason if origin else "",
         plan=plan,
-        cuts=tuple(_describe_cut(cut, profile) for cut in dry.cuts),
+        cuts=tuple(
+            UnitCut(
+                unit=cut.unit.name,
+                width=cut.unit.width,
+                keep=cut.keep,
+                kl=predicted_kl([cut], profile.evidence) if profile.evidence else None,
+            )
+            for cut in dry.cuts
+        ),
         params_saved=1 - dry.params / profile.params,
         macs_saved=1 - dry.macs / max(profile.macs, 1),
         latency_saved=dry.latency_saved,
         kl=dry.kl,
         notes=dry.notes,
     )
-
-
-def _describe_cut(cut: Cut, profile: ModelProfile) -> UnitCut:
-    evidence = profile.evidence.of(cut.unit.name) if profile.evidence else None
-    kl = next((option.kl for option in (evidence.options if evidence else ()) if option.keep == cut.keep), None)
-    return UnitCut(unit=cut.unit.name, width=cut.unit.width, keep=cut.keep, kl=kl)
 
 
 def read_answer(value: Any) -> Approval:
@@ -84,21 +85,17 @@ def apply_edit(answer: Approval, plan: Plan, goal: Goal, profile: ModelProfile) 
         PlanError: a pattern matches nothing, or the target is out of reach.
         RequestError: a limit would be loosened.
     """
-    goal = with_demands(_tighten(goal, answer), answer.pruning, answer.caps)
-    edited_plan = plan.model_copy(update={"target": answer.target}) if answer.target else plan
-    edited_plan = apply_demands(edited_plan, goal)
-    dry_run(edited_plan, profile)
-    return edited_plan, goal
-
-
-def _tighten(goal: Goal, answer: Approval) -> Goal:
     limits = {name: value for name in TIGHTER if (value := getattr(answer, name)) is not None}
     for name, value in limits.items():
         limit = getattr(goal, name)
         limit = math.inf if limit is None else limit
         if (value - limit) * TIGHTER[name] < 0:
             raise RequestError(f"{name} is {value:g} but the contract says {limit:g}: an edit can only tighten it")
-    return goal.model_copy(update=limits)
+    goal = with_demands(goal.model_copy(update=limits), answer.pruning, answer.caps)
+    edited_plan = plan.model_copy(update={"target": answer.target}) if answer.target else plan
+    edited_plan = apply_demands(edited_plan, goal)
+    dry_run(edited_plan, profile)
+    return edited_plan, goal
 
 
 class PreparedAttempt(Record):
@@ -137,44 +134,37 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> PreparedAttempt:
         return PreparedAttempt(plan=plan, failure=str(error))
     if not dry.cuts:
         return PreparedAttempt(plan=plan, dry_run=dry, failure=f"nothing is cut: {'; '.join(dry.notes[:3])}")
-    try:
-        pruned = evaluator.jobs.run(_prune_task(evaluator, dry))
-    except (PruningError, JobError) as error:
-        return PreparedAttempt(plan=plan, dry_run=dry, failure=str(error))
-    return _recover(evaluator, PreparedAttempt(plan=plan, dry_run=dry, pruned=pruned))
-
-
-def _prune_task(evaluator: Evaluator, dry: DryRun) -> PruneTask:
-    """Build the pruning job: units are ranked by the evidence, or by weights without evidence or calibration."""
+    acquired, settings = evaluator.acquired, evaluator.settings
+    # Units are ranked by the evidence, or by weights without evidence or calibration.
     evidence = evaluator.profile.evidence if evaluator.goal.calibrate else None
-    return PruneTask(
+    task = PruneTask(
         baseline=evaluator.baseline,
         cuts=dry.cuts,
-        keep=evidence.kept({cut.unit.name: cut.keep for cut in dry.cuts}) if evidence else {},
-        calibration=evaluator.acquired.calibration,
-        seed=evaluator.settings.seed,
+        keep=evidence.kept(dict(dry.widths)) if evidence else {},
+        calibration=acquired.calibration,
+        seed=settings.seed,
         compensate=evaluator.goal.calibrate,
-        batch_size=evaluator.settings.batch_size,
+        batch_size=settings.batch_size,
         device=evaluator.device,
     )
-
-
-def _recover(evaluator: Evaluator, prepared: PreparedAttempt) -> PreparedAttempt:
-    """Train the pruned model again; return it unchanged if the run is training-free."""
-    recovery, settings = evaluator.acquired.recovery, evaluator.settings
-    if prepared.pruned is None or recovery is None or not settings.recover_epochs:
+    try:
+        pruned = evaluator.jobs.run(task)
+    except (PruningError, JobError) as error:
+        return PreparedAttempt(plan=plan, dry_run=dry, failure=str(error))
+    prepared = PreparedAttempt(plan=plan, dry_run=dry, pruned=pruned)
+    if acquired.recovery is None or not settings.recover_epochs:
         return prepared
-    task = RecoverTask(
-        model=prepared.pruned.model,
+    recovery = RecoverTask(
+        model=pruned.model,
         baseline=evaluator.baseline,
-        recovery=recovery,
-        calibration=evaluator.acquired.calibration,
+        recovery=acquired.recovery,
+        calibration=acquired.calibration,
         epochs=settings.recover_epochs,
         seed=settings.seed,
         device=evaluator.device,
     )
     try:
-        return prepared.model_copy(update={"recovery": evaluator.jobs.run(task)})
+        return prepared.model_copy(update={"recovery": evaluator.jobs.run(recovery)})
     except (PruningError, JobError) as error:
         return prepared.model_copy(update={"failure": f"recovery failed: {error}"})
 

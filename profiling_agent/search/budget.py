@@ -115,11 +115,6 @@ class Budget:
         """Return whether the model is slow and a limit is set: passes compete with attempts."""
         return self.limit_s is not None and self.is_slow
 
-    @property
-    def is_short(self) -> bool:
-        """Return whether the model is fast and no limit is set: passes are a small part of the run."""
-        return self.limit_s is None and not self.is_slow
-
     def has_time_for(self, seconds: float) -> bool:
         """Return whether work of `seconds` still leaves time for the report."""
         return self.left_s - seconds >= REPORT_S + REPORT_PASSES * self.pass_s
@@ -143,7 +138,9 @@ class Budget:
         """
         share = DEFAULT_SEARCH_SHARE if self.limit_s is None else SEARCH_SHARE
         is_within_share = self.timesheet.spent_s - began_s + next_s <= share * self.worth_s
-        return self.is_short or (is_within_share and self.has_room_for(next_s if self.limit_s else 0.0))
+        if self.limit_s is None:
+            return is_within_share or not self.is_slow
+        return is_within_share and self.has_room_for(next_s)
 
 
 def least_end_s(pass_s: float, num_heldout: int = MIN_LOOK) -> float:

@@ -172,7 +172,8 @@ class Trial:
         # Without a rival in any round there is no choice to make; the race at the end of the run shows whether it is faster at all.
         if len(entrants) > 1 or (entrants and (tried.options or has_more)):
             try:
-                race = self.race(entrants)
+                first = (self.baseline.variant, self.baseline.model)
+                race = self.evaluator.race([first, *((self.variant, _model(option)) for option in entrants)])
                 options = [_add_race_result(option, race) for option in options]
             except JobError as error:
                 not_raced = str(error)
@@ -200,11 +201,10 @@ class Trial:
 
     def measure(self, option: DeploymentOption, *, in_full: bool = True) -> DeploymentOption:
         """Measure accuracy, and memory if the contract limits it, and judge; `in_full` uses all search images that it takes."""
-        if option.deployed is None:
-            return _mark_unmade(option)
+        model = _model(option)
         try:
-            evaluation = self.evaluator.search(self.variant, _model(option), option.deployment, in_full=in_full)
-            memory_ratio = self.evaluator.memory_ratio(option.deployed.model)
+            evaluation = self.evaluator.search(self.variant, model, option.deployment, in_full=in_full)
+            memory_ratio = self.evaluator.memory_ratio(model)
         except REFUSALS as error:
             return option.model_copy(update={"reason": f"could not be run: {error}"})
         judgement = judge(evaluation, self.evaluator.goal)
@@ -217,11 +217,6 @@ class Trial:
                 "reason": judgement.reason,
             }
         )
-
-    def race(self, entered: Sequence[DeploymentOption]) -> Race:
-        """Race the baseline against the `entered` options; raises JobError if that fails."""
-        first = (self.baseline.variant, self.baseline.model)
-        return self.evaluator.race([first, *((self.variant, _model(option)) for option in entered)])
 
     def finish(self, options: Sequence[DeploymentOption], *, has_answer: bool = False) -> list[DeploymentOption]:
         """Measure the eligible options, fastest first and that in full, until enough keep the accuracy.
@@ -375,13 +370,9 @@ def _skip_round(
     return []
 
 
-def _mark_unmade(option: DeploymentOption) -> DeploymentOption:
-    return option.model_copy(update={"reason": f"could not be made: {option.reason}"})
-
-
 def _check_logits(option: DeploymentOption, goal: Goal) -> DeploymentOption:
     if option.deployed is None:
-        return _mark_unmade(option)
+        return option.model_copy(update={"reason": f"could not be made: {option.reason}"})
     deployed, allowed, reason = option.deployed, hopeless_kl(goal), ""
     if deployed.deployment.scheme == "float32" and not deployed.distance <= MAX_DISTANCE:
         reason = f"float32 logits are {deployed.distance:.2g} from torch's (relative), {MAX_DISTANCE:g} is allowed"

@@ -69,15 +69,14 @@ class Deployer:
         tuned = None
         try:
             if choose_layers and self.tunes and deployment.scheme in INT8 and self.device == "cpu":
-                tuned = self.jobs.run(
-                    TuneTask(
-                        model=model,
-                        scheme="dynamic" if deployment.scheme == "dynamic" else "static",
-                        calibration=self.calibration,
-                        latency_shares=dict(self.latency_shares),
-                        batch_size=self.batch_size,
-                    )
+                tune_task = TuneTask(
+                    model=model,
+                    scheme="dynamic" if deployment.scheme == "dynamic" else "static",
+                    calibration=self.calibration,
+                    latency_shares=dict(self.latency_shares),
+                    batch_size=self.batch_size,
                 )
+                tuned = self.jobs.run(tune_task)
                 # A plan with recommendations by layer leaves no layers to choose.
                 if len(deployment.recommendations) <= 1:
                     deployment = keep_layers_in_float(deployment, tuned.kept)

@@ -93,17 +93,6 @@ def _disagreement(evaluator: Evaluator, race: Race, screening: Race | None) -> s
     return None
 
 
-def choose_faster(first: Candidate, second: Candidate, race: Race, min_speedup: float) -> Candidate:
-    """Return the only candidate as fast as the contract requires, else `second` if shown faster, else `first`.
-
-    If they can't be told apart, `first` is the more accurate or the smaller; both kept the same terms in the screening.
-    """
-    second_result, first_result = (race.result_of(candidate.evaluation.model) for candidate in (second, first))
-    if (second_result.speedup >= min_speedup) != (first_result.speedup >= min_speedup):
-        return second if second_result.speedup >= min_speedup else first
-    return second if compare(second_result, first_result).is_shown_faster else first
-
-
 def add_race_result(evaluator: Evaluator, attempt: Attempt) -> Attempt:
     """Add a race against the baseline to a measured attempt, for a planner that can't rely on predicted speed.
 
@@ -247,6 +236,8 @@ def _evaluate(
     model = made_from(candidate, journal, evaluator.baseline)
     if deployment != Deployment():
         option = evaluator.deployer.make(model, deployment)
+        if option.deployed is None:
+            return None
         return Trial(evaluator, Variant.BOTH, journal.baseline).measure(option, in_full=False).evaluation
     try:
         return evaluator.search(Variant.PRUNED, model)
@@ -340,22 +331,11 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
         notes = (*notes, *opening_notes(test.opening))
         if test.keeps_accuracy:
             notes = (*notes, warning) if (warning := noise_warning(race)) else notes
-            return FinalChoice(
-                goal=goal,
-                winner=winner,
-                variants=variants,
-                screening=screening,
-                race=race,
-                heldout_baseline=test.baseline,
-                heldout_winner=test.candidate,
-                kept_beside=failed[0].candidate if failed else None,
-                notes=notes,
-                verdict=_build_verdict(evaluator, journal, _collect_facts(evaluator, tested)),
-            )
+            return _conclude(evaluator, journal, variants, screening, failed, notes, tested)
         failed.append(tested)
         notes = (*notes, f"{_format_name(winner)} {_format_loss(tested, goal)} and was refused")
         queue = [c for c in queue if c != winner and not _is_cut_further(c, winner)]
-    return _return_baseline(evaluator, journal, variants, screening, failed, notes)
+    return _conclude(evaluator, journal, variants, screening, failed, notes)
 
 
 def _rank(
@@ -386,14 +366,18 @@ def _rank(
 def _time_candidates(
     evaluator: Evaluator, first: Candidate, second: Candidate | None, screening: Race | None
 ) -> tuple[Candidate, Race]:
-    """Return the first candidate, or the second if the sessions show it better, with the sessions."""
+    """Return the only candidate as fast as the contract requires, or the second if shown faster, and the sessions.
+
+    If they can't be told apart it is the first, the more accurate or the smaller: both kept the same terms when raced.
+    """
     if second is not None:
-        try:
+        # A process that dies voids them; the next sessions, of the first only, show whether it is that one.
+        with contextlib.suppress(JobError):
             race = estimate(evaluator, [first, second], screening)
-            return choose_faster(first, second, race, evaluator.goal.min_speedup), race
-        except JobError:
-            # One of the two can't be run repeatedly; the next sessions, of the first only, show whether it is that one.
-            pass
+            results = [race.result_of(candidate.evaluation.model) for candidate in (first, second)]
+            is_fast, second_is_fast = (result.speedup >= evaluator.goal.min_speedup for result in results)
+            is_better = compare(results[1], results[0]).is_shown_faster if is_fast == second_is_fast else second_is_fast
+            return second if is_better else first, race
     return first, estimate(evaluator, [first], screening)
 
 
@@ -441,31 +425,32 @@ def _build_verdict(evaluator: Evaluator, journal: Journal, facts: Facts) -> Verd
     return verdict
 
 
-def _return_baseline(
+def _conclude(
     evaluator: Evaluator,
     journal: Journal,
     variants: tuple[Evaluation, ...],
     screening: Race | None,
     failed: Sequence[_TestedCandidate],
     notes: tuple[str, ...],
+    chosen: _TestedCandidate | None = None,
 ) -> FinalChoice:
-    """Return the baseline; the verdict is on the first candidate that failed on the held-out images, if any."""
-    facts, heldout_baseline = Facts(size_ratio=1.0), None
-    if failed:
-        first = failed[0]
-        loss = f"the best candidate {_format_loss(first, evaluator.goal)}"
-        refusal = f"{loss}; the baseline is returned and the candidate kept beside it"
-        facts = _collect_facts(evaluator, first).model_copy(update={"refused": refusal})
-        heldout_baseline = first.test.baseline
-    heldout_baseline = heldout_baseline or first_look(evaluator)
+    """Return the chosen candidate, or the baseline with a verdict on the first candidate that failed, if any."""
+    judged = chosen or (failed[0] if failed else None)
+    facts = _collect_facts(evaluator, judged) if judged else Facts(size_ratio=1.0)
+    if judged and not chosen:
+        loss = f"the best candidate {_format_loss(judged, evaluator.goal)}"
+        facts = facts.model_copy(
+            update={"refused": f"{loss}; the baseline is returned and the candidate kept beside it"}
+        )
+    heldout_baseline = judged.test.baseline if judged else first_look(evaluator)
     return FinalChoice(
         goal=evaluator.goal,
-        winner=Candidate(variant=Variant.BASELINE, evaluation=journal.baseline),
+        winner=chosen.candidate if chosen else Candidate(variant=Variant.BASELINE, evaluation=journal.baseline),
         variants=variants,
         screening=screening,
-        race=failed[0].race if failed else None,
+        race=judged.race if judged else None,
         heldout_baseline=heldout_baseline,
-        heldout_winner=heldout_baseline,
+        heldout_winner=chosen.test.candidate if chosen else heldout_baseline,
         kept_beside=failed[0].candidate if failed else None,
         notes=notes,
         verdict=_build_verdict(evaluator, journal, facts),

@@ -17,6 +17,7 @@ from profiling_agent.planning.allocation import (
     CheckedPlan,
     apply_demands,
     dry_run,
+    dry_run_or_none,
     most_saving,
     saved_share,
     scaled,
@@ -109,7 +110,9 @@ class _StrengthSearch:
         low = max((strength for strength, accepted in measured if strength and accepted), default=0.0)
         refused = [strength for strength, accepted in measured if strength and not accepted]
         refused += [
-            strength for row in self.journal.rejected if (strength := self._strength(row.plan, self._dry_run(row.plan)))
+            strength
+            for row in self.journal.rejected
+            if (strength := self._strength(row.plan, dry_run_or_none(row.plan, self.profile)))
         ]
         return low, min((strength for strength in refused if strength > low), default=None)
 
@@ -134,19 +137,13 @@ class _StrengthSearch:
 
     def _predicted_kl(self, strength: float) -> float:
         """Return the KL in nats predicted by the evidence, infinite if the plan can't be made."""
-        dry = self._dry_run(self.scaled_plan(strength))
+        dry = dry_run_or_none(self.scaled_plan(strength), self.profile)
         return math.inf if dry is None or dry.kl is None else dry.kl
 
     def widths(self, plan: Plan) -> tuple[tuple[str, int], ...]:
         """Return a plan's aligned widths; empty if no unit changes or the plan can't be made."""
-        dry = self._dry_run(plan)
+        dry = dry_run_or_none(plan, self.profile)
         return dry.widths if dry else ()
-
-    def _dry_run(self, plan: Plan) -> DryRun | None:
-        try:
-            return dry_run(plan, self.profile)
-        except PlanError:
-            return None
 
 
 def propose(
@@ -309,11 +306,9 @@ def _first_rules_plan(profile: ModelProfile, goal: Goal, journal: Journal) -> Pl
     if journal.attempts[0].origin.by in ("rules", "user"):
         return None
     plan = apply_demands(milder(analyse(profile, goal), len(journal.rejected)), goal)
-    try:
-        return plan if dry_run(plan, profile).cuts else None
-    except PlanError:
-        # Later demands of a person may put its target out of reach.
-        return None
+    # Later demands of a person may put its target out of reach.
+    dry = dry_run_or_none(plan, profile)
+    return plan if dry and dry.cuts else None
 
 
 def _is_redundant(rules_plan: Plan, profile: ModelProfile, journal: Journal) -> bool:

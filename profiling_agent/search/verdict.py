@@ -34,6 +34,7 @@ from profiling_agent.schemas import (
     ArtifactRef,
     Cut,
     Deployment,
+    DeploymentOption,
     Evaluation,
     Goal,
     Journal,
@@ -435,19 +436,18 @@ def _rank_deployments(evaluator: Evaluator, journal: Journal, term: str) -> Sequ
 
     They are as requested: layers left in float for accuracy, which doesn't matter here, cost bytes and time.
     """
-    options = list(journal.deployment_search.options) if journal.deployment_search else []
+    options = journal.deployment_search.options if journal.deployment_search else ()
     requested = {
         (deployment.runtime, deployment.scheme): deployment
         for deployment in possible_deployments(Plan(quantization=journal.wish), evaluator.choices)
     }
 
-    def cost(place: int) -> tuple[bool, float]:
-        option = options[place]
+    def cost(option: DeploymentOption) -> tuple[bool, float]:
         if term == "size":
             return option.deployed is None, option.deployed.model.size_bytes if option.deployed else 0.0
         return option.race_result is None, -option.race_result.speedup if option.race_result else 0.0
 
-    tried = [options[place].deployment for place in sorted(range(len(options)), key=cost)]
+    tried = [option.deployment for option in sorted(options, key=cost)]
     return [*(requested.get((deployment.runtime, deployment.scheme), deployment) for deployment in tried), Deployment()]
 
 

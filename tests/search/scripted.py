@@ -98,7 +98,7 @@ def option(
     size_bytes: int = 1000,
     **stated: Any,
 ) -> DeploymentOption:
-    """Return a deployment made of the unpruned model; `seen` are the search images that it lost and gained, of how many."""
+    """Return a deployment made of the unpruned model; `seen` are the images that it lost and gained, of how many."""
     made_in, name = deployment(runtime, scheme), name or f"{runtime} {scheme}"
     model = sample_records.ref(name, size_bytes=size_bytes)
     made = DeployedModel(model=model, deployment=made_in, layers=(), distance=0.0, kl=0.0, seconds=1.0)

@@ -187,7 +187,7 @@ def two_in_doubt(lost: int, other_lost: int) -> dict[str, Made]:
 @pytest.mark.parametrize(
     ("tried", "is_in_doubt", "expected"),
     [
-        # The real MobileNet of 2026-11-24: int8 lost 2.3 points of 344 images where two are allowed, and none of 344 others.
+        # A real MobileNet: int8 lost 2.3 points of 344 images where two are allowed, and none of 344 others.
         (float_and_int8(4000, 24), True, "openvino static_nncf"),
         # What is shown to keep the accuracy and is small enough comes first, and what could be if it were pruned.
         (float_and_int8(1900, 24), True, "onnxruntime float32"),
@@ -406,7 +406,7 @@ INT8 = {"openvino static": Made(), "inductor static": Made()}
     [
         # A third minute would be more than a fifth of fourteen.
         (ALL, 840.0, ["openvino static", "onnxruntime dynamic"], "no room for more deployments"),
-        # A minute was used, and another would leave some of the fifth; a PVT's took 88 s, for which the run had a plan less.
+        # A minute was used, and another would leave some of the fifth; a PVT's took 88 s.
         (INT8, 740.0, ["openvino static"], "no room for a conversion that takes minutes"),
         (INT8, 760.0, ["openvino static", "inductor static"], ""),
     ],
@@ -455,7 +455,7 @@ LOSING, SLOW = (dict.fromkeys(ALL, bad) for bad in (Made(lost=200, speedup=3.0),
         (ALL, {}, "openvino static", set(FLOATS)),
         (ALL, {"max_size_ratio": 0.6}, "openvino static", {"openvino float32"}),
         (ALL, {"choices": DeploymentChoices(is_named=True)}, "openvino static", set()),
-        # A lone survivor is raced: unraced it would miss the contract's speed, and all that is too large would be made after it.
+        # A lone survivor is raced: unraced it would miss the speed, and the large ones would be made after it.
         (BROKEN | FLOATS | {"openvino static": Made()}, {}, "openvino static", set(FLOATS)),
         # The large ones are tried where no small one keeps the contract.
         (LOSING | FLOATS, {"min_speedup": 1.5}, "eager bfloat16", {"openvino float32"}),

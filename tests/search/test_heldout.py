@@ -170,7 +170,7 @@ NEVER = 10**6
         (200, NEVER, 0, 0.1, 36000.0, 2000.0, 4096),
         (200, NEVER, 0, 0.0005, None, 2000.0, 4096),
         (95, NEVER, 10, 0.1, None, 2000.0, 5000),
-        # No more than a time budget has room for: after eight shards of 20 s another two leave nothing of what is left for the report.
+        # After eight shards of 20 s another two leave a time budget nothing for the report.
         (100, NEVER, 0, 0.0005, 300.0, 100.0, 4096),
         # A thousand though the search has spent the budget.
         (100, NEVER, 0, 0.0005, 10.0, 100.0, 1024),

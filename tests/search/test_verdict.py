@@ -313,7 +313,7 @@ def limit_of(
     made: Sequence[str] | None = None,
     **goal: Any,
 ) -> Limit:
-    """Return the limit where the second deployment of the baseline was the faster, the first the smaller; those `made` were converted."""
+    """Return the limit where the baseline's second deployment was the faster, the first the smaller."""
     seen = opened(tried("static", 1000, 2.0), tried("bfloat16", 2000, 3.0))
     limit = find_limit(evaluator(script, choices=choices, **goal), seen, term)
     assert limit is not None
@@ -328,7 +328,7 @@ def limit_of(
         ({"openvino static": 800}, 0.25, ["static"], 0.2),
         # Infeasible rests on the least of all.
         ({"openvino static": 1200, "openvino bfloat16": 800, "eager float32": 2000}, 0.1, ["static", "bfloat16"], 0.2),
-        # What can't be made of the cheapest is as small as of the unpruned: 1,000 of 4,000 bytes, so that 30% is not out of reach.
+        # What can't be made of the cheapest is as small as of the unpruned: 1,000 of 4,000 bytes.
         ({"openvino static": 0, "openvino bfloat16": 1600}, 0.1, ["static", "bfloat16"], 0.25),
     ],
 )
