@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from chat_server import Said, chat_server
 from conftest import World
-from data.hub_server import serve
+from fake_hub import serve
 
 from profiling_agent.planning.rules import read_plan
 from profiling_agent.reporting.results import read_report
@@ -166,7 +166,7 @@ def test_every_command_runs(page: str, text: str, place: Path):
     with serve(place / "hub") as hub, chat_server(lambda payload, number: answer) as model:
         # The two servers stand where the pages say that OpenAI's, Ollama's and Hugging Face's are.
         script = text.replace("http://localhost:11434/v1", model.url)
-        more = {"HF_ENDPOINT": hub, "OPENAI_BASE_URL": model.url} if "gpt-5.5" in text else {"HF_ENDPOINT": hub}
+        more = {"HF_ENDPOINT": hub.address} | ({"OPENAI_BASE_URL": model.url} if "gpt-5.5" in text else {})
         ended = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=place,
