@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,12 @@ def pictures(*sizes: tuple[int, int]) -> list[bytes]:
     """Return pictures of noise of these widths and heights; large ones have little detail, and are made and read quickly."""
     rng = np.random.default_rng(0)
 
-    def picture(width: int, height: int) -> bytes:
-        if max(width, height) < 100:
-            return encoded(noise(rng, width, height))
+    @cache
+    def large(width: int, height: int) -> bytes:
         tiny = Image.fromarray(noise(rng, 4, 3)).convert("L")
         return encoded(tiny.resize((width, height), Image.Resampling.NEAREST), "JPEG")
 
-    return [picture(*size) for size in sizes]
+    return [large(*size) if max(size) > 100 else encoded(noise(rng, *size)) for size in sizes]
 
 
 class Counted(SplitImages):

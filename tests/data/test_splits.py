@@ -128,13 +128,10 @@ def three_splits(second, test=None):
     return {name: table(held, NAMES, first=300 * i) for i, (name, held) in enumerate(found.items())}
 
 
-def test_the_named_split_goes_before_test(parquet, draw):
-    assert draw(parquet(**three_splits("validation")), NAMES, split="validation").heldout.source_split == "validation"
-
-
 def test_an_unlabelled_test_split_is_passed_over_unless_it_is_named(parquet, draw, refusal):
     folder = parquet(**three_splits("validation", test=[-1] * 100))
     assert draw(folder, NAMES).search.source_split == "validation"
+    assert draw(folder, NAMES, split="train").search.source_split == "train"
     assert re.search(r"'test'.*has no labels", refusal(folder, NAMES, split="test"))
 
 
@@ -176,12 +173,9 @@ def test_folders_that_would_be_splits_but_for_their_case_are_told(photographs, c
     train, val = (f"its folder '{name}' isn't read as a split: call it '{name.lower()}'" for name in ("Train", "Val"))
     assert refusal(folder).endswith(f"validation split (it has train): {train}; {val}")
     assert refusal(folder, split="val").endswith(f"has no split 'val': use one of train; {train}; {val}")
-
-
-def test_a_train_folder_in_capitals_is_told_where_one_is_needed_to_recover(photographs, cats_and_dogs, refusal):
-    folder = photographs(renamed(cats_and_dogs, train="TRAIN"))
-    said = "no train split besides 'test'.*its folder 'TRAIN' isn't read as a split: call it 'train'$"
-    assert re.search(said, refusal(folder, num_recovery=10))
+    (folder / "Val").rename(folder / "test")
+    recover = rf"^dataset .* has no train split besides 'test'.*; {train}$"
+    assert re.search(recover, refusal(folder, num_recovery=10))
 
 
 def test_train_alone_is_an_error_unless_it_was_named(parquet, draw, refusal):
