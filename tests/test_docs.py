@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from chat_server import Said, chat_server
 from conftest import World
-from data.hub_server import serve
+from fake_hub import serve
 
 from profiling_agent.planning.rules import read_plan
 from profiling_agent.reporting.results import read_report
@@ -168,7 +168,7 @@ def test_every_command_runs(page: str, text: str, place: Path):
     with serve(place / "hub") as hub, chat_server(lambda payload, number: answer) as model:
         # The two servers stand where the pages say that OpenAI's, Ollama's and Hugging Face's are.
         script = text.replace("http://localhost:11434/v1", model.url)
-        more = {"HF_ENDPOINT": hub, "RUNS": "1" if any(part in text for part in REALLY_RUN) else ""}
+        more = {"HF_ENDPOINT": hub.address, "RUNS": "1" if any(part in text for part in REALLY_RUN) else ""}
         more |= {"OPENAI_BASE_URL": model.url} if "gpt-5.5" in text else {}
         code, printed = ended(["bash", "-euo", "pipefail", "-c", script], place, **more)
 

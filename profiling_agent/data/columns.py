@@ -139,50 +139,46 @@ def _distinct_labels(data: OpenedData, split: str, column: str) -> set[Any]:
 
 def match_column(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
     """Match the labels of a column to the model's classes; AcquisitionError if none matches."""
-    kind = data.features(split)[column]
-    known: Collection[Any] | None = None
-    notes: tuple[str, ...] = ()
-    by = data.query.label_match
+    kind, by = data.features(split)[column], data.query.label_match
     if isinstance(kind, datasets.ClassLabel):
         matchings = match_labels(list[str](kind.names), id2label, by=by)
         class_of: Mapping[Any, int] = matchings[0].class_of
-    elif _is_integer(kind):
-        numbers = _distinct_labels(data, split, column)
-        if not numbers:
+        return Columns(image, column, matchings, class_of, len(set(class_of.values())))
+    labels = _distinct_labels(data, split, column)
+    if _is_integer(kind):
+        if not labels:
             raise AcquisitionError(
                 f"label column {column!r} of split {split!r} holds no label: name another with label_column"
             )
-        if not (numbers <= id2label.keys() or numbers <= classes_named_by_number(id2label).keys()):
+        if not (labels <= id2label.keys() or labels <= classes_named_by_number(id2label).keys()):
             raise AcquisitionError(
-                f"label column {column!r} holds whole numbers as large as {max(numbers)} and as small as {min(numbers)}, but the "
+                f"label column {column!r} holds whole numbers as large as {max(labels)} and as small as {min(labels)}, but the "
                 f"model has {len(id2label)} classes, 0 to {len(id2label) - 1}: name another with label_column, or choose a model "
                 "that was trained on these classes"
             )
-        matchings = match_numbers(numbers, id2label, by=by)
+        matchings = match_numbers(labels, id2label, by=by)
         class_of = matchings[0].class_of
+        num_classes = len(labels) if data.has_cheap_labels else len(class_of)
         # The train split may hold labels that this split lacks.
-        known = class_of.keys()
-        if data.has_cheap_labels:
-            return Columns(image, column, matchings, class_of, len(numbers), known, notes)
-    else:
-        texts = sorted(_distinct_labels(data, split, column))
-        matchings = match_labels(texts, id2label, ordered=False, by=by)
-        class_of = {texts[place]: index for place, index in matchings[0].class_of.items()}
-        if not data.has_cheap_labels:
-            known = frozenset(texts)
-            notes = (
-                f"labels are names in a stream, of which the first {MAX_STREAMED_LABELS} rows of split {split!r} have {len(texts)}: "
-                "the verdict is about no others that come later, so if rows are sorted by class, download the data set (hf "
-                "download) and give its folder",
-            )
-    return Columns(image, column, matchings, class_of, len(set(class_of.values())), known, notes)
+        return Columns(image, column, matchings, class_of, num_classes, class_of.keys())
+    texts = sorted(labels)
+    matchings = match_labels(texts, id2label, ordered=False, by=by)
+    class_of = {texts[place]: index for place, index in matchings[0].class_of.items()}
+    num_classes = len(set(class_of.values()))
+    if data.has_cheap_labels:
+        return Columns(image, column, matchings, class_of, num_classes)
+    note = (
+        f"labels are names in a stream, of which the first {MAX_STREAMED_LABELS} rows of split {split!r} have {len(texts)}: "
+        "the verdict is about no others that come later, so if rows are sorted by class, download the data set (hf "
+        "download) and give its folder"
+    )
+    return Columns(image, column, matchings, class_of, num_classes, frozenset(texts), (note,))
 
 
 def choose_columns(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Columns:
     """Return the image column and the label column that maps best to the model's classes; AcquisitionError if none does."""
 
     def score(columns: Columns) -> tuple[float, int]:
-        """Return the share of labels that map to a class, and the number of classes reached."""
         ids = [match.model_id for match in columns.matchings[0].matches]
         class_ids = [index for index in ids if index is not None]
         return len(class_ids) / len(ids), len(set(class_ids))

@@ -8,23 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
-from zipfile import BadZipFile
 
 import datasets
 import fsspec
-import pyarrow as pa
 from datasets import config as datasets_config
-from datasets.exceptions import DatasetsError
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.parquet.parquet import Parquet
 from huggingface_hub import DatasetCard, HfApi, hf_hub_download
 from huggingface_hub.errors import RevisionNotFoundError
 from pydantic import Field
-from yaml import YAMLError
 
-from profiling_agent.data.hub import LIBRARY_ERRORS, MAX_TEXT, did_you_mean, hub_errors, is_local, local_folder
+from profiling_agent.data.hub import MAX_TEXT, did_you_mean, hub_errors, is_local, library_errors, local_folder
 from profiling_agent.data.reference import DIGITS, PREFIX, reference_dataset
-from profiling_agent.errors import AcquisitionError, ProfilingAgentError
+from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.io import files_root
 from profiling_agent.lib.progress import Progress
 from profiling_agent.schemas import MatchBy, Record
@@ -84,14 +80,19 @@ class DataSource:
     has_card: bool
     notes: tuple[str, ...] = ()
 
+    @property
+    def path(self) -> str:
+        """Return the name by which `datasets` opens it."""
+        return self.name if self.folder is None else str(self.folder)
+
     def inside(self, file: str) -> str:
         """Return the absolute name of a file of the data set; AcquisitionError if the file is outside of it."""
         path = file.removeprefix(self.root)
         if "://" not in path and "::" not in path:
-            if self.folder is None and ".." not in PurePosixPath(path).parts:
-                return self.root + path
-            target = (self.folder / path).resolve() if self.folder is not None else None
-            if self.folder is not None and target is not None and target.is_relative_to(files_root(self.folder)):
+            if self.folder is None:
+                if ".." not in PurePosixPath(path).parts:
+                    return self.root + path
+            elif (target := (self.folder / path).resolve()).is_relative_to(files_root(self.folder)):
                 return str(target)
         raise AcquisitionError(
             f"dataset {self.name!r} can't be read: it names {file[:MAX_TEXT]!r}, which is not in it: copy the data into it, or give "
@@ -100,8 +101,9 @@ class DataSource:
 
     def builder(self, cache: Path, config: str | None = None, **options: Any) -> Any:
         """Return the builder that reads the files; nothing is downloaded or copied yet."""
-        path = self.name if self.folder is None else str(self.folder)
-        builder = datasets.load_dataset_builder(path, config, revision=self.commit, cache_dir=str(cache), **options)
+        builder = datasets.load_dataset_builder(
+            self.path, config, revision=self.commit, cache_dir=str(cache), **options
+        )
         if hasattr(builder.config, "decode_num_threads"):
             # Threads would decode every image of a Hub data set, not only the drawn ones.
             setattr(builder.config, "decode_num_threads", 0)  # noqa: B010 - only some kinds declare it
@@ -109,16 +111,6 @@ class DataSource:
             for file in files:
                 self.inside(str(file))
         return builder
-
-    def names_configs(self) -> bool:
-        """Return whether the data set's card lists its configs."""
-        if not self.has_card:
-            return False
-        if self.folder is None:
-            card = hf_hub_download(self.name, CARD, repo_type="dataset", revision=self.commit)
-        else:
-            card = self.folder / CARD
-        return bool(DatasetCard.load(card, ignore_metadata_errors=True).data.get("configs"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,14 +209,8 @@ class OpenedData:
 @contextmanager
 def read_errors(name: str) -> Generator[None]:
     """Raise a one-line AcquisitionError for errors of `datasets` on damaged or unreachable files."""
-    try:
-        with hub_errors("dataset", name, None):
-            yield
-    except ProfilingAgentError:
-        raise
-    except (*LIBRARY_ERRORS, EOFError, BadZipFile, pa.ArrowException, YAMLError, DatasetsError) as error:
-        text = " ".join(str(error).split())[:MAX_TEXT]
-        raise AcquisitionError(f"dataset {name!r} can't be read: {type(error).__name__} ({text!r})") from error
+    with library_errors(f"dataset {name!r} can't be read: "), hub_errors("dataset", name, None):
+        yield
 
 
 def _parse_location(location: str) -> tuple[str, str]:
@@ -339,13 +325,18 @@ def _choose_config(requested: str | None, place: DataSource, cache: Path) -> tup
     Without a card, `datasets` reads every folder named as a split into that split: a data set in three sizes gives each image
     three times.
     """
-    if place.names_configs():
-        try:
-            return place.builder(cache, requested), {"config": requested}
-        except ValueError:
-            path = place.name if place.folder is None else str(place.folder)
-            check_config(place.name, requested, datasets.get_dataset_config_names(path, revision=place.commit))
-            raise
+    if place.has_card:
+        if place.folder is None:
+            card = hf_hub_download(place.name, CARD, repo_type="dataset", revision=place.commit)
+        else:
+            card = place.folder / CARD
+        if DatasetCard.load(card, ignore_metadata_errors=True).data.get("configs"):
+            try:
+                return place.builder(cache, requested), {"config": requested}
+            except ValueError:
+                names = datasets.get_dataset_config_names(place.path, revision=place.commit)
+                check_config(place.name, requested, names)
+                raise
     builder = place.builder(cache)
     folder = choose_sibling_folder(place.name, requested, _files_by_split(place, builder))
     options: dict[str, Any] = {} if folder is None else {"data_dir": folder}
@@ -391,16 +382,15 @@ def choose_sibling_folder(dataset: str, requested: str | None, files: Mapping[st
     Raises:
         AcquisitionError: no folder was requested, or one that does not exist or has another inside.
     """
-    parents = [{folder for file in names if (folder := _split_parent(file)) is not None} for names in files.values()]
+    parents = [{"/".join(parts[:-1]) for parts in map(_split_parts, names) if parts} for names in files.values()]
     folders = sorted({folder for names in parents if len(names) > 1 for folder in names})
     if not folders:
         return None
-
-    def has_inner(folder: str) -> bool:
-        prefix = f"{folder}/" if folder else ""
-        return any(other.startswith(prefix) for other in folders if other != folder)
-
-    outer, inner = list(filter(has_inner, folders)), list(itertools.filterfalse(has_inner, folders))
+    # A folder at the top, "", has all others inside of it.
+    outer = [
+        each for each in folders if any(other.startswith(each and f"{each}/") for other in folders if other != each)
+    ]
+    inner = [folder for folder in folders if folder not in outer]
     if outer and requested not in inner:
         raise AcquisitionError(
             f"dataset {dataset!r} has splits at {outer[0] or 'the top'} and others inside of it, which would be read as one: "
@@ -420,29 +410,23 @@ def patterns_without_duplicates(files: Mapping[str, Sequence[str]]) -> dict[str,
         return None
     patterns: dict[str, set[str]] = {}
     for name in counts:
-        depth, parts = _split_depth(name), PurePosixPath(name).parts
-        if depth is None or len(parts) == depth + 1:
+        parts = _split_parts(name)
+        if parts is None or len(parts) == len(PurePosixPath(name).parts):
             return None
-        folder = "/".join(parts[: depth + 1])
-        splits = {SPLIT_BY_WORD[word] for word in re.split(r"[-._ 0-9]", parts[depth]) if word in SPLIT_BY_WORD}
+        folder = "/".join(parts)
+        splits = {SPLIT_BY_WORD[word] for word in re.split(r"[-._ 0-9]", parts[-1]) if word in SPLIT_BY_WORD}
         if len(splits) != 1 or PATTERN_CHARACTERS & set(folder):
             return None
         patterns.setdefault(splits.pop(), set()).add(f"{folder}/**")
     return {split: sorted(folders) for split, folders in patterns.items()}
 
 
-def _split_depth(file: str) -> int | None:
-    """Return the depth of the first folder or table whose name names a split; None without one."""
+def _split_parts(file: str) -> tuple[str, ...] | None:
+    """Return the parts of a path up to the first folder or table whose name names a split; None without one."""
     path = PurePosixPath(file)
     is_table = not TABLE_EXTENSIONS.isdisjoint(path.suffixes)
     candidates = path.parts if is_table else path.parts[:-1]
-    return next((depth for depth, part in enumerate(candidates) if SPLIT_WORD.search(part)), None)
-
-
-def _split_parent(file: str) -> str | None:
-    """Return the parent of the first folder or table that names a split, "" for the top; None without one."""
-    depth = _split_depth(file)
-    return None if depth is None else "/".join(PurePosixPath(file).parts[:depth])
+    return next((path.parts[: depth + 1] for depth, part in enumerate(candidates) if SPLIT_WORD.search(part)), None)
 
 
 def depth_advice(images: Sequence[str]) -> str | None:

@@ -15,9 +15,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
-    StrictDataclassError,
 )
-from safetensors import SafetensorError
 
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError
 from profiling_agent.lib.third_party import third_party_errors
@@ -31,9 +29,6 @@ MODEL_FILES = [
     "model-*-of-*.safetensors",
 ]
 LOGIN = "set the HF_TOKEN environment variable or run `hf auth login`"
-# Errors that transformers, timm and datasets raise for unusable input.
-LIBRARY_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
-                  TypeError, ValueError, SafetensorError, StrictDataclassError)  # fmt: skip
 MAX_TEXT = 200
 
 Kind = Literal["model", "dataset"]

@@ -60,11 +60,8 @@ def match_labels(
     By id, if the names agree at every id. By number, by place or in timm's order of folders, if either side is numbers. Else
     each label by its name, synonym or wnid; a label with several candidates stays unmapped.
 
-    Args:
-        labels: distinct names; a label's position is its id in the data set.
-        id2label: the model's classes.
-        ordered: False if positions mean nothing, as for names in a column of strings.
-        by: the kind of match that the user chose.
+    `labels` are distinct names, whose positions are their ids in the data set; `ordered` is False if positions mean nothing, as
+    for names in a column of strings. `by` is the kind of match that the user chose.
 
     Raises:
         AcquisitionError: no label is a class, or none in the chosen way.
@@ -256,15 +253,13 @@ def _normalise(name: str) -> str:
     return " ".join("no" if word in NO_WORDS else word for word in words)
 
 
-def _is_negated(words: Iterable[str]) -> bool:
-    return any(word in NEGATIONS or word.endswith(("n't", "n\u2019t")) for word in words)
-
-
 def _synonyms(name: str) -> frozenset[str]:
     """Return the normalised name and its comma-separated parts, ImageNet's synonyms; "mask, not worn" has no such parts."""
     whole, *parts = (_normalise(part) for part in (name, *name.split(",")))
-    are_synonyms = len({_is_negated(part.split()) for part in parts}) == 1
-    return frozenset(filter(None, (whole, *(parts if are_synonyms else ()))))
+    are_negated = {
+        any(word in NEGATIONS or word.endswith(("n't", "n\u2019t")) for word in part.split()) for part in parts
+    }
+    return frozenset(filter(None, (whole, *(parts if len(are_negated) == 1 else ()))))
 
 
 def _parse_number(name: str) -> int | None:
@@ -279,8 +274,8 @@ def _parse_ids(names: Sequence[str]) -> list[int] | None:
 
 
 def _are_permuted(labels: Sequence[str], model_labels: Sequence[str]) -> bool:
-    label_set = set(labels)
-    return list(labels) != list(model_labels) and len(label_set) == len(labels) and label_set == set(model_labels)
+    is_same_set = set(labels) == set(model_labels) and len(set(labels)) == len(labels)
+    return is_same_set and list(labels) != list(model_labels)
 
 
 def _match_by_order(
@@ -311,9 +306,9 @@ def _match_by_order(
         return {"place": positions}
 
     def natural_key(position: int) -> list[str | int]:
-        """Return timm's sort key of class folders: 2 before 10, upper case equal to lower case."""
         return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", labels[position].casefold())]
 
+    # timm's order of class folders: 2 before 10, upper case equal to lower case.
     natural_order = sorted(positions, key=natural_key)
     return {"place": positions, "natural": [natural_order.index(position) for position in positions]}
 
@@ -340,19 +335,16 @@ def _match_by_name(labels: Sequence[str], id2label: Mapping[int, str]) -> tuple[
             synonyms[synonym].add(index)
     wnids = _wnid_classes(id2label) if any(WNID.fullmatch(label.strip()) for label in labels) else {}
 
-    def first_unambiguous_match(label: str) -> tuple[MatchRule, int] | None:
+    def match(label: str) -> LabelMatch:
         rules: tuple[tuple[MatchRule, set[int]], ...] = (
             ("name", exact.get(label, set())),
             ("normalised name", normalised.get(_normalise(label), set())),
             ("normalised name", set[int]().union(*(synonyms.get(synonym, ()) for synonym in _synonyms(label)))),
             ("wnid", {wnids[label.strip()]} if label.strip() in wnids else set()),
         )
-        return next(((rule, min(candidates)) for rule, candidates in rules if len(candidates) == 1), None)
+        for rule, candidates in rules:
+            if len(candidates) == 1:
+                return _match(label, min(candidates), id2label, rule)
+        return LabelMatch(dataset_label=label, model_id=None, model_label=None, rule="unmapped")
 
-    matches: list[LabelMatch] = []
-    for label in labels:
-        if (result := first_unambiguous_match(label)) is None:
-            matches.append(LabelMatch(dataset_label=label, model_id=None, model_label=None, rule="unmapped"))
-        else:
-            matches.append(_match(label, result[1], id2label, result[0]))
-    return tuple(matches)
+    return tuple(map(match, labels))

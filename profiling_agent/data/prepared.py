@@ -52,10 +52,10 @@ class _ByteCodec:
 
     def encode(self, values: Pixels) -> NDArray[np.uint8]:
         """Encode each value as one byte; _UncodableError if decoding does not give it back."""
-        channels = range(values.shape[1])
+        num_channels = values.shape[1]
         try:
             mean, deviation = (
-                np.broadcast_to(np.asarray(setting, np.float32), (len(channels),))[:, None, None]
+                np.broadcast_to(np.asarray(setting, np.float32), (num_channels,))[:, None, None]
                 for setting in (self._mean, self._deviation)
             )
             with np.errstate(all="ignore"):
@@ -65,15 +65,14 @@ class _ByteCodec:
         if not np.isfinite(estimates).all():
             raise _UncodableError
         codes = estimates.clip(0, NUM_CODES - 1).astype(np.uint8)
-        table = self.table if self.table is not None else np.full((len(channels), NUM_CODES), np.nan, np.float32)
-        extended = table.copy()
-        for channel in channels:
-            extended[channel][codes[:, channel]] = values[:, channel]
-        self.table = np.where(np.isnan(table), extended, table)
-        for channel in channels:
-            decoded = self.table[channel][codes[:, channel]]
+        if self.table is None:
+            self.table = np.full((num_channels, NUM_CODES), np.nan, np.float32)
+        for channel, known in enumerate(self.table[:num_channels]):
+            code, value, extended = codes[:, channel], np.ascontiguousarray(values[:, channel]), known.copy()
+            extended[code] = value
+            known[:] = np.where(np.isnan(known), extended, known)
             # Compared as bits, since zero has two signs.
-            if not np.array_equal(decoded.view(np.uint32), np.ascontiguousarray(values[:, channel]).view(np.uint32)):
+            if not np.array_equal(known[code].view(np.uint32), value.view(np.uint32)):
                 raise _UncodableError
         return codes
 

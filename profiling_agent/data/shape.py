@@ -8,7 +8,7 @@ from PIL import Image
 from pydantic import ValidationError
 from torch import nn
 
-from profiling_agent.data.hub import LIBRARY_ERRORS, library_errors
+from profiling_agent.data.hub import library_errors
 from profiling_agent.data.prepared import to_processor_channels
 from profiling_agent.errors import ShapeUnresolvedError
 from profiling_agent.modules.inference import device_of, preserving_state
@@ -30,9 +30,10 @@ def from_processor(model: nn.Module, processor: Any) -> InputSpec | None:  # noq
     for size in BLANK_SIZES:
         # The processor may be for another modality, or its settings may fit no image.
         try:
-            blank = to_processor_channels(Image.new("RGB", size), processor)
-            pixels = processor(images=blank, return_tensors="pt")["pixel_values"]
-        except LIBRARY_ERRORS:
+            with library_errors("", kind=ShapeUnresolvedError):
+                blank = to_processor_channels(Image.new("RGB", size), processor)
+                pixels = processor(images=blank, return_tensors="pt")["pixel_values"]
+        except ShapeUnresolvedError:
             return None
         if not isinstance(pixels, torch.Tensor) or pixels.dim() != 4:
             return None
@@ -65,9 +66,8 @@ def from_first_convolution(model: nn.Module, processor: Any) -> InputSpec | None
     return InputSpec(channels=first.in_channels, height=USUAL_SIZE, width=USUAL_SIZE, source=source)
 
 
+# The first two read a size; the first convolution guesses it.
 RULES: tuple[Rule, ...] = (from_processor, from_config, from_first_convolution)
-# Only these two read a size; the first convolution guesses it, and a caller's own rule may be expensive.
-STATED_RULES = (from_processor, from_config)
 
 
 def verify(model: nn.Module, spec: InputSpec) -> None:
@@ -87,32 +87,30 @@ def verify(model: nn.Module, spec: InputSpec) -> None:
         raise ShapeUnresolvedError(f"the model answers one image of {shape} with {result!r}, not one row of logits")
 
 
-def resolve_input_shape(model: nn.Module, processor: Any, rules: tuple[Rule, ...] = RULES) -> InputSpec:
-    """Return the first shape of `rules` that passes a forward pass.
+def resolve_input_shape(model: nn.Module, processor: Any) -> InputSpec:
+    """Return the first shape of `RULES` that passes a forward pass.
 
-    `source` names its rule and, after semicolons, each shape that the model refused and each differing later shape of the
-    processor or the config. A later rule is called only after those before it have failed, or for this comparison.
+    `source` names its rule and, after semicolons, each shape that the model refused, and the config's shape if it differs from
+    the processor's.
 
     Raises:
         ShapeUnresolvedError: no rule gave a shape that the model accepts; the message lists what was tried.
     """
     notes: list[str] = []
-    for position, rule in enumerate(rules):
+    for rule in RULES:
         spec, refusal = _propose_and_verify(rule, model, processor)
         if refusal is not None:
             notes.append(f"{rule.__name__}: {refusal}")
-        if spec is None or refusal is not None:
-            continue
-        for later_rule in (later_rule for later_rule in rules[position + 1 :] if later_rule in STATED_RULES):
-            try:
-                other = _propose(later_rule, model, processor)
-            except ShapeUnresolvedError as error:
-                notes.append(f"{later_rule.__name__}: {error}")
-                continue
-            if other and other.batch(1) != spec.batch(1):
-                notes.append(f"{other.source} says {_format_shape(other)}")
-        return spec.model_copy(update={"source": "; ".join((spec.source, *notes))})
-    rule_names = ", ".join(rule.__name__ for rule in rules)
+        elif spec is not None:
+            if rule is from_processor:
+                try:
+                    stated = _propose(from_config, model, processor)
+                    if stated and stated.batch(1) != spec.batch(1):
+                        notes.append(f"{stated.source} says {_format_shape(stated)}")
+                except ShapeUnresolvedError as error:
+                    notes.append(f"{from_config.__name__}: {error}")
+            return spec.model_copy(update={"source": "; ".join((spec.source, *notes))})
+    rule_names = ", ".join(rule.__name__ for rule in RULES)
     raise ShapeUnresolvedError(
         f"no rule gave an input shape that the model accepts ({'; '.join(notes) or f'no answer from {rule_names!r}'}); "
         "set image_size and num_channels in the model's config, or save an image processor with the model"
@@ -143,7 +141,7 @@ def check_processor(model: nn.Module, processor: Any) -> None:
         ) from error
 
 
-def survey(model: nn.Module, processor: Any, rules: tuple[Rule, ...] = RULES) -> ShapeFacts:
+def survey(model: nn.Module, processor: Any) -> ShapeFacts:
     """Return every rule's shape, whether the model accepts it, and the image settings.
 
     The shape is certain if the processor and the config, as far as they have one, agree on it, and the model accepts it.
@@ -151,14 +149,14 @@ def survey(model: nn.Module, processor: Any, rules: tuple[Rule, ...] = RULES) ->
     findings: list[str] = []
     stated_shapes: set[tuple[int, ...]] = set()
     is_certain = True
-    for rule in rules:
+    for rule in RULES:
         spec, refusal = _propose_and_verify(rule, model, processor)
         if spec is None and refusal is None:
             findings.append(f"{rule.__name__}: no answer")
             continue
         outcome = "which the model accepts" if refusal is None else f"but {refusal}"
         findings.append(f"{rule.__name__}: {f'{_format_shape(spec)}, {outcome}' if spec else refusal}")
-        if rule in STATED_RULES:
+        if rule is not from_first_convolution:
             is_certain = is_certain and refusal is None
             stated_shapes.add(spec.batch(1) if spec else ())
     return ShapeFacts(

@@ -106,9 +106,9 @@ def draw_splits(
         heldout = pool.stratified(partition.heldout, query.seed)
         parts = {"search": pool.by_content(search[:num_search]), "heldout": pool.by_content(heldout[:num_heldout])}
         if train == evaluation:
-            num_in_both, drawn = 0, _write_splits(pool, {"calibration": calibration, **parts}, folder, progress)
-        else:
-            drawn = _write_splits(pool, parts, folder, progress)
+            parts = {"calibration": calibration, **parts}
+        drawn, num_in_both = _write_splits(pool, parts, folder, progress), 0
+        if train != evaluation:
             train_columns, train_type = columns, data.features(train).get(columns.label)
             has_other_type = train_type is not None and train_type != data.features(evaluation)[columns.label]
             # If there are several matchings, the model's predictions choose one for all splits.

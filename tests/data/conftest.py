@@ -1,51 +1,12 @@
 """Small data sets on disk in the shapes that data sets come in."""
 
-import hashlib
-import io
-from types import SimpleNamespace
-
 import datasets
-import numpy as np
 import pytest
-from PIL import Image
+from data.image_sets import png
 
 from profiling_agent.data.dataset import DataQuery
 from profiling_agent.data.splits import draw_splits
-
-
-def png(seed, side=8):
-    """Return a small image that no other seed makes."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "PNG")
-    return stream.getvalue()
-
-
-def table(labels, kind, *, image="image", label="label", first=0, broken=()):
-    """Return a data set whose image number i is made from the seed `first` + i."""
-    cells = [
-        {"bytes": f"damaged {row}".encode() if row in broken else png(first + row), "path": None}
-        for row in range(len(labels))
-    ]
-    features = datasets.Features({image: datasets.Image(), label: kind})
-    return datasets.Dataset.from_dict({image: cells, label: list(labels)}, features=features)
-
-
-def is_heldout(image):
-    """Say what the last bit of an image's SHA-256 says."""
-    return bool(int(hashlib.sha256(image).hexdigest()[-1], 16) % 2)
-
-
-def halves(images):
-    """Return how many of the images are to search on, and how many to be held out."""
-    held = sum(is_heldout(image) for image in images)
-    return len(images) - held, held
-
-
-@pytest.fixture
-def make():
-    """Return the makers of images and tables, and what their content says they are for."""
-    return SimpleNamespace(png=png, table=table, is_heldout=is_heldout, halves=halves)
+from profiling_agent.errors import AcquisitionError
 
 
 @pytest.fixture
@@ -53,18 +14,17 @@ def parquet(tmp_path):
     """Return a function that writes splits as a local parquet data set and returns its folder."""
 
     def write(name="set", config="data", **splits):
-        folder = tmp_path / name
-        (folder / config).mkdir(parents=True)
+        (tmp_path / name / config).mkdir(parents=True)
         for split, rows in splits.items():
-            rows.to_parquet(folder / config / f"{split}-00000-of-00001.parquet")
-        return folder
+            rows.to_parquet(tmp_path / name / config / f"{split}-00000-of-00001.parquet")
+        return tmp_path / name
 
     return write
 
 
 @pytest.fixture
 def photographs(tmp_path):
-    """Return a function that writes pictures, by their paths, as a folder of images and returns it."""
+    """Return a function that writes files, by their paths, into a folder and returns it."""
 
     def write(pictures):
         for path, held in pictures.items():
@@ -88,22 +48,27 @@ def cats_and_dogs():
 
 
 @pytest.fixture
-def draw(tmp_path):
+def draw(tmp_path_factory):
     """Return a function that draws from a folder into an empty one, for a model with these class names."""
-    taken = iter(range(100))
 
-    def call(folder, names, **query):
-        out = tmp_path / f"drawn-{next(taken)}"
-        out.mkdir()
+    def call(folder, names=("cat", "dog"), **query):
+        out = tmp_path_factory.mktemp("drawn")
         return draw_splits(DataQuery(dataset=str(folder), **query), id2label=dict(enumerate(names)), folder=out)
 
     return call
 
 
 @pytest.fixture
-def imagenet():
-    """Return names of a thousand classes of which the first and the last are ImageNet's."""
-    return ["tench, Tinca tinca", *(f"kind {index}" for index in range(1, 999)), "toilet tissue, toilet paper"]
+def refusal(draw):
+    """Return a function that tries to draw, and returns the one line in which that is refused."""
+
+    def call(folder, names=("cat", "dog"), **query):
+        with pytest.raises(AcquisitionError) as refused:
+            draw(folder, names, **query)
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    return call
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Data sets in the shapes of the paper's, which of several is read, and the one line each kind of wrong data set gets."""
 
+import re
 from typing import Any
 
 import datasets
@@ -7,14 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import ClassLabel, Value
+from data.image_sets import TEST, expected_sizes, images_of, png, pngs, sizes, table, train_and_test
+from datasets import Value
 
-from profiling_agent.data.dataset import choose_sibling_folder, depth_advice, patterns_without_duplicates
+from profiling_agent.data.dataset import choose_sibling_folder, patterns_without_duplicates
 from profiling_agent.data.images import SplitImages
 from profiling_agent.errors import AcquisitionError
 
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-IMAGENETTE = ["tench", "English springer", "cassette player"]
 IMAGENET = [
     "tench, Tinca tinca",
     "goldfish, Carassius auratus",
@@ -23,59 +24,44 @@ IMAGENET = [
 ]
 
 
-def test_cifar10_with_its_img_column(parquet, make, draw):
-    kind = ClassLabel(names=CIFAR10)
-    rows = [make.table(np.arange(100) % 10, kind, image="img", first=first) for first in (0, 500)]
-    drawn = draw(parquet(train=rows[0], test=rows[1]), CIFAR10)
-    assert drawn.search.num_images == min(make.halves([make.png(500 + row) for row in range(100)]))
+def test_cifar10_with_its_img_column(parquet, draw):
+    drawn = draw(parquet(**train_and_test(np.arange(100) % 10, CIFAR10, image="img")), CIFAR10)
+    assert sizes(drawn) == expected_sizes(pngs(100, TEST), 100)
     assert {match.rule for match in drawn.labels} == {"id"}
 
 
-def cifar100(make, rows, first):
-    fine = make.table(
-        np.arange(rows) % 4, ClassLabel(names=["apple", "pear", "trout", "shark"]), label="fine_label", first=first
-    )
+def test_cifar100_is_read_by_the_named_labels_or_those_that_map_best(parquet, draw):
+    fine = train_and_test(np.arange(80) % 4, ["apple", "pear", "trout", "shark"], label="fine_label")
     coarse = datasets.Dataset.from_dict(
-        {"coarse_label": [row % 4 // 2 for row in range(rows)]},
-        features=datasets.Features({"coarse_label": ClassLabel(names=["fruit", "fish"])}),
+        {"coarse_label": [row % 4 // 2 for row in range(80)]},
+        features=datasets.Features({"coarse_label": datasets.ClassLabel(names=["fruit", "fish"])}),
     )
-    return datasets.concatenate_datasets([fine, coarse], axis=1)
+    folder = parquet(**{split: datasets.concatenate_datasets([rows, coarse], axis=1) for split, rows in fine.items()})
 
-
-def test_cifar100_is_read_by_the_labels_that_map_best(parquet, make, draw):
-    folder = parquet(train=cifar100(make, 80, 0), test=cifar100(make, 40, 500))
-    fine = draw(folder, ["apple", "pear", "shark", "trout"])
-    assert [match.model_id for match in fine.labels] == [0, 1, 3, 2]
-    assert any("'fine_label'" in note and "not used: 'coarse_label'" in note for note in fine.notes)
-    coarse = draw(folder, ["fish", "fruit"])
-    assert [match.dataset_label for match in coarse.labels] == ["fruit", "fish"]
-    assert any("'coarse_label', which maps best" in note for note in coarse.notes)
-
-
-def test_a_named_label_column_is_used_even_where_another_maps_better(parquet, make, draw):
-    folder = parquet(train=cifar100(make, 80, 0), test=cifar100(make, 40, 500))
+    drawn = draw(folder, ["apple", "pear", "shark", "trout"])
+    assert [match.model_id for match in drawn.labels] == [0, 1, 3, 2]
+    assert any("'fine_label'" in note and "not used: 'coarse_label'" in note for note in drawn.notes)
+    drawn = draw(folder, ["fish", "fruit"])
+    assert [match.dataset_label for match in drawn.labels] == ["fruit", "fish"]
+    assert any("'coarse_label', which maps best" in note for note in drawn.notes)
     drawn = draw(folder, ["apple", "pear", "trout", "shark", "fruit", "fish"], label_column="coarse_label")
     assert [match.model_id for match in drawn.labels] == [4, 5]
 
 
 @pytest.fixture
-def imagenette(parquet, make, tmp_path):
-    kind = ClassLabel(names=IMAGENETTE)
+def imagenette(parquet, tmp_path):
+    kind = ["tench", "English springer", "cassette player"]
     for index, config in enumerate(("160px", "320px")):
-        rows = [make.table(np.arange(60) % 3, kind, first=1000 * index + first) for first in (0, 500)]
-        parquet(f"set-{config}", config, train=rows[0], validation=rows[1])
-        (tmp_path / "imagenette").mkdir(exist_ok=True)
-        (tmp_path / f"set-{config}" / config).rename(tmp_path / "imagenette" / config)
+        rows = [table(np.arange(60) % 3, kind, first=1000 * index + first) for first in (0, 500)]
+        parquet("imagenette", config, train=rows[0], validation=rows[1])
     card = "".join(f"- config_name: {name}\n  data_dir: {name}\n" for name in ("160px", "320px"))
     (tmp_path / "imagenette" / "README.md").write_text(f"---\nconfigs:\n{card}---\n")
     return tmp_path / "imagenette"
 
 
-def test_imagenette_needs_a_config_and_lists_them(imagenette, draw):
-    with pytest.raises(AcquisitionError, match="several configs, 160px, 320px: name one with dataset_config"):
-        draw(imagenette, IMAGENET)
-    with pytest.raises(AcquisitionError, match="no config '32px': use one of 160px, 320px"):
-        draw(imagenette, IMAGENET, dataset_config="32px")
+def test_imagenette_needs_a_config_and_lists_them(imagenette, refusal):
+    assert "several configs, 160px, 320px: name one with dataset_config" in refusal(imagenette, IMAGENET)
+    assert "no config '32px': use one of 160px, 320px" in refusal(imagenette, IMAGENET, dataset_config="32px")
 
 
 def test_a_card_that_reads_them_as_one_is_believed(imagenette, draw):
@@ -85,43 +71,38 @@ def test_a_card_that_reads_them_as_one_is_believed(imagenette, draw):
 
 
 @pytest.mark.parametrize("where", ["160px", "sizes/160px"])
-def test_folders_of_photographs_that_lie_side_by_side_are_never_read_as_one(tmp_path, make, draw, where):
-    for size, first in ((where, 0), (where.replace("160", "320"), 1000)):
-        for split in ("train", "val"):
-            for index, name in enumerate(("tench", "cassette player")):
-                place = tmp_path / "set" / size / split / name
-                place.mkdir(parents=True)
-                for row in range(20):
-                    # What a file is called says nothing of its split.
-                    (place / f"val-{row}.png").write_bytes(make.png(first + 500 * (split == "val") + 100 * index + row))
-    with pytest.raises(AcquisitionError, match=f"several configs, {where}, {where.replace('160', '320')}: name one"):
-        draw(tmp_path / "set", IMAGENET)
-    drawn = draw(tmp_path / "set", IMAGENET, dataset_config=where)
-    photographs = {make.png(500 + 100 * index + row) for index in range(2) for row in range(20)}
-    held = SplitImages(drawn.heldout.path)
+def test_folders_of_photographs_that_lie_side_by_side_are_never_read_as_one(photographs, draw, refusal, where):
+    other = where.replace("160", "320")
+    # What a file is called says nothing of its split.
+    pictures = {
+        f"{size}/{split}/{name}/val-{row}.png": png(first + 500 * (split == "val") + 100 * index + row)
+        for size, first in ((where, 0), (other, 1000))
+        for split in ("train", "val")
+        for index, name in enumerate(("tench", "cassette player"))
+        for row in range(20)
+    }
+    folder = photographs(pictures)
+    assert f"several configs, {where}, {other}: name one" in refusal(folder, IMAGENET)
+    held = images_of(draw(folder, IMAGENET, dataset_config=where).heldout)
     assert len(held) > 5
-    assert {held.encoded(row) for row in range(len(held))} <= photographs
+    assert set(held) <= {image for path, image in pictures.items() if path.startswith(f"{where}/val/")}
 
 
 @pytest.mark.parametrize("inside", ["set.py", "other.py"])
-def test_a_data_set_that_needs_a_script_is_refused_and_not_run(tmp_path, draw, inside):
+def test_a_data_set_that_needs_a_script_is_refused_and_not_run(tmp_path, refusal, inside):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / inside).write_text("raise SystemExit('ran')")
-    with pytest.raises(AcquisitionError, match=r"needs a Python script .*, which is never run"):
-        draw(tmp_path / "set", CIFAR10)
+    assert re.search(r"needs a Python script .*, which is never run", refusal(tmp_path / "set"))
 
 
-def test_strings_are_labels_too(parquet, make, draw):
-    names = np.array(["cat", "dog", "ant eater"])
-    rows = [make.table(names[np.arange(60) % 3], Value("string"), first=first) for first in (0, 500)]
-    drawn = draw(parquet(train=rows[0], test=rows[1]), ["dog", "Ant_Eater", "cat"])
+def test_strings_are_labels_too(parquet, draw):
+    labels = np.array(["cat", "dog", "ant eater"])[np.arange(60) % 3]
+    drawn = draw(parquet(**train_and_test(labels, Value("string"))), ["dog", "Ant_Eater", "cat"])
     assert {match.dataset_label: match.model_id for match in drawn.labels} == {"ant eater": 1, "cat": 2, "dog": 0}
 
 
-def test_plain_integers_are_class_ids_of_which_a_split_may_lack_some(parquet, make, draw):
-    train = make.table(np.arange(60) % 4, Value("int64"))
-    test = make.table(1 + np.arange(60) % 2, Value("int64"), first=500)
-    drawn = draw(parquet(train=train, test=test), ["a", "b", "c", "d"])
+def test_plain_integers_are_class_ids_of_which_a_split_may_lack_some(parquet, draw):
+    drawn = draw(parquet(**train_and_test(np.arange(60) % 4, Value("int64"), 1 + np.arange(60) % 2)), "abcd")
     assert [match.model_id for match in drawn.labels] == [1, 2]
     assert set(SplitImages(drawn.heldout.path).labels) == {1, 2}
     assert set(SplitImages(drawn.calibration.path).labels) == {0, 1, 2, 3}
@@ -129,93 +110,57 @@ def test_plain_integers_are_class_ids_of_which_a_split_may_lack_some(parquet, ma
     assert [way.by for way in drawn.matchings] == ["number", "from-1"]
 
 
-def test_a_train_split_of_numbers_that_the_model_lacks_is_refused_where_the_test_split_has_none(parquet, make, draw):
-    train = make.table(1 + np.arange(60) % 4, Value("int64"))
-    test = make.table(1 + np.arange(60) % 3, Value("int64"), first=500)
-    with pytest.raises(AcquisitionError, match="'label' holds '4', which is no class of the model"):
-        draw(parquet(train=train, test=test), ["a", "b", "c", "d"])
+def test_a_train_split_of_numbers_that_the_model_lacks_is_refused_where_the_test_split_has_none(parquet, refusal):
+    folder = parquet(**train_and_test(1 + np.arange(60) % 4, Value("int64"), 1 + np.arange(60) % 3))
+    assert "'label' holds '4', which is no class of the model" in refusal(folder, "abcd")
 
 
-@pytest.fixture
-def labelled(tmp_path, make):
-    """Return a function that writes one picture over and over, with these labels as Arrow has them."""
-
-    def write(labels):
-        (tmp_path / "labelled").mkdir()
-        cells = [{"bytes": make.png(0), "path": None}] * len(labels)
-        for split in ("train", "test"):
-            pq.write_table(pa.table({"image": cells, "label": labels}), tmp_path / f"labelled/{split}.parquet")
-        return tmp_path / "labelled"
-
-    return write
+NUMBERS, OTHERS = (
+    "label column 'label' holds .*{}.*the model has 3 classes, 0 to 2",
+    "holds neither class labels nor names",
+)
 
 
 @pytest.mark.parametrize(
-    ("labels", "seen"),
+    ("labels", "names", "said"),
     [
-        (pa.array([20_260_101, 20_261_122]), "as large as 20261122"),
-        (pa.array(range(60)), "as large as 59"),
-        (pa.array([0, 1, -7], pa.int8()), "as small as -7"),
-        (pa.array([1, 2, 3]), "as large as 3"),
+        (pa.array([20_260_101, 20_261_122]), "abc", NUMBERS.format("as large as 20261122")),
+        (pa.array([0, 1, -7], pa.int8()), "abc", NUMBERS.format("as small as -7")),
+        (pa.array([1, 2, 3]), "abc", NUMBERS.format("as large as 3")),
+        # Numbers that classes are called by may reach beyond the last class.
+        (pa.array([1, 2, 3]), "123", "there more than once|no image"),
+        (pa.array([0.0, float("nan")]), "ab", OTHERS),
+        (pa.array([0, 1], pa.date32()), "ab", OTHERS),
+        (pa.array([b"a", b"b"]), "ab", OTHERS),
+        (pa.nulls(2), "ab", OTHERS),
+        (pa.array([f"a photo, number {row}" for row in range(25_001)]), "ab", "holds more than 25000 different values"),
     ],
 )
-def test_whole_numbers_that_are_no_classes_of_the_model_are_refused_and_named(labelled, draw, labels, seen):
-    with pytest.raises(AcquisitionError, match=f"label column 'label' holds .*{seen}.*the model has 3 classes, 0 to 2"):
-        draw(labelled(labels), ["a", "b", "c"])
-
-
-def test_numbers_that_classes_are_called_by_may_reach_beyond_the_last_class(labelled, draw):
-    with pytest.raises(AcquisitionError, match=r"there more than once|no image"):
-        draw(labelled(pa.array([1, 2, 3])), ["1", "2", "3"])
+def test_a_label_column_of_other_values_than_classes_is_refused(tmp_path, refusal, labels, names, said):
+    cells = [{"bytes": png(0), "path": None}] * len(labels)
+    for split in ("train", "test"):
+        pq.write_table(pa.table({"image": cells, "label": labels}), tmp_path / f"{split}.parquet")
+    assert re.search(said, refusal(tmp_path, names, label_column="label"))
 
 
 @pytest.mark.parametrize("wrong", [3, -2])
-def test_a_class_label_that_the_data_set_has_no_name_for_is_refused(tmp_path, make, draw, wrong):
-    (tmp_path / "set").mkdir()
-    for split, first in (("train", 0), ("test", 500)):
-        rows = make.table(np.arange(60) % 3, ClassLabel(names=["a", "b", "c"]), first=first)
-        rows.to_parquet(tmp_path / "set" / f"{split}.parquet")
-    table = pq.read_table(tmp_path / "set/test.parquet")
-    labels = pa.array([wrong, *table["label"].to_pylist()[1:]])
-    place = table.schema.get_field_index("label")
-    pq.write_table(table.set_column(place, table.schema.field("label"), labels), tmp_path / "set/test.parquet")
-
-    with pytest.raises(AcquisitionError, match=f"holds {wrong}, but the data set names 3 classes, 0 to 2: correct its"):
-        draw(tmp_path / "set", ["a", "b", "c"])
-
-
-@pytest.mark.parametrize(
-    "labels",
-    [
-        pa.array([0.0, float("nan")]),
-        pa.array([0, 1], pa.date32()),
-        pa.array([b"a", b"b"]),
-        pa.nulls(2),
-    ],
-)
-def test_a_named_label_column_of_another_kind_is_refused(labelled, draw, labels):
-    with pytest.raises(AcquisitionError, match="label_column 'label' holds neither class labels nor names"):
-        draw(labelled(labels), ["a", "b"], label_column="label")
-
-
-def test_a_column_of_captions_holds_no_names_of_classes(labelled, draw):
-    captions = pa.array([f"a photo, number {row}" for row in range(25_001)])
-    with pytest.raises(AcquisitionError, match="label column 'label' holds more than 25000 different values"):
-        draw(labelled(captions), ["a", "b"])
+def test_a_class_label_that_the_data_set_has_no_name_for_is_refused(parquet, refusal, wrong):
+    folder = parquet(**train_and_test(np.arange(60) % 3, ["a", "b", "c"]))
+    (file,) = folder.rglob("test-*")
+    rows = pq.read_table(file)
+    place, labels = rows.schema.get_field_index("label"), pa.array([wrong, *rows["label"].to_pylist()[1:]])
+    pq.write_table(rows.set_column(place, rows.schema.field("label"), labels), file)
+    assert f"holds {wrong}, but the data set names 3 classes, 0 to 2: correct its" in refusal(folder, "abc")
 
 
 @pytest.mark.parametrize("kind", [None, pa.binary(), pa.large_binary(), pa.binary_view()])
-def test_parquet_that_datasets_did_not_write_is_read(tmp_path, make, draw, kind):
-    (tmp_path / "plain").mkdir()
-    for split, first in (("train", 0), ("test", 100)):
-        held = [make.png(first + row) for row in range(60)]
+def test_parquet_that_datasets_did_not_write_is_read(tmp_path, draw, kind):
+    labels = [row % 3 for row in range(60)]
+    for split, first in (("train", 0), ("test", TEST)):
+        held = pngs(60, first)
         cells = pa.array(held, kind) if kind else [{"bytes": each, "path": ""} for each in held]
-        pq.write_table(
-            pa.table({"image": cells, "label": [row % 3 for row in range(60)]}), tmp_path / f"plain/{split}.parquet"
-        )
-    assert draw(tmp_path / "plain", ["a", "b", "c"]).search.num_images == min(
-        make.halves([make.png(100 + row) for row in range(60)])
-    )
+        pq.write_table(pa.table({"image": cells, "label": labels}), tmp_path / f"{split}.parquet")
+    assert sizes(draw(tmp_path, "abc")) == expected_sizes(pngs(60, TEST), 60)
 
 
 @pytest.mark.parametrize("cat", ["train", "test tube", "eval-cat"])
@@ -223,82 +168,66 @@ def test_parquet_that_datasets_did_not_write_is_read(tmp_path, make, draw, kind)
 def test_a_class_may_be_called_as_a_split_is(photographs, cats_and_dogs, draw, cat, above):
     folder = photographs({above + path.replace("cat", cat): held for path, held in cats_and_dogs.items()})
     drawn = draw(folder, [cat, "dog"])
-    assert [match.model_id for match in sorted(drawn.labels, key=lambda match: match.dataset_label == "dog")] == [0, 1]
+    assert {match.dataset_label: match.model_id for match in drawn.labels} == {cat: 0, "dog": 1}
     assert drawn.calibration.num_images == 80
-    held = {
-        (cats_and_dogs[f"test/{name}/{row}.png"], label)
-        for label, name in enumerate(("cat", "dog"))
-        for row in range(40)
-    }
-    split = SplitImages(drawn.search.path)
-    assert {(split.encoded(row), split.labels[row]) for row in range(len(split))} <= held
+    held = {(image, int("/dog/" in path)) for path, image in cats_and_dogs.items() if path.startswith("test/")}
+    assert set(zip(images_of(drawn.search), SplitImages(drawn.search.path).labels, strict=True)) <= held
 
 
 @pytest.mark.parametrize("stray", ["train/cover.png", "test/cat/2023/0.png", "test/0.PNG"])
-def test_an_image_that_lies_deeper_or_less_deep_than_most_is_named(photographs, cats_and_dogs, make, draw, stray):
-    folder = photographs(cats_and_dogs | {stray: make.png(7777)})
+def test_an_image_that_lies_deeper_or_less_deep_than_most_is_named(photographs, cats_and_dogs, draw, refusal, stray):
+    folder = photographs(cats_and_dogs | {stray: png(7777)})
     said = (
         rf"no label column: folders are labels only if.*1 of 161 don't lie as deep as 'train/cat/\d+\.png', "
         rf"the first is '{stray}': move it into its class's folder, or out"
     )
-    with pytest.raises(AcquisitionError, match=said):
-        draw(folder, ["cat", "dog"])
-    (folder / stray).unlink()
-    assert draw(folder, ["cat", "dog"]).calibration.num_images == 80
+    assert re.search(said, refusal(folder))
+    # What is no image may lie at any depth.
+    (folder / stray).rename(folder / stray.replace(".png", ".txt").replace(".PNG", ".txt"))
+    assert draw(folder).calibration.num_images == 80
 
 
-def test_what_is_no_image_may_lie_at_any_depth(photographs, cats_and_dogs, draw):
-    folder = photographs(cats_and_dogs | {"train/notes.txt": b"", "README.txt": b"", "test/cat/more/notes.txt": b""})
-    assert draw(folder, ["cat", "dog"]).calibration.num_images == 80
-
-
-def test_images_without_folders_of_classes_have_no_label_column(photographs, cats_and_dogs, draw):
+def test_images_without_folders_of_classes_have_no_label_column(photographs, cats_and_dogs, refusal):
     folder = photographs({path.replace("cat/", "dog/1"): held for path, held in cats_and_dogs.items()})
-    with pytest.raises(
-        AcquisitionError, match=r"no label column: its columns are image \(.*\); name label_column, or .*metadata\.csv"
-    ):
-        draw(folder, ["cat", "dog"])
+    said = r"no label column: its columns are image \(.*\); name label_column, or .*metadata\.csv"
+    assert re.search(said, refusal(folder))
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_what_save_to_disk_wrote_is_read_in_place(tmp_path, make, draw, together):
-    kind = ClassLabel(names=["cat", "dog"])
-    rows: dict[Any, datasets.Dataset] = {
-        split: make.table([0, 1] * 30, kind, first=first) for split, first in (("train", 0), ("test", 500))
-    }
+def test_what_save_to_disk_wrote_is_read_in_place(tmp_path, draw, together):
+    rows: dict[Any, datasets.Dataset] = train_and_test([0, 1] * 30, ["cat", "dog"])
     saved = datasets.DatasetDict(rows) if together else rows["test"]
     saved.save_to_disk(tmp_path / "arrow")
     before = sorted(path.name for path in (tmp_path / "arrow").rglob("*"))
-    drawn = draw(tmp_path / "arrow", ["cat", "dog"], split="test" if together else "train")
-    num_search, num_heldout = make.halves([make.png(500 + row) for row in range(60)])
-    calibrating = 0 if together else num_search // 2
-    assert drawn.search.num_images == min(num_search - calibrating, num_heldout)
+    drawn = draw(tmp_path / "arrow", split="test" if together else "train")
+    assert sizes(drawn) == expected_sizes(pngs(60, TEST), 60 * together)
     assert sorted(path.name for path in (tmp_path / "arrow").rglob("*")) == before
 
 
-def test_a_data_set_without_images_lists_its_columns(tmp_path, draw):
-    (tmp_path / "set").mkdir()
-    pq.write_table(pa.table({"text": ["a"], "label": [0]}), tmp_path / "set/test.parquet")
-    with pytest.raises(AcquisitionError, match=r"no image column: its columns are text \(string\), label \(int64\)"):
-        draw(tmp_path / "set", CIFAR10)
+CALLED = r".*called metadata\.csv, its column of paths file_name"
 
 
 @pytest.mark.parametrize(
     ("kind", "column", "said"),
-    [("csv", "image", "holds no images, as no CSV"), ("parquet", "image", "no image"), ("parquet", "path", "no image")],
+    [
+        ("parquet", "text", r"no image column: its columns are text \(string\), label \(int64\)"),
+        ("csv", "image", "holds no images, as no CSV" + CALLED),
+        ("parquet", "image", "no image" + CALLED),
+        ("parquet", "path", "no image" + CALLED),
+    ],
 )
-def test_a_table_that_names_images_is_told_what_to_be_called(tmp_path, draw, kind, column, said):
-    (tmp_path / "set").mkdir()
-    rows = datasets.Dataset.from_dict({column: ["a/0.png", "a/1.png"], "label": ["cat", "dog"]})
+def test_a_table_without_images_is_told_and_what_one_that_names_images_is_to_be_called(
+    tmp_path, refusal, kind, column, said
+):
+    rows = datasets.Dataset.from_dict({column: ["a/0.png", "a/1.png"], "label": [0, 1]})
     write = rows.to_csv if kind == "csv" else rows.to_parquet
-    write(tmp_path / "set" / f"test.{kind}")
-    with pytest.raises(AcquisitionError, match=rf"{said}.*called metadata\.csv, its column of paths file_name"):
-        draw(tmp_path / "set", ["cat", "dog"])
+    write(tmp_path / f"test.{kind}")
+    assert re.search(said, refusal(tmp_path))
 
 
-def test_a_data_set_without_labels_lists_its_columns(parquet, make, draw):
-    with pytest.raises(AcquisitionError, match=r"no label column: its columns are .*width"):
-        draw(parquet(test=make.table([3, 4], Value("int64"), label="width")), CIFAR10)
+def test_a_data_set_without_labels_lists_its_columns(parquet, refusal):
+    folder = parquet(test=table([3, 4], Value("int64"), label="width"))
+    assert re.search(r"no label column: its columns are .*width", refusal(folder))
 
 
 @pytest.mark.parametrize(
@@ -309,18 +238,14 @@ def test_a_data_set_without_labels_lists_its_columns(parquet, make, draw):
         ({"image_column": "label"}, "'label' holds no images"),
     ],
 )
-def test_a_named_column_that_is_not_there_or_holds_no_images_is_an_error(parquet, make, draw, query, said):
-    folder = parquet(test=make.table([0, 1] * 30, ClassLabel(names=["cat", "dog"])))
-    with pytest.raises(AcquisitionError, match=said):
-        draw(folder, ["cat", "dog"], **query)
+def test_a_named_column_that_is_not_there_or_holds_no_images_is_an_error(parquet, refusal, query, said):
+    assert said in refusal(parquet(test=table([0, 1] * 30, ["cat", "dog"])), **query)
 
 
-def test_an_empty_folder_and_an_unknown_reference_are_errors(tmp_path, draw):
+def test_an_empty_folder_and_an_unknown_reference_are_errors(tmp_path, refusal):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(AcquisitionError, match="can't be read"):
-        draw(tmp_path / "empty", CIFAR10)
-    with pytest.raises(AcquisitionError, match="no reference data set 'reference:mnist': use reference:digits"):
-        draw("reference:mnist", CIFAR10)
+    assert "can't be read" in refusal(tmp_path / "empty")
+    assert "no reference data set 'reference:mnist': use reference:digits" in refusal("reference:mnist")
 
 
 @pytest.mark.parametrize(
@@ -345,9 +270,7 @@ def test_folders_with_the_same_split_are_told_apart(first, second):
 )
 def test_one_inside_another_may_be_read_and_not_the_other_with_it(outer, at):
     files = {"train": [outer, "photos/small/train/cat/0.png"]}
-    said = (
-        f"dataset 'x' has splits at {at} and others inside of it, which would be read as one: name one of photos/small"
-    )
+    said = f"has splits at {at} and others inside of it, which would be read as one: name one of photos/small"
     for asked in (None, "photos", "elsewhere"):
         with pytest.raises(AcquisitionError, match=said):
             choose_sibling_folder("x", asked, files)
@@ -382,10 +305,3 @@ def test_parts_of_one_data_set_are_left_together(files):
 def test_what_two_splits_have_is_left_to_the_one_that_its_first_folder_names(both, patterns):
     assert patterns_without_duplicates({"train": ["train/cat/0.png", both], "test": [both]}) == patterns
     assert patterns_without_duplicates({"train": ["train/cat/0.png"], "test": [both]}) is None
-
-
-def test_of_images_at_two_depths_the_first_of_the_rarer_is_told():
-    said = depth_advice(["train/a/0.png", "train/a/2/0.png", "train/a/1.png", "train/a/1/0.png", "train/a/2.png"])
-    assert said is not None
-    assert "2 of 5 don't lie as deep as 'train/a/0.png', the first is 'train/a/2/0.png'" in said
-    assert depth_advice(["train/a/0.png", "test/b/0.png"]) is depth_advice([]) is None

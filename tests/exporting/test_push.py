@@ -69,7 +69,7 @@ def write_models(models, source):
     save_deployed(source, deployments.deployment("onnxruntime dynamic"), models / "local", num_threads=1)
     shutil.copytree(models / "local", models / "based")
     recipe = json.loads((models / "based" / "recipe.json").read_text())
-    made_from = {"base_model": "acme/vit", "base_revision": "0" * 40}
+    made_from = {"base_model": "acme/vit", "base_revision": fake_hub.COMMIT}
     (models / "based" / "recipe.json").write_text(json.dumps(recipe | made_from))
     judged = HeldOutAccuracy(dataset="acme/insects", config="small", split="test", top1=0.875)
     write_card(models / "based", judged=judged)
@@ -105,7 +105,7 @@ def world(tmp_path_factory, sources):
     shutil.copy(models / "local" / "recipe.json", root / "models/acme/theirs")
     (root / "models/me/alike").mkdir()
     (root / "models/me/alike/recipe.json").write_text("{}")
-    with fake_hub.take(root, USERS) as hub:
+    with fake_hub.serve(root, USERS) as hub:
         hub.made["acme/vit"] = {"cardData": {"license": "apache-2.0"}}
         answers = ask(
             hub.address, home,
