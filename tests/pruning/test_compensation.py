@@ -73,10 +73,8 @@ def test_the_divergence_falls_and_is_what_the_compensated_model_has_and_no_other
     assert [done.kl_before, done.kl_after] == pytest.approx(kls, rel=1e-3, abs=1e-9)
 
 
-@pytest.mark.parametrize("make", [zoo.vit, zoo.swin])
-def test_a_cut_of_heads_is_folded_into_the_output_projection_only(make):
-    model = make()
-    pruned, done = pruned_and_compensated(model, ratio=0.5, kinds=(UnitKind.HEADS,))
+def test_a_cut_of_heads_is_folded_into_the_output_projection_only():
+    pruned, done = pruned_and_compensated(zoo.vit(), ratio=0.5, kinds=(UnitKind.HEADS,))
     before = dict(pruned.named_parameters())
     changed = {name for name, tensor in done.model.named_parameters() if not torch.equal(tensor, before[name])}
 
@@ -92,7 +90,7 @@ def moved(model, other, leaf):
 @pytest.mark.parametrize("fitted", [True, False])
 def test_batch_norms_are_fitted_to_the_images_again_if_they_were_and_else_take_the_shift_of_the_fold_alone(fitted):
     # Least squares restores the means; what varies less behind a fold is left to the second step.
-    model = zoo.resnet()
+    model = zoo.resnet(depths=[1, 1])
     if fitted:
         with torch.no_grad():
             reestimate_(model, calibration_of(IMAGES).every())

@@ -85,9 +85,10 @@ def test_the_prediction_is_half_the_felt_error():
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_every_criterion_orders_every_channel_of_every_unit_once(family):
+def test_every_criterion_orders_every_channel_once(family):
     model = MODELS[family]()
-    units = units_of(model)
+    # Heads and an MLP, or what 3 x 3 and 1 x 1 convolutions read.
+    units = units_of(model)[:2]
     moments = gather_moments(model, units, [IMAGES])
     with torch.no_grad():
         for unit in units:
