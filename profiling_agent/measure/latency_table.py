@@ -291,10 +291,14 @@ def _parts(model: nn.Module, unit: Unit, shapes: Mapping[str, tuple[int, ...]]) 
     return parts
 
 
+def spread_evenly(widths: Sequence[int], max_count: int) -> list[int]:
+    """Return up to `max_count` of `widths`, evenly spread and including the last one."""
+    count = min(max_count, len(widths))
+    return [widths[(index + 1) * len(widths) // count - 1] for index in range(count)]
+
+
 def _timed_widths(unit: Unit) -> list[int]:
-    widths = aligned_widths(unit.width, unit.step)[::-1]
-    count = min(NUM_TIMED - 1, len(widths))
-    return [unit.width, *(widths[(index + 1) * len(widths) // count - 1] for index in range(count))]
+    return [unit.width, *spread_evenly(aligned_widths(unit.width, unit.step)[::-1], NUM_TIMED - 1)]
 
 
 def _reuse_or_time(known: WidthSamples | None, unit: Unit, parts: Sequence[_Part], batch: Tensor) -> WidthSamples:

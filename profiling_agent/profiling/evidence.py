@@ -28,7 +28,7 @@ from profiling_agent.errors import PruningError
 from profiling_agent.lib.io import DocumentError, make_folders, read_record, sweep, write_text
 from profiling_agent.lib.machine import available_bytes
 from profiling_agent.lib.progress import Progress, silent
-from profiling_agent.measure.latency_table import MAX_AGE_S, LatencyTable
+from profiling_agent.measure.latency_table import MAX_AGE_S, LatencyTable, spread_evenly
 from profiling_agent.modules.inference import device_of, mean_kl, preserving_state
 from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.modules.prefix import Replay, find_prefixes
@@ -212,7 +212,10 @@ class _Study:
             widths = aligned_widths(unit.width, unit.step)[::-1]
             orders[unit.name] = result.order
             predicted[unit.name] = {keep: result.loss[unit.width - keep] for keep in widths}
-            folds |= {(unit.name, keep): self.fold(unit, result.order[unit.width - keep :]) for keep in _sample(widths)}
+            folds |= {
+                (unit.name, keep): self.fold(unit, result.order[unit.width - keep :])
+                for keep in spread_evenly(widths, NUM_MEASURED)
+            }
             # A Gram matrix is as large as its layer, and no longer needed.
             del self.moments[unit.name]
         measured = self._measure_kl(folds, progress)
@@ -245,12 +248,6 @@ class _Study:
                 raise PruningError(f"the KL of the model with {name!r} cut is {kl!r}: check its weights")
             measured[name][keep] = kl
         return measured
-
-
-def _sample(widths: Sequence[int]) -> list[int]:
-    """Return up to NUM_MEASURED of `widths`, evenly spread and including the last one."""
-    count = min(NUM_MEASURED, len(widths))
-    return [widths[(index + 1) * len(widths) // count - 1] for index in range(count)]
 
 
 def _unit_evidence(

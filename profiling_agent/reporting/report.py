@@ -179,12 +179,13 @@ def compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGrou
 def summarise(
     evaluation: Evaluation,
     profiled: Profiled,
+    results: Mapping[str, RaceResult],
+    peak_memory_bytes: int,
     *,
     attempt: int | None,
-    race_result: RaceResult | None,
-    peak_memory_bytes: int,
 ) -> Summary:
-    """Return a model's summary; latency is the race's if it raced, else that of its own process."""
+    """Return a model's summary; latency is that of its race in `results` (by SHA-256), else that of its own process."""
+    race_result = results.get(evaluation.model.sha256)
     return Summary(
         variant=evaluation.variant,
         deployment=evaluation.deployment,
@@ -243,6 +244,7 @@ def gpu_lines(profiles: Mapping[str, ModelProfile]) -> tuple[str, ...]:
 def build_report(request: Request, final: FinalChoice, sources: ReportInputs) -> RunReport:
     """Build the report of a run from its request, final choice and other sources."""
     race, winner, acquired, profiles = final.race, final.winner, sources.acquired, sources.profiles
+    peaks = sources.peak_memory_bytes
     baseline, best = profiles["baseline"], profiles.get("best", profiles["baseline"])
     # The final sessions come last, because they replace a model's result of the screening session.
     race_results = [result for timing in (final.screening, race) if timing for result in timing.results]
@@ -271,20 +273,8 @@ def build_report(request: Request, final: FinalChoice, sources: ReportInputs) ->
         spent=sources.spent,
         decisions=sources.decisions,
         deployment_search=sources.deployment_search,
-        baseline=summarise(
-            final.heldout_baseline,
-            baseline[0],
-            attempt=None,
-            race_result=results.get(final.heldout_baseline.model.sha256),
-            peak_memory_bytes=sources.peak_memory_bytes[0],
-        ),
-        best=summarise(
-            final.heldout_winner,
-            best[0],
-            attempt=winner.attempt,
-            race_result=results.get(final.heldout_winner.model.sha256),
-            peak_memory_bytes=sources.peak_memory_bytes[1],
-        ),
+        baseline=summarise(final.heldout_baseline, baseline[0], results, peaks[0], attempt=None),
+        best=summarise(final.heldout_winner, best[0], results, peaks[1], attempt=winner.attempt),
         heldout=final.heldout_winner,
         screening=final.screening,
         race=race,
