@@ -4,11 +4,13 @@ import copy
 import gzip
 import json
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from sample_records import unchanged
 from torch import nn
 
 from profiling_agent.measure.throughput import measure_headline
@@ -24,14 +26,8 @@ MAX_FORWARD_PASSES = 60
 
 def profile(model, **changes):
     headline = measure_headline(TorchSession(copy.deepcopy(model).eval(), device="cpu"), zoo.SPEC, batch_size=2)
-    given: dict[str, Any] = {
-        "batch_size": 2,
-        "headline": headline,
-        "size_bytes": 1000,
-        "architecture": "tiny",
-        **changes,
-    }
-    return profile_model(model, zoo.SPEC, **given)
+    given: dict[str, Any] = {"batch_size": 2, "headline": headline, "size_bytes": 1000, "architecture": "tiny"}
+    return profile_model(model, zoo.SPEC, **(given | changes))
 
 
 def without_times(profile):
@@ -104,17 +100,8 @@ def test_a_quantized_model_is_counted_on_its_skeleton_and_timed_itself(vit_profi
 def test_the_model_is_left_as_it_was_found():
     model = zoo.resnet().train()
     model.resnet.embedder.eval()
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-    def state():
-        return [(module.training, sorted(vars(module))) for module in model.modules()], num_hooks(model)
-
-    before = state()
-    profile(model)
-
-    assert state() == before
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    with unchanged(model):
+        profile(model)
 
 
 def test_the_trace_is_written_and_progress_reaches_its_end(tmp_path):
@@ -127,10 +114,6 @@ def test_the_trace_is_written_and_progress_reaches_its_end(tmp_path):
 
 
 FLOAT = 4
-
-
-def num_hooks(model):
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 def test_a_vits_activations_are_those_worked_out_by_hand():
@@ -151,10 +134,6 @@ class Splits(nn.Module):
         return {"halves": [pixel_values[:1] * 2, (pixel_values[1:] * 2,)], "same": pixel_values.double(), "count": 3}
 
 
-def test_tensors_are_found_in_nested_outputs():
-    assert activation_bytes(Splits(), torch.ones(2, 3)) == {"": 2 * 3 * 4 + 2 * 3 * 8}
-
-
 class Repeats(nn.Module):
     def __init__(self):
         super().__init__()
@@ -167,6 +146,8 @@ class Repeats(nn.Module):
 def test_a_module_that_runs_twice_makes_twice_as_much():
     assert activation_bytes(Repeats(), torch.ones(1, 4)) == {"inner": 2 * 4 * FLOAT, "": 0}
     assert layer_latency(Repeats(), torch.ones(1, 4), passes=2).keys() == {"inner", ""}
+    # Tensors are found in nested outputs.
+    assert activation_bytes(Splits(), torch.ones(2, 3)) == {"": 2 * 3 * 4 + 2 * 3 * 8}
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
@@ -183,15 +164,12 @@ def test_every_module_that_runs_has_a_time(family):
 
 def test_hooks_are_gone_afterwards_even_if_the_model_fails():
     model = zoo.vit()
-    before = num_hooks(model)
-
-    layer_latency(model, random_batch(zoo.SPEC, 1), passes=1)
-    activation_bytes(model, random_batch(zoo.SPEC, 1))
-    for measure in (activation_bytes, lambda *given: layer_latency(*given, passes=1)):
-        with pytest.raises(ValueError, match="doesn't match model"):
-            measure(model, torch.ones(1, 3, 48, 48))
-
-    assert num_hooks(model) == before
+    with unchanged(model):
+        layer_latency(model, random_batch(zoo.SPEC, 1), passes=1)
+        activation_bytes(model, random_batch(zoo.SPEC, 1))
+        for measure in (activation_bytes, partial(layer_latency, passes=1)):
+            with pytest.raises(ValueError, match="doesn't match model"):
+                measure(model, torch.ones(1, 3, 48, 48))
 
 
 def test_own_times_are_those_between_marks_without_the_children():
@@ -219,6 +197,9 @@ def profiled(tmp_path_factory):
 
 def test_calls_and_memory_are_those_of_one_pass(profiled):
     rows, _ = profiled
+    times_ms = [row.cpu_time_ms for row in rows]
+    assert times_ms == sorted(times_ms, reverse=True)
+    assert all(row.cuda_time_ms is None for row in rows)
     calls = {(row.name, row.input_shapes): row.calls for row in rows}
 
     assert calls["aten::linear", "[[2, 17, 64], [64, 64], [64]]"] == 2 * 4
@@ -226,13 +207,6 @@ def test_calls_and_memory_are_those_of_one_pass(profiled):
     assert sum(row.calls for row in rows if row.name == "aten::scaled_dot_product_attention") == 2
     (gelu,) = [row for row in rows if row.name == "aten::gelu"]
     assert gelu.memory_bytes == 2 * (2 * 17 * 256 * 4)
-
-
-def test_rows_are_sorted_by_their_own_time(profiled):
-    times_ms = [row.cpu_time_ms for row in profiled[0]]
-
-    assert times_ms == sorted(times_ms, reverse=True)
-    assert all(row.cuda_time_ms is None for row in profiled[0])
 
 
 def test_the_trace_is_one_pass_that_a_browser_can_open(profiled):
