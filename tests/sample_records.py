@@ -1,13 +1,15 @@
 """Records made by hand, small enough to check in the head."""
 
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from scipy import stats
+from torch import nn
 
-from profiling_agent.jobs.store import Timesheet
 from profiling_agent.measure.predictions import Answers
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import (
@@ -38,8 +40,6 @@ from profiling_agent.schemas import (
     WidthOption,
 )
 
-# Jobs that answer at once take no time.
-TIMESHEET = Timesheet(Path("nowhere"))
 GOAL = Goal(max_accuracy_drop=0.01, min_speedup=1.0, max_size_ratio=0.5, selection="contract")
 STATS = LatencyStats(batch_size=4, median_ms=2.0, low_ms=1.9, high_ms=2.1, samples_ms=(1.9, 2.0, 2.1))
 MLP = "vit.layers.{}.mlp"
@@ -133,15 +133,18 @@ def journal(*attempts: Attempt, quantized: Evaluation | None = None) -> Journal:
     return Journal(baseline=BASELINE, quantized=quantized, attempts=attempts)
 
 
-def named_unit(name: str, kind: UnitKind, producers: Sequence[str], consumer: str, width: int, **stated: Any) -> Unit:
-    """Return a unit whose channels own one param and one MAC each, unless stated otherwise."""
-    plain: dict[str, Any] = {"step": 1, "params_per_channel": 1, "macs_per_channel": 1}
-    return Unit(name=name, kind=kind, producers=tuple(producers), consumer=consumer, width=width, **(plain | stated))
-
-
 def unit(index: int, width: int = 512) -> Unit:
-    holder, costs = MLP.format(index), {"params_per_channel": 10, "macs_per_channel": 20}
-    return named_unit(holder, UnitKind.MLP, [f"{holder}.fc1"], f"{holder}.fc2", width, step=32, **costs)
+    holder = MLP.format(index)
+    return Unit(
+        name=holder,
+        kind=UnitKind.MLP,
+        producers=(f"{holder}.fc1",),
+        consumer=f"{holder}.fc2",
+        width=width,
+        step=32,
+        params_per_channel=10,
+        macs_per_channel=20,
+    )
 
 
 def profile(num_layers: int = 2, width: int = 512, pass_s: float = 0.0005) -> ModelProfile:
@@ -217,3 +220,18 @@ def judged(
     found = profile(num_layers)
     rows = {unit.name: (kls or {}).get(index, each) for index, unit in enumerate(found.units)}
     return found.model_copy(update={"evidence": evidence(found.units, rows)})
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Generator[None]:
+    """Fail if attributes, hooks, weights or gradients of the model are others afterwards."""
+    state = copy.deepcopy(model.state_dict())
+    attributes = [dict(vars(module)) for module in model.modules()]
+    needed = [parameter.requires_grad for parameter in model.parameters()]
+    yield
+    assert [vars(module) for module in model.modules()] == attributes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert [parameter.requires_grad for parameter in model.parameters()] == needed
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.is_grad_enabled()

@@ -56,9 +56,11 @@ def upper_bound(counts: Counts, error: float) -> float:
     """Return the upper bound of the drop, with an error of `error` over all looks together."""
     if not _is_refuted(counts, 1.0, error):
         return 1.0
-    if not _is_refuted(counts, 0.0, error):
-        return _bisect(counts, error, accepted=0.0, refuted=1.0)
-    return _bisect(counts, error, accepted=-1.0, refuted=0.0)
+    accepted, refuted = (-1.0, 0.0) if _is_refuted(counts, 0.0, error) else (0.0, 1.0)
+    while refuted - accepted > PRECISION:
+        middle = (accepted + refuted) / 2
+        accepted, refuted = (accepted, middle) if _is_refuted(counts, middle, error) else (middle, refuted)
+    return refuted
 
 
 def lower_bound(counts: Counts, error: float) -> float:
@@ -107,16 +109,6 @@ def can_be_proven(counts: Counts, num_more: int, max_drop: float, error: float) 
     """Return whether `num_more` images, as discordant as those seen, would show the drop below `max_drop` at no net loss."""
     num_each = num_more * (counts.num_lost + counts.num_gained) / counts.num_images / 2
     return upper_bound(counts.with_more(round(num_each), round(num_each), num_more), error) <= max_drop
-
-
-def _bisect(counts: Counts, error: float, accepted: float, refuted: float) -> float:
-    while refuted - accepted > PRECISION:
-        middle = (accepted + refuted) / 2
-        if _is_refuted(counts, middle, error):
-            refuted = middle
-        else:
-            accepted = middle
-    return refuted
 
 
 def _is_refuted(counts: Counts, drop: float, error: float) -> bool:

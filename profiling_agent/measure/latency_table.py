@@ -9,6 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -108,25 +109,21 @@ def read_samples(path: Path) -> dict[str, WidthSamples]:
         return {}
     fresh: dict[str, WidthSamples] = {}
     for shape, value in shapes.items():
-        try:
+        with suppress(ValidationError):
             samples = WidthSamples.model_validate(value)
-        except ValidationError:
-            continue
-        if samples.is_fresh:
-            fresh[shape] = samples
+            if samples.is_fresh:
+                fresh[shape] = samples
     return fresh
 
 
 def add_samples(path: Path, shape: str, samples: WidthSamples) -> None:
     """Add the samples of a shape to the file; if it can't be written, they are taken again next time."""
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
             sweep(path.parent, path.name)
             content = _SamplesFile(version=VERSION, shapes=read_samples(path) | {shape: samples})
             write_text(path, content.model_dump_json())
-    except OSError:
-        return
 
 
 # Timed widths of one shape, the full one among them; those between are interpolated. A second call still takes a fifth
@@ -141,7 +138,6 @@ MIN_GAIN = 0.25
 MAX_ERROR = 0.05
 
 Times = Mapping[int, float]
-Shape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -295,10 +291,14 @@ def _parts(model: nn.Module, unit: Unit, shapes: Mapping[str, tuple[int, ...]]) 
     return parts
 
 
+def spread_evenly(widths: Sequence[int], max_count: int) -> list[int]:
+    """Return up to `max_count` of `widths`, evenly spread and including the last one."""
+    count = min(max_count, len(widths))
+    return [widths[(index + 1) * len(widths) // count - 1] for index in range(count)]
+
+
 def _timed_widths(unit: Unit) -> list[int]:
-    widths = aligned_widths(unit.width, unit.step)[::-1]
-    count = min(NUM_TIMED - 1, len(widths))
-    return [unit.width, *(widths[(index + 1) * len(widths) // count - 1] for index in range(count))]
+    return [unit.width, *spread_evenly(aligned_widths(unit.width, unit.step)[::-1], NUM_TIMED - 1)]
 
 
 def _reuse_or_time(known: WidthSamples | None, unit: Unit, parts: Sequence[_Part], batch: Tensor) -> WidthSamples:
@@ -404,25 +404,20 @@ def _calls(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device)
         layer, inputs = part.at(width / unit.width, device)
         yield partial(layer, inputs)
     if unit.kind is UnitKind.HEADS:
-        queries, keys = _attention_shapes(unit, parts, width)
-        heads = tuple(torch.randn(shape, device=device, dtype=_dtype(device)) for shape in (queries, keys))
-        yield partial(F.scaled_dot_product_attention, heads[0], heads[1], heads[1])
+        # The last producer makes the values: if attention reduces their tokens, as PVT's, the consumer reads more of them.
+        *outer, num_queries, channels = parts[-1].shape
+        rows, size = math.prod(outer), max(channels // unit.width, 1)
+        num_keys = max(math.prod(parts[len(unit.producers) - 1].shape[:-1]) // rows, 1)
+        queries, keys = (
+            torch.randn((rows, width, tokens, size), device=device, dtype=_dtype(device))
+            for tokens in (num_queries, num_keys)
+        )
+        yield partial(F.scaled_dot_product_attention, queries, keys, keys)
 
 
 def _dtype(device: torch.device) -> torch.dtype:
     """Return the timed precision: on a GPU the deployed one, which float32's times don't predict."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def _attention_shapes(unit: Unit, parts: Sequence[_Part], width: int) -> tuple[Shape, Shape]:
-    """Return the shapes of queries and of keys, (images or windows, heads, tokens, channels), at a number of heads.
-
-    The last producer makes the values: if attention reduces their tokens, as PVT's, the consumer reads more of them.
-    """
-    *outer, tokens, channels = parts[-1].shape
-    rows, size = math.prod(outer), max(channels // unit.width, 1)
-    num_keys = max(math.prod(parts[len(unit.producers) - 1].shape[:-1]) // rows, 1)
-    return (rows, width, tokens, size), (rows, width, num_keys, size)
 
 
 def _interpolate(unit: Unit, samples: WidthSamples) -> dict[int, float]:

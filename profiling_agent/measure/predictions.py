@@ -126,23 +126,18 @@ def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str
     count earlier tests. If no ledger can be kept, the opening's note says why, and the run goes on.
     """
     image_ids = {hashlib.sha256(image).hexdigest()[:DIGITS] for image in images}
+    place = advice = ""
     try:
         path = data_folder() / "heldout" / f"{model}.json"
-    except OSError as error:
-        return _uncounted_opening(f"({error.strerror})", fresh)
-    try:
+        place, advice = f"in {str(path.parent)!r} ", f": set {VARIABLE}"
         make_folders(path.parent)
         # One lock for all ledgers, so that its holder may sweep up what a power loss left of any.
         with FileLock(path.parent / "ledgers.lock"):
             sweep(path.parent)
             return _record_test(path, candidate, image_ids, fresh)
     except OSError as error:
-        return _uncounted_opening(f"in {str(path.parent)!r} ({error.strerror}): set {VARIABLE}", fresh)
-
-
-def _uncounted_opening(reason: str, fresh: str | None) -> Opening:
-    note = f"openings of the held-out images can't be counted {reason}"
-    return Opening(number=1, share=share(1), fresh=fresh, note=note)
+        note = f"openings of the held-out images can't be counted {place}({error.strerror}){advice}"
+        return Opening(number=1, share=share(1), fresh=fresh, note=note)
 
 
 def _record_test(path: Path, candidate: str, ids: set[str], fresh: str | None) -> Opening:

@@ -62,11 +62,6 @@ class RaceOutcome:
         """Return each model's score against the first."""
         return {index: _score(ratios) for index, ratios in sorted(self.ratios.items())}
 
-    @property
-    def detectable(self) -> float:
-        """Return the share by which two equal models would have to differ to be told apart."""
-        return detectable([score for index, score in self.scores.items() if index])
-
     def add(self, session: RaceSession) -> None:
         """Add a session, or the part of one for which the others left no memory."""
         for index, samples in session.samples.items():
@@ -376,5 +371,5 @@ def _as_race(entries: Entries, outcome: RaceOutcome, track: Conditions) -> Race:
         dropped=tuple(dropped),
         void=outcome.void,
         notes=outcome.notes,
-        detectable=outcome.detectable,
+        detectable=detectable([each for index, each in outcome.scores.items() if index]),
     )

@@ -66,9 +66,8 @@ def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int)
     pass_ms, warm_up = run_once(), 2
     on_gpu = isinstance(session, OnDevice) and session.peak_bytes() is not None
     if on_gpu:
-        warm_up += warm(run_once)
+        warm_up += warm(run_once) + 1
         pass_ms = run_once()
-        warm_up += 1
     runs = gpu_runs(pass_ms) if on_gpu else max(MIN_RUNS, min(MAX_RUNS, int(TIME_MS / pass_ms)))
     samples_ms = take_turn(run_once, runs)
     on_device = session.peak_bytes() if isinstance(session, OnDevice) else None
@@ -155,11 +154,6 @@ def memory_use(
     )
 
 
-def combine_use(model: ArtifactRef, throughputs: Throughputs, memory: MemoryUse) -> ResourceUse:
-    """Combine the throughput and the memory of `model`, both measured on one machine."""
-    return ResourceUse(model=model, throughput=throughputs.of(model), memory=memory, environment=memory.environment)
-
-
 @dataclass(frozen=True, slots=True)
 class SavedModel:
     """A saved model: its displayed name, its variant in its run, and its folder."""
@@ -242,7 +236,10 @@ def measure_saved(models: Sequence[SavedModel], *, device: str = "cpu", progress
         for number, (ref, model) in enumerate(zip(refs, models, strict=True)):
             progress("reading memory", number, len(refs))
             memory = memory_use(ref, root=Path("/"), batch_size=1, device=device)
-            measured.append(MeasuredModel(name=model.name, taken=combine_use(ref, throughputs, memory)))
+            taken = ResourceUse(
+                model=ref, throughput=throughputs.of(ref), memory=memory, environment=memory.environment
+            )
+            measured.append(MeasuredModel(name=model.name, taken=taken))
     return Measurements(models=tuple(measured))
 
 

@@ -28,7 +28,7 @@ from profiling_agent.errors import PruningError
 from profiling_agent.lib.io import DocumentError, make_folders, read_record, sweep, write_text
 from profiling_agent.lib.machine import available_bytes
 from profiling_agent.lib.progress import Progress, silent
-from profiling_agent.measure.latency_table import MAX_AGE_S, LatencyTable
+from profiling_agent.measure.latency_table import MAX_AGE_S, LatencyTable, spread_evenly
 from profiling_agent.modules.inference import device_of, mean_kl, preserving_state
 from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.modules.prefix import Replay, find_prefixes
@@ -172,12 +172,6 @@ def with_latencies(evidence: Evidence, units: Sequence[Unit], table: LatencyTabl
     return evidence.model_copy(update={"units": rows})
 
 
-def _check_finite(kl: float, cut: str) -> float:
-    if not math.isfinite(kl):
-        raise PruningError(f"the KL of the model with {str(cut)!r} cut is {kl!r}: check its weights")
-    return kl
-
-
 @dataclass
 class _Study:
     """A model under study; `judged` are batches of the held-out quarter of the images."""
@@ -206,9 +200,6 @@ class _Study:
         shifts = unit.consumer in self.norms or has_bias(self.model.get_submodule(unit.consumer))
         return fold(self.model, unit, self.moments[unit.name], sorted(kept_indices), shifts=shifts)
 
-    def overlay(self, unit: Unit, folded: FoldedUnit) -> dict[str, Tensor]:
-        return overlay(self.model, unit, folded, self.norms.get(unit.consumer))
-
     def measure(self, criterion: str, progress: Progress) -> tuple[UnitEvidence, ...]:
         """Measure the KL at some widths of every unit, one unit cut at a time."""
         orders: dict[str, tuple[int, ...]] = {}
@@ -221,7 +212,10 @@ class _Study:
             widths = aligned_widths(unit.width, unit.step)[::-1]
             orders[unit.name] = result.order
             predicted[unit.name] = {keep: result.loss[unit.width - keep] for keep in widths}
-            folds |= {(unit.name, keep): self.fold(unit, result.order[unit.width - keep :]) for keep in _sample(widths)}
+            folds |= {
+                (unit.name, keep): self.fold(unit, result.order[unit.width - keep :])
+                for keep in spread_evenly(widths, NUM_MEASURED)
+            }
             # A Gram matrix is as large as its layer, and no longer needed.
             del self.moments[unit.name]
         measured = self._measure_kl(folds, progress)
@@ -233,31 +227,27 @@ class _Study:
         self, folds: Mapping[tuple[str, int], FoldedUnit], progress: Progress
     ) -> dict[str, dict[int, float]]:
         units = {unit.name: unit for unit in self.units}
-        changed = {unit.name: _changed_layers(unit) for unit in self.units}
+        changed = {
+            unit.name: (*(() if unit.mask_exact else (*unit.producers, *unit.inner)), unit.consumer, *unit.side_readers)
+            for unit in self.units
+        }
         prefixes = find_prefixes(self.model, changed, self.judged[0][:1])
         sums = dict.fromkeys(folds, 0.0)
         batches = torch.cat(self.judged)[: self.num_measured_on].split(BATCH)
         for index, images in enumerate(batches):
             replay = Replay(self.model, prefixes, images)
             for name, keep in folds:
-                logits = replay.run_from(name, self.overlay(units[name], folds[name, keep]))
+                norm = self.norms.get(units[name].consumer)
+                logits = replay.run_from(name, overlay(self.model, units[name], folds[name, keep], norm))
                 sums[name, keep] += mean_kl(replay.logits, logits) * len(images)
             progress("measuring sensitivity", index + 1, len(batches))
         measured: dict[str, dict[int, float]] = {name: {} for name in units}
         for (name, keep), total in sums.items():
-            measured[name][keep] = _check_finite(total / self.num_measured_on, name)
+            kl = total / self.num_measured_on
+            if not math.isfinite(kl):
+                raise PruningError(f"the KL of the model with {name!r} cut is {kl!r}: check its weights")
+            measured[name][keep] = kl
         return measured
-
-
-def _changed_layers(unit: Unit) -> tuple[str, ...]:
-    readers = (unit.consumer, *unit.side_readers)
-    return readers if unit.mask_exact else (*unit.producers, *unit.inner, *readers)
-
-
-def _sample(widths: Sequence[int]) -> list[int]:
-    """Return up to NUM_MEASURED of `widths`, evenly spread and including the last one."""
-    count = min(NUM_MEASURED, len(widths))
-    return [widths[(index + 1) * len(widths) // count - 1] for index in range(count)]
 
 
 def _unit_evidence(
@@ -267,17 +257,17 @@ def _unit_evidence(
     measured: Mapping[int, float],
 ) -> UnitEvidence:
     kls = interpolate_kl(measured, predicted)
-    cuts = {keep: Cut(unit=unit, keep=keep, requested_ratio=1 - keep / unit.width) for keep in predicted}
+    cuts = [Cut(unit=unit, keep=keep, requested_ratio=1 - keep / unit.width) for keep in predicted]
     options = tuple(
         WidthOption(
-            keep=keep,
+            keep=cut.keep,
             params_saved=cut.params_saved,
             macs_saved=cut.macs_saved,
-            predicted_kl=predicted[keep],
-            kl=kls[keep],
-            measured=keep in measured,
+            predicted_kl=predicted[cut.keep],
+            kl=kls[cut.keep],
+            measured=cut.keep in measured,
         )
-        for keep, cut in cuts.items()
+        for cut in cuts
     )
     return UnitEvidence(unit=unit.name, order=order, options=options)
 

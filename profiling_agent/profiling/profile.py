@@ -1,8 +1,6 @@
 """Profile of a model: parameters and multiply-accumulates counted, then each layer and operator timed."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +108,35 @@ def profile_model(  # noqa: PLR0913 (each is a separate input of the profile)
         RequestError: the model doesn't run on `spec`.
     """
     counted_model = skeleton if skeleton is not None else model
+    pass_ms = headline.latency.median_ms
     with preserving_state(model), preserving_state(counted_model), counted_passes(model, counted_model) as num_passes:
         progress("counting parameters, multiply-accumulates and units", 0, NUM_STEPS)
         complexity = count_complexity(counted_model, spec)
         found_units = find_units(counted_model.eval(), spec, {name: row.macs for name, row in complexity.items()})
         batch = random_batch(spec, batch_size).to(torch.device(device), floating_dtype(model))
-        metrics = _measure_passes(model.eval(), batch, headline.latency.median_ms, trace_path, progress)
+        # The pass for activations comes first and warms up the others.
+        progress("measuring activations", 1, NUM_STEPS)
+        activations = activation_bytes(model.eval(), batch)
+        progress("timing layers", 2, NUM_STEPS)
+        latencies_ms = layer_latency(model, batch, passes=_num_passes(LAYERS_MS, pass_ms, MAX_LAYER_PASSES))
+        progress("profiling operators", 3, NUM_STEPS)
+        passes = _num_passes(OPERATORS_MS, pass_ms, MAX_OPERATOR_PASSES)
+        operators, kernel_ms = profile_operators(model, batch, passes=passes, trace_path=trace_path)
+        progress("profiled", NUM_STEPS, NUM_STEPS)
         forward_passes = headline.forward_passes + num_passes()
+    uncounted = Complexity(kind="", params=0, macs=0)
+    layers = tuple(
+        LayerProfile(
+            name=name,
+            kind=type(module).__name__,
+            params=complexity.get(name, uncounted).params,
+            macs=complexity.get(name, uncounted).macs,
+            latency_ms=latencies_ms.get(name, 0.0),
+            activation_bytes=activations.get(name, 0),
+        )
+        for name, module in model.named_modules()
+        if name in complexity or name in latencies_ms
+    )
     return ModelProfile(
         architecture=architecture,
         input=spec,
@@ -127,12 +147,12 @@ def profile_model(  # noqa: PLR0913 (each is a separate input of the profile)
         parameter_bytes=parameter_bytes(model),
         size_bytes=size_bytes,
         headline=headline,
-        layers=_layer_rows(model, complexity, metrics),
-        operators=metrics.operators,
+        layers=layers,
+        operators=operators,
         units=found_units.units,
         refusals=found_units.refusals,
         absent=found_units.absent,
-        launch_bound_share=launch_bound_share(metrics.kernel_ms, headline.latency.median_ms),
+        launch_bound_share=launch_bound_share(kernel_ms, pass_ms),
         forward_passes=forward_passes,
     )
 
@@ -145,44 +165,5 @@ def launch_bound_share(kernel_ms: float | None, pass_ms: float) -> float | None:
     return None if kernel_ms is None else max(0.0, 1 - kernel_ms / pass_ms)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Metrics:
-    activations: Mapping[str, int]
-    latencies_ms: Mapping[str, float]
-    operators: tuple[OperatorProfile, ...]
-    kernel_ms: float | None
-
-
-def _measure_passes(
-    model: nn.Module, batch: torch.Tensor, pass_ms: float, trace_path: Path | None, progress: Progress
-) -> _Metrics:
-    """Measure `model` in three kinds of passes; the one for activations comes first and warms up the others."""
-    progress("measuring activations", 1, NUM_STEPS)
-    activations = activation_bytes(model, batch)
-    progress("timing layers", 2, NUM_STEPS)
-    latencies_ms = layer_latency(model, batch, passes=_num_passes(LAYERS_MS, pass_ms, MAX_LAYER_PASSES))
-    progress("profiling operators", 3, NUM_STEPS)
-    passes = _num_passes(OPERATORS_MS, pass_ms, MAX_OPERATOR_PASSES)
-    operators, kernel_ms = profile_operators(model, batch, passes=passes, trace_path=trace_path)
-    progress("profiled", NUM_STEPS, NUM_STEPS)
-    return _Metrics(activations=activations, latencies_ms=latencies_ms, operators=operators, kernel_ms=kernel_ms)
-
-
 def _num_passes(budget_ms: float, pass_ms: float, max_passes: int) -> int:
     return max(1, min(max_passes, int(budget_ms / pass_ms)))
-
-
-def _layer_rows(model: nn.Module, complexity: Mapping[str, Complexity], metrics: _Metrics) -> tuple[LayerProfile, ...]:
-    no_complexity = Complexity(kind="", params=0, macs=0)
-    return tuple(
-        LayerProfile(
-            name=name,
-            kind=type(module).__name__,
-            params=complexity.get(name, no_complexity).params,
-            macs=complexity.get(name, no_complexity).macs,
-            latency_ms=metrics.latencies_ms.get(name, 0.0),
-            activation_bytes=metrics.activations.get(name, 0),
-        )
-        for name, module in model.named_modules()
-        if name in complexity or name in metrics.latencies_ms
-    )

@@ -238,7 +238,17 @@ def cell(text: object) -> str:
     return prose(text).replace("|", "\\|")
 
 
-MARKDOWN_FILTERS: dict[str, Callable[..., Any]] = FORMATS | {
+def render_markdown(report: RunReport) -> str:
+    """Return the report as Markdown."""
+    # Autoescape would mangle Markdown. `finalize` applies to every inserted value, so that a template can't forget a filter.
+    jinja = templates(autoescape=False, finalize=lambda value: inert(value) if isinstance(value, str) else value)
+    return jinja.get_template("report.md.jinja").render(r=report)
+
+
+# Drawing of the network, in SVG user units: height of a unit's row, left margin, length of every bar.
+ROW, LEFT, SPAN = 16, 250, 520
+MAX_ROWS = 160
+FILTERS: dict[str, Callable[..., Any]] = FORMATS | {
     "prose": prose,
     "cell": cell,
     "predictions": predictions,
@@ -246,40 +256,12 @@ MARKDOWN_FILTERS: dict[str, Callable[..., Any]] = FORMATS | {
 }
 
 
-def _make_inert(value: Any) -> Any:
-    return inert(value) if isinstance(value, str) else value
-
-
-def render_markdown(report: RunReport) -> str:
-    """Return the report as Markdown."""
-    # Markdown, not HTML: autoescape would mangle it.
-    jinja = Environment(
-        loader=PackageLoader("profiling_agent.reporting", ""),
-        undefined=StrictUndefined,
-        autoescape=False,
-        # Applied to every inserted value, so that a template can't forget a filter.
-        finalize=_make_inert,
-    )
-    jinja.filters.update(MARKDOWN_FILTERS)
-    return jinja.get_template("report.md.jinja").render(r=report)
-
-
-# Drawing of the network, in SVG user units: height of a unit's row, left margin, length of every bar.
-ROW, LEFT, SPAN = 16, 250, 520
-MAX_ROWS = 160
-HTML_FILTERS: dict[str, Callable[..., Any]] = {"predictions": predictions, "omissions": omissions}
-
-
-def templates() -> Environment:
-    """Return the environment of the templates next to this file, which format numbers and escape third-party text."""
-    jinja = Environment(
-        loader=PackageLoader("profiling_agent.reporting", ""),
-        undefined=StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    jinja.filters.update(FORMATS)
+def templates(**options: Any) -> Environment:
+    """Return the environment of the templates next to this file, which format numbers; HTML escapes third-party text."""
+    html: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    loader = PackageLoader("profiling_agent.reporting", "")
+    jinja = Environment(loader=loader, undefined=StrictUndefined, **(options or html))
+    jinja.filters.update(FILTERS)
     return jinja
 
 
@@ -297,9 +279,8 @@ def render_sweep(rows: Sequence[Any], number: int) -> str:
 
 def render_html(report: RunReport) -> str:
     """Return the report as one HTML page."""
-    jinja, subject = templates(), final_attempt(report)
-    jinja.filters.update(HTML_FILTERS)
-    return jinja.get_template("report.html.jinja").render(
+    subject, template = final_attempt(report), templates().get_template("report.html.jinja")
+    return template.render(
         r=report,
         # Safe without escaping: Plotly escapes what it writes into a script; style and script are ours, the library is Plotly's.
         charts={name: Markup(chart) for name, chart in charts(report).items()},

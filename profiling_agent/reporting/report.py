@@ -160,38 +160,32 @@ class RunReport(Record):
         return next((row.race_result for row in self.variants if row.evaluation.model == self.heldout.model), None)
 
 
+SUMS = [name for name in LayerGroup.model_fields if name != "name"]
+
+
 def compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGroup, ...]:
     """Return the layers of both profiles, merged if only their index differs; most MACs first."""
-    totals: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * 6)
-    for offset, profile in enumerate((before, after)):
+    totals: defaultdict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SUMS, 0.0))
+    for suffix, profile in (("", before), ("_after", after)):
         for row in profile.layers:
             sums = totals[INDEX.sub("#", row.name) or "(the model itself)"]
-            for position, value in enumerate((row.params, row.macs, row.latency_ms)):
-                sums[2 * position + offset] += value
-    groups = [
-        LayerGroup(
-            name=name,
-            params=int(sums[0]),
-            params_after=int(sums[1]),
-            macs=int(sums[2]),
-            macs_after=int(sums[3]),
-            latency_ms=sums[4],
-            latency_after_ms=sums[5],
-        )
-        for name, sums in totals.items()
-    ]
+            sums[f"params{suffix}"] += row.params
+            sums[f"macs{suffix}"] += row.macs
+            sums[f"latency{suffix}_ms"] += row.latency_ms
+    groups = [LayerGroup.model_validate({"name": name, **sums}) for name, sums in totals.items()]
     return tuple(sorted(groups, key=lambda group: (-group.macs, -group.latency_ms)))
 
 
 def summarise(
     evaluation: Evaluation,
     profiled: Profiled,
+    results: Mapping[str, RaceResult],
+    peak_memory_bytes: int,
     *,
     attempt: int | None,
-    race_result: RaceResult | None,
-    peak_memory_bytes: int,
 ) -> Summary:
-    """Return a model's summary; latency is the race's if it raced, else that of its own process."""
+    """Return a model's summary; latency is that of its race in `results` (by SHA-256), else that of its own process."""
+    race_result = results.get(evaluation.model.sha256)
     return Summary(
         variant=evaluation.variant,
         deployment=evaluation.deployment,
@@ -201,16 +195,6 @@ def summarise(
         latency_ms=race_result.latency.median_ms if race_result else profiled.latency_ms,
         peak_memory_bytes=peak_memory_bytes,
         **evaluation.footprint.model_dump(),
-    )
-
-
-def sensitivity_of(profile: ModelProfile) -> tuple[Sensitivity, ...]:
-    """Return the evidence on the profile's units, without the orders of their channels."""
-    pairs = ((unit, profile.evidence.of(unit.name)) for unit in profile.units) if profile.evidence else ()
-    return tuple(
-        Sensitivity(unit=unit.name, kind=unit.kind, width=unit.width, options=row.options)
-        for unit, row in pairs
-        if row is not None and row.options
     )
 
 
@@ -257,14 +241,10 @@ def gpu_lines(profiles: Mapping[str, ModelProfile]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def absence_notes(profile: ModelProfile) -> tuple[str, ...]:
-    """Return the reason for each kind of unit that can't be cut."""
-    return tuple(f"no {kind} can be cut: {reason}" for kind, reason in profile.absent.items())
-
-
 def build_report(request: Request, final: FinalChoice, sources: ReportInputs) -> RunReport:
     """Build the report of a run from its request, final choice and other sources."""
     race, winner, acquired, profiles = final.race, final.winner, sources.acquired, sources.profiles
+    peaks = sources.peak_memory_bytes
     baseline, best = profiles["baseline"], profiles.get("best", profiles["baseline"])
     # The final sessions come last, because they replace a model's result of the screening session.
     race_results = [result for timing in (final.screening, race) if timing for result in timing.results]
@@ -277,6 +257,13 @@ def build_report(request: Request, final: FinalChoice, sources: ReportInputs) ->
         f"candidate {number}, {row.variant} ({row.deployment.name})": row.model.path
         for number, row in enumerate(final.variants)
     }
+    # Without the orders of the channels.
+    evidence = {row.unit: row.options for row in baseline[1].evidence.units} if baseline[1].evidence else {}
+    sensitivity = tuple(
+        Sensitivity(unit=unit.name, kind=unit.kind, width=unit.width, options=options)
+        for unit in baseline[1].units
+        if (options := evidence.get(unit.name))
+    )
     return RunReport(
         run_id=request.run_id or "",
         verdict=final.verdict,
@@ -286,20 +273,8 @@ def build_report(request: Request, final: FinalChoice, sources: ReportInputs) ->
         spent=sources.spent,
         decisions=sources.decisions,
         deployment_search=sources.deployment_search,
-        baseline=summarise(
-            final.heldout_baseline,
-            baseline[0],
-            attempt=None,
-            race_result=results.get(final.heldout_baseline.model.sha256),
-            peak_memory_bytes=sources.peak_memory_bytes[0],
-        ),
-        best=summarise(
-            final.heldout_winner,
-            best[0],
-            attempt=winner.attempt,
-            race_result=results.get(final.heldout_winner.model.sha256),
-            peak_memory_bytes=sources.peak_memory_bytes[1],
-        ),
+        baseline=summarise(final.heldout_baseline, baseline[0], results, peaks[0], attempt=None),
+        best=summarise(final.heldout_winner, best[0], results, peaks[1], attempt=winner.attempt),
         heldout=final.heldout_winner,
         screening=final.screening,
         race=race,
@@ -308,7 +283,7 @@ def build_report(request: Request, final: FinalChoice, sources: ReportInputs) ->
         kept_beside=kept_path,
         notes=(
             *acquired.notes,
-            *absence_notes(baseline[1]),
+            *(f"no {kind} can be cut: {reason}" for kind, reason in baseline[1].absent.items()),
             *evidence_notes(baseline[1]),
             *(sources.deployment_search.notes if sources.deployment_search else ()),
             *final.notes,
@@ -319,7 +294,7 @@ def build_report(request: Request, final: FinalChoice, sources: ReportInputs) ->
         profiles={name: profiled for name, (profiled, _) in profiles.items()},
         layers=compare_layers(baseline[1], best[1]),
         on_gpu=gpu_lines({name: profile for name, (_, profile) in profiles.items()}),
-        sensitivity=sensitivity_of(baseline[1]),
+        sensitivity=sensitivity,
         times=tuple(
             TimeRow(kind=kind, count=count, seconds=seconds, passes=seconds / baseline[1].headline.pass_s)
             for kind, (count, seconds) in sources.times.items()
@@ -355,7 +330,12 @@ def _join_names(options: list[DeploymentOption]) -> str:
 def differences(reports: Mapping[str, RunReport]) -> tuple[str, ...]:
     """Return a line for each difference that makes the runs' times incomparable; empty if there is none."""
     lines: list[str] = []
-    machines = {name: machine_text(report.environment) for name, report in reports.items()}
+    machines: dict[str, str] = {}
+    for name, report in reports.items():
+        here = report.environment
+        flags = ", ".join(here.cpu_flags) or "no vector extensions of note"
+        # All that times depend on, except software.
+        machines[name] = f"{here.machine} ({flags}; {here.system}, {here.device})"
     if _differ(machines):
         lines.append(
             f"runs of different machines, whose times and speed-ups aren't compared: {_group_by_value(machines)}; "
@@ -370,12 +350,6 @@ def differences(reports: Mapping[str, RunReport]) -> tuple[str, ...]:
         if _differ(installed):
             lines.append(f"times are of different versions of {library}: {_group_by_value(installed)}")
     return tuple(lines)
-
-
-def machine_text(environment: Environment) -> str:
-    """Return all that times depend on, except software, as text."""
-    flags = ", ".join(environment.cpu_flags) or "no vector extensions of note"
-    return f"{environment.machine} ({flags}; {environment.system}, {environment.device})"
 
 
 def _differ(values: Mapping[str, str]) -> bool:
@@ -454,9 +428,8 @@ def unit_decisions(report: RunReport, attempt: Attempt) -> tuple[Choice, ...]:
     """Return what an attempt did to each unit that could be cut, and why, in the model's order."""
     cuts = {cut.unit.name: cut for cut in attempt.dry_run.cuts} if attempt.dry_run else {}
     sensitivities = {row.unit: row for row in report.sensitivity}
-    names = list(dict.fromkeys([*sensitivities, *cuts]))
     result: list[Choice] = []
-    for name in names:
+    for name in dict.fromkeys([*sensitivities, *cuts]):
         cut, row = cuts.get(name), sensitivities.get(name)
         width = cut.unit.width if cut else sensitivities[name].width
         reason = _cut_reason(cut, row, attempt.plan) if cut else _uncut_reason(name, row, attempt)

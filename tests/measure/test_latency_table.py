@@ -1,9 +1,9 @@
-import copy
+"""The latency table: what samples of widths show, which samples a file keeps, and what is timed."""
+
 import hashlib
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -14,12 +14,13 @@ import pytest
 import torch
 import zoo
 from pruning import families
+from sample_records import unchanged
 from sample_records import unit as made_unit
 from torch import nn
 
 from profiling_agent.lib.io import cache_folder
 from profiling_agent.lib.machine import environment
-from profiling_agent.measure.latency_table import LatencyTable, WidthSamples, draw_table, time_units
+from profiling_agent.measure.latency_table import LatencyTable, WidthSamples, draw_table, read_samples, time_units
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
@@ -28,25 +29,14 @@ from profiling_agent.schemas import UnitKind
 BATCH = random_batch(zoo.SPEC, 2)
 # Of the widths of an MLP of 512 channels that are a multiple of 32 and keep a quarter, eight, and the full one.
 TIMED = (512, 480, 416, 384, 320, 288, 224, 192, 128)
+# An MLP of the same widths as the wide ViT's.
+UNIT = made_unit(0)
 # Depthwise layers and squeeze-and-excitations lie inside units; windows, biases and reduced tokens are in attention.
 FAMILIES = ("mobilenet_v2", "efficientnet", "regnet_y", "convnextv2", "resnet_basic", "swin", "swinv2", "segformer")
 
 
 def units_of(model):
     return find_units(model, zoo.SPEC, {}).units
-
-
-def spread(said):
-    """The standard error of the medians in an entry, relative to them: 1.253 standard deviations, of quartiles 1.349 apart."""
-    errors = []
-    for samples in said["ms"].values():
-        low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-        errors.append(0.93 * (high - low) / math.sqrt(len(samples)) / middle)
-    return statistics.median(errors)
-
-
-def is_steady(said):
-    return spread(said) <= 0.05 and said["waited"] <= 0.1
 
 
 def mlp_of(model):
@@ -63,27 +53,26 @@ def timed(file, model=None, batch=BATCH):
     return time_units(model, units_of(model), batch, file=file)
 
 
-def shapes_in(file):
-    """What a file says of each shape, the samples by width."""
-    found = json.loads(file.read_text())
-    assert found["version"] == 2
-    return {
-        shape: said | {"ms": {int(width): samples for width, samples in said["ms"].items()}}
-        for shape, said in found["shapes"].items()
-    }
-
-
 def mlp_in(file):
-    """What a file says of the wide ViT's MLP."""
-    (said,) = (said for said in shapes_in(file).values() if 512 in said["ms"])
-    return said
+    """The samples of the wide ViT's MLP in a file."""
+    (samples,) = (samples for samples in read_samples(file).values() if 512 in samples.ms)
+    return samples
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """What `time_units` wrote for the wide ViT, and when it began."""
+    began, path = time.time(), tmp_path_factory.mktemp("latency") / "times.json"
+    timed(path)
+    return path, began
 
 
 @pytest.fixture
-def file(tmp_path):
-    """What `time_units` wrote for the wide ViT."""
+def file(written, tmp_path):
+    """A copy of the file of the wide ViT."""
     path = tmp_path / "folder" / "times.json"
-    timed(path)
+    path.parent.mkdir()
+    path.write_text(written[0].read_text())
     return path
 
 
@@ -92,72 +81,64 @@ def constant(times):
     return {width: [ms] * 8 for width, ms in times.items()}
 
 
-def rewritten(file, samples, **changes):
-    """The table of the wide ViT, of whose MLP the file says `samples`; and the MLP.
+def entry(**changes):
+    """An entry of a file: steady, taken now, by a machine that did nothing else, but for the `changes`."""
+    return {"taken": time.time(), "waited": 0.0, "ms": constant(dict.fromkeys(TIMED, 1e6))} | changes
 
-    A file of hand-made samples is steady, taken now, and by a machine that did nothing else, but for the `changes`.
-    """
+
+def rewritten(file, **changes):
+    """The table of the wide ViT, of whose MLP the file has a made-up entry; and the MLP."""
     found = json.loads(file.read_text())
-    (shape,) = (shape for shape, said in found["shapes"].items() if "512" in said["ms"])
-    quiet = {"taken": time.time(), "waited": 0.0, "ms": samples}
-    found["shapes"][shape] = quiet | changes
+    (shape,) = (shape for shape, samples in found["shapes"].items() if "512" in samples["ms"])
+    found["shapes"][shape] = entry(**changes)
     file.write_text(json.dumps(found))
     model = wide()
     return timed(file, model), mlp_of(model)
 
 
-def test_what_was_timed_before_is_read(file):
-    before = shapes_in(file)
-    table, unit = rewritten(file, constant({width: width * 100.0 for width in TIMED}))
-
-    assert table.of(unit) == 51200.0
-    assert [table.saved(unit, keep) for keep in (480, 256, 128)] == [3200.0, 25600.0, 38400.0]
-    assert unit.name not in table.unsteady
-    assert mlp_in(file)["ms"] == constant({width: width * 100.0 for width in TIMED})
-    (heads,) = (shape for shape, said in before.items() if 512 not in said["ms"])
-    # The other unit's are those of the first run, where they were steady, or better ones.
-    assert (shapes_in(file)[heads] == before[heads]) or not is_steady(before[heads])
+def drawn(samples, waited=0.0):
+    """The table of one unit with these samples."""
+    return draw_table([UNIT], {UNIT.name: WidthSamples.taken_now(samples, waited=waited)})
 
 
-def test_of_the_samples_of_a_width_the_median_counts(file):
+def test_of_the_samples_of_a_width_the_median_counts():
     # By hand: 4 samples of 8 at 1000, 3 below, 1 far above; between the fourth and fifth it is 1000.
     samples = {width: [width * 1.0] * 8 for width in TIMED}
     samples[512] = [990.0, 999.0, 1000.0, 1000.0, 1000.0, 1000.0, 1001.0, 90000.0]
-    table, unit = rewritten(file, samples)
-    assert table.of(unit) == 1000.0
+    assert drawn(samples).of(UNIT) == 1000.0
 
 
-def test_nine_widths_are_timed_and_those_between_are_interpolated(file):
-    widths = sorted(mlp_in(file)["ms"])
-    assert widths == sorted(TIMED)
-    assert len(widths) == 9
-    assert {widths[0], widths[-1]} == {128, 512}
-    assert set(widths[:-1]) <= set(aligned_widths(512, 32))
-    between = next(width for width in aligned_widths(512, 32) if width not in widths)
-    assert {between - 32, between + 32} <= set(widths)
+def test_nine_widths_are_timed_until_they_are_steady(written):
+    path, began = written
+    assert sorted(mlp_in(path).ms) == sorted(TIMED)
+    for samples in read_samples(path).values():
+        (count,) = {len(each) for each in samples.ms.values()}
+        assert count in (8, 16, 24)
+        assert samples.is_steady or count == 24
+        assert began <= samples.taken <= time.time()
+        assert 0 <= samples.waited <= 1
 
-    table, unit = rewritten(file, constant({width: float(width**2) for width in TIMED}))
+
+def test_between_timed_widths_times_are_interpolated():
+    widths = aligned_widths(512, 32)
+    between = next(width for width in widths if width not in TIMED)
+    table = drawn(constant({width: float(width**2) for width in TIMED}))
     middle = ((between - 32) ** 2 + (between + 32) ** 2) / 2
-    assert table.times[unit.name][between] == pytest.approx(middle)
-    assert table.saved(unit, between) == pytest.approx(512**2 - middle)
-    assert list(table.times[unit.name]) == [*aligned_widths(512, 32), 512]
+
+    assert {between - 32, between + 32} <= set(TIMED)
+    assert table.times[UNIT.name][between] == pytest.approx(middle)
+    assert table.saved(UNIT, between) == pytest.approx(512**2 - middle)
+    assert list(table.times[UNIT.name]) == [*widths, 512]
 
 
-def test_times_rise_with_the_width(file):
+def test_times_rise_with_the_width():
     noisy = dict(zip(sorted(TIMED), (2.0, 1.0, 3.0, 4.0, 8.0, 7.0, 6.0, 9.0, 10.0), strict=True))
-    table, unit = rewritten(file, constant(noisy))
+    times = drawn(constant(noisy)).times[UNIT.name]
 
-    found = list(table.times[unit.name].values())
-    assert found == sorted(found)
+    assert list(times.values()) == sorted(times.values())
     # What falls is levelled out at its mean.
     smooth = dict(zip(sorted(TIMED), (1.5, 1.5, 3.0, 4.0, 7.0, 7.0, 7.0, 9.0, 10.0), strict=True))
-    assert {width: table.times[unit.name][width] for width in smooth} == pytest.approx(smooth)
-
-
-def test_a_layer_that_is_no_faster_narrow_saves_nothing(file):
-    table, unit = rewritten(file, constant({width: 1.0 if width == 512 else 1e6 for width in TIMED}))
-    # Every narrower width was slower, in every repeat.
-    assert {table.saved(unit, keep) for keep in aligned_widths(512, 32)} == {0.0}
+    assert {width: times[width] for width in smooth} == pytest.approx(smooth)
 
 
 # Full at 512 is 16 ms: of its share, 16 (1 - keep / 512), a quarter has to be brought.
@@ -169,9 +150,8 @@ STAIRS = {512: 16.0, 480: 16.0, 416: 15.9, 384: 12.0, 320: 12.0, 288: 12.0, 224:
     # 448 lies between 480 and 416: 0.05 ms of the 0.5 that it needs. 352, within a step, saves what the step does.
     [(480, 0.0), (448, 0.0), (416, 0.0), (384, 4.0), (352, 4.0), (256, 4.5), (128, 12.0)],
 )
-def test_widths_inside_a_plateau_save_exactly_nothing(file, keep, saved):
-    table, unit = rewritten(file, constant(STAIRS))
-    assert table.saved(unit, keep) == pytest.approx(saved)
+def test_widths_inside_a_plateau_save_exactly_nothing(keep, saved):
+    assert drawn(constant(STAIRS)).saved(UNIT, keep) == pytest.approx(saved)
 
 
 @pytest.mark.parametrize(
@@ -188,117 +168,101 @@ def test_widths_inside_a_plateau_save_exactly_nothing(file, keep, saved):
         (8, 24, 0.25390625),
     ],
 )
-def test_a_width_is_ruled_out_where_repeats_show_that_it_does_not_pay(file, num_enough, num_repeats, saved):
+def test_a_width_is_ruled_out_where_repeats_show_that_it_does_not_pay(num_enough, num_repeats, saved):
     samples = {width: [ms] * num_repeats for width, ms in STAIRS.items()}
     # At 15.75 ms it would save a quarter of its share.
     samples[480] = [15.75] * num_enough + [16.5] * (num_repeats - num_enough)
-    table, unit = rewritten(file, samples)
-    assert table.saved(unit, 480) == saved
+    assert drawn(samples).saved(UNIT, 480) == saved
 
 
-def test_widths_are_compared_within_a_repeat(file):
+def test_widths_are_compared_within_a_repeat():
     slow, fast = 16.4, 15.6
     samples = {width: [width / 32.0] * 8 for width in TIMED}
     samples[512], samples[480] = [slow, fast] * 4, [slow, fast] * 4
-    table, unit = rewritten(file, samples)
-    assert table.saved(unit, 480) == 0.0
+    assert drawn(samples).saved(UNIT, 480) == 0.0
 
     # The same times, but whenever the one was slow the other was fast: in half of the repeats it saved 0.8 ms.
     samples[480] = [fast, slow] * 4
-    table, unit = rewritten(file, samples)
     # Both take 16 ms: a quarter of a sixteenth is 0.25.
-    assert table.saved(unit, 480) == 0.25
+    assert drawn(samples).saved(UNIT, 480) == 0.25
 
 
 def test_what_nothing_is_shown_of_saves_at_least_what_pays():
-    unit = made_unit(0)
     # Of 16 ms, half the width is to bring 2 and brings 1, three quarters are to bring 3 and bring 5.
-    table = LatencyTable({unit.name: {512: 16.0, 256: 15.0, 128: 11.0}})
-    assert [table.saved(unit, keep) for keep in (256, 128)] == [2.0, 5.0]
-    ruled_out = LatencyTable({unit.name: {512: 16.0, 256: 15.0, 128: 11.0}}, {unit.name: frozenset({256})})
-    assert [ruled_out.saved(unit, keep) for keep in (256, 128)] == [0.0, 5.0]
-
-
-def test_a_unit_that_was_not_timed_has_no_times():
-    table = LatencyTable({made_unit(0).name: {512: 1.0, 256: 0.5}})
+    table = LatencyTable({UNIT.name: {512: 16.0, 256: 15.0, 128: 11.0}})
+    assert [table.saved(UNIT, keep) for keep in (256, 128)] == [2.0, 5.0]
+    ruled_out = LatencyTable({UNIT.name: {512: 16.0, 256: 15.0, 128: 11.0}}, {UNIT.name: frozenset({256})})
+    assert [ruled_out.saved(UNIT, keep) for keep in (256, 128)] == [0.0, 5.0]
+    # A unit that was not timed has no times.
     assert (table.of(made_unit(1)), table.saved(made_unit(1), 256)) == (None, None)
 
 
 DAY = 24 * 3600.0
-
-
-@pytest.mark.parametrize("taken", [-29 * DAY, -1.0], ids=["29 days", "now"])
-def test_a_fresh_entry_is_read(file, taken):
-    table, unit = rewritten(file, constant(dict.fromkeys(TIMED, 1e6)), taken=time.time() + taken)
-    assert table.of(unit) == 1e6
+# By hand: quartiles 98 and 102 of a median of 100, 0.93 * 4 / (sqrt(8) * 100) is 0.013.
+LITTLE_SPREAD = {width: [98e3, 98e3, 98e3, 100e3, 100e3, 102e3, 102e3, 102e3] for width in TIMED}
+# By hand, of 1 to 8: quartiles 2.75 and 6.25, median 4.5; 0.93 * 3.5 / (sqrt(8) * 4.5) is 0.26.
+WIDE_SPREAD = {width: [1e5 * number for number in range(1, 9)] for width in TIMED}
 
 
 @pytest.mark.parametrize(
-    "taken",
-    [-31 * DAY, 60.0, 400 * DAY, -1e300, 1e300, -1e10],
-    ids=["31 days", "a minute ahead", "a year ahead", "never", "the end of time", "before 1970"],
+    ("age_s", "changes"),
+    [(0, {}), (29 * DAY, {}), (1, {"ms": LITTLE_SPREAD, "waited": 0.09})],
+    ids=["now", "29 days", "little spread"],
 )
-def test_an_old_entry_and_one_of_a_time_to_come_are_timed_again(file, taken):
+def test_a_fresh_and_steady_entry_is_read(file, age_s, changes):
+    before = read_samples(file)
+    table, unit = rewritten(file, taken=time.time() - age_s, **changes)
+
+    assert table.of(unit) == (100e3 if changes else 1e6)
+    assert unit.name not in table.unsteady
+    assert mlp_in(file).ms == {width: tuple(ms) for width, ms in entry(**changes)["ms"].items()}
+    # The other unit's are those of the first run, if they were steady, or better ones.
+    (heads,) = (shape for shape, samples in before.items() if 512 not in samples.ms)
+    assert read_samples(file)[heads] == before[heads] or not before[heads].is_steady
+
+
+@pytest.mark.parametrize("age_s", [31 * DAY, -60.0], ids=["31 days", "a minute ahead"])
+def test_an_old_entry_and_one_of_a_time_to_come_are_timed_again(file, age_s):
     before = time.time()
-    table, unit = rewritten(file, constant(dict.fromkeys(TIMED, 1e6)), taken=before + taken)
+    table, unit = rewritten(file, taken=before - age_s)
 
     assert 0 < (table.of(unit) or 0) < 1e6
     # It bears the present time, whatever the clock says that is: it is timed again once, not for ever.
-    assert before <= mlp_in(file)["taken"] <= time.time()
+    assert before <= mlp_in(file).taken <= time.time()
 
 
 def test_others_that_are_old_are_dropped_when_the_file_is_written(file):
     found = json.loads(file.read_text())
-    for said in found["shapes"].values():
-        said["taken"] -= 31 * DAY
-    found["shapes"]["of a model that nobody has any more"] = next(iter(found["shapes"].values()))
+    old = next(iter(found["shapes"].values()))
+    found["shapes"] = {"of another model": old | {"taken": old["taken"] - 31 * DAY}}
     file.write_text(json.dumps(found))
     timed(file)
-    assert len(shapes_in(file)) == 2
+    assert len(json.loads(file.read_text())["shapes"]) == 2
 
 
-@pytest.mark.parametrize(
-    "changes",
-    # By hand, of 1 to 8: quartiles 2.75 and 6.25, median 4.5; 0.93 * 3.5 / (sqrt(8) * 4.5) is 0.26.
-    [{"ms": {width: [1e5 * number for number in range(1, 9)] for width in TIMED}}, {"waited": 0.11}],
-    ids=["wide", "waited"],
-)
+@pytest.mark.parametrize("changes", [{"ms": WIDE_SPREAD}, {"waited": 0.11}], ids=["wide", "waited"])
 def test_an_entry_that_is_not_steady_is_timed_again_and_the_better_one_is_used(file, changes):
-    found = constant(dict.fromkeys(TIMED, 1e5))
-    table, unit = rewritten(file, found, **changes)
+    table, unit = rewritten(file, **changes)
     now = mlp_in(file)
-    if spread(now) < 0.26 and now["waited"] <= 0.1:
+    if now.spread < 0.26 and now.waited <= 0.1:
         assert 0 < (table.of(unit) or 0) < 1e5
-    assert (unit.name in table.unsteady) == (not is_steady(now))
-
-
-def test_what_spreads_a_little_is_not_timed_again(file):
-    # By hand: quartiles 98 and 102 of a median of 100, 0.93 * 4 / (sqrt(8) * 100) is 0.013.
-    samples = {width: [98e3, 98e3, 98e3, 100e3, 100e3, 102e3, 102e3, 102e3] for width in TIMED}
-    table, unit = rewritten(file, samples, waited=0.09)
-    assert table.of(unit) == 100e3
-    assert mlp_in(file)["ms"] == samples
+    assert (unit.name in table.unsteady) == (not now.is_steady)
 
 
 @pytest.mark.parametrize(("waited", "saved"), [(0.1, 0.0), (0.11, 0.25)])
 def test_where_most_calls_waited_for_a_core_nothing_is_ruled_out(waited, saved):
-    unit = mlp_of(wide())
     # All widths take 16 ms, as where each of them waits for the scheduler; a quarter of a sixteenth is 0.25.
-    samples = WidthSamples.taken_now(constant(dict.fromkeys(TIMED, 16.0)), waited=waited)
-    table = draw_table([unit], {unit.name: samples})
-    assert table.saved(unit, 480) == saved
-    assert (unit.name in table.unsteady) == (waited > 0.1)
+    table = drawn(constant(dict.fromkeys(TIMED, 16.0)), waited=waited)
+    assert table.saved(UNIT, 480) == saved
+    assert (UNIT.name in table.unsteady) == (waited > 0.1)
 
 
 def test_where_samples_spread_wide_what_they_show_is_ruled_out():
-    unit = mlp_of(wide())
-    # By hand, of 1 to 8: quartiles 2.75 and 6.25, median 4.5; 0.93 * 3.5 / (sqrt(8) * 4.5) is 0.26.
-    samples = WidthSamples.taken_now({width: list(map(float, range(1, 9))) for width in TIMED}, waited=0.0)
-    assert samples.spread == pytest.approx(0.2557, abs=1e-4)
-    table = draw_table([unit], {unit.name: samples})
+    assert WidthSamples.taken_now(WIDE_SPREAD, waited=0.0).spread == pytest.approx(0.2557, abs=1e-4)
+    table = drawn(WIDE_SPREAD)
     # Whatever slowed each repeat slowed all widths: none was faster in any.
-    assert {table.saved(unit, keep) for keep in aligned_widths(512, 32)} == {0.0}
-    assert unit.name in table.unsteady
+    assert {table.saved(UNIT, keep) for keep in aligned_widths(512, 32)} == {0.0}
+    assert UNIT.name in table.unsteady
 
 
 # Torch counts the cores when it is imported. In a worker that is pinned to one it would not let its threads spin.
@@ -329,36 +293,16 @@ def test_beside_spinning_processes_widths_are_found(tmp_path):
     with ExitStack() as stack:
         for _ in os.sched_getaffinity(0):
             stack.callback(stack.enter_context(subprocess.Popen(spins)).kill)
-        asked = [sys.executable, "-c", BUSY, str(file)]
-        found = subprocess.run(
-            asked,
-            check=True,
-            capture_output=True,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", BUSY, str(file)]
+        child = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
 
-    saved, unsteady = json.loads(found.stdout)
-    (said,) = shapes_in(file).values()
+    saved, unsteady = json.loads(child.stdout)
+    (samples,) = read_samples(file).values()
     # A table of medians alone had none in 5 of 6: all widths take as long as the scheduler lets them wait.
     assert any(saved.values())
-    assert unsteady == (not is_steady(said))
-    assert said["waited"] <= 0.1 or all(saved.values())
-
-
-def test_repeats_go_on_until_they_are_steady_or_there_are_24(file):
-    for said in shapes_in(file).values():
-        (count,) = {len(samples) for samples in said["ms"].values()}
-        assert count in (8, 16, 24)
-        assert is_steady(said) or count == 24
-
-
-def test_what_the_machine_was_doing_is_kept(tmp_path):
-    before = time.time()
-    timed(tmp_path / "times.json")
-    for said in shapes_in(tmp_path / "times.json").values():
-        assert before <= said["taken"] <= time.time()
-        assert 0 <= said["waited"] <= 1
+    assert unsteady == (not samples.is_steady)
+    assert samples.waited <= 0.1 or all(saved.values())
 
 
 @pytest.mark.parametrize(
@@ -367,118 +311,61 @@ def test_what_the_machine_was_doing_is_kept(tmp_path):
         "",
         "not JSON",
         "[1, 2]",
-        "null",
-        "3",
-        "{}",
         '{"version": 2}',
-        '{"version": 2, "shapes": []}',
         '{"version": 2, "shapes": {"a": 1}}',
-        '{"version": 2, "shapes": {"a": {"ms": {"4": [1.0]}}}}',
         '{"version": 2, "shapes": {}, "more": 1}',
         f'{{"version": 2, "shapes": {{"a": {10**400}}}}}',
         "\udcff",
+        *(json.dumps({"version": version, "shapes": {"a": entry()}}) for version in (1, 3, "2", None, True)),
+        # The first version.
+        json.dumps({"a": dict.fromkeys(map(str, TIMED), 1e6)}),
     ],
-    ids=[
-        "empty",
-        "text",
-        "list",
-        "null",
-        "number",
-        "no version",
-        "no shapes",
-        "list of shapes",
-        "flat",
-        "torn",
-        "more",
-        "huge",
-        "bytes",
-    ],
+    ids=lambda text: repr(text[:30]),
 )
-def test_a_damaged_file_is_timed_again(file, text):
-    shapes = set(shapes_in(file))
-    file.write_bytes(text.encode(errors="surrogateescape"))
-    table = timed(file)
-
-    assert set(shapes_in(file)) == shapes
-    assert all(ms > 0 for times in table.times.values() for ms in times.values())
+def test_a_damaged_file_and_one_of_another_version_have_no_samples(tmp_path, text):
+    (tmp_path / "times.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert read_samples(tmp_path / "times.json") == {}
 
 
-@pytest.mark.parametrize("version", [1, 3, "2", None, True])
-def test_a_file_of_another_version_knows_nothing(file, version):
-    rewritten(file, constant(dict.fromkeys(TIMED, 1e6)))
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": version}))
-    table = timed(file)
-    assert 0 < (table.of(mlp_of(wide())) or 0) < 1e6
-
-
-def test_a_file_of_the_first_version_knows_nothing(file):
-    (shape,) = (shape for shape, said in shapes_in(file).items() if 512 in said["ms"])
-    file.write_text(json.dumps({shape: dict.fromkeys(map(str, TIMED), 1e6)}))
-    table = timed(file)
-    assert 0 < (table.of(mlp_of(wide())) or 0) < 1e6
-    assert len(shapes_in(file)) == 2
-
-
-@pytest.mark.parametrize(
-    "value",
-    [-1.0, 0.0, 1e-300, 1e300, math.nan, math.inf, "2.0", None, [1.0], True, 10**400],
-    ids=["negative", "zero", "instant", "age", "nan", "inf", "string", "none", "list", "true", "huge"],
-)
-def test_a_number_that_is_no_time_is_timed_again(file, value):
-    assert 288 in TIMED
-    table, unit = rewritten(file, constant(dict.fromkeys(TIMED, 1e6)) | {288: [1e6] * 7 + [value]})
-
-    assert 0 < (table.of(unit) or 0) < 1e6
-    assert all(0 < ms < 1e6 for samples in mlp_in(file)["ms"].values() for ms in samples)
+NO_TIMES = (-1.0, 0.0, 1e-300, 1e300, math.nan, math.inf, "2.0", None, [1.0], True, 10**400)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        *({name: value} for name in ("taken", "waited") for value in (math.nan, math.inf, "1", [], 10**400)),
-        {"taken": None},
-        {"waited": None},
-        {"waited": -0.1},
-        {"waited": 1.1},
+        *({"ms": constant(dict.fromkeys(TIMED, 1e6)) | {288: [1e6] * 7 + [value]}} for value in NO_TIMES),
+        *({name: value} for name in ("taken", "waited") for value in (math.nan, math.inf, "1", [], None, 10**400)),
+        *({"taken": value} for value in (-1e300, 1e300, -1e10)),
+        *({"waited": value} for value in (-0.1, 1.1)),
+        *({"ms": value} for value in (None, {}, {"wide": [1.0] * 8})),
+        # Too few repeats, too many, and widths that differ in them.
+        *({"ms": {512: [1.0] * full, 256: [1.0] * half}} for full, half in ((7, 7), (25, 25), (8, 16), (8, 0))),
         {"more": 1},
-        {"ms": None},
-        {"ms": {}},
-        {"ms": {"wide": [1.0] * 8}},
-        {"ms": dict.fromkeys((128, 512), 1000000.0)},
     ],
-    ids=str,
+    ids=lambda changes: str(changes)[-30:],
 )
-def test_an_entry_that_says_something_else_is_timed_again(file, changes):
-    table, unit = rewritten(file, constant(dict.fromkeys(TIMED, 1e6)), **changes)
-    assert 0 < (table.of(unit) or 0) < 1e6
-    assert len(shapes_in(file)) == 2
+def test_an_entry_that_is_none_of_ours_is_not_read(tmp_path, changes):
+    shapes = {"ours": entry(), "damaged": entry(**changes)}
+    (tmp_path / "times.json").write_text(json.dumps({"version": 2, "shapes": shapes}))
+    assert "damaged" not in read_samples(tmp_path / "times.json")
 
 
-@pytest.mark.parametrize("counts", [(7, 7), (25, 25), (8, 16), (8, 0)], ids=str)
-def test_an_entry_of_other_repeats_is_timed_again(file, counts):
-    samples = {width: [1e6] * counts[width == 512] for width in TIMED}
-    table, unit = rewritten(file, samples)
-    assert 0 < (table.of(unit) or 0) < 1e6
-
-
-@pytest.mark.parametrize("width", [512, 480, 128])
-def test_times_of_other_widths_than_are_wanted_are_timed_again(file, width):
-    table, unit = rewritten(file, constant({each: 1e6 for each in TIMED if each != width}))
-    assert 0 < (table.of(unit) or 0) < 1e6
-    table, unit = rewritten(file, constant({**dict.fromkeys(TIMED, 1e6), width + 1: 1e6}))
+@pytest.mark.parametrize("widths", [TIMED[1:], TIMED[:-1], (*TIMED, 481)], ids=["full", "narrowest", "one more"])
+def test_times_of_other_widths_than_are_wanted_are_timed_again(file, widths):
+    table, unit = rewritten(file, ms=constant(dict.fromkeys(widths, 1e6)))
     assert 0 < (table.of(unit) or 0) < 1e6
 
 
 def test_what_others_wrote_to_the_file_is_kept(file):
     wider = zoo.vit(num_hidden_layers=1, hidden_size=32, intermediate_size=1024)
-    before = shapes_in(file)
+    before = mlp_in(file)
     timed(file, wider)
 
     # Heads are the same in both, the MLP is another.
-    assert len(shapes_in(file)) == 3
-    assert all(shapes_in(file)[shape] == said for shape, said in before.items() if 512 in said["ms"])
+    assert len(read_samples(file)) == 3
+    assert mlp_in(file) == before
     timed(file, batch=BATCH.repeat(2, 1, 1, 1))
-    assert len(shapes_in(file)) == 5
+    assert len(read_samples(file)) == 5
 
 
 def test_a_cache_that_can_not_be_written_is_no_error(tmp_path, monkeypatch):
@@ -493,10 +380,12 @@ def test_a_cache_that_can_not_be_written_is_no_error(tmp_path, monkeypatch):
 
 
 def test_the_file_lies_in_the_cache_under_the_machine_s_fingerprint(tmp_path, monkeypatch):
+    # No test writes to the user's cache.
+    assert not cache_folder().is_relative_to(Path.home() / ".cache")
     monkeypatch.setenv("PROFILING_AGENT_CACHE", str(tmp_path))
     machine = environment()
-    said = [machine.cpu, machine.cpu_flags, torch.get_num_threads(), machine.libraries["torch"]]
-    name = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+    fields = [machine.cpu, machine.cpu_flags, torch.get_num_threads(), machine.libraries["torch"]]
+    name = hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
     timed(None)
 
     assert [path.name for path in tmp_path.iterdir()] == ["latency"]
@@ -510,16 +399,11 @@ def test_the_file_lies_in_the_cache_under_the_machine_s_fingerprint(tmp_path, mo
     assert len(list((tmp_path / "latency").glob("*.json"))) == 2
 
 
-def test_the_cache_of_this_session_is_not_the_user_s():
-    assert not cache_folder().is_relative_to(Path.home() / ".cache")
-    assert cache_folder().is_dir()
-
-
 def test_equal_shapes_are_timed_once(tmp_path):
     model = zoo.vit(num_hidden_layers=3)
     table = timed(tmp_path / "times.json", model)
 
-    assert len(shapes_in(tmp_path / "times.json")) == 2
+    assert len(read_samples(tmp_path / "times.json")) == 2
     for kind in ("heads", "mlp"):
         one, two, three = (table.times[unit.name] for unit in units_of(model) if unit.kind == kind)
         assert one == two == three
@@ -563,7 +447,7 @@ def run_shapes(monkeypatch, model, unit, tmp_path):
 def test_every_width_is_called_once_more_than_it_has_samples(monkeypatch, tmp_path):
     model = wide()
     asked = run_shapes(monkeypatch, model, mlp_of(model), tmp_path)
-    repeats = len(mlp_in(tmp_path / "times.json")["ms"][512])
+    repeats = len(mlp_in(tmp_path / "times.json").ms[512])
     # Two layers at nine widths, once to warm up.
     assert len(asked) == 2 * 9 * (1 + repeats)
 
@@ -603,13 +487,8 @@ def test_attention_whose_keys_are_reduced_is_timed_with_as_many(monkeypatch, tmp
 @pytest.mark.parametrize("family", ["vit", "swin", "resnet_basic"])
 def test_the_model_is_left_as_it_was_found(family, tmp_path):
     model = families.FAMILIES[family]().train()
-    state = copy.deepcopy(model.state_dict())
-    before = [dict(vars(module)) for module in model.modules()]
-    timed(tmp_path / "times.json", model)
-
-    assert [vars(module) for module in model.modules()] == before
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with unchanged(model):
+        timed(tmp_path / "times.json", model)
 
 
 def test_no_units_take_no_time(tmp_path):

@@ -4,32 +4,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import in_process
 import psutil
 import pytest
 import zoo
 
 from profiling_agent.errors import JobError
-from profiling_agent.lib.io import file_sha256
 from profiling_agent.measure.session import SessionLimits
 from profiling_agent.measure.throughput import MAX_RUNS, measure_headline, memory_use, throughput
-from profiling_agent.runtimes.torch_artifact import save_model
 from profiling_agent.runtimes.torch_session import TorchSession
 from profiling_agent.schemas import ArtifactRef
 
 LIMITS = SessionLimits(seconds_per_turn=0.01, seconds_per_model=0)
-REF = ArtifactRef(path="model", sha256="0" * 64, size_bytes=1000, kind="model")
+NOWHERE = ArtifactRef(path="nowhere", sha256="0" * 64, size_bytes=1000, kind="model")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("run")
-    save_model(zoo.vit(), root / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    return root
+    return tmp_path_factory.mktemp("run")
 
 
 @pytest.fixture(scope="module")
 def saved(root: Path) -> ArtifactRef:
-    return REF.model_copy(update={"sha256": file_sha256(root / "model" / "recipe.json")})
+    return in_process.saved(root, "model", zoo.vit())
 
 
 @pytest.mark.slow
@@ -47,11 +44,9 @@ def test_images_per_second_are_the_batch_over_the_median_pass(root: Path, saved:
 
 @pytest.mark.slow
 def test_a_model_that_can_not_be_run_is_refused_and_the_others_are_measured(root: Path, saved: ArtifactRef):
-    nowhere = REF.model_copy(update={"path": "nowhere"})
+    measured = throughput([NOWHERE, saved], root=root, batch_sizes=(2,), num_threads=1, limits=LIMITS)
 
-    measured = throughput([nowhere, saved], root=root, batch_sizes=(2,), num_threads=1, limits=LIMITS)
-
-    assert [(refusal.model, refusal.batch_size) for refusal in measured.refused] == [(nowhere, 2)]
+    assert [(refusal.model, refusal.batch_size) for refusal in measured.refused] == [(NOWHERE, 2)]
     assert "there is no such folder" in measured.refused[0].reason
     assert [row.model for row in measured.rows] == [saved]
 
@@ -67,7 +62,7 @@ def test_memory_holds_the_interpreter_and_the_batch_but_not_the_machine(root: Pa
 
 def test_memory_of_a_process_that_dies_is_no_number(root: Path):
     with pytest.raises(JobError, match=r"nowhere.*there is no such folder"):
-        memory_use(REF.model_copy(update={"path": "nowhere"}), root=root, batch_size=2)
+        memory_use(NOWHERE, root=root, batch_size=2)
 
 
 def test_a_fast_model_is_timed_as_often_as_helps_and_every_pass_is_counted():

@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 import zoo
-from transformers import ViTForImageClassification
+from in_process import saved
 
 from profiling_agent.errors import JobError
-from profiling_agent.lib.io import file_sha256
 from profiling_agent.measure.race import Conditions, pool, run_one_session
 from profiling_agent.measure.session import (
     CONTEXT_BYTES,
@@ -28,10 +27,7 @@ from profiling_agent.measure.session import (
 )
 from profiling_agent.measure.worker import MAX_SAMPLES, NO_NVML, GpuState, WorkerSetup, gpu_runs, take_turn, warm
 from profiling_agent.processes.child import child_command
-from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.runtimes.artifact import model_bytes
-from profiling_agent.runtimes.torch_artifact import save_model
-from profiling_agent.schemas import ArtifactRef, QuantizationRecommendation, Variant
+from profiling_agent.schemas import Variant
 
 START = WorkerSetup(batch_size=2, device="cpu", num_threads=1)
 BROOD = """
@@ -60,17 +56,10 @@ serve(lambda start: Pass())
 """
 
 
-def ref(folder: Path) -> ArtifactRef:
-    sha256 = file_sha256(folder / "recipe.json")
-    return ArtifactRef(path=folder.name, sha256=sha256, size_bytes=model_bytes(folder), kind="model")
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("run")
-    quantized = quantize_model(zoo.vit(), [QuantizationRecommendation(layer="all", dtype="qint8")]).model
-    for name, model in {"baseline": zoo.vit(), "quantized": quantized}.items():
-        save_model(model, root / name, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    saved(root, "baseline", zoo.vit())
     return root
 
 
@@ -78,13 +67,11 @@ BRIEF = SessionLimits(seconds_per_turn=0.01, seconds_per_model=0)
 
 
 @pytest.mark.slow
-def test_sessions_that_are_held_one_by_one_are_pooled(root: Path):
-    config = zoo.vit().config
-    config.num_hidden_layers, config.intermediate_size = 12, 1024
-    large = zoo.randomised(ViTForImageClassification(config))
-    save_model(large, root / "large", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    entries = [(Variant.BASELINE, ref(root / "baseline")), (Variant.PRUNED, ref(root / "large"))]
-    track = Conditions(root=root, batch_size=8, num_threads=1)
+def test_sessions_that_run_one_by_one_are_pooled(tmp_path: Path):
+    large = zoo.vit(num_hidden_layers=12, intermediate_size=1024)
+    refs = [saved(tmp_path, name, model) for name, model in (("baseline", zoo.vit()), ("large", large))]
+    entries = list(zip((Variant.BASELINE, Variant.PRUNED), refs, strict=True))
+    track = Conditions(root=tmp_path, batch_size=8, num_threads=1)
     sessions = [run_one_session(entries, track, number, limits=BRIEF) for number in range(2)]
     result = pool(sessions, ["one died"])
     slower = result.results[1]
@@ -205,28 +192,19 @@ def test_without_nvml_there_is_a_note_and_with_neighbours_another(scripted):
         process.take_sample(1)
         process.take_sample(1)
         assert list(process.notes) == [NO_NVML, "other programs used the GPU: python (12)"]
-
-
-def test_notes_of_all_processes_are_those_of_the_session(scripted):
+    # Notes of all processes are those of the session.
     with scripted(*[None] * 9) as first, scripted(*[None] * 9) as second:
-        limits = SessionLimits(seconds_per_model=0)
-        assert run_session({0: first, 1: second}, limits=limits).notes == (NO_NVML,)
+        assert run_session({0: first, 1: second}, limits=SessionLimits(seconds_per_model=0)).notes == (NO_NVML,)
 
 
 def test_reasons_are_bits_and_only_slowdowns_void():
-    assert GpuState(reasons=0xC8).slowdowns == (
-        "hardware slowdown",
-        "hardware thermal slowdown",
-        "hardware power brake",
-    )
+    names = ("hardware slowdown", "hardware thermal slowdown", "hardware power brake")
+    assert GpuState(reasons=0xC8).slowdowns == names
     assert GpuState(reasons=0x105).slowdowns == ()
 
 
 def test_a_turn_takes_50_ms_and_20_passes_and_no_more_than_a_second():
-    assert gpu_runs(0.5) == 100
-    assert gpu_runs(10.0) == 20
-    assert gpu_runs(100.0) == 10
-    assert gpu_runs(3000.0) == 1
+    assert [gpu_runs(pass_ms) for pass_ms in (0.5, 10.0, 100.0, 3000.0)] == [100, 20, 10, 1]
     assert gpu_runs(0.0) > 1000
     limits = SessionLimits(memory_bytes=10 * CONTEXT_BYTES)
     assert (limits.runs_of_turn(0.5), limits.on("cuda").runs_of_turn(0.5)) == (10, 100)
@@ -238,7 +216,4 @@ def test_long_turns_keep_medians_of_consecutive_passes():
     # 100 passes in 20 parts of five: their medians are 3, 8, 13 and so on.
     assert take_turn(lambda: float(next(times)), 100) == [3.0 + 5 * part for part in range(MAX_SAMPLES)]
     assert take_turn(lambda: 2.0, 3) == [2.0] * 3
-
-
-def test_the_warm_up_takes_as_long_as_it_is_to():
     assert warm(lambda: 30.0, 100.0) == 4

@@ -1,9 +1,8 @@
 """Evidence on units: predicted and measured KL, kept for the next run."""
 
-import copy
+import json
 import math
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -120,21 +119,20 @@ def test_every_aligned_width_is_an_option_and_two_are_measured(evidenced):
         assert [option.keep for option in row.options] == widths
         assert sum(option.measured for option in row.options) == min(2, len(widths))
         assert row.options[-1].measured
+        # Without a latency table nothing is known of time.
+        assert row.latency_ms is None
         for option in row.options:
             assert option.params_saved == (unit.width - option.keep) * unit.params_per_channel
             assert option.macs_saved == (unit.width - option.keep) * unit.macs_per_channel
+            assert option.latency_saved_ms is None
+        # A narrower width never costs less.
+        kls, predictions = ([getattr(option, name) for option in row.options] for name in ("kl", "predicted_kl"))
+        assert (kls, predictions) == (sorted(kls), sorted(predictions))
+        assert 0 < kls[0] < kls[-1]
 
     assert (found.num_images, found.num_judged) == (160, int(MEASURED_ON.sum())) == (160, 16)
     assert found.seconds > 0
     assert Evidence.model_validate_json(found.model_dump_json()) == found
-
-
-def test_a_narrower_width_never_costs_less(evidenced):
-    for row in evidenced[1].units:
-        kls, predictions = ([getattr(o, name) for o in row.options] for name in ("kl", "predicted_kl"))
-        assert kls == sorted(kls)
-        assert predictions == sorted(predictions)
-        assert 0 < kls[0] < kls[-1]
 
 
 def test_what_is_predicted_ranks_what_is_measured():
@@ -191,8 +189,10 @@ def test_a_hundred_and_twenty_eight_different_images_are_enough():
     assert (found.num_images, found.num_judged) == (128, 16)
 
 
-@pytest.mark.parametrize("name", ["vit.layers.0.mlp.fc2.weight", "vit.layernorm.bias", "classifier.weight"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("vit.layers.0.mlp.fc2.weight", math.nan), ("vit.layernorm.bias", math.inf), ("classifier.weight", math.nan)],
+)
 def test_weights_that_are_not_finite_are_refused(name, value):
     model = small()
     with torch.no_grad():
@@ -254,17 +254,8 @@ def test_the_model_is_left_as_it_was_found(family):
     model.classifier.eval()
     first, *_ = model.parameters()
     first.requires_grad = False
-    state = copy.deepcopy(model.state_dict())
-    before = [dict(vars(module)) for module in model.modules()]
-    needed = [parameter.requires_grad for parameter in model.parameters()]
-    studied(model)
-
-    assert [vars(module) for module in model.modules()] == before
-    assert [parameter.requires_grad for parameter in model.parameters()] == needed
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert torch.is_grad_enabled()
+    with sample_records.unchanged(model):
+        studied(model)
 
 
 def test_a_table_says_what_widths_save():
@@ -279,20 +270,10 @@ def test_a_table_says_what_widths_save():
     assert heads is not None
     assert mlp.latency_ms == 8.0
     # The narrowest loses three quarters of its channels: a quarter of the 6 ms that are their share is 1.5 ms.
-    assert [(o.keep, o.latency_saved_ms) for o in mlp.options] == [
-        (96, 1.5),
-        (64, 8.0 - 6.4),
-        (32, 8.0 - 6.4),
-    ]
+    assert [(o.keep, o.latency_saved_ms) for o in mlp.options] == [(96, 1.5), (64, 8.0 - 6.4), (32, 8.0 - 6.4)]
     assert heads.latency_ms is None
     assert (mlp.is_unsteady, heads.is_unsteady) == (True, False)
     assert {option.latency_saved_ms for option in heads.options} == {None}
-
-
-def test_without_a_table_nothing_is_said_of_time():
-    for row in studied(small()).units:
-        assert row.latency_ms is None
-        assert {option.latency_saved_ms for option in row.options} == {None}
 
 
 @pytest.mark.parametrize(
@@ -310,7 +291,6 @@ def test_without_a_table_nothing_is_said_of_time():
         ({6: 0.1, 2: 0.3}, {6: 2.0, 4: 1.0, 2: 1.0}, {6: 0.1, 4: 0.1, 2: 0.3}),
         ({2: 0.3}, {2: 5.0}, {2: 0.3}),
     ],
-    ids=["between", "falling", "negative", "silent", "falling_prediction", "alone"],
 )
 def test_kls_are_drawn_through_the_measured_ones(measured, predicted, expected):
     drawn = interpolate_kl(measured, predicted)
@@ -319,11 +299,10 @@ def test_kls_are_drawn_through_the_measured_ones(measured, predicted, expected):
 
 
 UNITS = sample_records.profile().units
-KLS = {unit.name: [0.01 * step for step in range(len(aligned_widths(unit.width, unit.step)))] for unit in UNITS}
-EVIDENCE = sample_records.evidence(UNITS, KLS)
+EVIDENCE = sample_records.evidence(UNITS, dict.fromkeys((unit.name for unit in UNITS), sample_records.DOUBLING))
 
 
-def test_what_is_kept_is_read_back_by_whoever_depends_on_the_same(tmp_path: Path):
+def test_what_is_stored_is_read_back_by_runs_that_depend_on_the_same(tmp_path: Path):
     path = evidence_path(tmp_path / "cache", {"model": "a", "seed": 0})
     assert read_evidence(path, UNITS) is None
     store_evidence(path, EVIDENCE)
@@ -332,64 +311,40 @@ def test_what_is_kept_is_read_back_by_whoever_depends_on_the_same(tmp_path: Path
     assert read_evidence(evidence_path(tmp_path / "cache", {"model": "a", "seed": 1}), UNITS) is None
 
 
-def cut_short(path: Path) -> None:
-    path.write_text(path.read_text()[:-100])
+def aged(text: str, age_s: float) -> str:
+    """Return the file's text as it would be had it been written so long ago."""
+    stored = json.loads(text)
+    return json.dumps(stored | {"taken": stored["taken"] - age_s})
 
 
-def emptied(path: Path) -> None:
-    path.write_text("")
+DAMAGES: dict[str, Callable[[str], str]] = {
+    "cut short": lambda text: text[:-100],
+    "empty": lambda _: "",
+    "binary": lambda _: "\x00\xff" * 100,
+    "a channel twice": lambda text: text.replace('"order":[0,1,', '"order":[1,1,', 1),
+    "an unknown width": lambda text: text.replace('"keep":', '"keep":9', 1),
+    "another unit": lambda text: text.replace(UNITS[0].name, "elsewhere"),
+    "31 days old": lambda text: aged(text, 31 * 24 * 3600.0),
+    "of a time to come": lambda text: aged(text, -3600.0),
+}
 
 
-def binary(path: Path) -> None:
-    path.write_bytes(b"\x00\xff" * 100)
-
-
-def a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def an_order_with_a_channel_twice(path: Path) -> None:
-    path.write_text(path.read_text().replace('"order":[0,1,', '"order":[1,1,', 1))
-
-
-def a_width_of_none(path: Path) -> None:
-    path.write_text(path.read_text().replace('"keep":', '"keep":9', 1))
-
-
-def of_another_unit(path: Path) -> None:
-    path.write_text(path.read_text().replace(UNITS[0].name, "elsewhere"))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [cut_short, emptied, binary, a_folder, an_order_with_a_channel_twice, a_width_of_none, of_another_unit],
-)
-def test_what_is_damaged_or_of_others_is_measured_again(tmp_path: Path, damage: Callable[[Path], None]):
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_what_is_damaged_old_or_of_others_is_measured_again(tmp_path: Path, damage: Callable[[str], str]):
     path = evidence_path(tmp_path, {})
     store_evidence(path, EVIDENCE)
+    text = path.read_text()
+    path.write_text(aged(text, 0), encoding="latin-1")
     assert read_evidence(path, UNITS) == EVIDENCE
-    damage(path)
-
-    assert read_evidence(path, UNITS) is None
-    store_evidence(path, EVIDENCE)
-
-
-@pytest.mark.parametrize("shift_s", [-31 * 24 * 3600.0, 3600.0])
-def test_what_is_old_or_of_a_time_to_come_is_measured_again(tmp_path: Path, shift_s: float):
-    path = evidence_path(tmp_path, {})
-    kept = evidence._Kept(taken=time.time() + shift_s, evidence=EVIDENCE)
-    path.write_text(kept.model_dump_json())
-
+    path.write_text(damage(text), encoding="latin-1")
+    assert path.read_text(encoding="latin-1") != text
     assert read_evidence(path, UNITS) is None
 
 
 def test_what_a_busy_machine_timed_is_kept_and_has_the_times_of_whoever_reads_it(tmp_path: Path):
+    path, first = evidence_path(tmp_path, {}), UNITS[0]
     slow = EVIDENCE.units[0].model_copy(update={"is_unsteady": True, "latency_ms": 500.0})
-    store_evidence(
-        path := evidence_path(tmp_path, {}), EVIDENCE.model_copy(update={"units": (slow, *EVIDENCE.units[1:])})
-    )
-    first = UNITS[0]
+    store_evidence(path, EVIDENCE.model_copy(update={"units": (slow, *EVIDENCE.units[1:])}))
     widths = aligned_widths(first.width, first.step)
     table = LatencyTable({first.name: {first.width: 2.0} | {width: 2.0 * width / first.width for width in widths}})
 
@@ -420,3 +375,7 @@ def test_the_oldest_make_way(tmp_path: Path):
 def test_a_cache_that_can_not_be_written_costs_nothing(tmp_path: Path):
     (tmp_path / "file").write_text("")
     store_evidence(evidence_path(tmp_path / "file" / "evidence", {}), EVIDENCE)
+    path = evidence_path(tmp_path, {})
+    path.mkdir()
+    store_evidence(path, EVIDENCE)
+    assert read_evidence(path, UNITS) is None

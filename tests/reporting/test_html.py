@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from profiling_agent.reporting.render import charts, command, render_html
+from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report
 from profiling_agent.reporting.units import origin
 from profiling_agent.request import Request
@@ -16,10 +17,17 @@ FIELDS = ("top1", "latency_ms", "params", "macs", "size_bytes", "parameter_bytes
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>'
 
 
-def test_the_page_stands_alone_and_tells_the_verdict(finished: Path):
-    page = (finished / "report.html").read_text()
-    report = read_report(finished)
+@pytest.fixture(scope="module")
+def report(finished: Path) -> RunReport:
+    return read_report(finished)
 
+
+@pytest.fixture(scope="module")
+def page(finished: Path) -> str:
+    return (finished / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_stands_alone_and_shows_the_verdict(report: RunReport, page: str):
     assert f'id="verdict">{report.verdict.outcome}' in page
     # The plotting library names the makers of maps that no chart here shows; the browser below sees what is asked for.
     markup = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
@@ -27,65 +35,47 @@ def test_the_page_stands_alone_and_tells_the_verdict(finished: Path):
     assert page == render_html(report)
 
 
-def test_the_title_has_the_names_of_folders_without_their_paths(finished: Path):
-    request = read_report(finished).request
-    model, dataset = (Path(each).name for each in (request.model, request.dataset))
+def test_the_title_has_the_names_of_folders_without_their_paths(report: RunReport, page: str, finished: Path):
+    model, dataset = (Path(each).name for each in (report.request.model, report.request.dataset))
 
-    assert f"<h1>{model} on {dataset}</h1>" in (finished / "report.html").read_text()
-    assert f" {model} on {dataset}\n" in (finished / "report.md").read_text()
+    assert f"<h1>{model} on {dataset}</h1>" in page
+    assert f" {model} on {dataset}\n" in (finished / "report.md").read_text(encoding="utf-8")
     assert origin("google/vit-base-patch16-224") == "google/vit-base-patch16-224"
 
 
-def test_each_session_is_shown_and_says_where_it_holds(finished: Path):
-    report = read_report(finished)
+def test_each_session_is_shown_with_the_machine_that_it_ran_on(report: RunReport, page: str, finished: Path):
     assert report.race is not None
     assert report.race_result is not None
-    sessions = ", ".join(f"{speedup:.2f}" for speedup in report.race_result.by_session)
+    number, sessions = report.race.num_sessions, ", ".join(f"{each:.2f}" for each in report.race_result.by_session)
+    headline = re.search(r'<div class="card"><b>[^<]*</b><span>(as fast .*)</span>', page)
 
-    assert len(report.race_result.by_session) == report.race.num_sessions == report.request.num_sessions
-    assert f'<tr data-field="sessions"><td>times as fast in each session</td><td></td><td>{sessions}</td></tr>' in (
-        finished / "report.html"
-    ).read_text(encoding="utf-8")
-    where = f"on {report.environment.machine}, in these"
-    assert f"{where} {report.race.num_sessions} sessions of new processes: {sessions}" in (
-        finished / "report.md"
-    ).read_text(encoding="utf-8")
-    assert f"{where} sessions</td>" in (finished / "report.html").read_text(encoding="utf-8")
-
-
-def test_the_headline_names_the_machine_that_its_speed_is_a_property_of(finished: Path):
-    report = read_report(finished)
-    headline = re.search(
-        r'<div class="card"><b>[^<]*</b><span>(as fast .*)</span>',
-        (finished / "report.html").read_text(encoding="utf-8"),
-    )
-
+    assert len(report.race_result.by_session) == number == report.request.num_sessions
+    assert f'<tr data-field="sessions"><td>times as fast in each session</td><td></td><td>{sessions}</td></tr>' in page
     assert report.environment.cpu
+    place = f"on {report.environment.machine}"
+    text = (finished / "report.md").read_text(encoding="utf-8")
+    assert f"{place}, in these {number} sessions of new processes: {sessions}" in text
+    assert f"{place}, in these sessions</td>" in page
     assert headline is not None
-    assert headline[1].endswith(f"{report.best.deployment.name}, on {report.environment.machine}")
+    assert headline[1].endswith(f"{report.best.deployment.name}, {place}")
 
 
-def test_every_chart_that_has_something_to_show_is_there(finished: Path):
-    report = read_report(finished)
+def test_every_chart_that_has_something_to_show_is_there(report: RunReport):
     made = charts(report)
 
     assert set(made) >= {"speed", "size", "time", "memory", "sensitivity"}
     assert ("runtimes" in made) == (report.deployment_search is not None and len(report.deployment_search.options) > 1)
 
 
-def test_a_report_without_evidence_contest_or_attempts_is_a_page_too(finished: Path):
-    bare = read_report(finished).model_copy(
-        update={"sensitivity": (), "deployment_search": None, "attempts": (), "layers": ()}
-    )
-
-    page = render_html(bare)
+def test_a_report_without_evidence_contest_or_attempts_is_a_page_too(report: RunReport):
+    bare = {"sensitivity": (), "deployment_search": None, "attempts": (), "layers": ()}
+    page = render_html(report.model_copy(update=bare))
 
     assert "No plan was carried out" in page
     assert 'id="sensitivity"' not in page
 
 
-def test_a_strangers_text_stays_text(finished: Path):
-    report = read_report(finished)
+def test_third_party_text_stays_text(report: RunReport):
     request = report.request.model_copy(update={"model": EVIL})
     layers = tuple(group.model_copy(update={"name": EVIL}) for group in report.layers[:2])
 
@@ -104,10 +94,10 @@ def test_the_command_asks_for_the_same_again():
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
-def test_a_browser_opens_it_without_a_word_and_sees_the_reports_numbers(finished: Path):
+def test_a_browser_opens_it_without_a_word_and_sees_the_reports_numbers(report: RunReport, finished: Path):
     from playwright.sync_api import sync_playwright
 
-    report, heard, asked = read_report(finished), [], []
+    heard, asked = [], []
     with sync_playwright() as play:
         browser = play.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
