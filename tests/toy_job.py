@@ -12,11 +12,12 @@ from profiling_agent.schemas import ArtifactRef, Record
 
 
 class Doubled(Record):
-    """Twice a number, which process found it, and how long a stream's end takes there; None where no stream can be read."""
+    """Twice a number, which process found it and how its threads wait, and how long a stream's end takes there; None without one."""
 
     twice: int
     pid: int
     has_torch: bool
+    wait_policy: str | None = None
     stream_ends_s: float | None = None
 
 
@@ -40,12 +41,13 @@ def double(task: DoubleTask, job: JobContext) -> Doubled:
         twice=2 * task.number,
         pid=os.getpid(),
         has_torch="torch" in sys.modules,
+        wait_policy=os.environ.get("OMP_WAIT_POLICY"),
         stream_ends_s=reads.SLEEP_TIME_ON_THREADS_SHUTDOWN if reads else None,
     )
 
 
 class KillTask(Task[Doubled]):
-    """Double a number, in a process that is killed the first time that the number is 2."""
+    """Double a number, in a process that is killed the first time that the number is 2, and whenever it is 0."""
 
     result: ClassVar[type[Record]] = Doubled
     number: int
@@ -54,7 +56,7 @@ class KillTask(Task[Doubled]):
 def kill(task: KillTask, job: JobContext) -> Doubled:
     """Return twice the number, or be killed as by somebody else."""
     mark = job.root / "killed"
-    if task.number == 2 and not mark.exists():
+    if task.number == 0 or (task.number == 2 and not mark.exists()):
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return Doubled(twice=2 * task.number, pid=os.getpid(), has_torch="torch" in sys.modules)
