@@ -28,6 +28,17 @@ class DoubleTask(Task[Doubled]):
     number: int
 
 
+def _doubled(number: int) -> Doubled:
+    reads = sys.modules.get("datasets.config")
+    return Doubled(
+        twice=2 * number,
+        pid=os.getpid(),
+        has_torch="torch" in sys.modules,
+        wait_policy=os.environ.get("OMP_WAIT_POLICY"),
+        stream_ends_s=reads.SLEEP_TIME_ON_THREADS_SHUTDOWN if reads else None,
+    )
+
+
 def double(task: DoubleTask, job: JobContext) -> Doubled:
     """Return twice the number; what is refused and what is a bug are told apart."""
     if task.number < 0:
@@ -36,14 +47,7 @@ def double(task: DoubleTask, job: JobContext) -> Doubled:
         raise ZeroDivisionError("a bug of ours")
     job.progress("doubling", 1, 1)
     (job.folder / "working.txt").write_text(f"{task.number} + {task.number}", encoding="utf-8")
-    reads = sys.modules.get("datasets.config")
-    return Doubled(
-        twice=2 * task.number,
-        pid=os.getpid(),
-        has_torch="torch" in sys.modules,
-        wait_policy=os.environ.get("OMP_WAIT_POLICY"),
-        stream_ends_s=reads.SLEEP_TIME_ON_THREADS_SHUTDOWN if reads else None,
-    )
+    return _doubled(task.number)
 
 
 class KillTask(Task[Doubled]):
@@ -59,7 +63,7 @@ def kill(task: KillTask, job: JobContext) -> Doubled:
     if task.number == 0 or (task.number == 2 and not mark.exists()):
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return Doubled(twice=2 * task.number, pid=os.getpid(), has_torch="torch" in sys.modules)
+    return _doubled(task.number)
 
 
 class WaitTask(Task[Doubled]):
@@ -74,7 +78,7 @@ def wait(task: WaitTask, job: JobContext) -> Doubled:
     (job.root / f"begun-{task.number}").write_text(str(os.getpid()), encoding="utf-8")
     while not (job.root / "go").exists():
         time.sleep(0.05)
-    return Doubled(twice=2 * task.number, pid=os.getpid(), has_torch="torch" in sys.modules)
+    return _doubled(task.number)
 
 
 class Noted(Record):
