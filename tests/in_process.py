@@ -1,6 +1,11 @@
-"""Jobs done in the test's own process: what a task needs first, as the runner has it, then its handler; and what tasks read."""
+"""Jobs done in the test's own process: what a task needs first, as the runner has it, then its handler; and what tasks read.
+
+Toy jobs are done in processes of theirs.
+"""
 
 import io
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -8,14 +13,36 @@ from typing import Any
 import numpy as np
 import zoo
 from PIL import Image
+from toy_job import CopyTask, DoubleTask, KillTask, NoteTask, WaitTask
 
 from profiling_agent.data.images import write_rows
-from profiling_agent.jobs.runner import job_key
-from profiling_agent.jobs.tasks import TABLE, JobContext, Task
+from profiling_agent.jobs.runner import Jobs, job_key
+from profiling_agent.jobs.tasks import TABLE, JobContext, JobRow, Table, Task
 from profiling_agent.lib.io import file_sha256, write_text
 from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.runtimes.torch_artifact import save_model
 from profiling_agent.schemas import ArtifactRef, SplitInfo
+from profiling_agent.workspace import Workspace
+
+TOYS: Table = {
+    kind: JobRow(handler=f"toy_job:{name}", torch=False, isolated_timeout_s=60.0)
+    for kind, name in (
+        (DoubleTask, "double"),
+        (KillTask, "kill"),
+        (WaitTask, "wait"),
+        (NoteTask, "note"),
+        (CopyTask, "copy"),
+    )
+}
+
+
+@contextmanager
+def opened(root: Path, table: Table = TABLE, **given: Any) -> Iterator[Jobs]:
+    """Open the jobs of a run folder, created where it is missing; end their processes afterwards."""
+    workspace = Workspace(root)
+    workspace.jobs.mkdir(parents=True, exist_ok=True)
+    with closing(Jobs(workspace, table=table, **given)) as jobs:
+        yield jobs
 
 
 def drawn(root: Path, name: Any, num_images: int, *, seed: int = 0, side: int = 32) -> SplitInfo:

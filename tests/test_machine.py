@@ -31,7 +31,6 @@ from profiling_agent.lib.machine import (
     available_threads,
     cpu_quota,
     environment,
-    own_groups,
     quota_threads,
     total_bytes,
 )
@@ -43,48 +42,40 @@ from profiling_agent.schemas import ArtifactRef, Environment, Gpu
 GIB = 2**30
 
 
-def group(folder: Path, limit: str, used: int, files: int = 0) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
-    dropped = f"inactive_file {files // 2}\nactive_file {files - files // 2}\n"
-    (folder / "memory.stat").write_text(f"anon {used - files}\n{dropped}")
+def held(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
+    """Return a folder of control groups that holds these files, and the file that says which is ours: /app/one."""
+    (own := folder / "own").write_text("1:name=systemd:/other\n0::/app/one\n")
+    for name, text in files.items():
+        (path := folder / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return folder / "groups", own
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    path = tmp_path / "cgroup"
-    path.write_text("4:memory:/app/one\n1:cpu:/\n0::/app/one\n")
-    return path
+def memory(group: str, limit: str, used: int, files: int = 0) -> dict[str, str]:
+    dropped = f"inactive_file {files // 2}\nactive_file {files - files // 2}"
+    stat = f"anon {used - files}\n{dropped}"
+    return {f"{group}/memory.max": limit, f"{group}/memory.current": str(used), f"{group}/memory.stat": stat}
 
 
-def test_a_limit_of_a_container_counts_less_what_is_used_and_files_are_dropped(tmp_path: Path, own: Path):
-    group(tmp_path / "groups" / "app" / "one", str(GIB), GIB // 2, files=GIB // 4)
+def test_a_limit_of_a_container_counts_less_what_is_used_and_files_are_dropped(tmp_path: Path):
+    groups, own = held(tmp_path, memory("app/one", str(GIB), GIB // 2, files=GIB // 4))
 
-    assert total_bytes(tmp_path / "groups", own) == GIB
-    assert available_bytes(tmp_path / "groups", own) == GIB // 2 + GIB // 4
+    assert total_bytes(groups, own) == GIB
+    assert available_bytes(groups, own) == GIB // 2 + GIB // 4
 
 
-def test_the_narrowest_limit_on_the_way_up_counts(tmp_path: Path, own: Path):
-    group(tmp_path / "groups" / "app" / "one", "max", 1000)
-    group(tmp_path / "groups" / "app", str(GIB // 8), 1000)
-    group(tmp_path / "groups", str(GIB // 4), GIB)
+def test_the_narrowest_limit_on_the_way_up_counts(tmp_path: Path):
+    files = memory("app/one", "max", 1000) | memory("app", str(GIB // 8), 1000) | memory(".", str(GIB // 4), GIB)
+    groups, own = held(tmp_path, files)
 
-    assert total_bytes(tmp_path / "groups", own) == GIB // 8
+    assert total_bytes(groups, own) == GIB // 8
     # More is used above than is allowed: nothing is left, and not less than nothing.
-    assert available_bytes(tmp_path / "groups", own) == 0
-
-
-def test_the_own_group_comes_first_and_the_root_last(tmp_path: Path, own: Path):
-    assert list(own_groups(tmp_path, own)) == [tmp_path / "app" / "one", tmp_path / "app", tmp_path]
-    assert list(own_groups(tmp_path, tmp_path / "none")) == [tmp_path]
+    assert available_bytes(groups, own) == 0
 
 
 @pytest.mark.parametrize("limit", ["max", "", "9223372036854771712"])
-def test_without_a_limit_the_machine_counts(tmp_path: Path, own: Path, limit: str):
-    group(tmp_path / "groups" / "app" / "one", limit, 1000)
-
-    assert total_bytes(tmp_path / "groups", own) == psutil.virtual_memory().total
+def test_without_a_limit_the_machine_counts(tmp_path: Path, limit: str):
+    assert total_bytes(*held(tmp_path, memory("app/one", limit, 1000))) == psutil.virtual_memory().total
     assert total_bytes(tmp_path / "nothing", tmp_path / "none") == psutil.virtual_memory().total
     assert 0 < available_bytes(tmp_path / "nothing", tmp_path / "none") <= psutil.virtual_memory().total
 
@@ -118,23 +109,11 @@ def test_second_threads_of_a_core_are_none_of_ours(tmp_path: Path):
     assert available_cores(apart) == available_threads(apart, tmp_path) == len(ALLOWED)
 
 
-def test_where_the_system_does_not_tell_each_is_a_core(tmp_path: Path):
-    assert available_threads(tmp_path, tmp_path) == len(ALLOWED)
-
-
-def test_what_ray_sets_for_each_of_its_tasks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_where_the_system_does_not_tell_each_is_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Ray sets it for each of its tasks, which changes nothing.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     assert available_threads(tmp_path, tmp_path) == len(ALLOWED)
-
-
-def held(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
-    """Return a folder of control groups that holds these files, and the file that says which is ours: /app/one."""
-    (own := folder / "own").write_text("1:name=systemd:/other\n0::/app/one\n")
-    for name, text in files.items():
-        (path := folder / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-    return folder / "groups", own
 
 
 @pytest.mark.parametrize(
@@ -223,12 +202,6 @@ def test_a_gpu_is_part_of_the_machine_s_name_and_its_driver_of_the_versions():
     assert there.machine == f"NVIDIA A100-SXM4-80GB (compute capability 8.0, 80 GiB), {here.machine}"
     assert there.versions == here.versions | {"NVIDIA driver": "580.1", "CUDA": "13.0", "cuDNN": "9.15"}
     assert Environment.model_validate_json(there.model_dump_json()) == there
-
-
-def test_an_environment_written_before_there_were_gpus_opens():
-    old = environment().model_dump(mode="json", exclude={"gpu"})
-
-    assert Environment.model_validate(old).gpu is None
 
 
 def test_keys_of_jobs_differ_by_gpu_where_the_job_uses_one():
@@ -343,16 +316,15 @@ def test_what_a_forward_pass_raises_is_a_refusal_that_names_it(error):
     assert "\n" not in str(refused.value) + reason
 
 
-@pytest.mark.parametrize(
-    "forward",
-    [
-        lambda inside, x: inside(x),
-        lambda inside, x: x @ torch.zeros(5, 5, device=x.device),
-        lambda inside, x: next(iter(())),
-        lambda inside, x: x,
-    ],
-    ids=["a torch module", "a kernel", "the standard library", "no logits"],
-)
+FAILING = {
+    "a torch module": lambda inside, x: inside(x),
+    "a kernel": lambda inside, x: x @ torch.zeros(5, 5, device=x.device),
+    "the standard library": lambda inside, x: next(iter(())),
+    "no logits": lambda inside, x: x,
+}
+
+
+@pytest.mark.parametrize("forward", FAILING.values(), ids=FAILING)
 def test_a_forward_pass_that_fails_in_a_library_is_untraceable(forward):
     reason = find_units(Strange(nn.Linear(8, 3), forward), zoo.SPEC, {}).refusals["inside"]
 

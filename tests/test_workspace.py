@@ -7,9 +7,8 @@ import pytest
 from sample_records import ref
 
 from profiling_agent.errors import RequestError, RunError
-from profiling_agent.lib.io import file_sha256, write_text
 from profiling_agent.request import Request
-from profiling_agent.workspace import Workspace, open_workspace, read_manifest
+from profiling_agent.workspace import open_workspace, read_manifest
 
 
 def request(folder: Path, **asked) -> Request:
@@ -95,15 +94,3 @@ def test_a_second_process_can_not_take_the_run(tmp_path: Path):
     lock.release()
 
     assert "in use by another process" in said
-
-
-def test_a_file_is_written_whole(tmp_path: Path):
-    write_text(tmp_path / "file", "text")
-
-    assert (tmp_path / "file").read_text() == "text"
-    assert file_sha256(tmp_path / "file") == "982d9e3eb996f559e633f4d194def3761d909f5a3b647d1a851fead67c32c9d1"
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_workspace_knows_where_an_artifact_lies(tmp_path: Path):
-    assert Workspace(tmp_path).path(ref("x")) == tmp_path / "jobs" / "x"

@@ -12,11 +12,12 @@ from profiling_agent.schemas import ArtifactRef, Record
 
 
 class Doubled(Record):
-    """Twice a number, which process found it, and how long a stream's end takes there; None where no stream can be read."""
+    """Twice a number, which process found it and how its threads wait, and how long a stream's end takes there; None without one."""
 
     twice: int
     pid: int
     has_torch: bool
+    wait_policy: str | None = None
     stream_ends_s: float | None = None
 
 
@@ -27,6 +28,17 @@ class DoubleTask(Task[Doubled]):
     number: int
 
 
+def _doubled(number: int) -> Doubled:
+    reads = sys.modules.get("datasets.config")
+    return Doubled(
+        twice=2 * number,
+        pid=os.getpid(),
+        has_torch="torch" in sys.modules,
+        wait_policy=os.environ.get("OMP_WAIT_POLICY"),
+        stream_ends_s=reads.SLEEP_TIME_ON_THREADS_SHUTDOWN if reads else None,
+    )
+
+
 def double(task: DoubleTask, job: JobContext) -> Doubled:
     """Return twice the number; what is refused and what is a bug are told apart."""
     if task.number < 0:
@@ -35,17 +47,11 @@ def double(task: DoubleTask, job: JobContext) -> Doubled:
         raise ZeroDivisionError("a bug of ours")
     job.progress("doubling", 1, 1)
     (job.folder / "working.txt").write_text(f"{task.number} + {task.number}", encoding="utf-8")
-    reads = sys.modules.get("datasets.config")
-    return Doubled(
-        twice=2 * task.number,
-        pid=os.getpid(),
-        has_torch="torch" in sys.modules,
-        stream_ends_s=reads.SLEEP_TIME_ON_THREADS_SHUTDOWN if reads else None,
-    )
+    return _doubled(task.number)
 
 
 class KillTask(Task[Doubled]):
-    """Double a number, in a process that is killed the first time that the number is 2."""
+    """Double a number, in a process that is killed the first time that the number is 2, and whenever it is 0."""
 
     result: ClassVar[type[Record]] = Doubled
     number: int
@@ -54,10 +60,10 @@ class KillTask(Task[Doubled]):
 def kill(task: KillTask, job: JobContext) -> Doubled:
     """Return twice the number, or be killed as by somebody else."""
     mark = job.root / "killed"
-    if task.number == 2 and not mark.exists():
+    if task.number == 0 or (task.number == 2 and not mark.exists()):
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return Doubled(twice=2 * task.number, pid=os.getpid(), has_torch="torch" in sys.modules)
+    return _doubled(task.number)
 
 
 class WaitTask(Task[Doubled]):
@@ -72,7 +78,7 @@ def wait(task: WaitTask, job: JobContext) -> Doubled:
     (job.root / f"begun-{task.number}").write_text(str(os.getpid()), encoding="utf-8")
     while not (job.root / "go").exists():
         time.sleep(0.05)
-    return Doubled(twice=2 * task.number, pid=os.getpid(), has_torch="torch" in sys.modules)
+    return _doubled(task.number)
 
 
 class Noted(Record):

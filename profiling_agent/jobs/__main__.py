@@ -4,8 +4,6 @@ import errno
 import sys
 import traceback
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -27,14 +25,23 @@ def main() -> None:
     # Warnings go to the worker's log, not to the user's screen.
     warnings.simplefilter("default")
     handler, cache = "", dict[str, Any]()
+
+    def progress(message: str, done: int, total: int) -> None:
+        parent.send(Message(kind="progress", text=message, done=done, total=total))
+
     while True:
         order, reply = parent.receive(Order), Message(kind="done")
         if order.handler != handler:
             # Drop what the last kind of job cached: an opened model, say, would take memory from this one.
             handler, cache = order.handler, {}
+        root, final = Path(order.root), f"jobs/{order.key}"
         try:
-            with _job_folder(order, parent, cache) as job:
-                task = order.read()
+            # A job is complete or absent.
+            with appearing(root / final) as folder:
+                job = JobContext(
+                    root=root, folder=folder, final=final, progress=progress, given=order.given, kept=cache
+                )
+                task = resolve_name(order.record).model_validate(order.task)
                 if order.torch:
                     import torch
 
@@ -48,11 +55,11 @@ def main() -> None:
                     # (apache/arrow#45214). A worker ends by `_exit`, so it needn't.
                     setattr(config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # noqa: B010 - a module's
                 result = handle(task, job)
-                write_text(job.folder / TASK, task.model_dump_json(indent=1))
-                write_text(job.folder / RESULT, result.model_dump_json(indent=1))
-                write_hashes(job.folder)
+                write_text(folder / TASK, task.model_dump_json(indent=1))
+                write_text(folder / RESULT, result.model_dump_json(indent=1))
+                write_hashes(folder)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result
-            reply = _failure(error, Path(order.root))
+            reply = _failure(error, root)
         # Free the device memory that torch caches: what is timed next is another process.
         imported: Any = sys.modules.get("torch")
         if imported is not None and imported.cuda.is_initialized():
@@ -75,18 +82,6 @@ def _failure(error: Exception, root: Path) -> Message:
         assert problem is not None, "these are what a disk has against being written"
         return Message(kind="failed", error="StorageError", text=str(storage_error(root, problem)))
     return Message(kind="failed", error="JobError", text=f"{type(error).__name__}: {first_line(error)}")
-
-
-@contextmanager
-def _job_folder(order: Order, parent: Parent, cache: dict[str, Any]) -> Generator[JobContext]:
-    """Yield a context in a temporary folder, renamed when the job is done: a job is complete or absent."""
-
-    def progress(message: str, done: int, total: int) -> None:
-        parent.send(Message(kind="progress", text=message, done=done, total=total))
-
-    root, final = Path(order.root), f"jobs/{order.key}"
-    with appearing(root / final) as folder:
-        yield JobContext(root=root, folder=folder, final=final, progress=progress, given=order.given, kept=cache)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import IO
-
-from pydantic import Field
 
 from profiling_agent.errors import JobError, KilledError, ProfilingAgentError, RunError
 from profiling_agent.jobs.store import ERRORS, Message, Order, is_finished_job
-from profiling_agent.jobs.tasks import MODULES
+from profiling_agent.jobs.tasks import MODULES, JobRow
 from profiling_agent.lib.io import storage_problem, sweep
 from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY, available_bytes, is_busy
 from profiling_agent.lib.progress import Progress, raise_if_stopped
@@ -26,7 +25,6 @@ from profiling_agent.processes.child import (
     withheld,
 )
 from profiling_agent.processes.machine_lock import machine_lock
-from profiling_agent.schemas import Record
 from profiling_agent.workspace import Workspace
 
 PROGRAM, JOB_LOG = "profiling_agent.jobs", "worker.log"
@@ -44,20 +42,18 @@ WORDING = Wording(
 )
 
 
-class Batch(Record):
-    """Orders of one kind, which one process does in turn, and the limits of each.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Orders of one kind, which one process does in turn, each in at most `timeout_s` seconds.
 
-    An `isolated` batch gets a process of its own, and `anew` one that isn't forked, as it measures itself. `secrets` are environment
-    variables that it may see. A `timed` batch waits for an idle machine. None begins with less than `least_bytes` of free memory.
+    An `isolated` batch gets a process of its own. None begins with less than `least_bytes` of free memory.
     """
 
     orders: tuple[Order, ...]
+    row: JobRow
+    isolated: bool
     timeout_s: float
-    isolated: bool = False
-    secrets: tuple[str, ...] = ()
-    anew: bool = False
-    timed: bool = False
-    least_bytes: int = Field(default=0, ge=0)
+    least_bytes: int
 
 
 # Called after each job with its key, the seconds from its order to its end (the start of its process included), and its error or None.
@@ -157,12 +153,12 @@ class LocalEngine:
 
         A worker that was given secrets ends before the first batch that may not see them.
         """
-        secrets, wait_variables = withheld(batch.secrets), self._wait_variables(batch, progress)
+        secrets, wait_variables = withheld(batch.row.secrets), self._wait_variables(batch, progress)
         variables = secrets | wait_variables
         if batch.isolated:
             if self._worker is not None and self._is_bloated(self._worker, MAX_WAITING):
                 self._end_worker()
-            process = self._start(variables, anew=batch.anew or bool(secrets))
+            process = self._start(variables, anew=batch.row.anew or bool(secrets))
         else:
             is_usable = (
                 self._worker is not None and self._worker.is_alive and not self._is_bloated(self._worker, MAX_RESIDENT)
@@ -224,7 +220,7 @@ class LocalEngine:
         """Return the variables that set how threads wait on a busy machine; a timed batch first waits for an idle one."""
         if WAIT_POLICY in child_environment() or not is_busy():
             return {}
-        if not batch.timed:
+        if not batch.row.timed:
             return {WAIT_POLICY: PASSIVE}
         while self._patience_s > 0 and is_busy():
             progress("waiting for a quieter moment to time in: something else is running on this machine", 0, 0)

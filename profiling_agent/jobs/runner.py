@@ -156,15 +156,23 @@ class Jobs:
         kinds: dict[tuple[type[Task[Any]], bool], list[Order]] = {}
         for key, task in tasks.items():
             self._store.remove(key)
-            kinds.setdefault((type(task), task.isolated), []).append(self._make_order(task))
+            kind = type(task)
+            order = Order(
+                root=str(self.workspace.root.resolve()),
+                key=key,
+                record=f"{kind.__module__}:{kind.__qualname__}",
+                task=task.model_dump(mode="json"),
+                handler=self._table[kind].handler,
+                given={name: tuple(map(job_key, needs)) for name, needs in task.needs(self.path).items()},
+                torch=self._table[kind].torch,
+            )
+            kinds.setdefault((kind, task.isolated), []).append(order)
         return [
             Batch(
                 orders=tuple(orders),
-                timeout_s=self._table[kind].limit_s(isolated=isolated, pass_s=self.pass_s),
+                row=self._table[kind],
                 isolated=isolated,
-                secrets=self._table[kind].secrets,
-                anew=self._table[kind].anew,
-                timed=self._table[kind].timed,
+                timeout_s=self._table[kind].limit_s(isolated=isolated, pass_s=self.pass_s),
                 least_bytes=int(MIN_FREE_PEAKS * (self.peak_bytes or 0)),
             )
             for (kind, isolated), orders in kinds.items()
@@ -172,18 +180,6 @@ class Jobs:
 
     def _load_finished(self, key: str, task: Task[ResultT]) -> ResultT | None:
         return self._store.result(key, task) if self._store.is_complete(key) else None
-
-    def _make_order(self, task: Task[Any]) -> Order:
-        kind = type(task)
-        return Order(
-            root=str(self.workspace.root.resolve()),
-            key=job_key(task),
-            record=f"{kind.__module__}:{kind.__qualname__}",
-            task=task.model_dump(mode="json"),
-            handler=self._table[kind].handler,
-            given={name: tuple(map(job_key, needs)) for name, needs in task.needs(self.path).items()},
-            torch=self._table[kind].torch,
-        )
 
     def path(self, ref: ArtifactRef) -> Path:
         """Return an artifact's path; RunError if the job that made it is missing or damaged."""

@@ -7,7 +7,6 @@ whichever process did it and when.
 import shutil
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from pkgutil import resolve_name
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -48,10 +47,6 @@ class Order(Record):
     given: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     torch: bool = True
 
-    def read(self) -> Any:
-        """Return the task."""
-        return resolve_name(self.record).model_validate(self.task)
-
 
 class Message(Record):
     """Message from child to parent: a job's progress, its end, or its error."""
@@ -76,7 +71,8 @@ class Hashes(Record):
 
 def write_hashes(folder: Path) -> None:
     """Seal a job's folder by hashes of all its files."""
-    files = {path.relative_to(folder).as_posix(): file_sha256(path) for path in _hashed_files(folder)}
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in REWRITTEN]
+    files = {path.relative_to(folder).as_posix(): file_sha256(path) for path in paths}
     write_text(folder / HASHES, Hashes(files=files).model_dump_json(indent=1) + "\n")
 
 
@@ -87,10 +83,6 @@ def is_finished_job(folder: Path) -> bool:
         return RESULT in hashes and all(file_sha256(folder / name) == sha256 for name, sha256 in hashes.items())
     except (OSError, DocumentError):
         return False
-
-
-def _hashed_files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in REWRITTEN]
 
 
 def artifacts_of(value: Any) -> list[ArtifactRef]:

@@ -494,40 +494,37 @@ class JobRow:
 
 
 Table = Mapping[type[Task[Any]], JobRow]
+MODELS, MODEL_CHECK, MEASUREMENT = (
+    f"profiling_agent.jobs.handlers.{module}" for module in ("models", "model_check", "measurement")
+)
 
 TABLE: Table = {
     # These read the model at its source, which may be the Hub.
-    MatchLabelsTask: JobRow(handler="profiling_agent.jobs.handlers.models:match_labels", secrets=HUB),
-    AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.models:acquire", secrets=HUB),
-    SurveyShapeTask: JobRow(handler="profiling_agent.jobs.handlers.models:survey_shape", secrets=HUB),
-    ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.models:resolve_shape", secrets=HUB),
-    LookTask: JobRow(handler="profiling_agent.jobs.handlers.model_check:look", secrets=HUB),
-    TryTask: JobRow(handler="profiling_agent.jobs.handlers.model_check:try_deployment", isolated_timeout_s=HOUR / 4),
-    PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.models:prepare"),
-    LogitsTask: JobRow(handler="profiling_agent.jobs.handlers.models:compute_logits"),
-    ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.models:profile", timed=True),
-    EvidenceTask: JobRow(handler="profiling_agent.jobs.handlers.models:add_evidence", passes=100_000),
-    PruneTask: JobRow(handler="profiling_agent.jobs.handlers.models:prune"),
+    MatchLabelsTask: JobRow(handler=f"{MODELS}:match_labels", secrets=HUB),
+    AcquireTask: JobRow(handler=f"{MODELS}:acquire", secrets=HUB),
+    SurveyShapeTask: JobRow(handler=f"{MODELS}:survey_shape", secrets=HUB),
+    ResolveShapeTask: JobRow(handler=f"{MODELS}:resolve_shape", secrets=HUB),
+    LookTask: JobRow(handler=f"{MODEL_CHECK}:look", secrets=HUB),
+    TryTask: JobRow(handler=f"{MODEL_CHECK}:try_deployment", isolated_timeout_s=HOUR / 4),
+    PrepareTask: JobRow(handler=f"{MODELS}:prepare"),
+    LogitsTask: JobRow(handler=f"{MODELS}:compute_logits"),
+    ProfileTask: JobRow(handler=f"{MODELS}:profile", timed=True),
+    EvidenceTask: JobRow(handler=f"{MODELS}:add_evidence", passes=100_000),
+    PruneTask: JobRow(handler=f"{MODELS}:prune"),
     # An interrupted recovery continues after its last epoch, but a hundred epochs may take a day.
-    RecoverTask: JobRow(handler="profiling_agent.jobs.handlers.models:recover", timeout_s=24 * HOUR, passes=1_000_000),
-    TuneTask: JobRow(handler="profiling_agent.jobs.handlers.models:tune"),
-    ExportTask: JobRow(handler="profiling_agent.jobs.handlers.models:export", isolated_timeout_s=HOUR / 2),
-    DeployTask: JobRow(handler="profiling_agent.jobs.handlers.models:deploy", isolated_timeout_s=HOUR / 2),
-    EvaluateTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:evaluate", torch=False),
-    OpenHeldoutTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:open_heldout", torch=False),
+    RecoverTask: JobRow(handler=f"{MODELS}:recover", timeout_s=24 * HOUR, passes=1_000_000),
+    TuneTask: JobRow(handler=f"{MODELS}:tune"),
+    ExportTask: JobRow(handler=f"{MODELS}:export", isolated_timeout_s=HOUR / 2),
+    DeployTask: JobRow(handler=f"{MODELS}:deploy", isolated_timeout_s=HOUR / 2),
+    EvaluateTask: JobRow(handler=f"{MEASUREMENT}:evaluate", torch=False),
+    OpenHeldoutTask: JobRow(handler=f"{MEASUREMENT}:open_heldout", torch=False),
     HeadlineTask: JobRow(
-        handler="profiling_agent.jobs.handlers.measurement:headline",
-        torch=False,
-        isolated_timeout_s=HOUR / 2,
-        anew=True,
-        timed=True,
+        handler=f"{MEASUREMENT}:headline", torch=False, isolated_timeout_s=HOUR / 2, anew=True, timed=True
     ),
-    RaceTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:race", torch=False, timed=True),
-    SessionTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:session", torch=False, timed=True),
-    MemoryTask: JobRow(
-        handler="profiling_agent.jobs.handlers.measurement:memory", torch=False, isolated_timeout_s=HOUR / 2
-    ),
-    LayerTimesTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:layer_times", torch=False, timed=True),
+    RaceTask: JobRow(handler=f"{MEASUREMENT}:race", torch=False, timed=True),
+    SessionTask: JobRow(handler=f"{MEASUREMENT}:session", torch=False, timed=True),
+    MemoryTask: JobRow(handler=f"{MEASUREMENT}:memory", torch=False, isolated_timeout_s=HOUR / 2),
+    LayerTimesTask: JobRow(handler=f"{MEASUREMENT}:layer_times", torch=False, timed=True),
 }
 
 # What job processes import at their start: all handlers, and modules that handlers import late but nearly every run needs.

@@ -89,7 +89,7 @@ def _is_safe(name: str, value: str) -> bool:
 
 # AMD's driver, which an import may initialize, works in no copy. NVIDIA's does until it is initialized, which each copy checks itself
 # (`forking.exec_in_child`).
-AMD_DRIVERS = ("/dev/kfd",)
+AMD_DRIVER = Path("/dev/kfd")
 
 
 def can_fork() -> bool:
@@ -97,8 +97,7 @@ def can_fork() -> bool:
 
     macOS doesn't allow what its libraries do in a forked process.
     """
-    is_amd = any(Path(driver).exists() for driver in AMD_DRIVERS)
-    return sys.platform == "linux" and hasattr(os, "pidfd_open") and not is_amd
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and not AMD_DRIVER.exists()
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
@@ -159,6 +158,8 @@ class OwnForkServer(ForkServer):
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(ours)
+        # Of `fork_server`, which ends it with the last of them.
+        self.num_users = 0
         self._starting_conditions = _starting_conditions(environment)
         command = child_command("profiling_agent.processes", *modules)
         with theirs:
@@ -225,17 +226,13 @@ class Forked:
         self.stdin = os.fdopen(write_in, "w", encoding="utf-8")
         self.stdout = os.fdopen(read_out, encoding="utf-8")
         self._status = os.fdopen(read_status, encoding="utf-8")
-        self._pid: int | None = None
+        # Its process id, or None until the server reports it.
+        self.pid: int | None = None
         self._handle: int | None = None
         self._code: int | None = None
         self._is_killed = False
         self._ended = threading.Event()
         threading.Thread(target=self._read_status, daemon=True).start()
-
-    @property
-    def pid(self) -> int | None:
-        """Return its process id, or None until the server reports it."""
-        return self._pid
 
     def poll(self) -> int | None:
         """Return its exit code, or None while it runs."""
@@ -254,7 +251,7 @@ class Forked:
             self._server.ask(ForkRequest(self._number))
         except OSError:
             self._kill_directly()
-        if self._pid is None:
+        if self.pid is None:
             self._record_exit(-signal.SIGKILL)
 
     def _kill_directly(self) -> None:
@@ -270,7 +267,7 @@ class Forked:
                 # The handle refers to this process as long as it is open, even once the id is reused.
                 with contextlib.suppress(ProcessLookupError):
                     self._handle = os.pidfd_open(pid)
-                self._pid, self._server.has_started = pid, True
+                self.pid, self._server.has_started = pid, True
             code = status.readline()
         if not code and self._handle is not None:
             # The server ended first, perhaps with an unread request to kill. The exit status stays unknown.
@@ -298,13 +295,7 @@ def _open_pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack, *, to_c
     return parent_end, child_end
 
 
-@dataclass(slots=True)
-class _SharedServer:
-    server: OwnForkServer
-    num_users: int = 0
-
-
-_shared_servers: dict[tuple[object, ...], _SharedServer] = {}
+_shared_servers: dict[tuple[object, ...], OwnForkServer] = {}
 _lock = threading.Lock()
 
 
@@ -319,18 +310,18 @@ def fork_server(modules: Sequence[str], environment: Mapping[str, str]) -> Gener
         return
     key = (tuple(modules), *_starting_conditions(environment))
     with _lock:
-        shared = _shared_servers.get(key)
-        if shared is None or not shared.server.serves(environment):
-            shared = _shared_servers[key] = _SharedServer(OwnForkServer(modules, environment))
-        shared.num_users += 1
+        server = _shared_servers.get(key)
+        if server is None or not server.serves(environment):
+            server = _shared_servers[key] = OwnForkServer(modules, environment)
+        server.num_users += 1
     try:
-        yield shared.server
+        yield server
     finally:
         with _lock:
-            shared.num_users -= 1
-            if not shared.num_users:
-                shared.server.end()
-                if _shared_servers.get(key) is shared:
+            server.num_users -= 1
+            if not server.num_users:
+                server.end()
+                if _shared_servers.get(key) is server:
                     del _shared_servers[key]
 
 

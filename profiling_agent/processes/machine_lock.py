@@ -50,25 +50,18 @@ def _take_lock(progress: Progress, what: str) -> FileLock | None:
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK)
-        _acquire(lock, folder / HOLDER, progress)
+        lock, waited_s, report_at_s = FileLock(folder / LOCK), 0, 0
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=min(waited_s, 1), poll_interval=POLL_S)
+            except Timeout:
+                raise_if_stopped()
+                if waited_s >= report_at_s:
+                    progress(f"waiting for the machine, held by {read_holder(folder / HOLDER)}", 0, 0)
+                    report_at_s = max(FIRST_REPORT_S, 2 * report_at_s)
+                waited_s += 1
     except OSError:
         # A user who can't write a cache can't wait for others either; acquisition reports it if a cache is needed.
         return None
     note_holder(folder / HOLDER, what)
     return lock
-
-
-def _acquire(lock: FileLock, holder: Path, progress: Progress) -> None:
-    waited_s, report_at_s = 0, 0
-    while True:
-        try:
-            lock.acquire(timeout=min(waited_s, 1), poll_interval=POLL_S)
-        except Timeout:
-            raise_if_stopped()
-            if waited_s >= report_at_s:
-                progress(f"waiting for the machine, held by {read_holder(holder)}", 0, 0)
-                report_at_s = max(FIRST_REPORT_S, 2 * report_at_s)
-            waited_s += 1
-        else:
-            return

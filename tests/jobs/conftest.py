@@ -1,6 +1,19 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import in_process
 import pytest
+
+from profiling_agent.jobs.runner import Jobs
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _jobs_start_fast(_imported_once: None) -> None:
     """Have all runs of this process share a fork server."""
+
+
+@pytest.fixture
+def toys(tmp_path: Path) -> Iterator[Jobs]:
+    """Yield the toy jobs of a run folder called "run"."""
+    with in_process.opened(tmp_path / "run", in_process.TOYS) as jobs:
+        yield jobs

@@ -20,7 +20,7 @@ from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
-from profiling_agent.schemas import ArtifactRef, Cut, Deployment, SplitInfo
+from profiling_agent.schemas import ArtifactRef, Cut, DeployedModel, Deployment, SplitInfo
 
 NUM_IMAGES = 20
 
@@ -76,9 +76,12 @@ def test_a_deployed_model_and_how_far_it_is_from_its_parent(root: Path, onnx: Ar
     assert sorted(path.name for path in (root / "jobs" / "static").iterdir()) == ["model", "result.json"]
 
 
-def test_what_is_counted_is_the_float_parent_and_its_bytes_are_those_held(root: Path, onnx: ArtifactRef):
-    made = deployed(root, "counted", Deployment(runtime="onnxruntime"), onnx)
+@pytest.fixture(scope="module")
+def made(root: Path, onnx: ArtifactRef) -> DeployedModel:
+    return deployed(root, "float32", Deployment(runtime="onnxruntime"), onnx)
 
+
+def test_what_is_counted_is_the_float_parent_and_its_bytes_are_those_held(root: Path, made: DeployedModel):
     counts = load_recipe(root / made.model.path).counts
 
     assert counts is not None
@@ -88,9 +91,7 @@ def test_what_is_counted_is_the_float_parent_and_its_bytes_are_those_held(root: 
     assert made.kl < 1e-9
 
 
-def test_every_runtime_answers_the_same_images_in_their_order(root: Path, onnx: ArtifactRef):
-    made = deployed(root, "answering", Deployment(runtime="onnxruntime"), onnx)
-
+def test_every_runtime_answers_the_same_images_in_their_order(root: Path, made: DeployedModel):
     def task(model: ArtifactRef) -> EvaluateTask:
         return EvaluateTask(model=model, split=split(), shard=0, batch_size=8, device="cpu")
 
@@ -118,14 +119,16 @@ def test_a_damaged_model_is_not_evaluated(root: Path):
         )
 
 
-def test_no_calibration_images_are_refused(root: Path):
-    with pytest.raises(QuantizationError, match="0 calibration images"):
-        deployed(root, "empty", Deployment(scheme="dynamic"), calibration=split("search", 0))
-
-
-def test_too_few_calibration_images_for_static_scales_are_refused(root: Path):
-    with pytest.raises(QuantizationError, match="at least"):
-        deployed(root, "few", Deployment(runtime="inductor", scheme="static"), calibration=split("recovery", 2))
+@pytest.mark.parametrize(
+    ("deployment", "images", "reason"),
+    [
+        (Deployment(scheme="dynamic"), ("search", 0), "0 calibration images"),
+        (Deployment(runtime="inductor", scheme="static"), ("recovery", 2), "at least"),
+    ],
+)
+def test_too_few_calibration_images_are_refused(root: Path, deployment: Deployment, images: tuple[str, int], reason):
+    with pytest.raises(QuantizationError, match=reason):
+        deployed(root, images[0], deployment, calibration=split(*images))
 
 
 @pytest.fixture

@@ -1,42 +1,19 @@
 """What the recovery job makes of saved models and drawn splits."""
 
-import io
-
 import in_process
-import numpy as np
 import pytest
 import torch
 import zoo
-from PIL import Image
 
-from profiling_agent.data.images import write_rows
 from profiling_agent.data.prepared import iter_batches
 from profiling_agent.jobs.handlers.models import recover
-from profiling_agent.jobs.tasks import JobContext, RecoverTask
-from profiling_agent.lib.progress import silent
+from profiling_agent.jobs.tasks import RecoverTask
 from profiling_agent.modules.inference import mean_kl
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
-from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_model
-from profiling_agent.schemas import ArtifactRef, SplitInfo
+from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
 
 NUM_IMAGES = 64
-
-
-def split(root, name, seed) -> SplitInfo:
-    rng, images = np.random.default_rng(seed), []
-    for _ in range(NUM_IMAGES):
-        held = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(held, format="PNG")
-        images.append(held.getvalue())
-    write_rows(root / f"{name}.parquet", zip(images, [0] * NUM_IMAGES, strict=True))
-    file = ArtifactRef(path=f"{name}.parquet", sha256=name, size_bytes=1, kind="split")
-    return SplitInfo(name=name, source_split="train", num_images=NUM_IMAGES, file=file)
-
-
-def saved(root, name, model, cuts=()) -> ArtifactRef:
-    save_model(model, root / name, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts)
-    return ArtifactRef(path=name, sha256=name, size_bytes=1, kind="model")
 
 
 @pytest.fixture
@@ -45,23 +22,17 @@ def task(tmp_path) -> RecoverTask:
     cuts = zoo.halved(find_units(dense, zoo.SPEC, {}).units)
     pruned = prune_model(dense, cuts, spec=zoo.SPEC)
     return RecoverTask(
-        model=saved(tmp_path, "pruned", pruned.model, cuts),
-        baseline=saved(tmp_path, "baseline", dense),
-        recovery=split(tmp_path, "recovery", 1),
-        calibration=split(tmp_path, "calibration", 2),
+        model=in_process.saved(tmp_path, "pruned", pruned.model, cuts=cuts),
+        baseline=in_process.saved(tmp_path, "baseline", dense),
+        recovery=in_process.drawn(tmp_path, "recovery", NUM_IMAGES, seed=1),
+        calibration=in_process.drawn(tmp_path, "calibration", NUM_IMAGES, seed=2),
         epochs=4,
         seed=3,
     )
 
 
-def context(task, root, name) -> JobContext:
-    folder = root / "jobs" / f".tmp-{name}"
-    folder.mkdir(parents=True)
-    return JobContext(root, folder, f"jobs/{name}", silent, in_process.given(task, root))
-
-
 def test_the_saved_model_is_nearer_to_the_baseline_on_the_judged_images(task: RecoverTask, tmp_path):
-    job = context(task, tmp_path, "job")
+    job = in_process.context(task, tmp_path, "job")
     done = recover(task, job)
     images = torch.cat([images for images, _ in iter_batches(job.images("calibration"), batch_size=64)])
     # Of each 32 images the last 8.
@@ -81,7 +52,7 @@ def test_the_saved_model_is_nearer_to_the_baseline_on_the_judged_images(task: Re
 
 
 def test_where_no_epoch_helps_the_pruned_model_itself_is_handed_on(task: RecoverTask, tmp_path):
-    job = context(task, tmp_path, "job")
+    job = in_process.context(task, tmp_path, "job")
     done = recover(task.model_copy(update={"model": task.baseline}), job)
 
     # The baseline is already at 0, below which no KL falls.
@@ -92,7 +63,7 @@ def test_where_no_epoch_helps_the_pruned_model_itself_is_handed_on(task: Recover
 
 def test_the_order_of_images_is_the_seeds(task: RecoverTask, tmp_path):
     one, other = (
-        recover(task.model_copy(update={"epochs": 1, "seed": seed}), context(task, tmp_path, f"job{seed}"))
+        recover(task.model_copy(update={"epochs": 1, "seed": seed}), in_process.context(task, tmp_path, f"job{seed}"))
         for seed in (1, 2)
     )
 

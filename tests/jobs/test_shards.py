@@ -1,6 +1,5 @@
 """Evaluation in shards, by real jobs on a model small enough to run over a thousand images: what is done how often."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,21 +15,11 @@ import sample_records
 import torch
 import zoo
 from full_disk import at_most
-from toy_job import DoubleTask, KillTask
 
 from profiling_agent.data.prepared import PIXELS, PreparedImages
-from profiling_agent.errors import JobError, StorageError
+from profiling_agent.errors import StorageError
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.tasks import (
-    DeployTask,
-    EvaluateTask,
-    JobRow,
-    LogitsTask,
-    PrepareTask,
-    PruneTask,
-    Table,
-    prepared,
-)
+from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, LogitsTask, PrepareTask, PruneTask, prepared
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.measure.predictions import Answers, answers_of, concatenate, read_predictions
 from profiling_agent.modules.inference import quick_products
@@ -50,13 +39,8 @@ from profiling_agent.schemas import (
     Variant,
 )
 from profiling_agent.search.evaluator import Evaluator, Settings
-from profiling_agent.workspace import Workspace
 
 NUM_IMAGES, BATCH_SIZE = 2 * SHARD + 40, 48
-TOYS: Table = {
-    DoubleTask: JobRow(handler="toy_job:double", torch=False),
-    KillTask: JobRow(handler="toy_job:kill", torch=False),
-}
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +69,8 @@ def info(root: Path, name: Any, num_images: int) -> SplitInfo:
 
 @pytest.fixture(scope="module")
 def jobs(root: Path) -> Iterator[Jobs]:
-    opened = Jobs(Workspace(root))
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def toys(tmp_path: Path) -> Iterator[Jobs]:
-    (tmp_path / "jobs").mkdir()
-    opened = Jobs(Workspace(tmp_path), table=TOYS)
-    yield opened
-    opened.close()
+    with in_process.opened(root) as jobs:
+        yield jobs
 
 
 def evaluator(jobs: Jobs, root: Path) -> Evaluator:
@@ -218,44 +193,18 @@ def test_images_that_were_forgotten_are_prepared_again_and_what_was_prepared_sta
 def test_a_full_disk_ends_in_one_line_and_leaves_nothing(root: Path, tmp_path: Path):
     images = info(root, "search", NUM_IMAGES)
     shutil.copy(root / images.file.path, tmp_path)
-    opened = Jobs(Workspace(tmp_path))
 
     # Forty images of 3,072 bytes each.
-    with at_most(100_000), pytest.raises(StorageError, match="there is no space left: free some") as full:
+    with (
+        in_process.opened(tmp_path) as opened,
+        at_most(100_000),
+        pytest.raises(StorageError, match="there is no space left: free some") as full,
+    ):
         opened.run(prepared(images, root / "baseline")[2])
-    opened.close()
 
     assert "\n" not in str(full.value)
     assert "resume" in str(full.value)
     assert list((tmp_path / "jobs").iterdir()) == []
-
-
-def test_jobs_of_one_kind_share_a_process_of_their_own_and_only_those_that_are_missing_are_done(toys: Jobs):
-    first = toys.run(DoubleTask(number=2, isolated=True))
-
-    results = toys.run_each([DoubleTask(number=number, isolated=True) for number in (1, 2, 3)])
-
-    assert [result.twice for result in results] == [2, 4, 6]
-    assert results[1] == first
-    assert results[0].pid == results[2].pid
-    assert len({os.getpid(), first.pid, results[0].pid}) == 3
-    assert toys.run_each([]) == []
-
-
-def test_where_one_fails_those_before_it_stay(toys: Jobs):
-    with pytest.raises(JobError, match="a bug of ours"):
-        toys.run_each([DoubleTask(number=number, isolated=True) for number in (5, 0, 7)])
-
-    folders = [toys.workspace.jobs / job_key(DoubleTask(number=number, isolated=True)) for number in (5, 0, 7)]
-    assert [folder.exists() for folder in folders] == [True, False, False]
-
-
-def test_a_process_that_is_killed_between_two_is_replaced_and_the_first_is_not_done_again(toys: Jobs):
-    results = toys.run_each([KillTask(number=number, isolated=True) for number in (1, 2, 3)])
-
-    # The second kills its first process.
-    assert [result.twice for result in results] == [2, 4, 6]
-    assert results[1].pid == results[2].pid != results[0].pid
 
 
 def test_the_logits_of_a_float_model_are_computed_once_for_all_its_deployments(jobs: Jobs, root: Path):

@@ -1,76 +1,39 @@
 """Results of jobs on disk, and how long each took."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from in_process import TOYS, opened
 from toy_job import CopyTask, Doubled, DoubleTask, NoteTask
 
 from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.store import RESULT, TIMESHEET_FILE, Timesheet, artifacts_of
-from profiling_agent.jobs.tasks import TABLE, JobRow, Table
+from profiling_agent.jobs.tasks import TABLE
 from profiling_agent.schemas import ArtifactRef
-from profiling_agent.workspace import Workspace
 
-DOUBLING: Table = {
-    DoubleTask: JobRow(handler="toy_job:double", torch=False),
-    NoteTask: JobRow(handler="toy_job:note", torch=False),
-    CopyTask: JobRow(handler="toy_job:copy", torch=False),
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "removed": shutil.rmtree,
+    "another text": lambda folder: (folder / "note.txt").write_text("eleven"),
+    "a file lost": lambda folder: (folder / "note.txt").unlink(),
+    "a torn result": lambda folder: (folder / RESULT).write_text('{"file": {'),
 }
 
 
-@contextmanager
-def process(root: Path) -> Iterator[Jobs]:
-    """Give what a process has that opens a run folder."""
-    workspace = Workspace(root)
-    workspace.jobs.mkdir(parents=True, exist_ok=True)
-    jobs = Jobs(workspace, table=DOUBLING)
-    try:
-        yield jobs
-    finally:
-        jobs.close()
-
-
-def removed(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
-def emptied(folder: Path) -> None:
-    (folder / "note.txt").write_text("")
-
-
-def flipped(folder: Path) -> None:
-    held = bytearray((folder / "note.txt").read_bytes())
-    held[0] ^= 1
-    (folder / "note.txt").write_bytes(held)
-
-
-def lost(folder: Path) -> None:
-    (folder / "note.txt").unlink()
-
-
-def torn_result(folder: Path) -> None:
-    (folder / RESULT).write_text('{"file": {')
-
-
-DAMAGES = (removed, emptied, flipped, lost, torn_result)
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_job_is_done_again_when_it_is_run_and_named_when_another_reads_it(
-    tmp_path: Path, damage: Callable[[Path], None]
+    tmp_path: Path, damage: Callable[[Path], object]
 ):
     root = tmp_path / "run"
-    with process(root) as jobs:
+    with opened(root, TOYS) as jobs:
         note = jobs.run(NoteTask(text="twelve"))
         copied = jobs.run(CopyTask(source=note.file))
     damage(root / "jobs" / job_key(NoteTask(text="twelve")))
 
-    with process(root) as jobs:
+    with opened(root, TOYS) as jobs:
         # As the checkpoint of a graph has it: the note's own job isn't run again.
         with pytest.raises(RunError, match=r"note-\w+' is missing or damaged: delete .*checkpoints\.sqlite.* resume"):
             jobs.run(CopyTask(source=note.file, times=2))
@@ -80,9 +43,9 @@ def test_a_damaged_job_is_done_again_when_it_is_run_and_named_when_another_reads
 
 
 def test_a_whole_job_of_an_earlier_process_is_not_done_again(tmp_path: Path):
-    with process(tmp_path / "run") as jobs:
+    with opened(tmp_path / "run", TOYS) as jobs:
         first = jobs.run(DoubleTask(number=2))
-    with process(tmp_path / "run") as jobs:
+    with opened(tmp_path / "run", TOYS) as jobs:
         again = jobs.run(DoubleTask(number=2))
 
     assert again == first
@@ -96,7 +59,7 @@ def test_a_reference_that_leads_out_of_the_run_is_refused_here_and_in_the_child(
     (tmp_path / "run" / "out").symlink_to(tmp_path)
     ref = ArtifactRef(path=path, sha256="0", size_bytes=1, kind="split")
 
-    with process(tmp_path / "run") as jobs, pytest.raises(ArtifactError, match="isn't in the run folder"):
+    with opened(tmp_path / "run", TOYS) as jobs, pytest.raises(ArtifactError, match="isn't in the run folder"):
         jobs.run(CopyTask(source=ref))
 
 
@@ -105,23 +68,6 @@ def test_artifacts_are_found_however_deep():
 
     assert artifacts_of(CopyTask(source=ref)) == [ref]
     assert artifacts_of({"a": [1, (ref, {"b": ref})]}) == [ref, ref]
-
-
-ROW = JobRow(handler="toy_job:double", torch=False)
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    made = Workspace(tmp_path / "run")
-    made.jobs.mkdir(parents=True)
-    return made
-
-
-@pytest.fixture
-def jobs(workspace: Workspace) -> Iterator[Jobs]:
-    opened = Jobs(workspace, table={DoubleTask: ROW})
-    yield opened
-    opened.close()
 
 
 def test_time_is_counted_up_to_the_latest_job_that_was_asked_for(tmp_path: Path):
@@ -179,34 +125,33 @@ def test_a_damaged_line_counts_nothing(tmp_path: Path, line: str):
     assert sheet.spent_s == 2.5
 
 
-def test_jobs_are_noted_those_that_failed_too_and_read_back_they_cost_what_they_did(jobs: Jobs, workspace: Workspace):
-    jobs.run(DoubleTask(number=1))
+def test_jobs_are_noted_those_that_failed_too_and_read_back_they_cost_what_they_did(toys: Jobs):
+    toys.run(DoubleTask(number=1))
     with pytest.raises(RequestError):
-        jobs.run(DoubleTask(number=-1))
-    spent_s = jobs.timesheet.spent_s
-    jobs.run(DoubleTask(number=1))
-    jobs.run_each([DoubleTask(number=1)])
+        toys.run(DoubleTask(number=-1))
+    spent_s = toys.timesheet.spent_s
+    toys.run(DoubleTask(number=1))
+    toys.run_each([DoubleTask(number=1)])
 
-    assert jobs.timesheet.spent_s == spent_s > 0
-    assert list(jobs.timesheet._up_to) == [job_key(DoubleTask(number=number)) for number in (1, -1)]
-    later = Jobs(workspace, table={DoubleTask: ROW})
-    later.run_each([DoubleTask(number=1)])
-    assert 0 < later.timesheet.spent_s < spent_s
-    with pytest.raises(RequestError):
-        later.run(DoubleTask(number=-1))
-    # Nothing came after it, so that the second try counts too.
-    assert later.timesheet.spent_s > spent_s
-    later.close()
+    assert toys.timesheet.spent_s == spent_s > 0
+    assert list(toys.timesheet._up_to) == [job_key(DoubleTask(number=number)) for number in (1, -1)]
+    with opened(toys.workspace.root, TOYS) as later:
+        later.run_each([DoubleTask(number=1)])
+        assert 0 < later.timesheet.spent_s < spent_s
+        with pytest.raises(RequestError):
+            later.run(DoubleTask(number=-1))
+        # Nothing came after it, so that the second try counts too.
+        assert later.timesheet.spent_s > spent_s
 
 
-def test_a_sheet_that_can_not_be_written_is_a_line(jobs: Jobs, workspace: Workspace):
-    (workspace.root / TIMESHEET_FILE).mkdir()
+def test_a_sheet_that_can_not_be_written_is_a_line(toys: Jobs):
+    (toys.workspace.root / TIMESHEET_FILE).mkdir()
     with pytest.raises(RunError, match=r"timesheet\.jsonl' can't be written .*: move it away, and resume"):
-        jobs.run(DoubleTask(number=1))
+        toys.run(DoubleTask(number=1))
 
 
 def test_what_a_slow_model_takes_is_no_hang():
-    row = replace(ROW, timeout_s=100.0, isolated_timeout_s=10.0, passes=50)
+    row = replace(TOYS[DoubleTask], timeout_s=100.0, isolated_timeout_s=10.0, passes=50)
 
     assert row.limit_s(isolated=True) == 10.0
     assert row.limit_s(isolated=True, pass_s=0.1) == 10.0

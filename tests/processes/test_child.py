@@ -4,24 +4,21 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
-from filelock import FileLock
+from in_process import TOYS, opened
 from toy_job import DoubleTask
 
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import TABLE, AcquireTask, JobRow
+from profiling_agent.jobs.tasks import TABLE, AcquireTask
 from profiling_agent.lib.io import CACHE_VARIABLE, read_holder
 from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY, is_busy, num_spare, waits_passively
 from profiling_agent.processes.child import HUB, child_environment, stderr_tail, withheld
-from profiling_agent.processes.machine_lock import HOLDER, LOCK, machine_lock
-from profiling_agent.workspace import Workspace
+from profiling_agent.processes.machine_lock import HOLDER, machine_lock
 
 ABORTED = """
 terminate called after throwing an instance of 'c10::Error'
@@ -108,7 +105,8 @@ def test_standard_output_is_kept_for_what_we_print():
     assert said.stderr == "from C\n"
 
 
-ROW = JobRow(handler="toy_job:double", torch=False)
+# Started anew, so that no server imports torch first.
+ROW = replace(TOYS[DoubleTask], anew=True)
 
 
 @pytest.fixture
@@ -134,15 +132,12 @@ def _spinner() -> Iterator[None]:
 @pytest.fixture
 def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
     monkeypatch.delenv(WAIT_POLICY, raising=False)
-    workspace = Workspace(tmp_path / "run")
-    workspace.jobs.mkdir(parents=True)
-    opened = Jobs(workspace, table={DoubleTask: ROW})
-    yield opened
-    opened.close()
+    with opened(tmp_path / "run", {DoubleTask: ROW}) as jobs:
+        yield jobs
 
 
-def policy(pid: int) -> str | None:
-    return psutil.Process(pid).environ().get(WAIT_POLICY)
+def policy(jobs: Jobs, number: int) -> str | None:
+    return jobs.run(DoubleTask(number=number, isolated=True)).wait_policy
 
 
 @pytest.mark.parametrize(
@@ -169,43 +164,24 @@ def test_others_have_room_where_we_are_not_and_on_half_of_our_second_threads(
 @pytest.mark.usefixtures("_spinning")
 def test_processes_that_never_rest_are_seen_and_beside_them_what_is_not_timed_sleeps_while_it_waits(jobs: Jobs):
     assert is_busy()
-    worker = jobs.run(DoubleTask(number=1))
-
-    assert policy(worker.pid) == PASSIVE
+    assert policy(jobs, 1) == PASSIVE
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_spinning")
-def test_what_is_timed_waits_for_a_quieter_moment_says_so_and_is_left_as_a_user_would_run_it(jobs: Jobs):
+def test_what_is_timed_waits_for_a_quieter_moment_says_so_and_is_left_as_a_user_would_run_it(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+):
     said: list[str] = []
     jobs.progress = lambda message, done, total: said.append(message)
     jobs.here._patience_s = 2.0
-    jobs._table = {**TABLE, DoubleTask: replace(ROW, timed=True)}
-    worker = jobs.run(DoubleTask(number=1))
-    jobs.run(DoubleTask(number=2))
+    jobs._table = {DoubleTask: replace(ROW, timed=True)}
 
-    assert policy(worker.pid) is None
+    assert (policy(jobs, 1), policy(jobs, 2)) == (None, None)
     # It waits so long in all, and not again for each.
     assert [message.startswith("waiting for a quieter moment") for message in said].count(True) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_spinning")
-def test_what_is_given_a_secret_sleeps_too_and_is_nobodys_copy(jobs: Jobs, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    jobs._table = {**TABLE, DoubleTask: replace(ROW, secrets=("HF_TOKEN",))}
-    worker = jobs.run(DoubleTask(number=1))
-
-    assert (policy(worker.pid), psutil.Process(worker.pid).environ()["HF_TOKEN"]) == (PASSIVE, "hf_secret")
-    assert jobs.here._copied == {}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_spinning")
-def test_what_the_user_says_of_it_counts(jobs: Jobs, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(WAIT_POLICY, "ACTIVE")
-
-    assert policy(jobs.run(DoubleTask(number=1)).pid) == "ACTIVE"
+    assert policy(jobs, 3) == "ACTIVE", "what the user says of it counts"
 
 
 @pytest.mark.parametrize(
@@ -217,36 +193,6 @@ def test_a_process_knows_how_it_waits(monkeypatch: pytest.MonkeyPatch, value: st
         monkeypatch.setenv(WAIT_POLICY, value)
 
     assert waits_passively() == expected
-
-
-BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-def test_a_job_waits_for_the_one_of_another_run_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    heard, waits = [], threading.Event()
-
-    def progress(message: str, done: int, total: int) -> None:
-        heard.append(message)
-        waits.set()
-
-    def work() -> None:
-        with machine_lock(progress):
-            heard.append("worked")
-
-    with FileLock(tmp_path / LOCK):
-        other = threading.Thread(target=work)
-        other.start()
-        assert waits.wait(timeout=60)
-        heard.append("let go")
-    other.join(timeout=60)
-
-    assert heard == ["waiting for the machine, held by another process", "let go", "worked"]
-
-
-@pytest.mark.skipif(not BOOT.exists(), reason="the kernel tells no boot id")
-def test_a_machine_is_told_by_its_start_which_no_other_shares():
-    assert f"machine-{BOOT.read_bytes()[:8].decode()}.lock" == LOCK
 
 
 def test_nothing_is_said_where_the_machine_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

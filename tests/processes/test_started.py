@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -49,7 +50,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def server(environment: dict[str, str]) -> Iterator[ForkServer]:
+def server(environment: dict[str, str]) -> Iterator[OwnForkServer]:
     with fork_server(["heavy", "there_is_none"], environment) as started:
         yield there(started)
 
@@ -60,20 +61,47 @@ def there(server: OwnForkServer | None) -> OwnForkServer:
     return server
 
 
-def forked(server: ForkServer, environment: dict[str, str]) -> tuple[Forked, str]:
-    """Return a program that runs and whose process id was told, and the first line it said."""
+class Programs:
+    """Programs that print to one standard error."""
+
+    def __init__(self, environment: dict[str, str], stderr: IO[bytes]) -> None:
+        self.environment, self.stderr = environment, stderr
+        self.begun = list[Started]()
+
+    def begin(self, server: ForkServer, module: str = "program", **variables: str) -> Forked:
+        """Start a program."""
+        program = server.start(module, [], self.environment | variables, self.stderr)
+        self.begun.append(program)
+        return program
+
+    def running(self, server: ForkServer) -> Forked:
+        """Return a program that runs, whose process id was told, and whose first line was read."""
+        program = self.begin(server)
+        program.stdout.readline()
+        while program.pid is None and program.poll() is None:
+            time.sleep(0.01)
+        return program
+
+    def anew(self, module: str, **variables: str) -> Executed:
+        """Start a program without a server."""
+        program = Executed(child_command(module), self.environment | variables, self.stderr)
+        self.begun.append(program)
+        return program
+
+    def said(self) -> bytes:
+        """Return what they printed to standard error."""
+        self.stderr.seek(0)
+        return self.stderr.read()
+
+
+@pytest.fixture
+def programs(environment: dict[str, str]) -> Iterator[Programs]:
     with tempfile.TemporaryFile() as stderr:
-        program = server.start("program", [], environment, stderr)
-    said = program.stdout.readline()
-    while program.pid is None and program.poll() is None:
-        time.sleep(0.01)
-    return program, said
-
-
-def close(program: Started) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        program.stdin.close()
-    program.stdout.close()
+        yield (programs := Programs(environment, stderr))
+        for program in programs.begun:
+            with contextlib.suppress(BrokenPipeError):
+                program.stdin.close()
+            program.stdout.close()
 
 
 def say(program: Started, word: str) -> None:
@@ -81,18 +109,21 @@ def say(program: Started, word: str) -> None:
     program.stdin.flush()
 
 
-def test_a_copy_is_what_a_process_is_that_was_started_anew(server: ForkServer, environment: dict[str, str]):
-    own = {name: value for name, value in environment.items() if not name.startswith("PROFILING_AGENT_")}
+def leaves(program: Started) -> bool:
+    """Tell a program to leave; return whether it did as told."""
+    say(program, "leave")
+    return program.wait() == program.poll() == 7
+
+
+def test_a_copy_is_what_a_process_is_that_was_started_anew(server: ForkServer, programs: Programs):
+    for name in [name for name in programs.environment if name.startswith("PROFILING_AGENT_")]:
+        del programs.environment[name]
     said = list[list[str]]()
-    with tempfile.TemporaryFile() as stderr:
-        copy = server.start("program", [], own | {"PROFILING_AGENT_X": "\udcff"}, stderr)
-        anew = Executed(child_command("program"), own | {"PROFILING_AGENT_X": "\udcff"}, stderr)
-        for program in (copy, anew):
-            say(program, "word")
-            said.append([program.stdout.readline() for _ in range(3)])
-            say(program, "leave")
-            assert program.wait() == program.poll() == 7
-            close(program)
+    variables = {"PROFILING_AGENT_X": "\udcff"}
+    for program in (programs.begin(server, **variables), programs.anew("program", **variables)):
+        say(program, "word")
+        said.append([program.stdout.readline() for _ in range(3)])
+        assert leaves(program)
 
     assert said[0][0] == "['PROFILING_AGENT_X'] True\n"
     assert said[1][0] == "['PROFILING_AGENT_X'] False\n"
@@ -102,59 +133,43 @@ def test_a_copy_is_what_a_process_is_that_was_started_anew(server: ForkServer, e
     assert opened[0] == opened[1] + 1, "of files the copy has its socket more"
 
 
-def test_programs_of_one_server_end_each_for_itself(server: ForkServer, environment: dict[str, str]):
-    programs = [forked(server, environment)[0] for _ in range(3)]
-    assert len({program.pid for program in programs}) == 3
+def test_programs_of_one_server_end_each_for_itself(server: ForkServer, programs: Programs):
+    killed, failing, asked = (programs.running(server) for _ in range(3))
+    assert len({killed.pid, failing.pid, asked.pid}) == 3
 
-    programs[0].kill()
-    say(programs[1], "fail")
+    killed.kill()
+    say(failing, "fail")
 
-    assert programs[0].wait() == -signal.SIGKILL
-    assert programs[1].wait() == 1
-    say(programs[2], "word")
-    assert [programs[2].stdout.readline() for _ in range(2)][1].startswith("again word")
+    assert killed.wait() == -signal.SIGKILL
+    assert failing.wait() == 1
+    assert b"ValueError: on purpose" in programs.said()
+    say(asked, "word")
+    assert [asked.stdout.readline() for _ in range(2)][1].startswith("again word")
     # Nobody speaks to it any more.
-    programs[2].stdin.close()
-    assert programs[2].wait() == 0
-    for program in programs:
-        close(program)
+    asked.stdin.close()
+    assert asked.wait() == 0
 
 
-def test_what_a_program_says_at_its_end_is_on_its_own_standard_error(server: ForkServer, environment: dict[str, str]):
-    with tempfile.TemporaryFile() as stderr:
-        program = server.start("program", [], environment, stderr)
-        say(program, "fail")
-        assert program.wait() == 1
-        close(program)
-        stderr.seek(0)
-        assert b"ValueError: on purpose" in stderr.read()
-
-
-def test_a_server_that_dies_leaves_its_programs_and_starts_no_more(server: ForkServer, environment: dict[str, str]):
-    program, _ = forked(server, environment)
-    killed, _ = forked(server, environment)
+def test_a_server_that_dies_leaves_its_programs_and_starts_no_more(server: OwnForkServer, programs: Programs):
+    program, killed = programs.running(server), programs.running(server)
     assert program.pid is not None
     os.kill(psutil.Process(program.pid).ppid(), signal.SIGKILL)
 
-    while server.serves(environment):
+    while server.serves(programs.environment):
         time.sleep(0.01)
-    with tempfile.TemporaryFile() as stderr, pytest.raises(OSError, match=r"Broken pipe|refused|reset"):
-        server.start("program", [], environment, stderr)
+    with pytest.raises(OSError, match=r"Broken pipe|refused|reset"):
+        programs.begin(server)
     killed.kill()
     assert killed.wait() == -signal.SIGKILL
     assert program.poll() is None
     say(program, "leave")
     assert program.wait() == -signal.SIGKILL, "how it ended nobody could tell"
-    with fork_server(["heavy", "there_is_none"], environment) as another:
-        follower, _ = forked(there(another), environment)
-        say(follower, "leave")
-        assert follower.wait() == 7
-    for each in (program, killed, follower):
-        close(each)
+    with fork_server(["heavy", "there_is_none"], programs.environment) as another:
+        assert leaves(programs.running(there(another)))
 
 
-def test_an_order_to_kill_that_the_server_never_read_is_carried_out(server: ForkServer, environment: dict[str, str]):
-    program, _ = forked(server, environment)
+def test_an_order_to_kill_that_the_server_never_read_is_carried_out(server: ForkServer, programs: Programs):
+    program = programs.running(server)
     assert program.pid is not None
     parent = psutil.Process(program.pid).parent()
     assert parent is not None
@@ -164,67 +179,54 @@ def test_an_order_to_kill_that_the_server_never_read_is_carried_out(server: Fork
 
     assert program.wait() == -signal.SIGKILL
     assert "again" not in program.stdout.read()
-    close(program)
 
 
-def test_a_server_without_room_for_another_program_goes_on(server: ForkServer, environment: dict[str, str]):
-    program, _ = forked(server, environment)
+def test_a_server_without_room_for_another_program_goes_on(server: ForkServer, programs: Programs):
+    program = programs.running(server)
     assert program.pid is not None
     parent = psutil.Process(program.pid).ppid()
     limit = resource.prlimit(parent, resource.RLIMIT_NOFILE)
     resource.prlimit(parent, resource.RLIMIT_NOFILE, (8, limit[1]))
-    with tempfile.TemporaryFile() as stderr:
-        refused = [server.start("program", [], environment, stderr) for _ in range(3)]
+    refused = [programs.begin(server) for _ in range(3)]
     assert {each.wait() for each in refused} == {-signal.SIGKILL}
     assert {each.pid for each in refused} == {None}
     resource.prlimit(parent, resource.RLIMIT_NOFILE, limit)
 
-    follower, _ = forked(server, environment)
-    for each in (program, follower):
-        say(each, "leave")
-        assert each.wait() == 7
-    for each in (program, follower, *refused):
-        close(each)
+    assert leaves(program)
+    assert leaves(programs.running(server))
 
 
-def test_ctrl_c_that_was_ignored_stays_ignored(environment: dict[str, str]):
+def test_ctrl_c_that_was_ignored_stays_ignored(programs: Programs):
     heard = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with fork_server(["heavy"], environment) as given, tempfile.TemporaryFile() as stderr:
-            program = there(given).start("program", [], environment, stderr)
+        with fork_server(["heavy"], programs.environment) as given:
+            program = programs.begin(there(given))
             said = [program.stdout.readline() for _ in range(2)]
-            say(program, "leave")
-            assert program.wait() == 7
-            close(program)
+            assert leaves(program)
     finally:
         signal.signal(signal.SIGINT, heard)
 
     assert said[1].endswith("False\n"), "it isn't Python's own handler"
 
 
-def test_a_program_that_others_have_imported_is_run_in_silence(environment: dict[str, str]):
-    Path(environment["PYTHONPATH"], "known.py").write_text("if __name__ == '__main__':\n    import program\n")
-    with fork_server(["known"], environment | {"PYTHONWARNINGS": "error"}) as given, tempfile.TemporaryFile() as stderr:
-        program = there(given).start("known", [], environment, stderr)
-        say(program, "leave")
-        assert program.wait() == 7
-        close(program)
-        stderr.seek(0)
-        assert stderr.read() == b""
+def test_a_program_that_others_have_imported_is_run_in_silence(programs: Programs):
+    Path(programs.environment["PYTHONPATH"], "known.py").write_text("if __name__ == '__main__':\n    import program\n")
+    with fork_server(["known"], programs.environment | {"PYTHONWARNINGS": "error"}) as given:
+        assert leaves(programs.begin(there(given), "known"))
+    assert programs.said() == b""
 
 
 def test_a_program_that_is_killed_before_it_was_started_ends_at_once_and_is_gone_soon(
-    environment: dict[str, str], tmp_path: Path
+    programs: Programs, tmp_path: Path
 ):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\n")
-    with fork_server(["slow"], environment) as server, tempfile.TemporaryFile() as stderr:
-        program = there(server).start("program", [], environment, stderr)
+    with fork_server(["slow"], programs.environment) as server:
+        program = programs.begin(there(server))
         program.kill()
 
         assert program.wait() == -signal.SIGKILL
         # It may have begun before its server heard of that; what it says ends with it.
         assert "again" not in program.stdout.read()
-        close(program)
 
 
 # Has its own server start `program`, passes on what that says, and tells how it ended.
@@ -245,40 +247,34 @@ sys.stdin.read()
 """
 
 
-def test_a_copy_has_its_server_make_others(server: ForkServer, environment: dict[str, str], tmp_path: Path):
+def test_a_copy_has_its_server_make_others(server: ForkServer, programs: Programs, tmp_path: Path):
     (tmp_path / "asks.py").write_text(ASKS)
-    with tempfile.TemporaryFile() as stderr:
-        asks = [server.start("asks", [], environment | {"PROFILING_AGENT_X": "1"}, stderr) for _ in range(2)]
-        for program in asks:
-            said = program.stdout.readline()
-            assert said.startswith("True [")
-            assert "'PROFILING_AGENT_X'] True" in said
-            assert said.endswith(f"program.py', 'x'] {HEARS_CTRL_C}")
-            assert program.stdout.readline() == "7\n"
+    asks = [programs.begin(server, "asks", PROFILING_AGENT_X="1") for _ in range(2)]
+    for program in asks:
+        said = program.stdout.readline()
+        assert said.startswith("True [")
+        assert "'PROFILING_AGENT_X'] True" in said
+        assert said.endswith(f"program.py', 'x'] {HEARS_CTRL_C}")
+        assert program.stdout.readline() == "7\n"
     # Whoever asked may go: the server stays for the others.
     asks[0].kill()
     assert asks[0].wait() == -signal.SIGKILL
-    follower, _ = forked(server, environment)
-    say(follower, "leave")
-    assert follower.wait() == 7
+    assert leaves(programs.running(server))
     asks[1].stdin.close()
     assert asks[1].wait() == 0
-    for program in (*asks, follower):
-        close(program)
 
 
-def test_who_was_started_anew_has_no_server_and_starts_anew(environment: dict[str, str], tmp_path: Path):
+def test_who_was_started_anew_has_no_server_and_starts_anew(programs: Programs, tmp_path: Path):
     (tmp_path / "asks.py").write_text(ASKS.replace("assert inherited() is inherited()", "assert inherited() is None"))
-    with tempfile.TemporaryFile() as stderr:
-        program = Executed(child_command("asks"), environment, stderr)
-        assert program.stdout.readline().startswith("False [")
-        assert program.stdout.readline() == "7\n"
-        program.stdin.close()
-        assert program.wait() == 0
-    close(program)
+    program = programs.anew("asks")
+    assert program.stdout.readline().startswith("False [")
+    assert program.stdout.readline() == "7\n"
+    program.stdin.close()
+    assert program.wait() == 0
 
 
-def test_a_server_is_shared_and_ends_with_the_last_of_its_users(environment: dict[str, str]):
+def test_a_server_is_shared_and_ends_with_the_last_of_its_users(programs: Programs):
+    environment = programs.environment
     with contextlib.ExitStack() as longer:
         with fork_server(["heavy"], environment) as given:
             first = there(given)
@@ -287,16 +283,11 @@ def test_a_server_is_shared_and_ends_with_the_last_of_its_users(environment: dic
         assert second is first
         assert other is not first
         assert not other.serves(environment)
-        program, _ = forked(second, environment)
-        say(program, "leave")
-        assert program.wait() == 7
-        close(program)
+        assert leaves(programs.running(second))
 
     assert not first.serves(environment)
 
 
-def test_an_environment_that_is_too_long_for_a_message_is_an_error_at_once(
-    server: ForkServer, environment: dict[str, str]
-):
-    with tempfile.TemporaryFile() as stderr, pytest.raises(OSError, match="too long"):
-        server.start("program", [], environment | {"PROFILING_AGENT_X": "x" * 2**17}, stderr)
+def test_an_environment_that_is_too_long_for_a_message_is_an_error_at_once(server: ForkServer, programs: Programs):
+    with pytest.raises(OSError, match="too long"):
+        programs.begin(server, PROFILING_AGENT_X="x" * 2**17)

@@ -429,7 +429,15 @@ def export(task: ExportTask, job: JobContext) -> Exported:
 
 def deploy(task: DeployTask, job: JobContext) -> DeployedModel:
     """Bring a float32 model into a deployment, save it, open it again, and see how far it is from its parent."""
-    source, folder, expected = _load_source(task, job), job.folder / "model", given_logits(job)
+    calibration = job.images("calibration").batches(task.batch_size, limit=MAX_CALIBRATION)
+    images = [pixel_values for pixel_values, _ in calibration]
+    if not images:
+        raise QuantizationError("there are 0 calibration images: raise num_samples")
+    onnx = job.path(task.onnx) if task.onnx else None
+    source = read_source(
+        job.path(task.model), np.concatenate(images), batch_size=task.batch_size, onnx=onnx, device=task.device
+    )
+    folder, expected = job.folder / "model", given_logits(job)
     assert expected is not None, "where there are calibration images, the float32 model was asked about them"
     num_threads = available_threads()
     job.progress(f"converting to {task.deployment.name}", 0, 0)
@@ -448,17 +456,6 @@ def deploy(task: DeployTask, job: JobContext) -> DeployedModel:
         kl=kl,
         seconds=seconds,
     )
-
-
-def _load_source(task: DeployTask, job: JobContext) -> Source:
-    path = job.path(task.model)
-    images = [
-        pixel_values for pixel_values, _ in job.images("calibration").batches(task.batch_size, limit=MAX_CALIBRATION)
-    ]
-    if not images:
-        raise QuantizationError("there are 0 calibration images: raise num_samples")
-    onnx = job.path(task.onnx) if task.onnx else None
-    return read_source(path, np.concatenate(images), batch_size=task.batch_size, onnx=onnx, device=task.device)
 
 
 def complexity_of(path: Path) -> tuple[int, int]:
