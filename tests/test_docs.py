@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from chat_server import Said, chat_server
 from conftest import World
-from fake_hub import serve
+from data.hub_server import serve
 
 from profiling_agent.planning.rules import read_plan
 from profiling_agent.reporting.results import read_report
@@ -143,22 +143,17 @@ def test_the_json_blocks_are_a_plan_and_an_answer(tmp_path: Path):
     assert read_answer({"decision": "edit"} | json.loads(edit)).caps
 
 
-def ended(command: list[str], place: Path, **more: str) -> tuple[int, str]:
-    """Return how a command ended in that place, and the end of what it printed."""
-    path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "HF_HOME": str(place / "hf"), "PYTHONPATH": str(ROOT)} | more
-    process = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
-    return process.returncode, process.stdout[-2000:] + process.stderr[-3000:]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "text"), blocks("python"), ids=lambda value: value if ".md:" in value else "")
 def test_every_python_block_runs(page: str, text: str, place: Path):
-    (place / "block.py").write_text(text)
+    program = place / "block.py"
+    program.write_text(text)
 
-    code, printed = ended([sys.executable, "block.py"], place)
+    ended = subprocess.run(
+        [sys.executable, program.name], cwd=place, env=environment(place), capture_output=True, text=True, check=False
+    )
 
-    assert code == 0, printed
+    assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -168,8 +163,22 @@ def test_every_command_runs(page: str, text: str, place: Path):
     with serve(place / "hub") as hub, chat_server(lambda payload, number: answer) as model:
         # The two servers stand where the pages say that OpenAI's, Ollama's and Hugging Face's are.
         script = text.replace("http://localhost:11434/v1", model.url)
-        more = {"HF_ENDPOINT": hub.address, "RUNS": "1" if any(part in text for part in REALLY_RUN) else ""}
-        more |= {"OPENAI_BASE_URL": model.url} if "gpt-5.5" in text else {}
-        code, printed = ended(["bash", "-euo", "pipefail", "-c", script], place, **more)
+        more = {"HF_ENDPOINT": hub.address} | ({"OPENAI_BASE_URL": model.url} if "gpt-5.5" in text else {})
+        ended = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=place,
+            env=environment(place) | more | {"RUNS": "1" if any(part in text for part in REALLY_RUN) else ""},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
-    assert code == 0, printed
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+
+
+def environment(place: Path) -> dict[str, str]:
+    return os.environ | {
+        "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "HF_HOME": str(place / "hf"),
+        "PYTHONPATH": str(ROOT),
+    }

@@ -68,9 +68,7 @@ def test_an_object_plans_as_well_is_needed_again_and_the_rules_go_on_without_its
     with chat_server(dies) as server:
         model = ChatOpenAI(model="scripted", base_url=server.url, api_key=SecretStr("EMPTY"), max_retries=0)
         with pytest.raises(CutError):
-            optimize(
-                world.request(tmp_path, planner="llm", max_iterations=2, quantize_dtype="none"), cut, advisor=model
-            )
+            optimize(world.request(tmp_path, planner="llm", max_iterations=2), cut, advisor=model)
         with pytest.raises(RunError, match=r"pass it again, as build_graph\(advisor=\.\.\.\)"):
             resume(tmp_path / "quick")
         report = resume(tmp_path / "quick", advisor=model)

@@ -11,7 +11,6 @@ from serving import ASSISTANT, serving
 from profiling_agent import resume
 from profiling_agent.errors import RunError
 from profiling_agent.reporting.results import read_report
-from profiling_agent.request import Request
 
 
 def asked(world: World, folder: Path, **more: Any) -> dict[str, Any]:
@@ -42,8 +41,12 @@ def test_studio_sees_the_form_follows_a_run_that_is_killed_answers_it_and_forks_
         (assistant,) = client.assistants.search(graph_id=ASSISTANT)
         schemas = client.assistants.get_schemas(assistant["assistant_id"])
         assert schemas["input_schema"] is not None
-        # Its numbers, bounds and texts are those of tests/test_request.py.
-        assert schemas["input_schema"]["properties"].keys() == Request.model_fields.keys()
+        fields = schemas["input_schema"]["properties"]
+        assert {"type": "string"} in fields["max_accuracy_drop"]["anyOf"]
+        assert fields["max_accuracy_drop"]["description"].startswith("top-1 that may be lost")
+        assert fields["approve"]["enum"] == ["never", "plan", "each"]
+        assert fields["batch_size"]["maximum"] == 4096
+        assert fields["model"]["default"] == "reference:vit"
 
         for given, message in MISTAKES:
             thread = client.threads.create()["thread_id"]
