@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from chat_server import Said, chat_server
 from conftest import World
-from data.hub_server import serve
+from fake_hub import serve
 
 from profiling_agent.planning.rules import read_plan
 from profiling_agent.reporting.results import read_report

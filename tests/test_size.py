@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 31496, "tests": 31202, "benchmarks": 6946}
-MAX_MODULES = 141
+MAX_LINES = {"profiling_agent graphs": 30337, "tests": 27640, "benchmarks": 6416}
+MAX_MODULES = 139
 
 
 def python_files(folders: str) -> list[Path]:
