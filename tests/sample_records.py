@@ -133,18 +133,15 @@ def journal(*attempts: Attempt, quantized: Evaluation | None = None) -> Journal:
     return Journal(baseline=BASELINE, quantized=quantized, attempts=attempts)
 
 
+def named_unit(name: str, kind: UnitKind, producers: Sequence[str], consumer: str, width: int, **stated: Any) -> Unit:
+    """Return a unit whose channels own one param and one MAC each, unless stated otherwise."""
+    plain: dict[str, Any] = {"step": 1, "params_per_channel": 1, "macs_per_channel": 1}
+    return Unit(name=name, kind=kind, producers=tuple(producers), consumer=consumer, width=width, **(plain | stated))
+
+
 def unit(index: int, width: int = 512) -> Unit:
-    holder = MLP.format(index)
-    return Unit(
-        name=holder,
-        kind=UnitKind.MLP,
-        producers=(f"{holder}.fc1",),
-        consumer=f"{holder}.fc2",
-        width=width,
-        step=32,
-        params_per_channel=10,
-        macs_per_channel=20,
-    )
+    holder, costs = MLP.format(index), {"params_per_channel": 10, "macs_per_channel": 20}
+    return named_unit(holder, UnitKind.MLP, [f"{holder}.fc1"], f"{holder}.fc2", width, step=32, **costs)
 
 
 def profile(num_layers: int = 2, width: int = 512, pass_s: float = 0.0005) -> ModelProfile:
