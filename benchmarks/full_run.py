@@ -5,7 +5,8 @@
 NAME is one of the paper's four (full_size.py) or of those that people have (popular.py), each with a random body and a classifier fitted to CIFAR-10,
 or a real model: `mobilenet` with ImageNet weights, `vit-cifar10`. All runtimes that are installed, batch 8, the default contract. A pass
 is the baseline in eager float32 on one image: the unit that makes machines comparable. Popular models have the time budget of their table unless
-another is given. A deployment counts as missed if it was refused although its runtime can do it: the family's tiny model has it in support.json.
+another is given. Rows are added to FILE, in place of older ones of the same model. A deployment counts as missed if it was refused although its
+runtime can do it: the family's tiny model has it in support.json.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import parse_duration
 from profiling_agent.schemas import DeploymentOption
 
+CIFAR = SHARED / "data" / "cifar10"
 SUPPORT = Path(__file__).resolve().parent / "results" / "support.json"
 MAX_PASSES, OVER = 12_000.0, 1.1
 # Of all processes of a run of the largest one, each page counted once.
@@ -50,10 +52,12 @@ def request_for(name: str, arguments: argparse.Namespace, output: str) -> Reques
     """Return the request for a model, which is made first if need be."""
     budget = arguments.time_budget or (POPULAR[name].budget if name in POPULAR else None)
     dataset, drop = arguments.data, Request.model_fields["max_accuracy_drop"].default
+    # A model is fitted to its data set's classes.
+    fitted_folder = FOLDER if dataset == CIFAR else FOLDER / dataset.resolve().name
     if name in POPULAR:
-        model = fitted(name, FOLDER / "popular", make=built, num_judged=NUM_JUDGED, data=dataset)
+        model = fitted(name, fitted_folder / "popular", make=built, num_judged=NUM_JUDGED, data=dataset)
     elif name in MODELS:
-        model = fitted(name, FOLDER, data=dataset, device=arguments.device)
+        model = fitted(name, fitted_folder, data=dataset, device=arguments.device)
     elif name == "mobilenet":
         model, dataset, drop = SHARED / "models" / "mobilenetv1-imagenet", SHARED / "data" / "imagenet-sample", 0.02
     else:
@@ -136,6 +140,7 @@ def row_of(name: str, report: RunReport, seconds: float, peak: Peak) -> dict[str
     row: dict[str, Any] = {
         "model": name,
         "budget": report.request.time_budget,
+        "device": report.request.device,
         "seconds": seconds,
         "pass_ms": 1e3 * pass_s,
         "peak_bytes": peak.num_bytes,
@@ -192,9 +197,16 @@ def checks_of(row: Mapping[str, Any]) -> list[Check]:
         checks.append(Check.at_most(f"{name}: deployments missed", float(len(row["missed"])), 0.0))
     else:
         checks.append(Check.at_least(f"{name}: MET", float(row["verdict"].startswith("MET")), 1.0))
-    if model in MAX_PEAK:
+    if model in MAX_PEAK and row.get("device", "cpu") == "cpu":
         checks.append(Check.at_most(f"{name}: GB of all processes", row["peak_bytes"] / 1e9, MAX_PEAK[model] / 1e9))
     return checks
+
+
+def rows_in(path: Path | None) -> dict[str, dict[str, Any]]:
+    """Return the rows that a file holds, by model."""
+    if path is None or not path.exists():
+        return {}
+    return {row["model"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
 
 
 def main() -> int:
@@ -204,7 +216,7 @@ def main() -> int:
         "--models", nargs="+", default=list(MODELS), choices=list(dict.fromkeys([*MODELS, *POPULAR, *MAX_MINUTES]))
     )
     parser.add_argument("--time-budget")
-    parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
+    parser.add_argument("--data", type=Path, default=CIFAR)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runtimes", default=Request.model_fields["runtimes"].default)
@@ -215,15 +227,16 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     use_own_ledger()
-    rows, status = list[dict[str, Any]](), 0
+    rows, status = rows_in(arguments.json), 0
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as fresh:
         for name in arguments.models:
             if not arguments.warm:
                 # What every user's first run pays for.
                 os.environ[CACHE_VARIABLE] = str(Path(fresh) / name.replace("/", "-"))
-            rows.append(stamped(run(name, arguments, arguments.output or scratch)))
+            rows[name] = stamped(run(name, arguments, arguments.output or scratch))
             # Written after each, so that a run that is cut leaves results.
-            status = finish([check for row in rows for check in checks_of(row)], rows, arguments.json)
+            checks = [check for row in rows.values() for check in checks_of(row)]
+            status = finish(checks, list(rows.values()), arguments.json)
     return status
 
 

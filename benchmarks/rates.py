@@ -6,6 +6,7 @@ It is measured, not read from a data sheet, each in processes of their own. A de
 over what a pass takes, so that norms, softmax and moving data are what is lost.
 """
 
+import argparse
 import subprocess
 import sys
 import time
@@ -75,4 +76,6 @@ def rates() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(rate_of(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scheme", choices=("float32", "int8"))
+    print(rate_of(parser.parse_args().scheme))

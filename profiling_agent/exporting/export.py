@@ -211,6 +211,8 @@ def _refusal(recipe: Recipe, format_: str) -> str | None:
     executor, hint = runtime(recipe.deployment.runtime), "pick another candidate (`profiling-agent pick RUN`)"
     if not executor.is_torch:
         graph = executor.graph_format
+        if graph is None:
+            return f"and no export format holds its graph: {hint}"
         return None if format_ == graph else f"whose graph has only one format: use --format {graph}, or {hint}"
     if any(layer.dtype == "qint8" or layer.kind == "rowwise" for layer in recipe.quantized):
         return f"and no export format holds quantized layers of torch: {hint}, or run it with `profiling_agent.load`"

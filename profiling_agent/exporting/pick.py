@@ -4,10 +4,10 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from statistics import median
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.lib.io import DocumentError, expanded, file_sha256, inside, read_record
@@ -36,6 +36,14 @@ class ExportManifest(Record):
     batch_size: int | None = Field(description="the only number of images that it takes at a time; null for any")
     libraries: dict[str, str] = Field(description="versions that it was made and tried with")
     files: dict[str, str] = Field(description="sha256 of every other file, the card aside")
+
+    @field_validator("files")
+    @classmethod
+    def _plain_files(cls, files: dict[str, str]) -> dict[str, str]:
+        for name in files:
+            if PurePosixPath(name).name != name or "\\" in name or name in (MANIFEST, CARD):
+                raise ValueError(f"file {name[:80]!r} doesn't lie in the folder itself")
+        return files
 
 
 def read_exported(folder: Path) -> ExportManifest:

@@ -102,7 +102,8 @@ class RunSaver(BaseCheckpointSaver[str]):
         self._lock = threading.Lock()
 
     def _saver(self, config: RunnableConfig | None) -> SqliteSaver | None:
-        return self._writable(config) if self._path(config).exists() else None
+        path = self._path(config)
+        return self._writable(config) if path in self._savers or path.exists() else None
 
     def _writable(self, config: RunnableConfig | None) -> SqliteSaver:
         path = self._path(config)

@@ -137,10 +137,20 @@ NUMBERS, OTHERS = (
     ],
 )
 def test_a_label_column_of_other_values_than_classes_is_refused(tmp_path, refusal, labels, names, said):
+    write_labels(tmp_path, labels)
+    assert re.search(said, refusal(tmp_path, names, label_column="label"))
+
+
+def write_labels(folder, labels):
     cells = [{"bytes": png(0), "path": None}] * len(labels)
     for split in ("train", "test"):
-        pq.write_table(pa.table({"image": cells, "label": labels}), tmp_path / f"{split}.parquet")
-    assert re.search(said, refusal(tmp_path, names, label_column="label"))
+        pq.write_table(pa.table({"image": cells, "label": labels}), folder / f"{split}.parquet")
+
+
+@pytest.mark.parametrize("labels", [pa.array([1, 2, 3]), pa.array([f"a photo, number {row}" for row in range(25_001)])])
+def test_a_label_column_that_was_not_named_is_refused_as_well(tmp_path, refusal, labels):
+    write_labels(tmp_path, labels)
+    assert "label column 'label' holds " in refusal(tmp_path, "abc")
 
 
 @pytest.mark.parametrize("wrong", [3, -2])

@@ -15,7 +15,7 @@ from transformers import ViTImageProcessorPil
 from profiling_agent import build_graph
 from profiling_agent.errors import PlanError, RequestError
 from profiling_agent.graph.nodes import choose_advisor, resolve_with
-from profiling_agent.graph.session import Sessions
+from profiling_agent.graph.session import Sessions, choose_run_id
 from profiling_agent.graph.state import Limits, RunState, operators_limits
 from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.jobs.runner import Jobs
@@ -24,6 +24,13 @@ from profiling_agent.llm.chat import Endpoint
 from profiling_agent.request import Request
 from profiling_agent.schemas import Acquired, ModelSource
 from profiling_agent.workspace import Workspace
+
+
+def test_a_request_without_a_name_has_the_folder_of_its_hash():
+    first, other = Request(model="a", dataset="d"), Request(model="b", dataset="d")
+
+    assert choose_run_id(first, None) == choose_run_id(first.model_copy(), None) != choose_run_id(other, None)
+    assert choose_run_id(first, None).startswith("run-")
 
 
 def test_the_language_model_is_the_one_that_was_requested_and_a_key_is_no_request(

@@ -57,7 +57,7 @@ def test_a_run_waits_for_langgraphs_own_command_or_ours_and_refuses_an_answer_th
     saver.close()
 
     jobs = sorted(path.name for path in (run / "jobs").iterdir())
-    with pytest.raises(ApprovalPendingError, match="waits for an approval of attempt 1"):
+    with pytest.raises(ApprovalPendingError, match=r"waits for an approval of attempt 1 \(.*\): answer with"):
         resume(run)
     question = pending(run)
     assert question is not None

@@ -285,7 +285,7 @@ def test_caps_are_kept_and_a_cap_of_zero_leaves_a_unit_alone():
 
     assert {cut.unit.name: cut.keep for cut in cuts} == {units[1].name: 96, units[2].name: 64, units[3].name: 32}
     with pytest.raises(
-        PlanError, match=r"20\.0% of the params is out of reach: everything that may be cut saves 19\.2"
+        PlanError, match=r"20\.0% of the params is out of reach: everything that may be cut saves 19\.2%"
     ):
         allocated(units, found, 0.2, caps=caps)
     with pytest.raises(PlanError, match=r"saves 0\.0%"):

@@ -18,7 +18,7 @@ from profiling_agent.jobs.tasks import TABLE, AcquireTask
 from profiling_agent.lib.io import CACHE_VARIABLE, read_holder
 from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY, is_busy, num_spare, waits_passively
 from profiling_agent.processes.child import HUB, child_environment, stderr_tail, withheld
-from profiling_agent.processes.machine_lock import HOLDER, machine_lock
+from profiling_agent.processes.machine_lock import HOLDER, LOCK, machine_lock
 
 ABORTED = """
 terminate called after throwing an instance of 'c10::Error'
@@ -105,6 +105,7 @@ def test_standard_output_is_kept_for_what_we_print():
     assert said.stderr == "from C\n"
 
 
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 # Started anew, so that no server imports torch first.
 ROW = replace(TOYS[DoubleTask], anew=True)
 
@@ -181,6 +182,7 @@ def test_what_is_timed_waits_for_a_quieter_moment_says_so_and_is_left_as_a_user_
     # It waits so long in all, and not again for each.
     assert [message.startswith("waiting for a quieter moment") for message in said].count(True) == 2
     monkeypatch.setenv(WAIT_POLICY, "ACTIVE")
+    jobs._table = {DoubleTask: ROW}
     assert policy(jobs, 3) == "ACTIVE", "what the user says of it counts"
 
 
@@ -193,6 +195,11 @@ def test_a_process_knows_how_it_waits(monkeypatch: pytest.MonkeyPatch, value: st
         monkeypatch.setenv(WAIT_POLICY, value)
 
     assert waits_passively() == expected
+
+
+@pytest.mark.skipif(not BOOT.exists(), reason="the kernel has no boot id")
+def test_a_machine_is_known_by_its_start_which_no_other_shares():
+    assert f"machine-{BOOT.read_bytes()[:8].decode()}.lock" == LOCK
 
 
 def test_nothing_is_said_where_the_machine_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
