@@ -68,7 +68,8 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         url = urlsplit(self.path)
         if hit := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/([^/]+))?(?:/([^/]+))?(?:/(.*))?", url.path):
-            return self.describe(*hit.groups(""), url.query)
+            kind, name, revision, place, rest = hit.groups("")
+            return self.describe(kind, name, revision, place, rest, url.query)
         if hit := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.*)", url.path):
             return self.resolve("datasets" if hit[1] else "models", hit[2], hit[3], hit[4])
         return self.refuse(404, "EntryNotFound")

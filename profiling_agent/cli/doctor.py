@@ -81,7 +81,7 @@ def check_cpu(host: Environment, quota: float | None = None) -> Finding:
     seen = (
         f"{host.cpu}, {host.num_threads} threads{limit}, {', '.join(host.cpu_flags) or 'no vector flags that matter'}"
     )
-    with_int8 = [name for name in RUNTIMES if registry.runtime(name).int8_instructions]
+    with_int8: list[RuntimeName] = [name for name in RUNTIMES if registry.runtime(name).int8_instructions]
     runtimes, advice = [name for name in with_int8 if registry.runtime(name).has_vnni(host.cpu_flags)], ""
     if not runtimes:
         advice = "no int8 instructions (VNNI): int8 saves bytes here and less time; it is measured either way"

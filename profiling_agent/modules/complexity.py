@@ -63,12 +63,11 @@ def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
     `torch.einsum` is not counted.
     """
     counter = _MatmulCounter()
-    with (
-        watching(
-            model, before=lambda name, _: counter.call_stack.append(name), after=lambda *_: counter.call_stack.pop()
-        ),
-        counter,
-    ):
+
+    def leave(_name: str, _inputs: Any, _output: Any) -> None:
+        counter.call_stack.pop()
+
+    with watching(model, before=lambda name, _: counter.call_stack.append(name), after=leave), counter:
         yield counter.macs
 
 

@@ -6,7 +6,7 @@
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from types import MappingProxyType
@@ -107,6 +107,13 @@ def _versions(output: Any) -> list[int]:
     return [part._version for part in tensors if isinstance(part, Tensor)]
 
 
+def _constant(output: Any) -> Callable[..., Any]:
+    def forward(*_args: Any, **_kwargs: Any) -> Any:
+        return output
+
+    return forward
+
+
 @contextmanager
 def replaying_outputs(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
     """Make modules return the given outputs instead of computing them."""
@@ -114,7 +121,7 @@ def replaying_outputs(model: nn.Module, outputs: Mapping[str, Any]) -> Generator
     original_forwards = [vars(module).get("forward") for module in modules]
     try:
         for module, output in zip(modules, outputs.values(), strict=True):
-            vars(module)["forward"] = lambda *_args, _output=output, **_kwargs: _output
+            vars(module)["forward"] = _constant(output)
         yield
     finally:
         for module, forward in zip(modules, original_forwards, strict=True):

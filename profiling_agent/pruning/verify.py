@@ -212,7 +212,7 @@ class Trials:
         settings = [
             {k: v for k, v in vars(m).items() if isinstance(v, PLAIN) and k != "training"} for m in module.modules()
         ]
-        shapes = tree_map(lambda v: (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v, arguments)
+        shapes = tree_map(_shape_and_dtype, arguments)
         fingerprint = f"{module} {settings} {shapes}"
         if fingerprint not in self._known:
             self._known[fingerprint] = _try_cut(module, _relative_to(unit, scope), arguments)
@@ -255,6 +255,14 @@ def _relative_to(unit: Unit, scope: str) -> Unit:
     return unit.model_copy(update={**names, **members})
 
 
+def _shape_and_dtype(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _try_cut(module: nn.Module, unit: Unit, arguments: CallArguments) -> str | None:
     """Return why a head of `unit` can't be cut in a module called with these arguments, or None."""
     generator = torch.Generator().manual_seed(0)
@@ -262,7 +270,7 @@ def _try_cut(module: nn.Module, unit: Unit, arguments: CallArguments) -> str | N
     inputs = tree_map(partial(_noise, generator=generator), arguments)
 
     def cloned() -> CallArguments:
-        return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
+        return tree_map(_clone, inputs)
 
     kept_indices = list(range(1, unit.width))
     cut = Cut(unit=unit, keep=len(kept_indices), requested_ratio=1 / unit.width)

@@ -238,10 +238,14 @@ def cell(text: object) -> str:
     return prose(text).replace("|", "\\|")
 
 
+def _inert_text(value: Any) -> Any:
+    return inert(value) if isinstance(value, str) else value
+
+
 def render_markdown(report: RunReport) -> str:
     """Return the report as Markdown."""
     # Autoescape would mangle Markdown. `finalize` applies to every inserted value, so that a template can't forget a filter.
-    jinja = templates(autoescape=False, finalize=lambda value: inert(value) if isinstance(value, str) else value)
+    jinja = templates(autoescape=False, finalize=_inert_text)
     return jinja.get_template("report.md.jinja").render(r=report)
 
 

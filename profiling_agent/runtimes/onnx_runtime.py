@@ -53,7 +53,11 @@ class OnnxSession:
         """Return a function that runs these images once and returns the milliseconds it took."""
         check_fixed_batch(self.fixed_size, pixel_values)
         feed = {INPUT: pixel_values}
-        return timed(lambda: self._session.run([OUTPUT], feed))
+
+        def run() -> object:
+            return self._session.run([OUTPUT], feed)
+
+        return timed(run)
 
 
 def _session_options(num_threads: int | None) -> Any:

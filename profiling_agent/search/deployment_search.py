@@ -331,8 +331,8 @@ def _skip_reason(
         if budget.limit_s is not None:
             return "not tried: the time budget has no room for more deployments"
         return "not tried: those before it have taken what a run of such a model is worth; a --time-budget that is longer asks for it"
-    others = {other.runtime for other in previous} - {"eager"}
-    has_others = not all(runtime(name).is_slow_to_convert for name in others)
+    others = [other for other in previous if other.runtime != "eager"]
+    has_others = not all(runtime(other.runtime).is_slow_to_convert for other in others)
     is_slow = runtime(deployment.runtime).is_slow_to_convert and has_others and not choices.is_named
     # With a budget it must fit the search's share; without one, the run must be worth it.
     fits = budget.limit_s is None or budget.allows_search(began_s, SLOW_CONVERSION_S)

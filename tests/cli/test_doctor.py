@@ -27,7 +27,7 @@ NOBODY = "http://127.0.0.1:9/v1"
 
 def looked(tmp_path: Path, progress: Progress = silent, **asked: Any) -> dict[str, Finding]:
     """Return what needs no process of its own, by name."""
-    request = Request(**({"output": str(tmp_path / "runs")} | asked))
+    request = Request.model_validate({"output": str(tmp_path / "runs")} | asked)
     return {finding.name: finding for finding in islice(examine(request, progress), len(QUICK))}
 
 

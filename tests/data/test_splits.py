@@ -294,7 +294,7 @@ def test_an_order_by_content_is_the_same_wherever_the_images_lie():
      ((3, 4), None, (3, 4))],
 )  # fmt: skip
 def test_as_many_are_held_out_as_are_searched_on_and_at_most_four_times_as_many(there, asked, expected):
-    assert evaluation_sizes(*there, asked, "test") == expected
+    assert evaluation_sizes(there[0], there[1], asked, "test") == expected
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_as_many_are_held_out_as_are_searched_on_and_at_most_four_times_as_many(
 )
 def test_a_split_of_which_too_few_can_be_held_out_or_searched_on_says_how_many_there_are(there, asked, said):
     with pytest.raises(AcquisitionError, match=said):
-        evaluation_sizes(*there, asked, "test")
+        evaluation_sizes(there[0], there[1], asked, "test")
 
 
 @pytest.mark.parametrize(("asked", "num_calibration"), [(None, 0), (100, 0), (100, 256), (1, 0)])

@@ -73,7 +73,7 @@ def test_closing_from_another_thread_ends_the_job_under_way_and_starts_no_other(
 
 def test_a_job_that_measures_its_own_process_has_one_that_is_started_anew(toys: Jobs):
     copied = toys.run(DoubleTask(number=5, isolated=True))
-    toys._table = {DoubleTask: replace(ROW, anew=True)}
+    toys._table = {**TOYS, DoubleTask: replace(ROW, anew=True)}
     anew = toys.run(DoubleTask(number=6, isolated=True))
 
     assert (copied.has_torch, anew.has_torch) == (True, False)
@@ -105,11 +105,11 @@ def test_a_secret_is_seen_by_the_jobs_that_may_and_the_worker_that_saw_it_does_n
 ):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    toys._table = {DoubleTask: replace(ROW, secrets=("HF_TOKEN",))}
+    toys._table = {**TOYS, DoubleTask: replace(ROW, secrets=("HF_TOKEN",))}
     one, next_one = toys.run(DoubleTask(number=11)), toys.run(DoubleTask(number=12))
     seen = psutil.Process(one.pid).environ()
     assert toys.here._copied == {}, "it is no copy, as others would be of the same"
-    toys._table = {DoubleTask: ROW}
+    toys._table = {**TOYS, DoubleTask: ROW}
     after = psutil.Process(toys.run(DoubleTask(number=13)).pid).environ()
 
     assert one.pid == next_one.pid
@@ -121,6 +121,6 @@ def test_a_secret_is_seen_by_the_jobs_that_may_and_the_worker_that_saw_it_does_n
 
 def test_where_there_is_no_secret_one_worker_does_all(toys: Jobs):
     first = toys.run(DoubleTask(number=21))
-    toys._table = {DoubleTask: replace(ROW, secrets=("HF_TOKEN",))}
+    toys._table = {**TOYS, DoubleTask: replace(ROW, secrets=("HF_TOKEN",))}
 
     assert toys.run(DoubleTask(number=22)).pid == first.pid

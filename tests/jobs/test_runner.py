@@ -69,7 +69,7 @@ def test_a_job_that_is_killed_again_has_failed_and_the_next_one_gets_a_new_worke
 
 
 def test_a_job_that_takes_too_long_is_ended(toys: Jobs):
-    toys._table = {WaitTask: replace(in_process.TOYS[WaitTask], timeout_s=0.01)}
+    toys._table = {**in_process.TOYS, WaitTask: replace(in_process.TOYS[WaitTask], timeout_s=0.01)}
 
     with pytest.raises(JobError, match="longer than 0 s"):
         toys.run(WaitTask(number=1))

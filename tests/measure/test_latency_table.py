@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def constant(times):
     return {width: [ms] * 8 for width, ms in times.items()}
 
 
-def entry(**changes):
+def entry(**changes) -> dict[str, Any]:
     """An entry of a file: steady, taken now, by a machine that did nothing else, but for the `changes`."""
     return {"taken": time.time(), "waited": 0.0, "ms": constant(dict.fromkeys(TIMED, 1e6))} | changes
 

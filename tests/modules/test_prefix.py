@@ -185,7 +185,7 @@ def test_both_walks_reach_every_layer_with_what_a_whole_pass_gives_though_weight
                 assert torch.equal(reached[0], whole[0])
                 assert torch.equal(reached[1], whole[1])
         for each, _ in walks:
-            each.get_submodule(layer).weight.mul_(0.9)
+            each.get_parameter(f"{layer}.weight").mul_(0.9)
 
 
 def first_walk():

@@ -176,13 +176,13 @@ def test_what_is_timed_waits_for_a_quieter_moment_says_so_and_is_left_as_a_user_
     said: list[str] = []
     jobs.progress = lambda message, done, total: said.append(message)
     jobs.here._patience_s = 2.0
-    jobs._table = {DoubleTask: replace(ROW, timed=True)}
+    jobs._table = {**TOYS, DoubleTask: replace(ROW, timed=True)}
 
     assert (policy(jobs, 1), policy(jobs, 2)) == (None, None)
     # It waits so long in all, and not again for each.
     assert [message.startswith("waiting for a quieter moment") for message in said].count(True) == 2
     monkeypatch.setenv(WAIT_POLICY, "ACTIVE")
-    jobs._table = {DoubleTask: ROW}
+    jobs._table = {**TOYS, DoubleTask: ROW}
     assert policy(jobs, 3) == "ACTIVE", "what the user says of it counts"
 
 

@@ -85,7 +85,7 @@ def test_an_edit_that_cant_be_carried_out_says_why_and_a_limit_that_was_not_ther
         ({"max_size_ratio": 0.6}, "an edit can only tighten it"),
     ):
         with pytest.raises(RequestError, match=wrong):
-            apply_edit(Approval(decision="edit", **changes), plan(0.25), GOAL, FOUND)
+            apply_edit(Approval.model_validate({"decision": "edit", **changes}), plan(0.25), GOAL, FOUND)
     _, goal = apply_edit(Approval(decision="edit", max_memory_ratio=0.8, min_speedup=2), plan(0.25), GOAL, FOUND)
     assert (goal.max_memory_ratio, goal.min_speedup, goal.max_accuracy_drop) == (0.8, 2, 0.01)
 

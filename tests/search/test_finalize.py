@@ -421,5 +421,5 @@ def test_what_was_far_behind_on_the_baseline_is_not_made_of_the_pruned_model(opt
 def test_of_a_slow_model_what_stays_larger_than_the_contract_allows_is_not_made(asked: dict, expected: list[str]):
     # Of 2,000 bytes the pruned model has 600 in its deployment, and half of the params are left: 1,000 in eager float32, and half of what others have.
     options = (timed("openvino", 3.0, 1000), timed("onnxruntime", 3.0, 1700), timed("inductor", 3.0, 1500))
-    known = {"macs": 400, "size_bytes": 600, "baseline_bytes": 2000, "small_alone": True}
+    known: dict[str, Any] = {"macs": 400, "size_bytes": 600, "baseline_bytes": 2000, "small_alone": True}
     assert rivals(*options, **(known | asked)) == expected

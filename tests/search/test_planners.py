@@ -216,7 +216,7 @@ def test_what_a_person_has_pinned_makes_no_plan_dearer_than_the_allocators():
 
 
 def test_an_attempt_that_came_to_nothing_answers_for_no_other_plan_and_is_not_carried_out_again():
-    failed = {"accepted": False, "deployed": None, "reason": "its gate failed"}
+    failed: dict[str, Any] = {"accepted": False, "deployed": None, "reason": "its gate failed"}
 
     assert proposed({}, by_model(saving(0.1), **failed))[0] == RULES
     plan, _ = proposed(STOP, by_model(RULES, **failed))
