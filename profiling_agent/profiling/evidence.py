@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.io import DocumentError, make_folders, read_record, sweep, write_text
 from profiling_agent.lib.machine import available_bytes
+from profiling_agent.lib.modules import device_of, following_norms, has_bias, mean_kl, preserving_state
 from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.lib.replay import Replay, find_prefixes
 from profiling_agent.measure.latency_table import MAX_AGE_S, LatencyTable, spread_evenly
-from profiling_agent.modules.inference import device_of, mean_kl, preserving_state
-from profiling_agent.modules.norms import following_norms, has_bias
-from profiling_agent.modules.prefix import Replay, find_prefixes
 from profiling_agent.pruning.compensation import (
     MIN_IMAGES,
     Calibration,

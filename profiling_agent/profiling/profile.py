@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from profiling_agent.lib.costs import Complexity, activation_bytes, count_complexity, layer_latency
+from profiling_agent.lib.modules import counted_passes, floating_dtype, preserving_state, random_batch
 from profiling_agent.lib.progress import Progress, silent
-from profiling_agent.modules.complexity import Complexity, count_complexity
-from profiling_agent.modules.hooks import activation_bytes, counted_passes, layer_latency
-from profiling_agent.modules.inference import floating_dtype, preserving_state, random_batch
 from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.kinds import parameter_bytes
 from profiling_agent.schemas import Headline, InputSpec, LayerProfile, ModelProfile, OperatorProfile

@@ -11,14 +11,14 @@ import zoo
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
+from profiling_agent.lib.costs import layer_latency
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.machine import find_gpu, nvml
+from profiling_agent.lib.modules import on_device, random_batch
 from profiling_agent.measure.latency_table import time_units
 from profiling_agent.measure.race import Conditions, pool, run_one_session
 from profiling_agent.measure.throughput import measure_headline, throughput
 from profiling_agent.measure.worker import energy_per_image, read_gpu_state
-from profiling_agent.modules.hooks import layer_latency
-from profiling_agent.modules.inference import on_device, random_batch
 from profiling_agent.profiling.profile import launch_bound_share, profile_operators
 from profiling_agent.pruning.units import find_units
 from profiling_agent.runtimes.registry import noise_batch

@@ -21,8 +21,8 @@ from torch import nn
 
 from profiling_agent.lib.io import cache_folder
 from profiling_agent.lib.machine import environment
+from profiling_agent.lib.modules import random_batch
 from profiling_agent.measure.latency_table import LatencyTable, WidthSamples, draw_table, read_samples, time_units
-from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import UnitKind
@@ -277,7 +277,6 @@ torch.set_num_threads(2)
 from pathlib import Path
 import zoo
 from profiling_agent.measure.latency_table import time_units
-from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
 model = zoo.vit(num_hidden_layers=1, intermediate_size=64)

@@ -17,9 +17,8 @@ from pruning import families
 from scipy.stats import spearmanr
 
 from profiling_agent.errors import PruningError
+from profiling_agent.lib.modules import following_norms, has_bias, random_batch
 from profiling_agent.measure.latency_table import LatencyTable
-from profiling_agent.modules.inference import random_batch
-from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.profiling import evidence
 from profiling_agent.profiling.evidence import (
     evidence_path,

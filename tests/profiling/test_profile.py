@@ -13,9 +13,9 @@ import zoo
 from sample_records import unchanged
 from torch import nn
 
+from profiling_agent.lib.costs import Stopwatch, activation_bytes, layer_latency
+from profiling_agent.lib.modules import random_batch
 from profiling_agent.measure.throughput import measure_headline
-from profiling_agent.modules.hooks import Stopwatch, activation_bytes, layer_latency
-from profiling_agent.modules.inference import random_batch
 from profiling_agent.profiling.profile import profile_model, profile_operators
 from profiling_agent.quantization.kinds import parameter_bytes
 from profiling_agent.runtimes.torch_session import TorchSession

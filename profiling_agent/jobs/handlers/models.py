@@ -42,22 +42,14 @@ from profiling_agent.jobs.tasks import (
     SurveyShapeTask,
     TuneTask,
 )
+from profiling_agent.lib.costs import count_complexity
+from profiling_agent.lib.inference import fuse_norms_, quick_products
 from profiling_agent.lib.io import DocumentError, cache_subfolder, read_record, write_bytes, write_text
 from profiling_agent.lib.machine import available_threads, environment
+from profiling_agent.lib.modules import device_of, logits_of, mean_kl, on_device, random_batch, relative_distance
 from profiling_agent.lib.third_party import third_party_errors
 from profiling_agent.measure.latency_table import LatencyTable, read_table, time_units, write_table
 from profiling_agent.measure.predictions import answers_of
-from profiling_agent.modules.complexity import count_complexity
-from profiling_agent.modules.inference import (
-    device_of,
-    logits_of,
-    mean_kl,
-    on_device,
-    quick_products,
-    random_batch,
-    relative_distance,
-)
-from profiling_agent.modules.norms import fuse_norms_
 from profiling_agent.profiling.evidence import (
     evidence_path,
     measure_sensitivity,

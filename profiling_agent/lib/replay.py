@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.lib.machine import available_bytes
-from profiling_agent.modules.hooks import watching
+from profiling_agent.lib.modules import watching
 
 # The activations that one walk caches: at most 2 GiB, and a fifth of the free memory as two walks run at a time.
 # Batches that do not fit are run from the beginning each time.

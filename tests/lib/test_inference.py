@@ -9,9 +9,8 @@ from activated_norms import activated
 from torch import nn
 from torch.nn import functional as F
 
-from profiling_agent.modules import inference
-from profiling_agent.modules.inference import quick_products
-from profiling_agent.modules.norms import Folded, fuse_norms_
+from profiling_agent.lib import inference
+from profiling_agent.lib.inference import Folded, fuse_norms_, quick_products
 
 
 def everywhere():

@@ -11,13 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import ViTConfig, ViTForImageClassification
 
 from profiling_agent.errors import RequestError
-from profiling_agent.modules.complexity import (
-    Complexity,
-    count_complexity,
-    counted_matmuls,
-    matmul_macs,
-    sdpa_macs,
-)
+from profiling_agent.lib.costs import Complexity, count_complexity, counted_matmuls, matmul_macs, sdpa_macs
 from profiling_agent.schemas import InputSpec
 
 ATTENTION_KINDS = ("ViTAttention", "DeiTAttention", "SwinAttention")

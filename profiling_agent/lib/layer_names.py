@@ -8,10 +8,18 @@ import re2
 from profiling_agent.errors import PlanError
 
 MAX_PATTERN_LENGTH = 300
+
+
 # Enough for any reasonable pattern; RE2 rejects one that compiles to more, such as nested repetitions.
 MAX_PATTERN_MEMORY_BYTES = 256 * 1024
+
+
 NUM_NEAR_NAMES = 3
+
+
 MIN_SIMILARITY = 0.3
+
+
 # Layer names of transformers 4 and their replacements, which must be applied in this order.
 OLD_NAMES = (
     ("attention.attention.", "attention."),
@@ -26,6 +34,8 @@ OLD_NAMES = (
     ("mlp.weights_out", "mlp.down_proj"),
     ("mlp.dense", "mlp.fc"),
 )
+
+
 # In transformers 5 some families lost the encoder around their layers, some renamed its blocks, and some kept it.
 OLD_STACKS = ((r"\.encoder\.layer\.", r".layers."), (r"\.encoder\.block\.(\d+)\.(\d+)\.", r".stages.\1.blocks.\2."))
 

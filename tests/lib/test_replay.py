@@ -12,9 +12,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from profiling_agent.modules.hooks import watching
-from profiling_agent.modules.inference import random_batch
-from profiling_agent.modules.prefix import Replay, Walk, find_prefixes, in_order, run_to_layer
+from profiling_agent.lib.modules import random_batch, watching
+from profiling_agent.lib.replay import Replay, Walk, find_prefixes, in_order, run_to_layer
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
