@@ -108,7 +108,7 @@ class SelfTest:
             architecture=load_recipe(self.model).architecture,
         )
         batch = random_batch(SPEC, BATCH).to(self.device)
-        table = time_units(model, profiled.units, batch, file=self.folder / "latency.json")
+        table = time_units(model, profiled.units, batch)
         evidence = measure_sensitivity(model, profiled.units, _calibration, table=table)
         self._profile = profiled.model_copy(update={"evidence": evidence})
         cost = (

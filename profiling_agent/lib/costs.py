@@ -1,12 +1,13 @@
 """Cost of each module: parameters and multiply-accumulates (MACs) by ptflops, time, and activations.
 
-ptflops misses attention, which is added here. Counted are linear and convolution layers, as ptflops counts them (one MAC for each bias
-addition too: 17.58 G for ViT-B/16), and attention's two matrix products. Activations, norms, pools, softmax and additions are not counted.
+ptflops misses attention, which is added here. Counted are linear and convolution layers, as ptflops counts them (one MAC for each
+bias addition too: 17.58 G for ViT-B/16), and attention's two matrix products. Activations, norms, pools, softmax and additions
+are not counted.
 """
 
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,32 +46,11 @@ def matmul_macs(*args: Any, **kwargs: Any) -> int:
     return math.prod(batch_shape) * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
+PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm, Tensor.mm)
 FORMULAS: Mapping[Callable[..., Any], Callable[..., int]] = {
     F.scaled_dot_product_attention: sdpa_macs,
-    torch.matmul: matmul_macs,
-    torch.bmm: matmul_macs,
-    torch.mm: matmul_macs,
-    Tensor.matmul: matmul_macs,
-    Tensor.__matmul__: matmul_macs,
-    Tensor.bmm: matmul_macs,
-    Tensor.mm: matmul_macs,
+    **dict.fromkeys(PRODUCTS, matmul_macs),
 }
-
-
-@contextmanager
-def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
-    """Count the MACs of products of two activations, by the name of the module whose forward called them.
-
-    The innermost module counts: attention's products belong to the attention module, not to the layer around it.
-    `torch.einsum` is not counted.
-    """
-    counter = _MatmulCounter()
-
-    def leave(_name: str, _inputs: Any, _output: Any) -> None:
-        counter.call_stack.pop()
-
-    with watching(model, before=lambda name, _: counter.call_stack.append(name), after=leave), counter:
-        yield counter.macs
 
 
 class _MatmulCounter(TorchFunctionMode):
@@ -84,6 +64,19 @@ class _MatmulCounter(TorchFunctionMode):
         if self.call_stack and (formula := FORMULAS.get(func)) is not None:
             self.macs[self.call_stack[-1]] += formula(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
+    """Count the MACs of products of two activations, by the name of the module whose forward called them.
+
+    The innermost module counts: attention's products belong to the attention module, not to the layer around it.
+    `torch.einsum` is not counted.
+    """
+    counter = _MatmulCounter()
+    stack = counter.call_stack
+    with watching(model, before=lambda name, _: stack.append(name), after=lambda *_: stack.pop()), counter:
+        yield counter.macs
 
 
 COUNTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -107,20 +100,11 @@ def count_complexity(model: nn.Module, spec: InputSpec) -> dict[str, Complexity]
     Raises:
         RequestError: ptflops can't run the model on `spec`.
     """
-    params, macs = Counter[str](), _macs(model, spec)
+    names = {module: name for name, module in model.named_modules()}
+    params, macs = Counter[str](), Counter[str]()
     # `named_parameters` yields a shared one once.
     for name, parameter in model.named_parameters():
         params[name.rpartition(".")[0]] += parameter.numel()
-    return {
-        name: Complexity(kind=type(module).__name__, params=params[name], macs=macs[name])
-        for name, module in model.named_modules()
-        if params[name] or macs[name]
-    }
-
-
-def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
-    names = {module: name for name, module in model.named_modules()}
-    macs = Counter[str]()
 
     def add(module: Any, inputs: Any, output: Any, *, formula: Callable[..., None]) -> None:
         before = module.__flops__
@@ -131,13 +115,9 @@ def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
         # ptflops declares a dict here, but prints a warning for every model given a dict.
         return torch.zeros(shape, device=device_of(model))
 
-    hooks = {
-        # Without its own hook, ptflops would skip a subclass of `nn.Linear`.
-        type(module): partial(add, formula=MODULES_MAPPING[kind])
-        for module in names
-        if (kind := next((kind for kind in COUNTED if isinstance(module, kind)), None)) is not None
-    }
-    with preserving_state(model), torch.inference_mode(), counted_matmuls(model) as matmul_macs:
+    # Without its own hook, ptflops would skip a subclass of `nn.Linear`.
+    kinds = {type(module): [kind for kind in COUNTED if isinstance(module, kind)] for module in names}
+    with preserving_state(model), torch.inference_mode(), counted_matmuls(model) as matmuls:
         total, _ = get_model_complexity_info(
             model,
             spec.batch(1),
@@ -146,7 +126,9 @@ def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
             as_strings=False,
             backend="pytorch",
             ignore_modules=[kind for kind in MODULES_MAPPING if kind not in COUNTED],
-            custom_modules_hooks=hooks,
+            custom_modules_hooks={
+                kind: partial(add, formula=MODULES_MAPPING[counted[0]]) for kind, counted in kinds.items() if counted
+            },
             # ptflops adds patched functions to the total only; counted_matmuls counts them at their module.
             backend_specific_config={"count_functional": False},
         )
@@ -154,7 +136,12 @@ def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
         raise RequestError(
             f"ptflops can't count {type(model).__name__!r} on an image of {spec.batch(1)[1:]!r}; check the input shape"
         )
-    return macs + matmul_macs
+    macs += matmuls
+    return {
+        name: Complexity(kind=type(module).__name__, params=params[name], macs=macs[name])
+        for name, module in model.named_modules()
+        if params[name] or macs[name]
+    }
 
 
 class Stopwatch:
@@ -177,13 +164,13 @@ class Stopwatch:
 
     def own_ms(self, ms_between: Callable[[Any, Any], float]) -> dict[str, float]:
         """Return the milliseconds of each module, summed over its calls, without those of its children."""
-        total_ms: defaultdict[str, float] = defaultdict(float)
+        total_ms: dict[str, float] = {}
         for name, begin, end, parent in self._spans:
             span_ms = ms_between(begin, end)
-            total_ms[name] += span_ms
+            total_ms[name] = total_ms.get(name, 0.0) + span_ms
             if parent is not None:
-                total_ms[parent] -= span_ms
-        return dict(total_ms)
+                total_ms[parent] = total_ms.get(parent, 0.0) - span_ms
+        return total_ms
 
 
 def layer_latency(model: nn.Module, batch: Tensor, *, passes: int) -> dict[str, float]:
@@ -193,33 +180,31 @@ def layer_latency(model: nn.Module, batch: Tensor, *, passes: int) -> dict[str, 
     microseconds a module, counts for the enclosing module. CUDA times are between events in the stream, read after one
     synchronization a pass.
     """
+
+    def mark() -> Any:
+        if not batch.is_cuda:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms_between(begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) if batch.is_cuda else (end - begin) / 1e6
+
     samples_ms: dict[str, list[float]] = {}
     with torch.inference_mode():
         for _ in range(passes):
-            stopwatch = Stopwatch(_record_event if batch.is_cuda else time.perf_counter_ns)
-            _synchronize(batch)
+            stopwatch = Stopwatch(mark)
+            if batch.is_cuda:
+                torch.cuda.synchronize(batch.device)
             with watching(model, before=stopwatch.enter, after=stopwatch.leave):
                 model(pixel_values=batch)
-            _synchronize(batch)
-            for name, own_ms in stopwatch.own_ms(_ms_between).items():
+            if batch.is_cuda:
+                torch.cuda.synchronize(batch.device)
+            for name, own_ms in stopwatch.own_ms(ms_between).items():
                 samples_ms.setdefault(name, []).append(own_ms)
     # Events resolve half a microsecond at best, so a child may seem to take longer than its parent.
     return {name: max(median(own_ms), 0.0) for name, own_ms in samples_ms.items()}
-
-
-def _record_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _ms_between(begin: Any, end: Any) -> float:
-    return (end - begin) / 1e6 if isinstance(begin, int) else begin.elapsed_time(end)
-
-
-def _synchronize(batch: Tensor) -> None:
-    if batch.is_cuda:
-        torch.cuda.synchronize(batch.device)
 
 
 def activation_bytes(model: nn.Module, batch: Tensor) -> dict[str, int]:
@@ -228,7 +213,7 @@ def activation_bytes(model: nn.Module, batch: Tensor) -> dict[str, int]:
     A tensor is counted at the first module that returns it: a container that returns its last child's output, or dropout in
     eval mode, creates none.
     """
-    num_bytes: Counter[str] = Counter()
+    num_bytes = Counter[str]()
     # Weak, so that the pass needs no more memory than usual, and the id of a freed tensor is not mistaken for another's.
     seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

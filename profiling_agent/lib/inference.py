@@ -1,9 +1,8 @@
-"""Inference: threads, random batches, faster matrix products on the CPU, and distances between logits.
+"""Faster inference on the CPU: float32 products by oneDNN, and batch norms fused into convolutions.
 
-Products: torch multiplies float32 matrices by MKL, which is slow on processors other than Intel's. For the layers of a
-ViT-B/16 on two cores of an AMD EPYC, MKL reaches 98 GMAC/s and oneDNN, which torch includes, 210. Convolutions use oneDNN
-anyway, which works with channels last; torch moves the channels back to the front after each one if the images come that way.
-Both changes sum the same products in another order.
+Torch multiplies float32 matrices by MKL, which is slow on processors other than Intel's: for the layers of a ViT-B/16 on two cores
+of an AMD EPYC, MKL reaches 98 GMAC/s and oneDNN, which torch includes, 210. Convolutions use oneDNN anyway, which works with
+channels last; torch moves the channels back to the front after each one if the images come that way.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -24,13 +23,6 @@ from profiling_agent.lib.modules import following_norms
 MIN_ROWS, MIN_COLUMNS = 32, 32
 
 
-# Dimensions of a batch of images.
-IMAGE_DIMS = 4
-
-
-INTEL = "GenuineIntel"
-
-
 @contextmanager
 def quick_products() -> Generator[None]:
     """Speed up float32 layers on the CPU: linear ones by oneDNN if torch is slower, convolutions with channels last.
@@ -45,7 +37,7 @@ def quick_products() -> Generator[None]:
 def mkl_is_slow() -> bool:
     """Return whether torch multiplies by MKL on a processor other than Intel's, and has oneDNN as well."""
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return has_both and cpu_vendor() not in ("", INTEL)
+    return has_both and cpu_vendor() not in ("", "GenuineIntel")
 
 
 class _Quick(TorchFunctionMode):
@@ -58,7 +50,7 @@ class _Quick(TorchFunctionMode):
     ) -> Any:
         if self._linear and func is F.linear and (suited := _onednn_arguments(*args, **(kwargs or {}))):
             return _OneDnnLinear.apply(*suited)
-        if self._convolutions and args and _is_plain(args[0]) and args[0].dim() == IMAGE_DIMS:
+        if self._convolutions and args and _is_plain(args[0]) and args[0].dim() == 4:
             if func is F.conv2d:
                 args = (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
             elif func is Tensor.view and args[0].is_contiguous(memory_format=torch.channels_last):
@@ -171,11 +163,8 @@ def fuse_norms_(model: nn.Module, images: Tensor) -> int:
     """
     modules = dict(model.named_modules())
     convolutions = [name for name, module in modules.items() if type(module) is nn.Conv2d]
-    pairs = {
-        name: norm
-        for name, norm in following_norms(model, convolutions, images[:1]).items()
-        if isinstance(modules[norm], nn.BatchNorm2d)
-    }
+    norm_of = following_norms(model, convolutions, images[:1])
+    pairs = {name: norm for name, norm in norm_of.items() if isinstance(modules[norm], nn.BatchNorm2d)}
     if not pairs:
         return 0
     expected = model(pixel_values=images).logits
@@ -183,8 +172,7 @@ def fuse_norms_(model: nn.Module, images: Tensor) -> int:
         fused = fuse_conv_bn_eval(modules[name], modules[norm])  # pyright: ignore[reportArgumentType]
         model.set_submodule(name, fused)
         model.set_submodule(norm, Folded(modules[norm]))
-    logits = model(pixel_values=images).logits
-    if (logits - expected).abs().max() <= MAX_DISTANCE * expected.std():
+    if (model(pixel_values=images).logits - expected).abs().max() <= MAX_DISTANCE * expected.std():
         return len(pairs)
     for name in (*pairs, *pairs.values()):
         model.set_submodule(name, modules[name])

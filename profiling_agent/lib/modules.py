@@ -14,15 +14,14 @@ from profiling_agent.errors import RunError
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.schemas import InputSpec
 
-Before = Callable[[str, Any], Any]
-
-
-After = Callable[[str, Any, Any], Any]
-
 
 @contextmanager
 def watching(
-    model: nn.Module, names: Iterable[str] | None = None, *, before: Before | None = None, after: After | None = None
+    model: nn.Module,
+    names: Iterable[str] | None = None,
+    *,
+    before: Callable[[str, Any], Any] | None = None,
+    after: Callable[[str, Any, Any], Any] | None = None,
 ) -> Generator[None]:
     """Call `before(name, input)` and `after(name, input, output)` around every call of the named modules, or of all.
 
@@ -46,35 +45,13 @@ def _call(
     callback(name, next(iter((*args, *kwargs.values())), None), *output)
 
 
-@contextmanager
-def counted_passes(*models: nn.Module) -> Generator[Callable[[], int]]:
-    """Count the forward passes of `models`, each once if it is named twice; yield a function that returns the count."""
-    passes: list[str] = []
-    with ExitStack() as stack:
-        for model in dict.fromkeys(models):
-            stack.enter_context(watching(model, [""], after=lambda name, _input, _output: passes.append(name)))
-        yield lambda: len(passes)
-
-
-def tensors(output: Any) -> Iterator[torch.Tensor]:
+def tensors(output: Any) -> Iterator[Tensor]:
     """Yield the tensors in a module's output, through mappings (ModelOutput is one), tuples and lists."""
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (dict, tuple, list)):
         for part in output.values() if isinstance(output, dict) else output:
             yield from tensors(part)
-
-
-def pin_threads(num_threads: int | None = None) -> int:
-    """Set the number of compute threads of this process, by default one per available core, and return it."""
-    count = num_threads or available_threads()
-    torch.set_num_threads(count)
-    return count
-
-
-def random_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> torch.Tensor:
-    """Return standard normal noise in the model's input shape: (batch, channels, height, width), float32."""
-    return torch.randn(spec.batch(batch_size), generator=torch.Generator().manual_seed(seed))
 
 
 @contextmanager
@@ -93,6 +70,30 @@ def preserving_state(model: nn.Module) -> Generator[nn.Module]:
             vars(module).update(attributes)
 
 
+def without_weights(model: nn.Module) -> nn.Module:
+    """Copy `model` to the meta device: its structure and shapes, without memory or arithmetic."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
+def module_counts(model: nn.Module) -> dict[str, int]:
+    """Return the number of places in which each named module occurs."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    counts = Counter(id(module) for _, module in modules)
+    return {name: counts[id(module)] for name, module in modules}
+
+
+def pin_threads(num_threads: int | None = None) -> int:
+    """Set the number of compute threads of this process, by default one per available core, and return it."""
+    count = num_threads or available_threads()
+    torch.set_num_threads(count)
+    return count
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's first parameter or buffer, or the CPU if it has none."""
     for tensor in (*model.parameters(), *model.buffers()):
@@ -103,8 +104,7 @@ def device_of(model: nn.Module) -> torch.device:
 def floating_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of the images that a model takes: that of its parameters if they share one, else float32."""
     # Buffers count only without parameters: quantized layers, whose weights are buffers, cast their own inputs.
-    tensors = [*model.parameters()] or [*model.buffers()]
-    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    dtypes = {tensor.dtype for tensor in [*model.parameters()] or [*model.buffers()] if tensor.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
@@ -127,17 +127,12 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
     return model.to(device)
 
 
-def without_weights(model: nn.Module) -> nn.Module:
-    """Copy `model` to the meta device: its structure and shapes, without memory or arithmetic."""
-    memo: dict[int, Any] = {
-        id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        for parameter in model.parameters()
-    }
-    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
-    return copy.deepcopy(model, memo)
+def random_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> Tensor:
+    """Return standard normal noise in the model's input shape: (batch, channels, height, width), float32."""
+    return torch.randn(spec.batch(batch_size), generator=torch.Generator().manual_seed(seed))
 
 
-def logits_of(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
+def logits_of(model: nn.Module, pixel_values: Tensor) -> Tensor:
     """Return the logits in eval mode, in float32 on the CPU; the model's mode is restored."""
     was_training = model.training
     model.eval()
@@ -164,24 +159,12 @@ def relative_distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float32).tiny))
 
 
-def module_counts(model: nn.Module) -> dict[str, int]:
-    """Return the number of places in which each named module occurs."""
-    modules = list(model.named_modules(remove_duplicate=False))
-    counts = Counter(id(module) for _, module in modules)
-    return {name: counts[id(module)] for name, module in modules}
-
-
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def batch_norms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]:
     """Return the batch norms of `model` that normalise by running statistics."""
     return [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.track_running_stats]
-
-
-def has_bias(layer: nn.Module) -> bool:
-    """Return whether `layer` adds a bias."""
-    return dict(layer.named_parameters(recurse=False)).get("bias") is not None
 
 
 def following_norms(model: nn.Module, consumers: Collection[str], image: Tensor) -> dict[str, str]:
@@ -204,16 +187,19 @@ def following_norms(model: nn.Module, consumers: Collection[str], image: Tensor)
     return norm_of
 
 
+def has_bias(layer: nn.Module) -> bool:
+    """Return whether `layer` adds a bias."""
+    return dict(layer.named_parameters(recurse=False)).get("bias") is not None
+
+
 def border_of(layer: nn.Conv2d) -> tuple[int, int, int, int]:
     """Return the pixels that `layer` pads at the left, right, top and bottom, as `functional.pad` takes them."""
-    padding: Any = layer.padding
-    if not isinstance(padding, str):
-        # Like torch, accept one number for both sides, bare or in a list.
-        sides = (padding,) if isinstance(padding, int) else tuple(padding)
-        top, left = sides * (2 // len(sides))
-        return left, left, top, top
-    if padding == "valid":
-        return 0, 0, 0, 0
-    # Like torch's "same": if the sides differ, the last has one pixel more.
-    height, width = (step * (size - 1) for size, step in zip(layer.kernel_size, layer.dilation, strict=True))
-    return width // 2, width - width // 2, height // 2, height - height // 2
+    if layer.padding == "same":
+        # Like torch: if the sides differ, the last has one pixel more.
+        height, width = (step * (size - 1) for size, step in zip(layer.kernel_size, layer.dilation, strict=True))
+        return width // 2, width - width // 2, height // 2, height - height // 2
+    padding: Any = 0 if layer.padding == "valid" else layer.padding
+    # Like torch, accept one number for both sides, bare or in a list.
+    sides = (padding,) if isinstance(padding, int) else tuple(padding)
+    top, left = sides * (2 // len(sides))
+    return left, left, top, top

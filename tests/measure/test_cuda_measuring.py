@@ -79,10 +79,10 @@ def test_a_small_batch_of_a_small_model_is_launch_bound():
 
 
 @pytest.mark.parametrize("batch_size", [1, 32])
-def test_widths_are_told_apart_under_a_graph(tmp_path: Path, recwarn: pytest.WarningsRecorder, batch_size: int):
+def test_widths_are_told_apart_under_a_graph(recwarn: pytest.WarningsRecorder, batch_size: int):
     model = vit(768, 12, depth=1)
     units = [unit for unit in find_units(model, SPEC, {}).units if unit.kind is UnitKind.MLP]
-    table = time_units(model, units, random_batch(SPEC, batch_size).cuda(), file=tmp_path / "times.json")
+    table = time_units(model, units, random_batch(SPEC, batch_size).cuda())
     (unit,) = units
     times, ruled_out = table.times[unit.name], table.ruled_out[unit.name]
 
@@ -118,11 +118,10 @@ def test_equal_models_race_equal_and_a_slower_one_is_shown(tmp_path: Path):
 
 def test_throughput_leaves_out_the_launches(tmp_path: Path):
     model = saved(tmp_path, vit(192, 3), "tiny")
-    found = throughput([model], root=tmp_path, batch_sizes=(1, 32), device="cuda")
+    rows, refused = throughput([model], root=tmp_path, batch_sizes=(1, 32), device="cuda")
 
-    assert found.environment.gpu == find_gpu()
-    assert not found.refused
-    assert found.rows[1].images_per_s > 3 * found.rows[0].images_per_s
+    assert not refused
+    assert rows[1].images_per_s > 3 * rows[0].images_per_s
 
 
 def test_the_gpu_is_named_as_torch_names_it():
