@@ -35,6 +35,7 @@ MIXED = (
 )
 ASK = """
 import json, sys, torch
+from profiling_agent.lib.modules import random_batch
 from profiling_agent.runtimes.torch_artifact import load_module
 from profiling_agent.schemas import InputSpec
 batch = random_batch(InputSpec(channels=3, height=32, width=32, source="zoo"), 3, seed=7)
