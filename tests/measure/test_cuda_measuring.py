@@ -60,22 +60,14 @@ def measured(model: nn.Module, batch_size: int, spec: InputSpec = SPEC) -> tuple
     return pass_ms, layers_ms, kernel_ms
 
 
-def test_layers_and_kernels_of_a_large_batch_add_up_to_the_pass():
+def test_layers_and_kernels_of_a_large_batch_add_up_to_the_pass_and_a_small_one_is_launch_bound():
     pass_ms, layers_ms, kernel_ms = measured(vit(768, 12), 64)
-    share = launch_bound_share(kernel_ms, pass_ms)
-
     assert 0.9 < layers_ms / pass_ms < 1.1
     assert 0.85 < kernel_ms / pass_ms < 1.1
-    assert share is not None
-    assert share < 0.15
+    assert (launch_bound_share(kernel_ms, pass_ms) or 0) < 0.15
 
-
-def test_a_small_batch_of_a_small_model_is_launch_bound():
     pass_ms, _, kernel_ms = measured(vit(192, 3), 1)
-    share = launch_bound_share(kernel_ms, pass_ms)
-
-    assert share is not None
-    assert share > 0.5
+    assert (launch_bound_share(kernel_ms, pass_ms) or 0) > 0.5
 
 
 @pytest.mark.parametrize("batch_size", [1, 32])
