@@ -21,7 +21,7 @@ from full_size import MODELS, build
 from torch import Tensor, nn
 from transformers import ViTImageProcessor
 
-from profiling_agent.modules.inference import quick_products
+from profiling_agent.lib.inference import quick_products
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 FOLDER = Path(__file__).resolve().parents[1] / "runs" / "fitted"

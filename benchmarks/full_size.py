@@ -16,8 +16,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from profiling_agent.modules.complexity import count_complexity
-from profiling_agent.modules.inference import without_weights
+from profiling_agent.lib.costs import count_complexity
+from profiling_agent.lib.modules import without_weights
 from profiling_agent.pruning.widths import crossings, snap
 from profiling_agent.schemas import Cut, InputSpec, Unit
 

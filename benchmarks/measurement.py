@@ -20,10 +20,12 @@ from checks import Check, Estimate, finish, stamped
 from scipy import stats
 
 from profiling_agent.jobs.tasks import MODULES
-from profiling_agent.measure.race import run_race, session_starter
-from profiling_agent.measure.session import worker_command
+from profiling_agent.measure.race import SHORT, run_sessions, session_starter
+from profiling_agent.measure.session import RaceSession, run_session, worker_command
+from profiling_agent.measure.statistics import score
 from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.processes.child import ForkServer, child_command, child_environment, fork_server
+from profiling_agent.schemas import NUM_SESSIONS
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SLOWER = (0.02, 0.03, 0.05, 0.10)
@@ -49,15 +51,20 @@ def compare(
     """Return one row for each of `num` comparisons, whose processes are copies where there is a server, as a run's are."""
     rows: list[dict[str, Any]] = []
     start, servers = WorkerSetup(batch_size=batch_size, device="cpu"), {0: server, 1: server} if server else None
+    starter = session_starter([worker_command(folder), copy], start, servers=servers)
+
+    def hold(seed: int) -> RaceSession:
+        with starter(range(2)) as processes:
+            return run_session(processes, limits=SHORT, seed=seed, chooses=False)
+
     for number in range(num):
-        starter = session_starter([worker_command(folder), copy], start, servers=servers)
-        result = run_race(starter, 2, seed=1000 * number)
-        score = result.scores[1]
-        said = "slower" if score.is_shown_slower else "faster" if score.is_shown_faster else "equal"
-        row = {"kind": kind, "said": said, "speedup": score.speedup, "low": score.low, "high": score.high}
-        rows.append(stamped(row | {"sessions": [float(np.exp(np.median(one))) for one in result.ratios[1]]}))
+        sessions, _ = run_sessions(lambda session, number=number: hold(1000 * number + session), NUM_SESSIONS)
+        found = score([session.ratios[1] for session in sessions])
+        said = "slower" if found.is_shown_slower else "faster" if found.is_shown_faster else "equal"
+        row = {"kind": kind, "said": said, "speedup": found.speedup, "low": found.low, "high": found.high}
+        rows.append(stamped(row | {"sessions": [float(np.exp(np.median(one.ratios[1]))) for one in sessions]}))
         print(
-            f"{kind:<10}{number + 1:>4}/{num}  {score.speedup:.3f} [{score.low:.3f}, {score.high:.3f}] {said}",
+            f"{kind:<10}{number + 1:>4}/{num}  {found.speedup:.3f} [{found.low:.3f}, {found.high:.3f}] {said}",
             flush=True,
         )
     return rows

@@ -34,7 +34,7 @@ def open_papers(folder: str, start: WorkerSetup) -> Callable[[], float]:
     import torch
     from paper.methods import dynamic_int8
 
-    from profiling_agent.modules.inference import pin_threads
+    from profiling_agent.lib.modules import pin_threads
     from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
 
     pin_threads(start.num_threads)

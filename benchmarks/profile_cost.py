@@ -9,8 +9,8 @@ from typing import Any
 from checks import Check, finish
 from transformers import ViTConfig, ViTForImageClassification
 
+from profiling_agent.lib.modules import pin_threads
 from profiling_agent.measure.throughput import measure_headline
-from profiling_agent.modules.inference import pin_threads
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.runtimes.torch_session import TorchSession
 from profiling_agent.schemas import InputSpec

@@ -27,7 +27,7 @@ from tradeoff_subject import Draw, Subject
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from profiling_agent.lib.machine import peak_memory_bytes
-from profiling_agent.modules.inference import pin_threads, random_batch
+from profiling_agent.lib.modules import pin_threads, random_batch
 from profiling_agent.profiling.evidence import measure_sensitivity
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model

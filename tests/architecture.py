@@ -12,7 +12,7 @@ BEGIN, END = "<!-- drawn from the imports by tests/architecture.py -->", "<!-- e
 # Lowest first: a package or a module of the root imports itself and what stands before it.
 ORDER = (
     *("schemas", "errors", "lib", "request", "workspace"),
-    *("processes", "prompts", "llm", "modules", "data"),
+    *("processes", "prompts", "llm", "data"),
     *("pruning", "quantization", "runtimes"),
     *("measure", "profiling", "planning"),
     *("jobs", "search"),

@@ -23,12 +23,11 @@ LIMIT = re.compile(r"lose at most ([\d.]+)% of top-1")
 FIRST_NATS = 0.5
 # A bound at 90% of one side lies 1.28 errors above the estimate, the end of the interval 1.96.
 BOUND = 1.28 / 1.96
-METRICS = ("params", "macs")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One attempt as the prompt tells it: shares of the whole, nats, and the 95% interval's upper end of what was lost."""
+    """One attempt as the prompt has it: shares of the whole, nats, and the 95% interval's upper end of what was lost."""
 
     saving: float
     kl: float
@@ -54,24 +53,25 @@ class Reader:
         """Return each group as pattern and kind."""
         return tuple((json.loads(row["name"]), row["kind"]) for row in GROUP.finditer(self.prompt))
 
-    @cached_property
+    @property
     def metric(self) -> str:
-        """Return what to save: MACs where speed decides, params elsewhere.
-
-        Times are told of float32 layers, and what is deployed is int8.
-        """
+        """Return what to save: MACs where speed decides, params elsewhere; times are of float32 layers, not of int8."""
         return "macs" if "best speed wins" in self.prompt else "params"
 
     @cached_property
-    def curve(self) -> tuple[tuple[float, float], ...]:
-        """Return (saving, KL) of the points that can be reached, both rising."""
-        index = METRICS.index(self.metric)
-        told = [(_shares(row["shares"])[index], float(row["kl"])) for row in POINT.finditer(self.prompt)]
+    def curve(self) -> tuple[list[float], list[float]]:
+        """Return savings and their KL of the points that can be reached, both rising."""
+        shares = 1 if self.metric == "macs" else 0
+        told = [
+            (float(row["shares"].split(",")[shares].strip(" %")) / 100, float(row["kl"]))
+            for row in POINT.finditer(self.prompt)
+        ]
         points: list[tuple[float, float]] = []
         for saving, kl in sorted(told, key=lambda point: (-point[0], point[1])):
             if kl > 0 and (not points or (saving < points[-1][0] and kl < points[-1][1])):
                 points.append((saving, kl))
-        return tuple(reversed(points)) or ((0.5, 1.0),)
+        points = points or [(0.5, 1.0)]
+        return [saving for saving, _ in reversed(points)], [kl for _, kl in reversed(points)]
 
     @cached_property
     def attempts(self) -> tuple[Seen, ...]:
@@ -89,28 +89,26 @@ class Reader:
 
     def saving_for(self, nats: float) -> float:
         """Return the saving that costs so many nats, by the curve moved to go through the nearest attempt."""
-        moved = 1.0
+        savings, kls = self.curve
         if self.attempts:
             nearest = min(self.attempts, key=lambda seen: abs(math.log(seen.kl / nats)))
-            moved = nearest.kl / self._curve_kl(nearest.saving)
-        return self._curve_saving(nats / moved)
+            kl = float(np.exp(np.interp(nearest.saving, savings, np.log(kls))))
+            # Below its first point, KL goes with the square of what is saved.
+            kl *= min(max(nearest.saving, 1e-4) / savings[0], 1.0) ** 2
+            nats *= kl / nearest.kl
+        return float(np.interp(math.log(nats), np.log(kls), savings)) * min(math.sqrt(nats / kls[0]), 1.0)
 
-    def _curve_kl(self, saving: float) -> float:
-        """Return the curve's KL at a saving; below its first point, KL goes with the square of what is saved."""
-        savings, kls = zip(*self.curve, strict=True)
-        if saving <= savings[0]:
-            return kls[0] * (max(saving, 1e-4) / savings[0]) ** 2
-        return float(np.exp(np.interp(saving, savings, np.log(kls))))
+    @property
+    def nats(self) -> float:
+        """Return the nats that should just be accepted: what one has cost by the attempt nearest to the limit.
 
-    def _curve_saving(self, nats: float) -> float:
-        savings, kls = zip(*self.curve, strict=True)
-        if nats <= kls[0]:
-            return savings[0] * math.sqrt(nats / kls[0])
-        return float(np.interp(math.log(nats), np.log(kls), savings))
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    return tuple(float(share.strip(" %")) / 100 for share in text.split(","))
+        What is accepted keeps the limit with a bound, which lies above the estimate by two thirds of the 95% interval's arm.
+        """
+        if told := [seen for seen in self.attempts if seen.lost > 0]:
+            nearest = min(told, key=lambda seen: abs(math.log(seen.lost / self.limit)))
+            room = self.limit - BOUND * (nearest.high - nearest.lost)
+            return max(nearest.kl * max(room, 0.2 * self.limit) / nearest.lost, 1e-6)
+        return 4 * max((seen.kl for seen in self.attempts), default=self.limit * FIRST_NATS / 4)
 
 
 def careful_plan(prompt: str) -> dict[str, Any]:
@@ -122,29 +120,12 @@ def careful_plan(prompt: str) -> dict[str, Any]:
     high = min((seen.saving for seen in reader.attempts if not seen.accepted and seen.saving > low), default=0.95)
     if high - low < 0.01:
         return {"reason": f"{low:.1%} was accepted and {high:.1%} refused: nothing lies between", "stop": True}
-    nats = _nats(reader)
-    wanted = reader.saving_for(nats)
-    margin = min(0.01, (high - low) / 4)
+    wanted, margin = reader.saving_for(reader.nats), min(0.01, (high - low) / 4)
     if not low + margin <= wanted <= high - margin:
         wanted = (low + high) / 2 if high < 0.95 else min(low * 1.15 + 0.02, 0.9)
     reason = (
         f"{len(reader.attempts)} attempts: {low:.1%} of the {reader.metric} was accepted, {high:.1%} not; "
-        f"about {nats:.2g} nats fit {reader.limit:.2%} of top-1"
+        f"about {reader.nats:.2g} nats fit {reader.limit:.2%} of top-1"
     )
-    target = {"metric": reader.metric, "saving": round(wanted, 4), "justification": f"{nats:.2g} nats"}
+    target = {"metric": reader.metric, "saving": round(wanted, 4), "justification": f"{reader.nats:.2g} nats"}
     return {"reason": reason, "target": target}
-
-
-def _nats(reader: Reader) -> float:
-    """Return the nats that should just be accepted: what one has cost by the attempt nearest to the limit.
-
-    What is accepted keeps the limit with a bound, which lies above the estimate by two thirds of the 95% interval's arm.
-    """
-    told = [seen for seen in reader.attempts if seen.lost > 0]
-    if told:
-        nearest = min(told, key=lambda seen: abs(math.log(seen.lost / reader.limit)))
-        room = reader.limit - BOUND * (nearest.high - nearest.lost)
-        return max(nearest.kl * max(room, 0.2 * reader.limit) / nearest.lost, 1e-6)
-    if reader.attempts:
-        return 4 * max(seen.kl for seen in reader.attempts)
-    return reader.limit * FIRST_NATS

@@ -4,7 +4,7 @@ import torch
 from full_size import MODELS, SPEC
 from sample_records import evidence, profile
 
-from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.lib.costs import count_complexity
 from profiling_agent.pruning.units import find_units
 from profiling_agent.schemas import LayerProfile, ModelProfile, OperatorProfile
 

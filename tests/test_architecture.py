@@ -8,7 +8,7 @@ import tomllib
 from architecture import ORDER, ROOT, drawing, drawn, imports, in_a_cycle, sources, upward
 
 PACKAGE = ROOT / "profiling_agent"
-STAGES = ORDER[ORDER.index("modules") : ORDER.index("graph")]
+STAGES = ORDER[ORDER.index("data") : ORDER.index("graph")]
 
 
 def test_every_package_and_every_module_of_the_root_has_its_place_in_the_order():

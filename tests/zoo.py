@@ -19,7 +19,7 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.lib.costs import count_complexity
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind

@@ -27,10 +27,10 @@ from profiling_agent.jobs.handlers.measurement import answer
 from profiling_agent.jobs.runner import Jobs, job_key, read_profile
 from profiling_agent.jobs.tasks import prepared
 from profiling_agent.lib.machine import environment
+from profiling_agent.lib.modules import on_device, random_batch
 from profiling_agent.measure.intervals import paired_drop
 from profiling_agent.measure.race import compare as compare_speed
 from profiling_agent.measure.race import pool, run_sessions
-from profiling_agent.modules.inference import on_device, random_batch
 from profiling_agent.quantization.kinds import parameter_bytes
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request

@@ -11,7 +11,7 @@ from torch import nn
 from profiling_agent.data.hub import library_errors
 from profiling_agent.data.prepared import to_processor_channels
 from profiling_agent.errors import ShapeUnresolvedError
-from profiling_agent.modules.inference import device_of, preserving_state
+from profiling_agent.lib.modules import device_of, preserving_state
 from profiling_agent.schemas import InputSpec, ShapeFacts
 
 Rule = Callable[[nn.Module, Any], InputSpec | None]

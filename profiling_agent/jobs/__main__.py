@@ -45,7 +45,7 @@ def main() -> None:
                 if order.torch:
                     import torch
 
-                    from profiling_agent.modules.inference import pin_threads
+                    from profiling_agent.lib.modules import pin_threads
 
                     pin_threads()
                     torch.manual_seed(0)

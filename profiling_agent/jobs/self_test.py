@@ -19,9 +19,9 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from profiling_agent.data.models import resolve_device
 from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.lib.modules import on_device, random_batch
 from profiling_agent.measure.latency_table import time_units
 from profiling_agent.measure.throughput import measure_headline
-from profiling_agent.modules.inference import on_device, random_batch
 from profiling_agent.profiling.evidence import measure_sensitivity
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.pruning.compensation import MIN_IMAGES, compensate
@@ -108,7 +108,7 @@ class SelfTest:
             architecture=load_recipe(self.model).architecture,
         )
         batch = random_batch(SPEC, BATCH).to(self.device)
-        table = time_units(model, profiled.units, batch, file=self.folder / "latency.json")
+        table = time_units(model, profiled.units, batch)
         evidence = measure_sensitivity(model, profiled.units, _calibration, table=table)
         self._profile = profiled.model_copy(update={"evidence": evidence})
         cost = (

@@ -18,7 +18,8 @@ well (T. Tango, Statistics in Medicine 17, 1998, 891-908), which takes 418 image
 """
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,12 +30,17 @@ from scipy.optimize import brentq
 
 from profiling_agent.schemas import AccuracyDrop
 
+CONFIDENCE = 0.95
 # The best stake is the distance from m over the share of discordant images: a point over 1% of them, over 30%, and between.
 STAKES: NDArray[np.float64] = np.array([0.98, 0.6, 0.36, 0.22, 0.13, 0.08, 0.05, 0.03])
 # The stake that is safe for any m from -1 to 1.
 SAFE_STAKE = 0.5
-# Precision of the bounds: a hundredth of an image in ten thousand.
-PRECISION = 1e-6
+# The bounds of a sequential test are multiples of one over this: a hundredth of an image in ten thousand.
+STEPS = 1_000_000
+# No data set has more.
+MOST_IMAGES = 10**9
+# This many draws leave 0.01 points of noise in a bias of half a point.
+NUM_DRAWS = 2_000
 
 Decision = Literal["kept", "lost", "undecided"]
 
@@ -52,26 +58,35 @@ class Counts:
         return Counts(self.num_lost + num_lost, self.num_gained + num_gained, self.num_images + num_images)
 
 
+def counts_of(drop: AccuracyDrop) -> Counts:
+    """Return the counts behind a drop."""
+    return Counts(drop.num_lost, drop.num_gained, drop.num_images)
+
+
+def _log_wealth(num_lost: float, num_gained: float, num_images: float, drop: float) -> float:
+    """Return the logarithm of the wealth, at first 1, of all gamblers against a drop of at least `drop`; it rises with `drop`."""
+    # Gamblers who could lose more than they have don't play: below 0 only those with a stake that is safe at any drop do.
+    stakes = STAKES if drop >= 0 else STAKES[STAKES <= SAFE_STAKE]
+    log_wealths = (
+        num_lost * np.log1p(-stakes * (1 - drop))
+        + num_gained * np.log1p(stakes * (1 + drop))
+        + (num_images - num_lost - num_gained) * np.log1p(stakes * drop)
+    )
+    return float(np.logaddexp.reduce(log_wealths)) - math.log(len(STAKES))
+
+
 def upper_bound(counts: Counts, error: float) -> float:
     """Return the upper bound of the drop, with an error of `error` over all looks together."""
-    if not _is_refuted(counts, 1.0, error):
-        return 1.0
-    accepted, refuted = (-1.0, 0.0) if _is_refuted(counts, 0.0, error) else (0.0, 1.0)
-    while refuted - accepted > PRECISION:
-        middle = (accepted + refuted) / 2
-        accepted, refuted = (accepted, middle) if _is_refuted(counts, middle, error) else (middle, refuted)
-    return refuted
+
+    def log_wealth(step: int) -> float:
+        return _log_wealth(counts.num_lost, counts.num_gained, counts.num_images, step / STEPS)
+
+    return bisect_left(range(-STEPS, STEPS), -math.log(error), key=log_wealth) / STEPS - 1
 
 
 def lower_bound(counts: Counts, error: float) -> float:
     """Return the lower bound of the drop, with an error of `error` over all looks together."""
     return -upper_bound(Counts(counts.num_gained, counts.num_lost, counts.num_images), error)
-
-
-def no_difference(counts: Counts) -> float:
-    """Return the p-value of a drop of 0: the smallest two-sided error at which an interval excludes it."""
-    mirrored = Counts(counts.num_gained, counts.num_lost, counts.num_images)
-    return min(1.0, 2 * math.exp(-max(_log_wealth(counts, 0.0), _log_wealth(mirrored, 0.0))))
 
 
 def decide(counts: Counts, max_drop: float, error: float) -> Decision:
@@ -81,28 +96,40 @@ def decide(counts: Counts, max_drop: float, error: float) -> Decision:
     return "lost" if lower_bound(counts, error) > max_drop else "undecided"
 
 
+def drop_at_look(counts: Counts, num_looks: int) -> AccuracyDrop:
+    """Return the drop after `num_looks` looks, with the interval and the p-value of the sequential test.
+
+    The p-value is the smallest two-sided error at which an interval excludes 0.
+    """
+    num_lost, num_gained, num_images = counts.num_lost, counts.num_gained, counts.num_images
+    log_wealth = max(_log_wealth(num_lost, num_gained, num_images, 0), _log_wealth(num_gained, num_lost, num_images, 0))
+    return AccuracyDrop(
+        drop=(num_lost - num_gained) / num_images,
+        low=lower_bound(counts, (1 - CONFIDENCE) / 2),
+        high=upper_bound(counts, (1 - CONFIDENCE) / 2),
+        p_value=min(1.0, 2 * math.exp(-log_wealth)),
+        num_lost=num_lost,
+        num_gained=num_gained,
+        num_images=num_images,
+        num_looks=num_looks,
+    )
+
+
+def _fewest(suffices: Callable[[int], bool]) -> int | None:
+    """Return the least number of images that `suffices`, as all larger ones do; None if no data set has as many."""
+    number = bisect_left(range(1, MOST_IMAGES), True, key=suffices) + 1  # noqa: FBT003 (false comes before true)
+    return number if number < MOST_IMAGES else None
+
+
 def images_until_kept(counts: Counts, max_drop: float, error: float) -> int | None:
-    """Estimate how many images, all like those seen, would show the drop below `max_drop`.
+    """Estimate how many images, all like those seen, would show the drop below `max_drop` in a sequential test.
 
     None if no number would: the measured drop isn't below it, or not by more than noise.
     """
     if counts.num_lost - counts.num_gained >= max_drop * counts.num_images:
         return None
-
-    def suffices(factor: float) -> bool:
-        scaled = Counts(*(round(factor * count) for count in (counts.num_lost, counts.num_gained, counts.num_images)))
-        return upper_bound(scaled, error) <= max_drop
-
-    many = 1.0
-    while not suffices(many):
-        many *= 2
-        if many * counts.num_images > 1e9:
-            return None
-    few = many / 2 if many > 1 else 0.0
-    while (many - few) * counts.num_images > max(1.0, 0.01 * many * counts.num_images):
-        middle = (few + many) / 2
-        few, many = (few, middle) if suffices(middle) else (middle, many)
-    return math.ceil(many * counts.num_images)
+    lost, gained = counts.num_lost / counts.num_images, counts.num_gained / counts.num_images
+    return _fewest(lambda num: _log_wealth(lost * num, gained * num, num, max_drop) >= -math.log(error))
 
 
 def can_be_proven(counts: Counts, num_more: int, max_drop: float, error: float) -> bool:
@@ -111,38 +138,16 @@ def can_be_proven(counts: Counts, num_more: int, max_drop: float, error: float) 
     return upper_bound(counts.with_more(round(num_each), round(num_each), num_more), error) <= max_drop
 
 
-def _is_refuted(counts: Counts, drop: float, error: float) -> bool:
-    """Return whether the gamblers against a drop of at least `drop` have 1 / error; monotonic in `drop`."""
-    return _log_wealth(counts, drop) >= -math.log(error)
-
-
-def _log_wealth(counts: Counts, drop: float) -> float:
-    """Return the logarithm of all gamblers' wealth together, which begins at 1."""
-    # Gamblers who could lose more than they have don't play: below 0 only those with a stake that is safe at any drop do.
-    stakes = STAKES if drop >= 0 else STAKES[STAKES <= SAFE_STAKE]
-    log_wealths = (
-        counts.num_lost * np.log1p(-stakes * (1 - drop))
-        + counts.num_gained * np.log1p(stakes * (1 + drop))
-        + (counts.num_images - counts.num_lost - counts.num_gained) * np.log1p(stakes * drop)
-    )
-    return float(np.logaddexp.reduce(log_wealths)) - math.log(len(STAKES))
-
-
-CONFIDENCE = 0.95
-# No data set has more.
-MOST_IMAGES = 1e9
-# This many draws leave 0.01 points of noise in a bias of half a point.
-NUM_DRAWS = 2_000
-
-
 def _centre_and_error(num_lost: float, num_gained: float, num_images: float) -> tuple[float, float]:
     lost, gained = ((num + 1) / (num_images + 2) for num in (num_lost, num_gained))
     variance = (lost + gained - (lost - gained) ** 2) / (num_images + 2)
     return lost - gained, math.sqrt(variance)
 
 
-def _normal_quantile(probability: float) -> float:
-    return float(special.ndtri(probability))
+def _bound(num_lost: float, num_gained: float, num_images: float, confidence: float) -> float:
+    """Return the one-sided upper bound of the drop after one look."""
+    centre, error = _centre_and_error(num_lost, num_gained, num_images)
+    return min(centre + float(special.ndtri(confidence)) * error, 1.0)
 
 
 def paired_drop(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[np.bool_]) -> AccuracyDrop:
@@ -158,12 +163,10 @@ def paired_drop(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[
     num_lost = int(np.sum(baseline_correct & ~candidate_correct))
     num_gained = int(np.sum(~baseline_correct & candidate_correct))
     num_images, discordant = len(baseline_correct), num_lost + num_gained
-    centre, error = _centre_and_error(num_lost, num_gained, num_images)
-    margin = _normal_quantile(0.5 + CONFIDENCE / 2) * error
     return AccuracyDrop(
         drop=(num_lost - num_gained) / num_images,
-        low=max(centre - margin, -1.0),
-        high=min(centre + margin, 1.0),
+        low=-_bound(num_gained, num_lost, num_images, 0.5 + CONFIDENCE / 2),
+        high=_bound(num_lost, num_gained, num_images, 0.5 + CONFIDENCE / 2),
         p_value=float(stats.binomtest(num_lost, discordant).pvalue) if discordant else 1.0,
         num_lost=num_lost,
         num_gained=num_gained,
@@ -171,49 +174,42 @@ def paired_drop(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[
     )
 
 
-def drop_at_look(counts: Counts, num_looks: int) -> AccuracyDrop:
-    """Return the drop after `num_looks` looks, with the interval and the p-value of the sequential test."""
-    error = (1 - CONFIDENCE) / 2
-    return AccuracyDrop(
-        drop=(counts.num_lost - counts.num_gained) / counts.num_images,
-        low=lower_bound(counts, error),
-        high=upper_bound(counts, error),
-        p_value=no_difference(counts),
-        num_lost=counts.num_lost,
-        num_gained=counts.num_gained,
-        num_images=counts.num_images,
-        num_looks=num_looks,
-    )
-
-
-def counts_of(drop: AccuracyDrop) -> Counts:
-    """Return the counts behind a drop."""
-    return Counts(drop.num_lost, drop.num_gained, drop.num_images)
-
-
 def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
     """Return the upper bound of the true drop at this confidence, by the same method as the interval."""
     if drop.num_looks > 1:
         return upper_bound(counts_of(drop), 1 - confidence)
-    centre, error = _centre_and_error(drop.num_lost, drop.num_gained, drop.num_images)
-    return min(centre + _normal_quantile(confidence) * error, 1.0)
+    return _bound(drop.num_lost, drop.num_gained, drop.num_images, confidence)
 
 
-def certain_bound(drop: AccuracyDrop, confidence: float) -> float:
-    """Return the upper bound that certifies a drop: the larger of `one_sided_bound` and the score test's."""
+def one_sided_lower_bound(drop: AccuracyDrop, confidence: float) -> float:
+    """Return the lower bound of the true drop at this confidence, by the same method as the interval."""
     if drop.num_looks > 1:
-        return one_sided_bound(drop, confidence)
-    return _certain_bound(drop.num_lost, drop.num_gained, drop.num_images, _normal_quantile(confidence))
+        return lower_bound(counts_of(drop), 1 - confidence)
+    return -_bound(drop.num_gained, drop.num_lost, drop.num_images, confidence)
 
 
-def _certain_bound(num_lost: float, num_gained: float, num_images: float, quantile: float) -> float:
-    centre, error = _centre_and_error(num_lost, num_gained, num_images)
-    return max(min(centre + quantile * error, 1.0), _score_bound(num_lost, num_gained, num_images, quantile))
+def likelihood(drop: AccuracyDrop, max_drop: float) -> float:
+    """Return the probability that the true drop is at most `max_drop`, by the interval's normal distribution at any look."""
+    centre, error = _centre_and_error(drop.num_lost, drop.num_gained, drop.num_images)
+    return float(special.ndtr((max_drop - centre) / error))
 
 
-def _score_bound(num_lost: float, num_gained: float, num_images: float, quantile: float) -> float:
-    """Return the largest drop that Tango's score test doesn't reject at this quantile of the normal distribution."""
-    measured = (num_lost - num_gained) / num_images
+def largest_passing_drop(max_drop: float, changed: float, num_images: int, confidence: float) -> float:
+    """Return the largest measured drop that shows at most `max_drop` if a share `changed` of the images is discordant.
+
+    At least minus that share, which no drop is below.
+    """
+    discordant = changed * num_images
+    for net in range(math.floor(min(max_drop * num_images, discordant)), math.floor(-discordant), -1):
+        if _bound((discordant + net) / 2, (discordant - net) / 2, num_images, confidence) <= max_drop:
+            return net / num_images
+    return -changed
+
+
+def _certain_bound(num_lost: float, num_gained: float, num_images: float, confidence: float) -> float:
+    """Return the larger of `_bound` and the largest drop that Tango's score test doesn't reject."""
+    bound = _bound(num_lost, num_gained, num_images, confidence)
+    measured, quantile = (num_lost - num_gained) / num_images, float(special.ndtri(confidence))
 
     def excess(drop: float) -> float:
         # The likeliest probability of a gained image at this drop: the root of a quadratic equation.
@@ -226,30 +222,49 @@ def _score_bound(num_lost: float, num_gained: float, num_images: float, quantile
     # Below 0 the formula has no meaning, and no contract lies there; 0 itself is a second root if no image is lost or gained.
     lowest = max(measured, 1e-12)
     if excess(lowest) >= 0:
-        return -1.0
-    if excess(1.0) <= 0:
-        return 1.0
-    root: Any = brentq(excess, lowest, 1.0)
-    return float(root)
+        return bound
+    root: Any = brentq(excess, lowest, 1.0) if excess(1.0) > 0 else 1.0
+    return max(bound, float(root))
 
 
-def likelihood(drop: AccuracyDrop, max_drop: float) -> float:
-    """Return the probability that the true drop is at most `max_drop`, by the interval's normal distribution at any look."""
-    centre, error = _centre_and_error(drop.num_lost, drop.num_gained, drop.num_images)
-    return float(stats.norm.cdf((max_drop - centre) / error))
+def certain_bound(drop: AccuracyDrop, confidence: float) -> float:
+    """Return the upper bound that certifies a drop: the larger of `one_sided_bound` and the score test's."""
+    if drop.num_looks > 1:
+        return one_sided_bound(drop, confidence)
+    return _certain_bound(drop.num_lost, drop.num_gained, drop.num_images, confidence)
 
 
-def largest_passing_drop(max_drop: float, changed: float, num_images: int, confidence: float) -> float:
-    """Return the largest measured drop that shows at most `max_drop` if a share `changed` of the images is discordant.
+def images_to_certify(drop: AccuracyDrop, max_drop: float, confidence: float = CONFIDENCE) -> int | None:
+    """Return how many images would bring `certain_bound` down to `max_drop`, at the discordance seen.
 
-    At least minus that share, which no drop is below.
+    None if the measured drop isn't below `max_drop`: then no number of images would.
     """
-    discordant = changed * num_images
-    for net in range(math.floor(min(max_drop * num_images, discordant)), math.floor(-discordant), -1):
-        centre, error = _centre_and_error((discordant + net) / 2, (discordant - net) / 2, num_images)
-        if centre + _normal_quantile(confidence) * error <= max_drop:
-            return net / num_images
-    return -changed
+    if drop.num_looks > 1:
+        return images_until_kept(counts_of(drop), max_drop, 1 - confidence)
+    if drop.drop >= max_drop:
+        return None
+    lost, gained = drop.num_lost / drop.num_images, drop.num_gained / drop.num_images
+    return _fewest(lambda num: _certain_bound(lost * num, gained * num, num, confidence) <= max_drop)
+
+
+def perfect_bound(num_images: int, confidence: float) -> float:
+    """Return the bound if none of the images is answered differently: the smallest drop that they can show."""
+    return _bound(0, 0, num_images, confidence)
+
+
+def certain_perfect_bound(num_images: int, confidence: float) -> float:
+    """Return `certain_bound` if none of the images is answered differently."""
+    return _certain_bound(0, 0, num_images, confidence)
+
+
+def least_images(max_drop: float, confidence: float) -> int | None:
+    """Return the fewest images that can show a drop of at most `max_drop`, if none is answered differently."""
+    return _fewest(lambda num_images: perfect_bound(num_images, confidence) <= max_drop)
+
+
+def least_certain_images(max_drop: float, confidence: float) -> int | None:
+    """Return `least_images` for `certain_bound` at a single look."""
+    return _fewest(lambda num_images: certain_perfect_bound(num_images, confidence) <= max_drop)
 
 
 def selection_bias(drops: Sequence[AccuracyDrop]) -> float:
@@ -274,65 +289,3 @@ def pooled_error(search: AccuracyDrop, heldout: AccuracyDrop) -> float:
     """Return the standard error of `pooled_drop`."""
     counts = counts_of(search).with_more(heldout.num_lost, heldout.num_gained, heldout.num_images)
     return _centre_and_error(counts.num_lost, counts.num_gained, counts.num_images)[1]
-
-
-def one_sided_lower_bound(drop: AccuracyDrop, confidence: float) -> float:
-    """Return the lower bound of the true drop at this confidence, by the same method as the interval."""
-    if drop.num_looks > 1:
-        return lower_bound(counts_of(drop), 1 - confidence)
-    centre, error = _centre_and_error(drop.num_lost, drop.num_gained, drop.num_images)
-    return max(centre - _normal_quantile(confidence) * error, -1.0)
-
-
-def images_to_certify(drop: AccuracyDrop, max_drop: float, confidence: float = CONFIDENCE) -> int | None:
-    """Return how many images would bring `certain_bound` down to `max_drop`, at the discordance seen.
-
-    None if the measured drop isn't below `max_drop`: then no number of images would.
-    """
-    if drop.num_looks > 1:
-        return images_until_kept(counts_of(drop), max_drop, 1 - confidence)
-    if drop.drop >= max_drop:
-        return None
-    lost, gained = drop.num_lost / drop.num_images, drop.num_gained / drop.num_images
-    quantile = _normal_quantile(confidence)
-
-    def suffices(num_images: int) -> bool:
-        return _certain_bound(lost * num_images, gained * num_images, num_images, quantile) <= max_drop
-
-    enough = 1
-    while not suffices(enough):
-        enough *= 2
-    too_few = enough // 2
-    while enough - too_few > 1:
-        middle = (enough + too_few) // 2
-        too_few, enough = (too_few, middle) if suffices(middle) else (middle, enough)
-    return enough
-
-
-def perfect_bound(num_images: int, confidence: float) -> float:
-    """Return the bound if none of the images is answered differently: the smallest drop that they can show."""
-    centre, error = _centre_and_error(0, 0, num_images)
-    return min(centre + _normal_quantile(confidence) * error, 1.0)
-
-
-def certain_perfect_bound(num_images: int, confidence: float) -> float:
-    """Return `certain_bound` if none of the images is answered differently."""
-    return _certain_bound(0, 0, num_images, _normal_quantile(confidence))
-
-
-def least_images(max_drop: float, confidence: float) -> int | None:
-    """Return the fewest images that can show a drop of at most `max_drop`, if none is answered differently.
-
-    None if none can, or no data set has as many.
-    """
-    # The bound of n images is z sqrt(2) / (n + 2).
-    spread = _normal_quantile(confidence) * math.sqrt(2)
-    return max(math.ceil(spread / max_drop) - 2, 1) if max_drop * MOST_IMAGES > spread else None
-
-
-def least_certain_images(max_drop: float, confidence: float) -> int | None:
-    """Return `least_images` for `certain_bound` at a single look; None if no data set has as many."""
-    if (least := least_images(max_drop, confidence)) is None:
-        return None
-    # The score test's bound of n images is z^2 / (n + z^2).
-    return max(least, math.ceil(_normal_quantile(confidence) ** 2 * (1 - max_drop) / max_drop))

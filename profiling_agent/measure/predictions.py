@@ -14,7 +14,6 @@ import numpy as np
 import platformdirs
 from filelock import FileLock
 from numpy.typing import NDArray
-from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
@@ -96,17 +95,21 @@ FIRST_SHARE = 0.8
 
 
 class _Test(Record):
-    """A test of a candidate on images; `fresh` is the reason not to count earlier tests, if any was given."""
+    """A test of a candidate on images, as their joined digits; `fresh` is the reason not to count earlier tests, if any was given."""
 
     candidate: str
     images: str
     fresh: str | None = None
 
+    @property
+    def image_ids(self) -> set[str]:
+        return {self.images[start : start + DIGITS] for start in range(0, len(self.images), DIGITS)}
+
 
 class _Ledger(Record):
     """All tests of what was made of one model, in order."""
 
-    tests: tuple[_Test, ...] = Field(default=())
+    tests: tuple[_Test, ...] = ()
 
 
 def data_folder() -> Path:
@@ -125,8 +128,8 @@ def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str
     Only tests that share an image with this one count; the same test again isn't another one. `fresh` is the reason not to
     count earlier tests. If no ledger can be kept, the opening's note says why, and the run goes on.
     """
-    image_ids = {hashlib.sha256(image).hexdigest()[:DIGITS] for image in images}
-    place = advice = ""
+    digits = "".join(sorted({hashlib.sha256(image).hexdigest()[:DIGITS] for image in images}))
+    test, place, advice = _Test(candidate=candidate, images=digits, fresh=fresh), "", ""
     try:
         path = data_folder() / "heldout" / f"{model}.json"
         place, advice = f"in {str(path.parent)!r} ", f": set {VARIABLE}"
@@ -134,42 +137,28 @@ def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str
         # One lock for all ledgers, so that its holder may sweep up what a power loss left of any.
         with FileLock(path.parent / "ledgers.lock"):
             sweep(path.parent)
-            return _record_test(path, candidate, image_ids, fresh)
+            return _record_test(path, test)
     except OSError as error:
         note = f"openings of the held-out images can't be counted {place}({error.strerror}){advice}"
         return Opening(number=1, share=share(1), fresh=fresh, note=note)
 
 
-def _record_test(path: Path, candidate: str, ids: set[str], fresh: str | None) -> Opening:
-    ledger, note = _read_ledger(path)
-    start = 0 if fresh is None else len(ledger.tests)
-    start = max([start, *(index for index, test in enumerate(ledger.tests) if test.fresh is not None)])
-    earlier = [test for test in ledger.tests[start:] if not ids.isdisjoint(_image_ids(test))]
-    same = next(
-        (index for index, test in enumerate(earlier) if test.candidate == candidate and _image_ids(test) == ids), None
-    )
-    number = 1 + (len(earlier) if same is None else same)
-    if same is None:
-        new_test = _Test(candidate=candidate, images="".join(sorted(ids)), fresh=fresh)
-        write_text(path, _Ledger(tests=(*ledger.tests, new_test)).model_dump_json())
-    reason = fresh or next((test.fresh for test in ledger.tests[start : start + 1]), None)
-    return Opening(number=number, share=share(number), fresh=reason, note=note)
-
-
-def _read_ledger(path: Path) -> tuple[_Ledger, str | None]:
-    """Return the ledger and no note; a damaged one is set aside, with a note and an empty ledger."""
+def _record_test(path: Path, test: _Test) -> Opening:
+    tests, note = (), None
     try:
-        return read_record(_Ledger, path), None
+        tests = read_record(_Ledger, path).tests
     except FileNotFoundError:
-        return _Ledger(), None
+        pass
     except DocumentError as error:
-        damaged_path = path.with_suffix(".damaged")
-        path.replace(damaged_path)
-        return (
-            _Ledger(),
-            f"the ledger of openings was damaged ({error}) and lies in {str(damaged_path)!r}: none before is counted",
-        )
-
-
-def _image_ids(test: _Test) -> set[str]:
-    return {test.images[start : start + DIGITS] for start in range(0, len(test.images), DIGITS)}
+        damaged = path.replace(path.with_suffix(".damaged"))
+        note = f"the ledger of openings was damaged ({error}) and lies in {str(damaged)!r}: none before is counted"
+    # Earlier tests count from the last that was fresh.
+    start = max((index for index, earlier in enumerate(tests) if earlier.fresh is not None), default=0)
+    counted = tests[start:] if test.fresh is None else ()
+    reason = test.fresh or (counted[0].fresh if counted else None)
+    others = [earlier for earlier in counted if earlier.image_ids & test.image_ids]
+    same = [(earlier.candidate, earlier.images) == (test.candidate, test.images) for earlier in others]
+    if not any(same):
+        write_text(path, _Ledger(tests=(*tests, test)).model_dump_json())
+    number = 1 + (same.index(True) if any(same) else len(others))
+    return Opening(number=number, share=share(number), fresh=reason, note=note)

@@ -20,7 +20,6 @@ CONFIDENCE = 0.95
 # Standard deviation of the log ratio of two processes of one model: six processes of a small ViT at batch 32 in one race,
 # two cores (docs/decisions/LOG.md). Assumed only for a single session.
 PROCESS_SPREAD = 0.02
-Samples = Sequence[Sequence[float]]
 Ratios = NDArray[np.float64]
 
 
@@ -48,10 +47,7 @@ class Score:
         return (self.high - self.low) / self.speedup
 
 
-EQUAL = Score(1.0, 1.0, 1.0)
-
-
-def log_ratios(samples: Samples, baseline: Samples) -> Ratios:
+def log_ratios(samples: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Ratios:
     """Return log(baseline time / time) of each turn that both took.
 
     Times of a turn are medians taken within seconds of each other: a machine that slows down over a minute slows both.
@@ -61,11 +57,13 @@ def log_ratios(samples: Samples, baseline: Samples) -> Ratios:
     return np.log(baseline_ms / ms)
 
 
-def score(sessions: Sequence[Ratios], *, seed: int = 0) -> Score:
-    """Return the score of the log ratios of one or more sessions, by the median over each session's turns."""
-    if len(sessions) > 1:
-        return score_over_sessions([float(np.median(ratios)) for ratios in sessions])
-    return score_one_session(sessions[0], seed=seed)
+def score(sessions: Sequence[Ratios]) -> Score:
+    """Return the score of log ratios by session, from the median of each; a model against itself has no interval."""
+    if not any(map(np.any, sessions)):
+        return Score(1.0, 1.0, 1.0)
+    if len(sessions) == 1:
+        return score_one_session(sessions[0])
+    return score_over_sessions([float(np.median(ratios)) for ratios in sessions])
 
 
 def score_over_sessions(log_speedups: Sequence[float]) -> Score:
@@ -91,13 +89,13 @@ def bound_over_sessions(log_ratios: Sequence[float], error: float) -> float:
 
 
 def score_one_session(
-    ratios: Ratios, *, seed: int = 0, process_spread: float = PROCESS_SPREAD, num_resamples: int = NUM_RESAMPLES
+    ratios: Ratios, *, process_spread: float = PROCESS_SPREAD, num_resamples: int = NUM_RESAMPLES
 ) -> Score:
     """Return the median of one session's log ratios, and the middle 95% of bootstrap draws of it.
 
     Each draw has the spread between processes added, which one session can't measure.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     chosen = rng.integers(0, len(ratios), (num_resamples, len(ratios)))
     draws = np.median(ratios[chosen], axis=1) + rng.normal(0.0, process_spread, num_resamples)
     low, high = np.quantile(draws, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
@@ -107,8 +105,7 @@ def score_one_session(
 def detectable(scores: Sequence[Score]) -> float:
     """Return the share of time by which one of two equal models would have to differ to be told apart.
 
-    It is the half width of a 95% interval of this race: the median over `scores`, which leave out the first model's;
-    0 if there are none.
+    It is the half width of a 95% interval: the median over `scores`, which leave out the first model's; 0 if there are none.
     """
     halves = [math.sqrt(score.high / score.low) - 1 for score in scores]
     return float(np.median(halves)) if halves else 0.0

@@ -4,51 +4,38 @@ Everything is measured in separate processes, whatever the runtime. Imports no t
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
 
-from profiling_agent.errors import ArtifactError, JobError, RequestError
+from profiling_agent.errors import JobError, RequestError
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.machine import environment, peak_memory_bytes
 from profiling_agent.lib.progress import Progress, silent
-from profiling_agent.measure.race import (
-    SHORT,
-    TIMED,
-    Conditions,
-    pool,
-    race_once,
-    run_one_session,
-    run_sessions,
-    session_starter,
-)
-from profiling_agent.measure.session import SessionLimits, TimedProcess, run_session, worker_command
+from profiling_agent.measure.race import SHORT, TIMED, Conditions, pool, race_once, run_one_session, run_sessions
+from profiling_agent.measure.session import SessionLimits, TimedProcess, worker_command
 from profiling_agent.measure.statistics import latency_stats
 from profiling_agent.measure.worker import WorkerSetup, energy_per_image, gpu_runs, take_turn, warm
 from profiling_agent.processes.child import child_environment, fork_server
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.runtimes.artifact import RECIPE, model_bytes, named_folder, open_folder
-from profiling_agent.runtimes.registry import Enqueues, ModelSession, OnDevice, missing, noise_batch, runtime
+from profiling_agent.runtimes.registry import Enqueues, ModelSession, OnDevice, noise_batch
 from profiling_agent.schemas import (
     NUM_SESSIONS,
     ArtifactRef,
-    Dropped,
     Headline,
     InputSpec,
     LatencyStats,
     MemoryUse,
     Race,
     Record,
-    Refusal,
     ResourceUse,
-    RuntimeName,
     Throughput,
-    Throughputs,
     Variant,
 )
 
+# The duration of a headline's timed passes, and their number.
 TIME_MS = 10_000
 MIN_RUNS, MAX_RUNS = 2, 20
 
@@ -79,6 +66,7 @@ def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int)
     )
 
 
+# Throughput is reported at these batch sizes.
 BATCH_SIZES = (1, 8, 32)
 # After its first pass a runtime may use other kernels, and more memory.
 MEMORY_PASSES = 3
@@ -93,41 +81,39 @@ def throughput(
     batch_sizes: Sequence[int] = BATCH_SIZES,
     device: str = "cpu",
     num_threads: int | None = None,
-    seed: int = 0,
     limits: SessionLimits = LIMITS,
     progress: Progress = silent,
-) -> Throughputs:
+) -> tuple[list[Throughput], dict[tuple[str, int], str]]:
     """Return images per second of each model at each batch size; their processes take turns.
 
-    A model that can't be run at a batch size (its files are for another one, or its process dies) has a refusal there.
+    Where a model can't be run (its files are for another batch size, or its process dies), the second result has the reason, by the
+    model's path and the batch size.
     """
     rows: list[Throughput] = []
-    refused: list[Refusal] = []
-    for batch_size in batch_sizes:
-        start = WorkerSetup(batch_size=batch_size, device=device, num_threads=num_threads, enqueued=True)
+    refused: dict[tuple[str, int], str] = {}
+    for size in batch_sizes:
+        conditions = Conditions(root=root, batch_size=size, device=device, num_threads=num_threads, enqueued=True)
         usable = list(models)
         while usable:
-            start_session = session_starter([worker_command(root / ref.path) for ref in usable], start)
+            entries = [(Variant.BASELINE, ref) for ref in usable]
             try:
-                with start_session(range(len(usable))) as timed:
-                    session = run_session(timed, limits=limits.on(device), seed=seed, progress=progress)
+                race = race_once(entries, conditions, limits=limits, progress=progress)
             except JobError as error:
-                refused.append(Refusal(model=usable.pop(0), batch_size=batch_size, reason=str(error)))
+                refused[usable.pop(0).path, size] = str(error)
                 continue
-            refused += [Refusal(model=usable[i], batch_size=batch_size, reason=why) for i, why in session.lost.items()]
-            rows += [_row(usable[i], batch_size, samples) for i, samples in sorted(session.samples.items())]
+            refused |= {(dropped.model.path, size): dropped.reason for dropped in race.dropped}
+            rows += [_images_per_s(result.model, result.latency) for result in race.results]
             break
-    return Throughputs(rows=tuple(rows), refused=tuple(refused), environment=environment(device))
+    return rows, refused
 
 
-def _row(model: ArtifactRef, batch_size: int, samples: Sequence[Sequence[float]]) -> Throughput:
-    latency: LatencyStats = latency_stats([pass_ms for sample in samples for pass_ms in sample], batch_size)
+def _images_per_s(model: ArtifactRef, latency: LatencyStats) -> Throughput:
     return Throughput(
         model=model,
-        batch_size=batch_size,
-        images_per_s=batch_size * 1e3 / latency.median_ms,
-        low=batch_size * 1e3 / latency.high_ms,
-        high=batch_size * 1e3 / latency.low_ms,
+        batch_size=latency.batch_size,
+        images_per_s=latency.batch_size * 1e3 / latency.median_ms,
+        low=latency.batch_size * 1e3 / latency.high_ms,
+        high=latency.batch_size * 1e3 / latency.low_ms,
         latency=latency,
     )
 
@@ -173,10 +159,10 @@ def race_saved(
 ) -> tuple[dict[str, str], Race]:
     """Race saved models against the first; return each one's name by its path in the results, and the race.
 
-    Every session starts all of them anew. Models that can't run here, by their runtime or in a session beforehand, are dropped.
+    Every session starts all of them anew. Models that can't run here, in a session beforehand, are dropped.
 
     Raises:
-        ArtifactError: a model is missing, or the first one's runtime isn't installed.
+        ArtifactError: a model is missing.
         JobError: the first can't be run.
         RequestError: there are fewer than two models, or only the first can be run.
     """
@@ -184,29 +170,19 @@ def race_saved(
         raise RequestError(f"a race takes two models, {len(models)} was given: name a run, or another saved model")
     refs = [_ref(model.folder) for model in models]
     entries = [(model.variant, ref) for model, ref in zip(models, refs, strict=True)]
-    runtimes: list[RuntimeName] = [open_folder(model.folder, verify=False).deployment.runtime for model in models]
-    problems = {index: line for index, name in enumerate(runtimes) if (line := missing(name))}
-    if 0 in problems:
-        raise ArtifactError(f"{models[0].name}, which all are compared with, can't be run here: {problems[0]}")
-    dropped = [Dropped(variant=entries[index][0], model=refs[index], reason=line) for index, line in problems.items()]
-    entries = [entry for index, entry in enumerate(entries) if index not in problems]
     with (
         machine_lock(progress, "a measurement of saved models"),
-        fork_server(TIMED, child_environment())
-        if any(runtime(name).is_torch for name in runtimes)
-        else nullcontext() as server,
+        fork_server(TIMED, child_environment()) as server,
     ):
-        track = Conditions(root=Path("/"), batch_size=batch_size, device=device, server=server)
-        trial = race_once(entries, track, limits=SHORT, progress=progress)
-        dropped += trial.dropped
-        dropped_refs = [each.model for each in trial.dropped]
-        entries = [entry for entry in entries if entry[1] not in dropped_refs]
+        conditions = Conditions(root=Path("/"), batch_size=batch_size, device=device, server=server)
+        dropped = race_once(entries, conditions, limits=SHORT, progress=progress).dropped
+        entries = [entry for entry in entries if entry[1] not in [each.model for each in dropped]]
         if len(entries) < 2:
             raise RequestError(f"none but the first can be run here: {'; '.join(each.reason for each in dropped)}")
         sessions, void = run_sessions(
-            lambda number: run_one_session(entries, track, number, progress=progress), num_sessions
+            lambda number: run_one_session(entries, conditions, number, progress=progress), num_sessions
         )
-    race = pool(sessions, void).model_copy(update={"dropped": tuple(dropped)})
+    race = pool(sessions, void).model_copy(update={"dropped": dropped})
     return {ref.path: model.name for ref, model in zip(refs, models, strict=True)}, race
 
 
@@ -232,13 +208,12 @@ def measure_saved(models: Sequence[SavedModel], *, device: str = "cpu", progress
     refs = [_ref(model.folder) for model in models]
     measured: list[MeasuredModel] = []
     with machine_lock(progress, "a measurement of saved models"):
-        throughputs = throughput(refs, root=Path("/"), device=device, progress=progress)
+        rows, _ = throughput(refs, root=Path("/"), device=device, progress=progress)
         for number, (ref, model) in enumerate(zip(refs, models, strict=True)):
             progress("reading memory", number, len(refs))
             memory = memory_use(ref, root=Path("/"), batch_size=1, device=device)
-            taken = ResourceUse(
-                model=ref, throughput=throughputs.of(ref), memory=memory, environment=memory.environment
-            )
+            of_model = tuple(row for row in rows if row.model.sha256 == ref.sha256)
+            taken = ResourceUse(model=ref, throughput=of_model, memory=memory, environment=memory.environment)
             measured.append(MeasuredModel(name=model.name, taken=taken))
     return Measurements(models=tuple(measured))
 

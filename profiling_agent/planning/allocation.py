@@ -8,7 +8,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from profiling_agent.errors import PlanError
-from profiling_agent.modules.layer_names import matching_names
+from profiling_agent.lib.layer_names import matching_names
 from profiling_agent.pruning.widths import aligned_widths, cap_ratios, crossings, resolve
 from profiling_agent.schemas import (
     EVERYTHING,

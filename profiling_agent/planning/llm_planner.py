@@ -8,8 +8,8 @@ from pydantic import AliasChoices, Field, model_validator
 
 from profiling_agent.errors import ContextTooLongError, PlanError, ShapeUnresolvedError
 from profiling_agent.lib.io import DocumentError
+from profiling_agent.lib.layer_names import matching_names
 from profiling_agent.llm.transcript import LanguageModel, Question, Tool, quoted
-from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.planning.allocation import NATS_A_POINT, CheckedPlan, allowed_kl, dry_run, guard, is_faster
 from profiling_agent.planning.digest import (
     DEPLOYMENT_LEGEND,

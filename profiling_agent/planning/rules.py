@@ -5,7 +5,7 @@ from typing import Literal
 
 from profiling_agent.errors import PlanError
 from profiling_agent.lib.io import DocumentError, expanded, parse_json, parse_record
-from profiling_agent.modules.layer_names import matching_names
+from profiling_agent.lib.layer_names import matching_names
 from profiling_agent.planning.allocation import dry_run
 from profiling_agent.planning.digest import Group, group_units
 from profiling_agent.schemas import (

@@ -4,8 +4,8 @@ T0 predicts the cost of each unit at every width from one forward and backward p
 to the unpruned model, with a prune's compensation included: paired, smooth and free of labels, whereas accuracy on as many images would be
 noise (docs/facts.md, "KL, not accuracy").
 
-Second runs usually change only the contract, and evidence costs them most, so the user's cache stores it. A file is named by all that the
-evidence depends on; its content is checked against the units, and a mismatch is measured again.
+Second runs usually change only the contract, and evidence costs them most, so the user's cache stores it, in a file named by all that the
+evidence depends on.
 """
 
 import hashlib
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,10 @@ from torch import Tensor, nn
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.io import DocumentError, make_folders, read_record, sweep, write_text
 from profiling_agent.lib.machine import available_bytes
+from profiling_agent.lib.modules import device_of, following_norms, has_bias, mean_kl, preserving_state
 from profiling_agent.lib.progress import Progress, silent
-from profiling_agent.measure.latency_table import MAX_AGE_S, LatencyTable, spread_evenly
-from profiling_agent.modules.inference import device_of, mean_kl, preserving_state
-from profiling_agent.modules.norms import following_norms, has_bias
-from profiling_agent.modules.prefix import Replay, find_prefixes
+from profiling_agent.lib.replay import Replay, find_prefixes
+from profiling_agent.measure.latency_table import LatencyTable, spread_evenly
 from profiling_agent.pruning.compensation import (
     MIN_IMAGES,
     Calibration,
@@ -47,7 +45,7 @@ from profiling_agent.pruning.compensation import (
 from profiling_agent.pruning.criteria import best_for, order_with_kl
 from profiling_agent.pruning.verify import masked_parameters
 from profiling_agent.pruning.widths import aligned_widths
-from profiling_agent.schemas import Cut, Evidence, Record, Unit, UnitEvidence, WidthOption
+from profiling_agent.schemas import Cut, Evidence, Unit, UnitEvidence, WidthOption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,21 +139,125 @@ def measure_sensitivity(
             raise PruningError(
                 f"{count} different calibration images are too few to measure sensitivity: at least {MIN_IMAGES} are needed"
             )
-        study = _Study(model, units, calibration, seed)
+        progress("weighing channels", 0, 3)
+        judged = torch.cat(list(calibration.judged()))
+        num_images = len(judged) + sum(map(len, calibration.fitted()))
+        max_judged = max(MIN_MEASURED_ON, min(MAX_MEASURED_ON, MAX_MEASUREMENTS // max(len(units), 1)))
+        if not bool(torch.isfinite(model(pixel_values=judged[:BATCH]).logits).all()):
+            raise PruningError("the model answers calibration images with logits that aren't finite: check its weights")
         try:
-            progress("weighing channels", 0, 3)
-            study.gather()
-            progress("measuring sensitivity", 2, 3)
-            rows = study.measure(criterion, progress)
+            studied = _order_and_fold(model, units, calibration, judged[:1], criterion, seed, progress)
         except SingularError as error:
             raise PruningError(f"what layers read varies too little beside its mean to be measured: {error}") from error
+        progress("measuring sensitivity", 2, 3)
+        judged = judged[:max_judged]
+        measured = _measure_kl(model, units, studied, judged, progress)
     evidence = Evidence(
-        units=rows,
-        num_images=study.num_images,
-        num_judged=study.num_measured_on,
+        units=tuple(_unit_evidence(unit, studied[unit.name], measured[unit.name]) for unit in units),
+        num_images=num_images,
+        num_judged=len(judged),
         seconds=time.perf_counter() - started,
     )
     return evidence if table is None else with_latencies(evidence, units, table)
+
+
+@dataclass(frozen=True, slots=True)
+class _StudiedUnit:
+    """A unit's order of removal, the predicted KL of each width, and what `model` computes at the measured ones."""
+
+    order: tuple[int, ...]
+    predicted: Mapping[int, float]
+    folds: Mapping[int, FoldedUnit]
+    norm: str | None
+
+
+def _order_and_fold(
+    model: nn.Module,
+    units: Sequence[Unit],
+    calibration: Calibration,
+    image: Tensor,
+    criterion: str,
+    seed: int,
+    progress: Progress,
+) -> dict[str, _StudiedUnit]:
+    pixels = image.shape[-2] * image.shape[-1]
+    max_batch = min(MAX_PIXELS, available_bytes() // GRADIENT_SHARE // BYTES_PER_PIXEL) // pixels
+    fitted = regrouped(calibration.fitted(), max(1, min(BATCH, max_batch)), rest=True)
+    moments = gather_moments(model, units, fitted, seed=seed) if units else {}
+    norms = following_norms(model, [unit.consumer for unit in units], image)
+    studied: dict[str, _StudiedUnit] = {}
+    for index, unit in enumerate(units):
+        progress("ordering channels", index, len(units))
+        # A Gram matrix is as large as its layer, and not needed again.
+        own_moments, norm = moments.pop(unit.name), norms.get(unit.consumer)
+        unit_criterion = best_for(unit.kind) if criterion == "auto" else criterion
+        result = order_with_kl(model, unit, own_moments, unit_criterion, seed=seed)
+        widths = aligned_widths(unit.width, unit.step)[::-1]
+        shifts = norm is not None or has_bias(model.get_submodule(unit.consumer))
+        studied[unit.name] = _StudiedUnit(
+            order=result.order,
+            predicted={keep: result.loss[unit.width - keep] for keep in widths},
+            folds={
+                keep: fold(model, unit, own_moments, sorted(result.order[unit.width - keep :]), shifts=shifts)
+                for keep in spread_evenly(widths, NUM_MEASURED)
+            },
+            norm=norm,
+        )
+    return studied
+
+
+def _measure_kl(
+    model: nn.Module, units: Sequence[Unit], studied: Mapping[str, _StudiedUnit], images: Tensor, progress: Progress
+) -> dict[str, dict[int, float]]:
+    """Return the KL of the model on `images` by unit and measured width, one unit cut at a time."""
+    changed = {
+        unit.name: (*(() if unit.mask_exact else (*unit.producers, *unit.inner)), unit.consumer, *unit.side_readers)
+        for unit in units
+    }
+    replay = Replay(model, find_prefixes(model, changed, images[:1]), images)
+    measured: dict[str, dict[int, float]] = {}
+    for index, unit in enumerate(units):
+        measured[unit.name] = {}
+        for keep, folded in studied[unit.name].folds.items():
+            logits = replay.run_from(unit.name, overlay(model, unit, folded, studied[unit.name].norm))
+            kl = measured[unit.name][keep] = mean_kl(replay.logits, logits)
+            if not math.isfinite(kl):
+                raise PruningError(f"the KL of the model with {unit.name!r} cut is {kl!r}: check its weights")
+        progress("measuring sensitivity", index + 1, len(units))
+    return measured
+
+
+def _unit_evidence(unit: Unit, studied: _StudiedUnit, measured: Mapping[int, float]) -> UnitEvidence:
+    kls = interpolate_kl(measured, studied.predicted)
+    cuts = [Cut(unit=unit, keep=keep, requested_ratio=1 - keep / unit.width) for keep in studied.predicted]
+    options = tuple(
+        WidthOption(
+            keep=cut.keep,
+            params_saved=cut.params_saved,
+            macs_saved=cut.macs_saved,
+            predicted_kl=studied.predicted[cut.keep],
+            kl=kls[cut.keep],
+            measured=cut.keep in measured,
+        )
+        for cut in cuts
+    )
+    return UnitEvidence(unit=unit.name, order=studied.order, options=options)
+
+
+def interpolate_kl(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:
+    """Return a KL for every width of `predicted`, widest first, never below that of a wider one.
+
+    Between two measured widths it follows the prediction; above the widest measured one, the prediction is scaled to meet it, because the only
+    known value there is zero at full width.
+    """
+    widest_first = sorted(measured, reverse=True)
+    xs = np.maximum.accumulate([0.0, *(predicted[keep] for keep in widest_first)])
+    ys = np.maximum.accumulate([0.0, *(measured[keep] for keep in widest_first)])
+    keeps = sorted(predicted, reverse=True)
+    kls = [
+        max(measured[keep], 0.0) if keep in measured else float(np.interp(predicted[keep], xs, ys)) for keep in keeps
+    ]
+    return dict(zip(keeps, np.maximum.accumulate(kls).tolist(), strict=True))
 
 
 def with_latencies(evidence: Evidence, units: Sequence[Unit], table: LatencyTable) -> Evidence:
@@ -172,139 +274,8 @@ def with_latencies(evidence: Evidence, units: Sequence[Unit], table: LatencyTabl
     return evidence.model_copy(update={"units": rows})
 
 
-@dataclass
-class _Study:
-    """A model under study; `judged` are batches of the held-out quarter of the images."""
-
-    model: nn.Module
-    units: Sequence[Unit]
-    calibration: Calibration
-    seed: int
-
-    def gather(self) -> None:
-        """Gather the moments, and check the unpruned model's logits."""
-        self.judged = list(regrouped(self.calibration.judged(), BATCH, rest=True))
-        self.num_images = sum(map(len, (*self.judged, *self.calibration.fitted())))
-        max_images = max(MIN_MEASURED_ON, min(MAX_MEASURED_ON, MAX_MEASUREMENTS // max(len(self.units), 1)))
-        self.num_measured_on = min(max_images, sum(map(len, self.judged)))
-        if not bool(torch.isfinite(self.model(pixel_values=self.judged[0]).logits).all()):
-            raise PruningError("the model answers calibration images with logits that aren't finite: check its weights")
-        pixels = self.judged[0].shape[-2] * self.judged[0].shape[-1]
-        max_batch = min(MAX_PIXELS, available_bytes() // GRADIENT_SHARE // BYTES_PER_PIXEL) // pixels
-        fitted = regrouped(self.calibration.fitted(), max(1, min(BATCH, max_batch)), rest=True)
-        self.moments = gather_moments(self.model, self.units, fitted, seed=self.seed) if self.units else {}
-        consumers = [unit.consumer for unit in self.units]
-        self.norms = following_norms(self.model, consumers, self.judged[0][:1])
-
-    def fold(self, unit: Unit, kept_indices: Sequence[int]) -> FoldedUnit:
-        shifts = unit.consumer in self.norms or has_bias(self.model.get_submodule(unit.consumer))
-        return fold(self.model, unit, self.moments[unit.name], sorted(kept_indices), shifts=shifts)
-
-    def measure(self, criterion: str, progress: Progress) -> tuple[UnitEvidence, ...]:
-        """Measure the KL at some widths of every unit, one unit cut at a time."""
-        orders: dict[str, tuple[int, ...]] = {}
-        predicted: dict[str, dict[int, float]] = {}
-        folds: dict[tuple[str, int], FoldedUnit] = {}
-        for index, unit in enumerate(self.units):
-            progress("ordering channels", index, len(self.units))
-            unit_criterion = best_for(unit.kind) if criterion == "auto" else criterion
-            result = order_with_kl(self.model, unit, self.moments[unit.name], unit_criterion, seed=self.seed)
-            widths = aligned_widths(unit.width, unit.step)[::-1]
-            orders[unit.name] = result.order
-            predicted[unit.name] = {keep: result.loss[unit.width - keep] for keep in widths}
-            folds |= {
-                (unit.name, keep): self.fold(unit, result.order[unit.width - keep :])
-                for keep in spread_evenly(widths, NUM_MEASURED)
-            }
-            # A Gram matrix is as large as its layer, and no longer needed.
-            del self.moments[unit.name]
-        measured = self._measure_kl(folds, progress)
-        return tuple(
-            _unit_evidence(unit, orders[unit.name], predicted[unit.name], measured[unit.name]) for unit in self.units
-        )
-
-    def _measure_kl(
-        self, folds: Mapping[tuple[str, int], FoldedUnit], progress: Progress
-    ) -> dict[str, dict[int, float]]:
-        units = {unit.name: unit for unit in self.units}
-        changed = {
-            unit.name: (*(() if unit.mask_exact else (*unit.producers, *unit.inner)), unit.consumer, *unit.side_readers)
-            for unit in self.units
-        }
-        prefixes = find_prefixes(self.model, changed, self.judged[0][:1])
-        sums = dict.fromkeys(folds, 0.0)
-        batches = torch.cat(self.judged)[: self.num_measured_on].split(BATCH)
-        for index, images in enumerate(batches):
-            replay = Replay(self.model, prefixes, images)
-            for name, keep in folds:
-                norm = self.norms.get(units[name].consumer)
-                logits = replay.run_from(name, overlay(self.model, units[name], folds[name, keep], norm))
-                sums[name, keep] += mean_kl(replay.logits, logits) * len(images)
-            progress("measuring sensitivity", index + 1, len(batches))
-        measured: dict[str, dict[int, float]] = {name: {} for name in units}
-        for (name, keep), total in sums.items():
-            kl = total / self.num_measured_on
-            if not math.isfinite(kl):
-                raise PruningError(f"the KL of the model with {name!r} cut is {kl!r}: check its weights")
-            measured[name][keep] = kl
-        return measured
-
-
-def _unit_evidence(
-    unit: Unit,
-    order: tuple[int, ...],
-    predicted: Mapping[int, float],
-    measured: Mapping[int, float],
-) -> UnitEvidence:
-    kls = interpolate_kl(measured, predicted)
-    cuts = [Cut(unit=unit, keep=keep, requested_ratio=1 - keep / unit.width) for keep in predicted]
-    options = tuple(
-        WidthOption(
-            keep=cut.keep,
-            params_saved=cut.params_saved,
-            macs_saved=cut.macs_saved,
-            predicted_kl=predicted[cut.keep],
-            kl=kls[cut.keep],
-            measured=cut.keep in measured,
-        )
-        for cut in cuts
-    )
-    return UnitEvidence(unit=unit.name, order=order, options=options)
-
-
-def interpolate_kl(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:
-    """Return a KL for every width of `predicted`, widest first, never below that of a wider one.
-
-    Between two measured widths it follows the prediction; above the widest measured one, the prediction is scaled to meet it, because the only
-    known value there is zero at full width.
-    """
-    widest_first = sorted(measured, reverse=True)
-    xs = np.maximum.accumulate([0.0, *(predicted[keep] for keep in widest_first)]).tolist()
-    ys = np.maximum.accumulate([0.0, *(measured[keep] for keep in widest_first)]).tolist()
-    keeps = sorted(predicted, reverse=True)
-    kls = [max(measured[keep], 0.0) if keep in measured else _interpolate(xs, ys, predicted[keep]) for keep in keeps]
-    monotone = dict(zip(keeps, np.maximum.accumulate(kls).tolist(), strict=True))
-    return {keep: monotone[keep] for keep in predicted}
-
-
-def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Return y at `x`; if several points share it, as in a constant prediction, the first step up.
-
-    `np.interp` gives the last.
-    """
-    for (left, low), (right, high) in pairwise(zip(xs, ys, strict=True)):
-        if x <= right:
-            return high if right == left else low + (high - low) * (x - left) / (right - left)
-    return ys[-1]
-
-
 # Each is a few megabytes at most.
 MAX_FILES = 64
-
-
-class _Kept(Record):
-    taken: float
-    evidence: Evidence
 
 
 def evidence_path(folder: Path, depends_on: Mapping[str, Any]) -> Path:
@@ -313,29 +284,19 @@ def evidence_path(folder: Path, depends_on: Mapping[str, Any]) -> Path:
     return folder / f"{digest[:32]}.json"
 
 
-def read_evidence(path: Path, units: Sequence[Unit]) -> Evidence | None:
-    """Return the stored evidence on these units; None if it is missing, old, damaged or of other units."""
+def read_evidence(path: Path) -> Evidence | None:
+    """Return the stored evidence; None if it is missing or damaged."""
     try:
-        stored = read_record(_Kept, path)
+        return read_record(Evidence, path)
     except (OSError, DocumentError):
         return None
-    is_fresh = 0 <= time.time() - stored.taken <= MAX_AGE_S
-    return stored.evidence if is_fresh and _matches_units(stored.evidence, units) else None
-
-
-def _matches_units(evidence: Evidence, units: Sequence[Unit]) -> bool:
-    return [row.unit for row in evidence.units] == [unit.name for unit in units] and all(
-        sorted(row.order) == list(range(unit.width))
-        and [option.keep for option in row.options] == list(aligned_widths(unit.width, unit.step))[::-1]
-        for row, unit in zip(evidence.units, units, strict=True)
-    )
 
 
 def store_evidence(path: Path, evidence: Evidence) -> None:
     """Store evidence for later runs, which add their own times, and delete the oldest files; write errors are ignored."""
     with suppress(OSError):
         make_folders(path.parent)
-        write_text(path, _Kept(taken=time.time(), evidence=evidence).model_dump_json())
+        write_text(path, evidence.model_dump_json())
     # If another process holds the lock, that one deletes them.
     with suppress(OSError, Timeout), FileLock(path.parent / "evidence.lock", timeout=0):
         sweep(path.parent, path.name)

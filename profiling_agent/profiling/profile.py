@@ -1,6 +1,7 @@
 """Profile of a model: parameters and multiply-accumulates counted, then each layer and operator timed."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from profiling_agent.lib.costs import Complexity, activation_bytes, count_complexity, layer_latency
+from profiling_agent.lib.modules import floating_dtype, preserving_state, random_batch, watching
 from profiling_agent.lib.progress import Progress, silent
-from profiling_agent.modules.complexity import Complexity, count_complexity
-from profiling_agent.modules.hooks import activation_bytes, counted_passes, layer_latency
-from profiling_agent.modules.inference import floating_dtype, preserving_state, random_batch
 from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.kinds import parameter_bytes
 from profiling_agent.schemas import Headline, InputSpec, LayerProfile, ModelProfile, OperatorProfile
@@ -26,29 +26,28 @@ def profile_operators(
     if it ends in .gz. If `passes` is 1, for models so slow that stacks hardly matter, that pass is the only one and gives the times too. Memory is
     what an operator allocates minus what it frees. A CUDA batch adds the CUDA times.
     """
-    profile_with_stacks = _run_profiler(model, batch, passes=1, with_stack=True)
-    timed_profile = profile_with_stacks if passes == 1 else _run_profiler(model, batch, passes=passes, with_stack=False)
+    with_stacks = _run_profiler(model, batch, passes=1, with_stack=True)
+    timed = with_stacks if passes == 1 else _run_profiler(model, batch, passes=passes, with_stack=False)
     if trace_path is not None:
-        profile_with_stacks.export_chrome_trace(str(trace_path))
-    rows = [
-        _operator_row(event, passes, on_cuda=batch.is_cuda)
-        for event in timed_profile.key_averages(group_by_input_shape=True)
+        with_stacks.export_chrome_trace(str(trace_path))
+    on_cuda, rows = batch.is_cuda, list[OperatorProfile]()
+    for event in timed.key_averages(group_by_input_shape=True):
         # Only torch's operators (`aten::linear`), no Python frames, CUDA calls or kernels.
-        if "::" in event.key and not event.is_user_annotation and event.device_type.name == "CPU"
-    ]
+        if "::" in event.key and not event.is_user_annotation and event.device_type.name == "CPU":
+            memory: Any = event.self_device_memory_usage if on_cuda else event.self_cpu_memory_usage
+            row = OperatorProfile(
+                name=event.key,
+                calls=event.count // passes,
+                cpu_time_ms=event.self_cpu_time_total / passes / 1e3,
+                cuda_time_ms=event.self_device_time_total / passes / 1e3 if on_cuda else None,
+                memory_bytes=memory // passes,
+                input_shapes=str(event.input_shapes),
+            )
+            rows.append(row)
     rows.sort(key=lambda row: (-row.time_ms, -row.cpu_time_ms))
-    return tuple(rows), _kernel_ms(timed_profile) / passes or None
-
-
-def _kernel_ms(session: profile) -> float:
-    """Return the time of all kernels and copies on the device, 0 if there are none.
-
-    The operators' own times may be larger: torch counts a kernel again with each of the profiler's own overheads.
-    """
-    on_device = [
-        event for event in session.events() or () if event.device_type.name != "CPU" and not event.is_user_annotation
-    ]
-    return sum(event.time_range.elapsed_us() for event in on_device) / 1e3
+    # The operators' own times may be larger: torch counts a kernel again with each of the profiler's own overheads.
+    kernels = [e for e in timed.events() or () if e.device_type.name != "CPU" and not e.is_user_annotation]
+    return tuple(rows), sum(kernel.time_range.elapsed_us() for kernel in kernels) / 1e3 / passes or None
 
 
 def _run_profiler(model: nn.Module, batch: Tensor, *, passes: int, with_stack: bool) -> profile:
@@ -64,18 +63,6 @@ def _run_profiler(model: nn.Module, batch: Tensor, *, passes: int, with_stack: b
         if batch.is_cuda:
             torch.cuda.synchronize(batch.device)
     return session
-
-
-def _operator_row(event: Any, passes: int, *, on_cuda: bool) -> OperatorProfile:
-    memory = event.self_device_memory_usage if on_cuda else event.self_cpu_memory_usage
-    return OperatorProfile(
-        name=event.key,
-        calls=event.count // passes,
-        cpu_time_ms=event.self_cpu_time_total / passes / 1e3,
-        cuda_time_ms=event.self_device_time_total / passes / 1e3 if on_cuda else None,
-        memory_bytes=memory // passes,
-        input_shapes=str(event.input_shapes),
-    )
 
 
 # Time limits in ms for the passes with layer hooks and for those under the profiler, and the number of passes after which more don't improve them.
@@ -103,13 +90,14 @@ def profile_model(  # noqa: PLR0913 (each is a separate input of the profile)
     because quantized operators have no formulas; times and activations are those of `model`. There is a row for every module that owns parameters,
     multiplies, or runs, named as in `model`. The chrome trace is written to `trace_path`; the profile's own `trace` stays None. At most 60 forward
     passes are run, those of `headline` included; fewer if `headline` shows that a pass is slow.
-
-    Raises:
-        RequestError: the model doesn't run on `spec`.
     """
     counted_model = skeleton if skeleton is not None else model
     pass_ms = headline.latency.median_ms
-    with preserving_state(model), preserving_state(counted_model), counted_passes(model, counted_model) as num_passes:
+    passes: list[str] = []
+    with ExitStack() as stack:
+        for each in dict.fromkeys((model, counted_model)):
+            stack.enter_context(preserving_state(each))
+            stack.enter_context(watching(each, [""], after=lambda name, _input, _output: passes.append(name)))
         progress("counting parameters, multiply-accumulates and units", 0, NUM_STEPS)
         complexity = count_complexity(counted_model, spec)
         found_units = find_units(counted_model.eval(), spec, {name: row.macs for name, row in complexity.items()})
@@ -120,10 +108,9 @@ def profile_model(  # noqa: PLR0913 (each is a separate input of the profile)
         progress("timing layers", 2, NUM_STEPS)
         latencies_ms = layer_latency(model, batch, passes=_num_passes(LAYERS_MS, pass_ms, MAX_LAYER_PASSES))
         progress("profiling operators", 3, NUM_STEPS)
-        passes = _num_passes(OPERATORS_MS, pass_ms, MAX_OPERATOR_PASSES)
-        operators, kernel_ms = profile_operators(model, batch, passes=passes, trace_path=trace_path)
+        num_passes = _num_passes(OPERATORS_MS, pass_ms, MAX_OPERATOR_PASSES)
+        operators, kernel_ms = profile_operators(model, batch, passes=num_passes, trace_path=trace_path)
         progress("profiled", NUM_STEPS, NUM_STEPS)
-        forward_passes = headline.forward_passes + num_passes()
     uncounted = Complexity(kind="", params=0, macs=0)
     layers = tuple(
         LayerProfile(
@@ -153,7 +140,7 @@ def profile_model(  # noqa: PLR0913 (each is a separate input of the profile)
         refusals=found_units.refusals,
         absent=found_units.absent,
         launch_bound_share=launch_bound_share(kernel_ms, pass_ms),
-        forward_passes=forward_passes,
+        forward_passes=headline.forward_passes + len(passes),
     )
 
 

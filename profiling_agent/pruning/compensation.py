@@ -15,11 +15,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from profiling_agent.errors import PruningError
+from profiling_agent.lib.inference import mkl_is_slow, product
+from profiling_agent.lib.modules import (
+    batch_norms,
+    border_of,
+    device_of,
+    following_norms,
+    has_bias,
+    mean_kl,
+    preserving_state,
+    watching,
+)
 from profiling_agent.lib.progress import Progress, silent
-from profiling_agent.modules.hooks import watching
-from profiling_agent.modules.inference import device_of, mean_kl, mkl_is_slow, preserving_state, product
-from profiling_agent.modules.norms import batch_norms, border_of, following_norms, has_bias
-from profiling_agent.modules.prefix import Walk, in_order
+from profiling_agent.lib.replay import Walk, in_order
 from profiling_agent.schemas import Cut, Unit
 
 # Pixels per image that a convolution's statistics use: more of them are redundant.

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from profiling_agent.modules.inference import without_weights
+from profiling_agent.lib.modules import without_weights
 from profiling_agent.pruning.attention import Attention, UnsupportedAttention, find_attention
 from profiling_agent.pruning.tracing import LAYERS, Space, Trace, UntraceableError, follow_channels
 from profiling_agent.pruning.verify import Trials, common_module

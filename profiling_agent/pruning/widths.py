@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from profiling_agent.errors import PlanError
-from profiling_agent.modules.layer_names import matching_names, near_names
+from profiling_agent.lib.layer_names import matching_names, near_names
 from profiling_agent.schemas import Cap, Cut, PruningRecommendation, Record, Unit, UnitKind
 
 # oneDNN blocks 16 channels of a convolution (AVX-512), so its time is a staircase of 16; a Linear's time is proportional to its width, but odd

@@ -15,7 +15,7 @@ import torch.ao.quantization.fx._decomposed  # registers the operators  # pyrigh
 from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.modules.norms import border_of
+from profiling_agent.lib.modules import border_of
 
 Kind = Literal["dynamic", "static", "cast", "rowwise"]
 Dtype = Literal["qint8", "float16", "bfloat16", "float8"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import PlanError, QuantizationError
-from profiling_agent.modules.inference import module_counts, preserving_state
-from profiling_agent.modules.layer_names import matching_names, near_names
+from profiling_agent.lib.layer_names import matching_names, near_names
+from profiling_agent.lib.modules import module_counts, preserving_state
 from profiling_agent.quantization.calibrate import (
     MIN_IMAGES,
     Images,

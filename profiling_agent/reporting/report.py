@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from profiling_agent.errors import PlanError
 from profiling_agent.jobs.tasks import Profiled
+from profiling_agent.lib.layer_names import matching_names
 from profiling_agent.lib.machine import environment
-from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.planning.digest import launch_text
 from profiling_agent.reporting.units import count, percent
 from profiling_agent.request import Request, without_retired

@@ -37,7 +37,7 @@ class TorchRuntime(Runtime):
 
 def _load(folder: Path, device: str, num_threads: int | None) -> "nn.Module":
     """Return the module of a saved folder on its device, run by `num_threads` threads."""
-    from profiling_agent.modules.inference import on_device, pin_threads
+    from profiling_agent.lib.modules import on_device, pin_threads
     from profiling_agent.runtimes.torch_artifact import load_module
 
     if num_threads:
@@ -72,7 +72,7 @@ class Eager(TorchRuntime):
         cls, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
     ) -> list[OperatorTime]:
         """Return the median time of each module of a saved model over `passes`, without its children."""
-        from profiling_agent.modules.hooks import layer_latency
+        from profiling_agent.lib.costs import layer_latency
 
         session = cls.open(folder, recipe, device="cpu", num_threads=num_threads)
         times = layer_latency(session.module, session.to_device(pixel_values), passes=passes)

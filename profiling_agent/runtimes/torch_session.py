@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import first_line
 from profiling_agent.lib.machine import available_threads
+from profiling_agent.lib.modules import floating_dtype
 from profiling_agent.lib.third_party import compiled_code, muted
-from profiling_agent.modules.inference import floating_dtype
 from profiling_agent.runtimes.base import Batch
 
 # Each batch size is compiled separately; after this many torch stops compiling and runs eagerly.

@@ -44,7 +44,7 @@ from benchmarks.paper.tables import (
     of_report,
 )
 from profiling_agent.errors import PruningError, RequestError
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.lib.modules import random_batch
 from profiling_agent.pruning.units import find_units
 from profiling_agent.reporting.report import VariantRow
 from profiling_agent.reporting.results import read_report

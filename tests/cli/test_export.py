@@ -11,7 +11,7 @@ from commands import call
 from conftest import World
 from transformers import AutoModelForImageClassification
 
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.lib.modules import random_batch
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.runtimes.torch_artifact import load_module, save_model
 from profiling_agent.schemas import QuantizationRecommendation

@@ -20,7 +20,7 @@ from profiling_agent.data.shape import (
     verify,
 )
 from profiling_agent.errors import AdvisorError, ShapeUnresolvedError
-from profiling_agent.modules.inference import preserving_state
+from profiling_agent.lib.modules import preserving_state
 from profiling_agent.planning.llm_planner import advised_shape
 from profiling_agent.schemas import InputSpec, ShapeFacts
 

@@ -26,7 +26,7 @@ from profiling_agent.graph.nodes import deployment_search
 from profiling_agent.graph.session import RunSession, Sessions
 from profiling_agent.graph.state import RunState
 from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.lib.modules import random_batch
 from profiling_agent.planning.rules import analyse
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.runtimes.registry import recommend

@@ -13,8 +13,8 @@ from profiling_agent import optimize
 from profiling_agent.jobs.runner import job_key
 from profiling_agent.jobs.tasks import MODULES, HeadlineTask
 from profiling_agent.lib.machine import environment
+from profiling_agent.lib.modules import on_device, random_batch
 from profiling_agent.measure.throughput import measure_headline
-from profiling_agent.modules.inference import on_device, random_batch
 from profiling_agent.processes.child import child_environment, fork_server
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model

@@ -8,7 +8,7 @@ import zoo
 from profiling_agent.data.prepared import iter_batches
 from profiling_agent.jobs.handlers.models import recover
 from profiling_agent.jobs.tasks import RecoverTask
-from profiling_agent.modules.inference import mean_kl
+from profiling_agent.lib.modules import mean_kl
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.runtimes.torch_artifact import load_module, load_recipe

@@ -20,9 +20,9 @@ from profiling_agent.data.prepared import PIXELS, PreparedImages
 from profiling_agent.errors import StorageError
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, LogitsTask, PrepareTask, PruneTask, prepared
+from profiling_agent.lib.inference import quick_products
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.measure.predictions import Answers, answers_of, concatenate, read_predictions
-from profiling_agent.modules.inference import quick_products
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.registry import recommend

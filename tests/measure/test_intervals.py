@@ -29,7 +29,6 @@ from profiling_agent.measure.intervals import (
 from profiling_agent.measure.predictions import (
     NO_CLASS,
     VARIABLE,
-    Answers,
     answers_of,
     concatenate,
     note_opening,
@@ -64,12 +63,9 @@ def test_the_interval_is_bonett_and_prices_and_the_p_value_the_exact_binomial_on
     # Two of twelve tosses or fewer, both sides: 2 (1 + 12 + 66) / 4096.
     assert drop.p_value == pytest.approx(2 * 79 / 4096)
 
-
-def test_equal_models_still_have_an_interval():
-    drop = answers(0, 0, 1000)
-
-    assert (drop.drop, drop.p_value) == (0.0, 1.0)
-    assert drop.low < 0 < drop.high
+    equal = answers(0, 0, 1000)
+    assert (equal.drop, equal.p_value) == (0.0, 1.0)
+    assert equal.low < 0 < equal.high
 
 
 def test_the_one_sided_bound_is_inside_the_two_sided_interval():
@@ -77,6 +73,9 @@ def test_the_one_sided_bound_is_inside_the_two_sided_interval():
 
     assert drop.drop < one_sided_bound(drop, 0.9) < one_sided_bound(drop, 0.95) < drop.high
     assert one_sided_bound(drop, 0.975) == pytest.approx(drop.high)
+    # A bound below nothing is that of the interval.
+    gained = answers(0, 40, 1000)
+    assert certain_bound(gained, 0.98) == one_sided_bound(gained, 0.98) < 0
 
 
 @pytest.mark.parametrize(("num_images", "error"), [(344, 0.02), (512, 0.0025), (1024, 0.0008)])
@@ -98,12 +97,6 @@ def test_where_no_image_is_answered_otherwise_the_score_tests_bound_is_known():
     assert certain_perfect_bound(418, 0.98) <= 0.01 < certain_perfect_bound(417, 0.98)
 
 
-def test_a_bound_below_nothing_is_that_of_the_interval():
-    drop = answers(0, 40, 1000)
-
-    assert certain_bound(drop, 0.98) == one_sided_bound(drop, 0.98) < 0
-
-
 @pytest.mark.parametrize(("lost", "gained"), [(30, 20), (5, 40)])
 def test_the_images_to_certify_are_the_fewest_that_do(lost: int, gained: int):
     drop, max_drop = answers(lost, gained, 1000), 0.011
@@ -119,11 +112,8 @@ def test_the_images_to_certify_are_the_fewest_that_do(lost: int, gained: int):
 
     # The score test's bound is a hair above it here.
     assert bound(needed) <= max_drop < bound(needed - 1 - needed // 100)
-
-
-def test_no_number_of_images_certifies_a_drop_that_is_too_large():
-    assert images_to_certify(answers(30, 10, 1000), 0.02) is None
-    assert images_to_certify(answers(30, 10, 1000), 0.019) is None
+    # No number of images certifies a drop that is too large.
+    assert [images_to_certify(answers(30, 10, 1000), allowed) for allowed in (0.02, 0.019)] == [None, None]
 
 
 @pytest.mark.slow
@@ -162,13 +152,9 @@ def looks(drop, discordant, num_images, rng):
     return [Counts(int((outcomes[:end] == 1).sum()), int((outcomes[:end] == -1).sum()), end) for end in ends]
 
 
-def test_without_a_discordant_image_the_bound_is_where_the_gamblers_have_twenty():
-    bound = upper_bound(Counts(0, 0, 600), ERROR)
-    wealth = np.mean((1 + STAKES * bound) ** 600)
-    assert wealth == pytest.approx(1 / ERROR, rel=1e-2)
-
-
 def test_bounds_mirror_each_other_and_reach_from_all_lost_to_all_gained():
+    # Without a discordant image the bound is where the gamblers have twenty.
+    assert np.mean((1 + STAKES * upper_bound(Counts(0, 0, 600), ERROR)) ** 600) == pytest.approx(1 / ERROR, rel=1e-2)
     assert (lower_bound(Counts(0, 0, 0), ERROR), upper_bound(Counts(0, 0, 0), ERROR)) == (-1.0, 1.0)
     assert lower_bound(Counts(30, 10, 2000), ERROR) == -upper_bound(Counts(10, 30, 2000), ERROR)
     assert lower_bound(Counts(500, 0, 500), ERROR) > 0.9
@@ -195,8 +181,7 @@ def test_a_decision_is_what_the_bounds_show(counts, decision):
 
 
 def test_how_many_images_it_takes_is_what_as_many_like_them_show():
-    counts = Counts(8, 3, 512)
-    enough = images_until_kept(counts, 0.02, ERROR)
+    enough = images_until_kept(Counts(8, 3, 512), 0.02, ERROR)
     assert enough is not None
 
     def bound(num_images):
@@ -236,11 +221,6 @@ def test_a_hopeless_candidate_is_known_after_the_first_shards_and_a_good_one_aft
     assert median_images("kept", 0.0, 0.04, 100) <= 8 * SHARD
 
 
-def answers_to(*rows: list[float]) -> Answers:
-    """Return the answers of logits, a row for each image, all of class 0."""
-    return answers_of(np.array(rows, np.float32), np.zeros(len(rows), np.int64))
-
-
 @pytest.mark.parametrize(
     ("logits", "predicted"),
     [
@@ -249,7 +229,6 @@ def answers_to(*rows: list[float]) -> Answers:
         ([-1.0, -4.0, -1.0], 0),
         ([0.0, 5.0, 1.0], 1),
         # A class that is ruled out leaves the others.
-        ([-np.inf, 2.0, 1.0], 1),
         ([-np.inf, 2.0, -np.inf], 1),
         ([-3e38, 3e38, -3e38], 1),
         *(
@@ -261,27 +240,16 @@ def answers_to(*rows: list[float]) -> Answers:
 def test_the_top_logit_is_the_answer_and_logits_without_one_are_counted_wrong(
     tmp_path: Path, logits: list[float], predicted: int
 ):
-    answers = answers_to(logits)
+    one = answers_of(np.array([logits], np.float32), np.zeros(1, np.int64))
+    both = concatenate([one, answers_of(np.array([[0.0, 1.0]], np.float32), np.zeros(1, np.int64))])
 
-    assert answers.predicted.tolist() == [predicted]
-    assert answers.right.tolist() == [predicted == 0]
-    write_predictions(tmp_path / "answers", answers)
-    assert read_predictions(tmp_path / "answers").predicted.tolist() == [predicted]
-
-
-def test_parts_stand_in_the_order_given_with_as_many_logits_as_labels():
-    parts = [answers_to([1.0, 0.0]), answers_to([0.0, 3.0], [2.0, 0.0])]
-
-    assert concatenate(parts).predicted.tolist() == [0, 1, 0]
-    with pytest.raises(ValueError, match="a row for each image"):
-        answers_of(np.zeros((2, 3), np.float32), np.zeros(1, np.int64))
-
-
-def test_a_missing_or_damaged_file_is_one_line(tmp_path: Path):
-    write_predictions(tmp_path / "cut", answers_to([1.0, 0.0], [0.0, 2.0]))
-    os.truncate(tmp_path / "cut", 40)
-
-    for name in ("cut", "missing"):
+    assert both.predicted.tolist() == [predicted, 1]
+    assert both.right.tolist() == [predicted == 0, False]
+    write_predictions(tmp_path / "answers", both)
+    assert read_predictions(tmp_path / "answers").predicted.tolist() == [predicted, 1]
+    # A missing or damaged file is one line.
+    os.truncate(tmp_path / "answers", 40)
+    for name in ("answers", "missing"):
         with pytest.raises(ArtifactError, match="evaluate again") as refused:
             read_predictions(tmp_path / name)
         assert "\n" not in str(refused.value)
@@ -312,16 +280,12 @@ def test_each_candidate_is_another_opening_and_the_same_one_again_is_not():
     assert note_opening("model", "b", IMAGES[20:]).number == 1
     assert note_opening("model", "d", IMAGES[19:21]).number == 5
 
-
-@pytest.mark.usefixtures("ledger")
-def test_a_fresh_begin_has_a_reason_that_stays():
-    note_opening("model", "a", IMAGES)
-    note_opening("model", "b", IMAGES)
-    openings = [note_opening("model", "c", IMAGES, fresh="new photographs"), note_opening("model", "d", IMAGES)]
+    # A fresh begin has a reason that stays.
+    openings = [note_opening("model", "c", IMAGES, fresh="new photographs"), note_opening("model", "e", IMAGES)]
     assert [(each.number, each.fresh) for each in openings] == [(1, "new photographs"), (2, "new photographs")]
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"tests": 7}', '{"tests": [{"candidate": "a"}]}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", '{"tests": 7}'])
 def test_a_damaged_ledger_is_set_aside_and_said(ledger: Path, text: str):
     note_opening("model", "a", IMAGES)
     ledger.write_text(text)

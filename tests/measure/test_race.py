@@ -1,10 +1,13 @@
-"""Who is called slower, who drops out, and what sessions are worth. Processes here say their times from a script."""
+"""Which models are called slower, which drop out, and what sessions are worth. Processes here take their times from a script."""
 
 import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +17,16 @@ from profiling_agent.errors import JobError, KilledError
 from profiling_agent.measure.race import (
     MAX_AGAIN,
     MAX_VOID,
+    Conditions,
+    Entries,
     StartSession,
+    compare,
     noise_warning,
-    run_race,
+    pool,
+    race_once,
+    run_one_session,
+    run_sessions,
     run_steady_sessions,
-    score_between,
-    screen,
 )
 from profiling_agent.measure.session import FAR_BEHIND, MAX_REPEATS, MAX_RUNS, NARROW_REPEATS, SessionLimits, room_bytes
 from profiling_agent.measure.statistics import (
@@ -30,7 +37,7 @@ from profiling_agent.measure.statistics import (
     score_one_session,
     score_over_sessions,
 )
-from profiling_agent.schemas import NUM_SESSIONS, Race
+from profiling_agent.schemas import NUM_SESSIONS, Race, RaceResult, Variant
 
 GIB = 2**30
 LIMITS = SessionLimits(seconds_per_turn=0.1)
@@ -38,29 +45,24 @@ LIMITS = SessionLimits(seconds_per_turn=0.1)
 BRIEF = SessionLimits(seconds_per_turn=0.1, seconds_per_model=0)
 
 
+@dataclass
 class Scripted:
-    """A process whose passes take what `times` says next, and None is its `end`; it holds `held` bytes."""
+    """A process whose passes take what `times` has next, and None is its `end`; it holds `held` bytes."""
 
-    def __init__(
-        self, times: Iterator[float | None], *, loads: bool = True, held: int = 0, end: type[JobError] = JobError
-    ) -> None:
-        self.times = times
-        self.end = end
-        self.loads = loads
-        self.held = held
-        self.is_ready = False
-        self.samples: list[int] = []
+    times: Iterator[float | None]
+    loads: bool = True
+    held: int = 0
+    end: type[JobError] = JobError
+    samples: list[int] = field(default_factory=list)
 
     def start(self) -> None:
-        self.is_ready = False
+        pass
 
     def wait_until_ready(self) -> None:
         if not self.loads:
             raise JobError("there is no model")
-        self.is_ready = True
 
     def take_sample(self, runs: int) -> list[float]:
-        assert self.is_ready
         self.samples.append(runs)
         took = next(self.times)
         if took is None:
@@ -81,6 +83,39 @@ def wild() -> Scripted:
     return Scripted(10 * noise.uniform(0.6, 1.1) for _ in itertools.count())
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScriptedConditions(Conditions):
+    """Conditions under which scripted processes race."""
+
+    start_session: StartSession
+
+    def starter(self, entries: Entries) -> StartSession:
+        return self.start_session
+
+
+def conditions(start_session: StartSession) -> Conditions:
+    return ScriptedConditions(root=Path("/"), batch_size=1, start_session=start_session)
+
+
+def entries(num_models: int) -> Entries:
+    """Return models m0, m1 and so on, of which the first is the baseline."""
+    variants = [Variant.BASELINE, *[Variant.BOTH] * (num_models - 1)]
+    return [(variant, sample_records.ref(f"m{index}")) for index, variant in enumerate(variants)]
+
+
+def of(race: Race, index: int) -> RaceResult:
+    return race.result_of(sample_records.ref(f"m{index}"))
+
+
+def places(race: Race) -> list[int]:
+    """Return the places of the models with a result."""
+    return [int(result.model.sha256[1:]) for result in race.results]
+
+
+def dropped(race: Race) -> dict[int, str]:
+    return {int(each.model.sha256[1:]): each.reason for each in race.dropped}
+
+
 def starting(processes: Sequence[Scripted], started: list[tuple[int, ...]] | None = None) -> StartSession:
     def start_session(chosen: Sequence[int]):
         if started is not None:
@@ -90,37 +125,39 @@ def starting(processes: Sequence[Scripted], started: list[tuple[int, ...]] | Non
     return start_session
 
 
-def screened(*processes: Scripted, limits: SessionLimits = LIMITS):
-    return screen(starting(processes), len(processes), limits=limits)
+def screened(*processes: Scripted, limits: SessionLimits = LIMITS, started: list[tuple[int, ...]] | None = None):
+    return race_once(entries(len(processes)), conditions(starting(processes, started)), limits=limits)
 
 
-def held(*processes: Scripted, num_sessions: int = NUM_SESSIONS):
-    return run_race(starting(processes), len(processes), num_sessions=num_sessions, limits=BRIEF)
+def estimated(start_session: StartSession, num_models: int, num_sessions: int = NUM_SESSIONS) -> Race:
+    """Return what new sessions of all models measure together."""
+    given = entries(num_models), conditions(start_session)
+    return pool(*run_sessions(lambda number: run_one_session(*given, number, limits=BRIEF), num_sessions))
 
 
 def test_equal_models_are_equal_and_a_much_faster_one_is_clear_at_once():
-    equal = screened(steady(10), steady(10)).scores[1]
-    assert equal.low <= 1 <= equal.high
-    result = screened(steady(20), steady(10))
-    baseline, faster = result.scores[0], result.scores[1]
+    equal = of(screened(steady(10), steady(10)), 1)
+    assert equal.speedup_low <= 1 <= equal.speedup_high
+    race = screened(steady(20), steady(10))
+    baseline, faster = race.results
     assert faster.speedup == pytest.approx(2, rel=0.02)
-    assert 1.8 < faster.low <= faster.high < 2.2
-    assert (baseline.speedup, baseline.low, baseline.high) == (1, 1, 1)
-    assert (result.num_sessions, result.num_repeats) == (1, NARROW_REPEATS)
+    assert 1.8 < faster.speedup_low <= faster.speedup_high < 2.2
+    assert (baseline.speedup, baseline.speedup_low, baseline.speedup_high) == (1, 1, 1)
+    assert (race.num_sessions, race.num_repeats) == (1, NARROW_REPEATS)
 
 
 def test_who_is_far_behind_drops_out_after_the_first_turns_and_keeps_its_score():
     best, behind, less, near = steady(2), steady(9), steady(3), steady(2.4)
-    result = screened(steady(10), best, behind, less, near)
+    race = screened(steady(10), best, behind, less, near)
     turns = [len(timed.samples) - 1 for timed in (behind, less, near)]
     assert turns == [*FAR_BEHIND, len(best.samples) - 1]
     assert turns == sorted(turns)
-    assert result.scores[2].speedup == pytest.approx(10 / 9, rel=0.05)
-    assert result.scores[3].high < result.scores[1].low
+    assert of(race, 2).speedup == pytest.approx(10 / 9, rel=0.05)
+    assert of(race, 3).speedup_high < of(race, 1).speedup_low
 
 
 def test_the_time_of_who_is_gone_is_not_the_others():
-    """Two of a tenth of a second a turn have half a second each; 0.8 s of another's two turns would have ended it after three."""
+    # Two of a tenth of a second a turn have half a second each; 0.8 s of another's two turns would have ended it after three.
     limits = SessionLimits(seconds_per_turn=0.1, seconds_per_model=0.5)
     assert screened(steady(10), wild(), steady(400), limits=limits).num_repeats == 6
 
@@ -131,7 +168,7 @@ def test_neither_the_baseline_nor_any_model_of_an_estimate_drops_out():
     assert len(baseline.samples) == len(best.samples)
 
     best, behind = steady(2), steady(9)
-    held(steady(10), best, behind, num_sessions=2)
+    estimated(starting([steady(10), best, behind]), 3, num_sessions=2)
     assert len(best.samples) == len(behind.samples) == 2 * (1 + BRIEF.min_repeats)
 
 
@@ -147,10 +184,10 @@ def test_neither_the_baseline_nor_any_model_of_an_estimate_drops_out():
 def test_who_fails_drops_out_of_a_screening_with_the_reason_and_the_others_go_on(
     loser: Callable[[], Scripted], reason: str
 ):
-    result = screened(steady(10), loser(), steady(5))
-    assert result.dropped == {1: reason}
-    assert sorted(result.scores) == [0, 2]
-    assert result.scores[2].speedup == pytest.approx(2, rel=0.02)
+    race = screened(steady(10), loser(), steady(5))
+    assert dropped(race) == {1: reason}
+    assert places(race) == [0, 2]
+    assert of(race, 2).speedup == pytest.approx(2, rel=0.02)
     # A screening ends with its baseline.
     with pytest.raises(JobError, match=reason):
         screened(loser(), steady(5))
@@ -159,64 +196,55 @@ def test_who_fails_drops_out_of_a_screening_with_the_reason_and_the_others_go_on
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_session_in_which_a_process_dies_is_void_and_the_others_stand(dying: int):
     times = itertools.chain([10.0] * 6, [None], itertools.repeat(10.0))
-    processes = [steady(10), steady(10)]
+    processes = [steady(10), steady(10), steady(5)]
     processes[dying] = Scripted(times)
-    result = held(*processes, steady(5))
+    race = estimated(starting(processes), 3)
     # Any two models can be compared.
-    assert score_between(result.ratios[2], result.ratios[1]).speedup == pytest.approx(2, rel=0.02)
-    assert score_between(result.ratios[0], result.ratios[2]).speedup == pytest.approx(0.5, rel=0.02)
-    assert result.void == ("it died of SIGFPE",)
-    assert result.num_sessions == len(result.ratios[1]) == NUM_SESSIONS
+    assert compare(of(race, 2), of(race, 1)).speedup == pytest.approx(2, rel=0.02)
+    assert compare(of(race, 0), of(race, 2)).speedup == pytest.approx(0.5, rel=0.02)
+    assert race.void == ("it died of SIGFPE",)
+    assert race.num_sessions == len(of(race, 1).turns) == NUM_SESSIONS
 
 
 def test_a_model_that_dies_again_and_again_ends_the_race():
     starts = list[tuple[int, ...]]()
     with pytest.raises(JobError, match="SIGFPE"):
-        run_race(starting([steady(10), Scripted(itertools.repeat(None))], starts), 2, limits=BRIEF)
+        estimated(starting([steady(10), Scripted(itertools.repeat(None))], starts), 2)
     assert len(starts) == MAX_VOID + 1
 
 
 def test_as_many_processes_run_at_once_as_memory_holds():
     started: list[tuple[int, ...]] = []
-    processes = [steady(10 - index, held=300) for index in range(5)]
     limits = SessionLimits(seconds_per_turn=0.1, memory_bytes=1000)
-    result = screen(starting(processes, started), 5, limits=limits)
+    race = screened(*(steady(10 - index, held=300) for index in range(5)), limits=limits, started=started)
     # Three hold 900 bytes; each further part has the baseline and two more.
     assert started == [(0, 1, 2, 3, 4), (0, 3, 4)]
-    assert sorted(result.scores) == [0, 1, 2, 3, 4]
-    assert result.scores[4].speedup == pytest.approx(10 / 6, rel=0.03)
-    assert score_between(result.ratios[4], result.ratios[1]).speedup == pytest.approx(9 / 6, rel=0.03)
-    assert result.num_sessions == 1
+    assert places(race) == [0, 1, 2, 3, 4]
+    assert of(race, 4).speedup == pytest.approx(10 / 6, rel=0.03)
+    assert compare(of(race, 4), of(race, 1)).speedup == pytest.approx(9 / 6, rel=0.03)
+    assert race.num_sessions == 1
 
     # The baseline and one more race whatever they hold.
     started.clear()
-    screen(starting([steady(10, held=900) for _ in range(3)], started), 3, limits=limits)
+    screened(*(steady(10, held=900) for _ in range(3)), limits=limits, started=started)
     assert started == [(0, 1, 2), (0, 2)]
 
 
-def test_who_is_killed_by_somebody_else_has_another_try_behind_all_others():
+def test_who_is_killed_from_outside_has_another_try_behind_all_others():
     started: list[tuple[int, ...]] = []
     killed_once = Scripted(itertools.chain([2.0, 2.0, None], itertools.repeat(2.0)), end=KilledError)
     killed_twice = Scripted(iter([2.0, None, 2.0, None]), end=KilledError)
     crashed = Scripted(iter([2.0, None]))
-    processes = [steady(4), killed_once, killed_twice, crashed, steady(3)]
-    result = screen(starting(processes, started), 5, limits=LIMITS)
+    race = screened(steady(4), killed_once, killed_twice, crashed, steady(3), started=started)
 
     assert started == [(0, 1, 2, 3, 4), (0, 1, 2)]
-    assert sorted(result.scores) == [0, 1, 4]
-    assert result.scores[1].speedup == pytest.approx(2, rel=0.03)
-    assert sorted(result.dropped) == [2, 3]
-    assert result.num_sessions == 1
+    assert (places(race), list(dropped(race)), race.num_sessions) == ([0, 1, 4], [2, 3], 1)
+    assert of(race, 1).speedup == pytest.approx(2, rel=0.03)
 
-
-def test_a_second_try_that_costs_the_baseline_leaves_what_others_have_shown():
+    # What others have shown stands if the second try costs the baseline.
     baseline = Scripted(itertools.chain(itertools.repeat(4.0, 4), itertools.repeat(None)), end=KilledError)
-    killed = Scripted(iter([2.0, None]), end=KilledError)
-    result = screened(baseline, killed, steady(2), limits=BRIEF)
-
-    assert sorted(result.scores) == [0, 2]
-    assert list(result.dropped) == [1]
-    assert result.num_sessions == 1
+    race = screened(baseline, Scripted(iter([2.0, None]), end=KilledError), steady(2), limits=BRIEF)
+    assert (places(race), list(dropped(race)), race.num_sessions) == ([0, 2], [1], 1)
 
 
 @pytest.mark.parametrize(
@@ -229,13 +257,11 @@ def test_processes_of_a_session_hold_a_part_of_what_is_free(total: int, free: in
 
 def test_turns_are_sized_by_time():
     quick, slow = steady(0.1), steady(60)
-    result = screened(slow, quick)
+    race = screened(slow, quick)
     assert set(quick.samples[1:]) == {MAX_RUNS}
     assert set(slow.samples[1:]) == {1}
-    assert [len(samples) for samples in result.samples_ms.values()] == [
-        result.num_repeats,
-        result.num_repeats * MAX_RUNS,
-    ]
+    counts = [len(result.latency.samples_ms) for result in race.results]
+    assert counts == [race.num_repeats, race.num_repeats * MAX_RUNS]
 
 
 @pytest.mark.parametrize(("seconds", "num_repeats"), [(0, BRIEF.min_repeats), (600, MAX_REPEATS)])
@@ -244,27 +270,15 @@ def test_turns_go_on_until_intervals_are_narrow_but_no_longer_than_is_allowed(se
     assert screened(steady(10), wild(), limits=limits).num_repeats == num_repeats
 
 
-def test_every_session_starts_anew():
-    pairs: list[dict[int, Scripted]] = []
-
-    def start_session(chosen: Sequence[int]):
-        pairs.append({index: steady((10, 11.5)[index]) for index in chosen})
-        return nullcontext(pairs[-1])
-
-    run_race(start_session, 2, limits=BRIEF)
-    assert len(pairs) == NUM_SESSIONS
-    assert all(timed.samples for pair in pairs for timed in pair.values())
-
-
-def test_the_median_of_sessions_counts_and_peak_memory_is_read_of_each():
+def test_every_session_starts_anew_and_the_median_of_them_counts():
     sessions = iter([Scripted(itertools.repeat(ms), held=7) for ms in (9.0, 10.0, 12.0)])
 
     def start_session(chosen: Sequence[int]):
         return nullcontext({0: steady(10, held=9), 1: next(sessions)})
 
-    result = run_race(start_session, 2, num_sessions=3, limits=BRIEF)
-    assert result.scores[1].speedup == pytest.approx(1.0, rel=0.01)
-    assert result.peak_bytes == {0: [9, 9, 9], 1: [7, 7, 7]}
+    race = estimated(start_session, 2, num_sessions=3)
+    assert of(race, 1).speedup == pytest.approx(1.0, rel=0.01)
+    assert [result.peak_bytes for result in race.results] == [(9, 9, 9), (7, 7, 7)]
 
 
 def test_over_sessions_the_interval_is_students_t():
@@ -301,33 +315,27 @@ def session_of(speedup: float, baseline_ms: float = 200.0) -> Race:
     return Race(results=tuple(results), num_repeats=1, num_sessions=1)
 
 
+def steadied(drawn: Sequence[tuple[float, float]], num_sessions: int = 5, **given: Any) -> Race:
+    return run_steady_sessions(lambda number: session_of(*drawn[number]), num_sessions, **given)
+
+
 def test_a_session_whose_baseline_is_slow_is_held_again():
     # A candidate of 37 ms: the baseline took 1,332 and 999 ms beside another process, else 189 to 200.
-    drawn = iter([(36.0, 1332.0), (27.0, 999.0), (5.3, 196.0), (5.4, 200.0), (5.1, 189.0), (5.2, 192.0), (5.3, 195.0)])
-    race = run_steady_sessions(lambda number: session_of(*next(drawn)), 5)
+    drawn = [(36.0, 1332.0), (27.0, 999.0), (5.3, 196.0), (5.4, 200.0), (5.1, 189.0), (5.2, 192.0), (5.3, 195.0)]
+    race = steadied(drawn)
     assert (race.num_sessions, race.unsteady) == (5, None)
     assert race.results[1].by_session == pytest.approx((5.3, 5.4, 5.1, 5.2, 5.3))
     assert race.void == tuple(f"the baseline took {took} ms, in its best session 189" for took in ("1.33e+03", "999"))
 
 
 def test_where_too_few_sessions_are_steady_the_race_shows_nothing():
-    times = itertools.chain([200.0], itertools.repeat(800.0))
-    numbers: list[int] = []
-
-    def hold(number: int) -> Race:
-        numbers.append(number)
-        return session_of(5.0, next(times))
-
-    race = run_steady_sessions(hold, 5)
-    assert numbers == list(range(5 + MAX_AGAIN))
+    race = steadied([(5.0, 200.0), *[(5.0, 800.0)] * (4 + MAX_AGAIN)])
     assert (race.num_sessions, len(race.void)) == (1, 4 + MAX_AGAIN)
     assert race.unsteady is not None
     assert "200, 800, 800" in race.unsteady
 
-
-def test_no_session_is_held_again_where_there_is_no_time():
-    drawn = iter([(20.0, 800.0), (5.3, 196.0), (5.4, 200.0), (5.1, 189.0)])
-    race = run_steady_sessions(lambda number: session_of(*next(drawn)), 4, lambda: False)
+    # Without time none is held again.
+    race = steadied([(20.0, 800.0), (5.3, 196.0), (5.4, 200.0), (5.1, 189.0)], 4, has_time=lambda: False)
     assert (race.num_sessions, race.unsteady, len(race.void)) == (3, None, 1)
 
 
@@ -368,8 +376,8 @@ def test_the_interval_of_five_sessions_covers_what_is_true(between_processes: fl
             speeds = {index: -index * (true + favoured) + noise.normal(0, between_processes) for index in chosen}
             return nullcontext({index: drawn(noise, speed) for index, speed in speeds.items()})
 
-        found = run_race(start_session, 2, limits=BRIEF).scores[1]
-        covered += math.log(found.low) <= true <= math.log(found.high)
+        found = of(estimated(start_session, 2), 1)
+        covered += math.log(found.speedup_low) <= true <= math.log(found.speedup_high)
     # Of 95% in truth, 400 worlds show 93% or fewer once in thirty times; each world is drawn by its number.
     assert covered / num_worlds >= 0.93
 

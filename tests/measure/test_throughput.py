@@ -32,23 +32,17 @@ def saved(root: Path) -> ArtifactRef:
 @pytest.mark.slow
 def test_images_per_second_are_the_batch_over_the_median_pass(root: Path, saved: ArtifactRef):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    measured = throughput([saved], root=root, batch_sizes=(1, 3), num_threads=1, limits=LIMITS)
+    rows, refused = throughput([NOWHERE, saved], root=root, batch_sizes=(1, 3), num_threads=1, limits=LIMITS)
 
-    assert [row.batch_size for row in measured.of(saved)] == [1, 3]
-    for row in measured.rows:
+    # A model that can't be run is refused, and the others are measured.
+    assert list(refused) == [("nowhere", 1), ("nowhere", 3)]
+    assert "there is no such folder" in refused["nowhere", 1]
+    assert [(row.model, row.batch_size) for row in rows] == [(saved, 1), (saved, 3)]
+    for row in rows:
         assert row.images_per_s == pytest.approx(row.batch_size * 1000 / row.latency.median_ms)
         assert 0 < row.low <= row.images_per_s <= row.high
         assert len(row.latency.samples_ms) >= LIMITS.min_repeats
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
-
-
-@pytest.mark.slow
-def test_a_model_that_can_not_be_run_is_refused_and_the_others_are_measured(root: Path, saved: ArtifactRef):
-    measured = throughput([NOWHERE, saved], root=root, batch_sizes=(2,), num_threads=1, limits=LIMITS)
-
-    assert [(refusal.model, refusal.batch_size) for refusal in measured.refused] == [(NOWHERE, 2)]
-    assert "there is no such folder" in measured.refused[0].reason
-    assert [row.model for row in measured.rows] == [saved]
 
 
 @pytest.mark.slow
@@ -58,9 +52,6 @@ def test_memory_holds_the_interpreter_and_the_batch_but_not_the_machine(root: Pa
     # A Python that has imported torch holds more than 50 MB; the model and its batch are a few hundred KB.
     assert 50e6 < used.peak_bytes < 2e9
     assert used.size_bytes == saved.size_bytes
-
-
-def test_memory_of_a_process_that_dies_is_no_number(root: Path):
     with pytest.raises(JobError, match=r"nowhere.*there is no such folder"):
         memory_use(NOWHERE, root=root, batch_size=2)
 

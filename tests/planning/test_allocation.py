@@ -11,7 +11,7 @@ from pruning import families
 from sample_records import evidence, profile, unit
 
 from profiling_agent.errors import PlanError
-from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.lib.costs import count_complexity
 from profiling_agent.planning.allocation import (
     MAX_GAP,
     allocate,

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 from zoo import cuts_of, logits, units_of
 
 from profiling_agent.errors import PruningError
-from profiling_agent.modules.hooks import watching
-from profiling_agent.modules.inference import mean_kl, random_batch
-from profiling_agent.modules.prefix import Walk, in_order, run_to_layer
+from profiling_agent.lib.modules import mean_kl, random_batch, watching
+from profiling_agent.lib.replay import Walk, in_order, run_to_layer
 from profiling_agent.pruning.compensation import (
     RIDGE,
     Calibration,

@@ -9,7 +9,7 @@ from sample_records import named_unit
 from torch import nn
 from zoo import units_of
 
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.lib.modules import random_batch
 from profiling_agent.pruning.compensation import RIDGE, UnitMoments, gather_moments
 from profiling_agent.pruning.criteria import (
     CRITERIA,

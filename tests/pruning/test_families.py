@@ -11,7 +11,7 @@ from torch import nn
 from zoo import counted
 
 from profiling_agent.errors import PlanError
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.lib.modules import random_batch
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.verify import cut_units

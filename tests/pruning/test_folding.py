@@ -6,8 +6,7 @@ from torch import nn
 from torch.func import functional_call
 from zoo import logits, units_of
 
-from profiling_agent.modules.inference import random_batch
-from profiling_agent.modules.norms import following_norms, has_bias
+from profiling_agent.lib.modules import following_norms, has_bias, random_batch
 from profiling_agent.profiling.evidence import fold, overlay
 from profiling_agent.pruning.compensation import compensate_units_, gather_moments
 from profiling_agent.pruning.prune import prune_model

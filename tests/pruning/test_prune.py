@@ -15,7 +15,7 @@ from torch import nn
 from zoo import cuts_of, logits, units_of
 
 from profiling_agent.errors import PruningError, RequestError
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.lib.modules import random_batch
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import FoundUnits, find_units
 from profiling_agent.pruning.verify import (

@@ -3,7 +3,7 @@ import torch
 import zoo
 
 from profiling_agent.errors import PruningError
-from profiling_agent.modules.inference import mean_kl, random_batch
+from profiling_agent.lib.modules import mean_kl, random_batch
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.recovery import distillation, recover
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from profiling_agent.errors import PlanError
-from profiling_agent.modules.layer_names import matching_names
+from profiling_agent.lib.layer_names import matching_names
 from profiling_agent.pruning.criteria import unit_rows
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import FoundUnits, find_units

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import zoo
 
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.lib.modules import random_batch
 from profiling_agent.schemas import QuantizationRecommendation
 
 IMAGES = random_batch(zoo.SPEC, 16, seed=3)

@@ -15,8 +15,8 @@ from torch import nn
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.jobs.handlers import model_check
-from profiling_agent.modules import norms
-from profiling_agent.modules.inference import logits_of, relative_distance
+from profiling_agent.lib.inference import Folded
+from profiling_agent.lib.modules import logits_of, relative_distance
 from profiling_agent.quantization.kinds import CLASSES, quantized_modules
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.schemas import Deployment
@@ -121,7 +121,7 @@ def test_a_convolution_whose_border_has_a_name_is_compiled_in_int8(tmp_path: Pat
 def test_what_takes_a_norms_place_answers_its_attributes_and_keeps_its_activation():
     norm, images = ActivatedNorm(8).eval(), torch.randn(2, 8, 4, 4)
 
-    found: Any = norms.Folded(norm)
+    found: Any = Folded(norm)
 
     assert {"num_features", "eps", "momentum"} <= set(plain(norm))
     assert {name: getattr(found, name) for name in plain(norm)} == {name: getattr(norm, name) for name in plain(norm)}
@@ -138,7 +138,7 @@ def test_a_norm_without_scales_has_none_and_what_a_stranger_hung_on_it_is_left()
     # As hooks of other libraries wrap it.
     norm.forward = lambda input: input * 9
 
-    found: Any = norms.Folded(norm)
+    found: Any = Folded(norm)
 
     assert (found.weight, found.bias) == (None, None)
     assert torch.equal(found(torch.ones(1, 8, 2, 2)), torch.ones(1, 8, 2, 2))

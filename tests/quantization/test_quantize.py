@@ -11,7 +11,7 @@ from torch import nn
 from torch_dynamic import torch_quantize_dynamic
 
 from profiling_agent.errors import PlanError, QuantizationError
-from profiling_agent.modules.inference import logits_of, relative_distance
+from profiling_agent.lib.modules import logits_of, relative_distance
 from profiling_agent.quantization.calibrate import fold_norms_
 from profiling_agent.quantization.kinds import parameter_bytes, quantized_modules
 from profiling_agent.quantization.layers import StaticLayer, torch_has_vnni

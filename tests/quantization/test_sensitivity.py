@@ -15,7 +15,7 @@ from torch import nn
 from zoo import inside
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.modules.inference import logits_of, mean_kl
+from profiling_agent.lib.modules import logits_of, mean_kl
 from profiling_agent.quantization import calibrate
 from profiling_agent.quantization.calibrate import correct_biases_, fold_norms_, output_means
 from profiling_agent.quantization.layers import StaticLayer

@@ -18,7 +18,7 @@ from torch.nn.functional import fold, unfold
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersForImageClassification
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.modules.inference import logits_of, random_batch, relative_distance
+from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.quantize import quantize_model

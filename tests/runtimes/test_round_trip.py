@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.modules.complexity import count_complexity
-from profiling_agent.modules.inference import floating_dtype, logits_of, random_batch
+from profiling_agent.lib.costs import count_complexity
+from profiling_agent.lib.modules import floating_dtype, logits_of, random_batch
 from profiling_agent.quantization.kinds import parameter_bytes
 from profiling_agent.quantization.layers import DynamicLinear, QuantizedModule, StaticLayer
 from profiling_agent.quantization.quantize import Quantized, quantize_model
@@ -35,9 +35,9 @@ MIXED = (
 )
 ASK = """
 import json, sys, torch
+from profiling_agent.lib.modules import random_batch
 from profiling_agent.runtimes.torch_artifact import load_module
 from profiling_agent.schemas import InputSpec
-from profiling_agent.modules.inference import random_batch
 batch = random_batch(InputSpec(channels=3, height=32, width=32, source="zoo"), 3, seed=7)
 before = torch.random.get_rng_state()
 for folder in sys.argv[1:]:

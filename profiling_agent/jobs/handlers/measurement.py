@@ -128,8 +128,8 @@ def _open_model(task: EvaluateTask, job: JobContext) -> _OpenedModel:
     session = open_session(path, device=task.device, num_threads=available_threads())
     answering: Callable[[], AbstractContextManager[None]] = nullcontext
     if recipe.deployment.runtime == "eager":
-        from profiling_agent.modules.inference import quick_products, random_batch
-        from profiling_agent.modules.norms import fuse_norms_
+        from profiling_agent.lib.inference import fuse_norms_, quick_products
+        from profiling_agent.lib.modules import random_batch
         from profiling_agent.runtimes.torch_session import TorchSession
 
         answering = quick_products

@@ -12,7 +12,7 @@ from profiling_agent.data.shape import check_processor, resolve_input_shape
 from profiling_agent.errors import ArtifactError, PlanError, QuantizationError
 from profiling_agent.jobs.tasks import CHECK_FOLDER, JobContext, LookTask, TryTask
 from profiling_agent.lib.machine import available_threads
-from profiling_agent.modules.inference import logits_of, relative_distance
+from profiling_agent.lib.modules import logits_of, relative_distance
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap

@@ -42,22 +42,14 @@ from profiling_agent.jobs.tasks import (
     SurveyShapeTask,
     TuneTask,
 )
+from profiling_agent.lib.costs import count_complexity
+from profiling_agent.lib.inference import fuse_norms_, quick_products
 from profiling_agent.lib.io import DocumentError, cache_subfolder, read_record, write_bytes, write_text
 from profiling_agent.lib.machine import available_threads, environment
+from profiling_agent.lib.modules import device_of, logits_of, mean_kl, on_device, random_batch, relative_distance
 from profiling_agent.lib.third_party import third_party_errors
-from profiling_agent.measure.latency_table import LatencyTable, read_table, time_units, write_table
+from profiling_agent.measure.latency_table import LatencyTable, time_units
 from profiling_agent.measure.predictions import answers_of
-from profiling_agent.modules.complexity import count_complexity
-from profiling_agent.modules.inference import (
-    device_of,
-    logits_of,
-    mean_kl,
-    on_device,
-    quick_products,
-    random_batch,
-    relative_distance,
-)
-from profiling_agent.modules.norms import fuse_norms_
 from profiling_agent.profiling.evidence import (
     evidence_path,
     measure_sensitivity,
@@ -261,7 +253,8 @@ def profile(task: ProfileTask, job: JobContext) -> Profiled:
     )
     if task.times_widths:
         batch = random_batch(measured.input, task.batch_size).to(task.device)
-        write_table(job.folder / WIDTHS, time_units(model, measured.units, batch, progress=job.progress))
+        table = time_units(model, measured.units, batch, progress=job.progress)
+        write_text(job.folder / WIDTHS, table.model_dump_json())
     return _save_profile(measured.model_copy(update={"trace": job.ref(trace, "trace")}), job)
 
 
@@ -272,7 +265,7 @@ def add_evidence(task: EvidenceTask, job: JobContext) -> Profiled:
         profiled = read_record(ModelProfile, folder / PROFILE)
     except (OSError, DocumentError) as error:
         raise ArtifactError(f"{str(folder / PROFILE)!r} is no profile ({error}): run again") from error
-    evidence, note = _measure_evidence(task, job, profiled, read_table(folder / WIDTHS))
+    evidence, note = _measure_evidence(task, job, profiled, read_record(LatencyTable, folder / WIDTHS))
     return _save_profile(profiled.model_copy(update={"evidence": evidence, "evidence_note": note}), job)
 
 
@@ -295,7 +288,7 @@ def _measure_evidence(
     """Return the evidence on the model's units, or None and the reason."""
     path = job.path(task.model)
     cache_path = _evidence_cache_path(task, path) if task.cache else None
-    if cache_path is not None and (cached := read_evidence(cache_path, profiled.units)) is not None:
+    if cache_path is not None and (cached := read_evidence(cache_path)) is not None:
         job.progress("evidence of an earlier run is used", 0, 0)
         # Only its KLs: units were timed again, so that evidence from a busy machine can be cached too.
         return with_latencies(cached, profiled.units, table), None

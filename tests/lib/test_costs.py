@@ -1,26 +1,31 @@
-"""Parameters and multiply-accumulates, those of attention included."""
+"""Parameters and multiply-accumulates, those of attention included; time and activations of each module."""
 
+import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from sample_records import unchanged
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import ViTConfig, ViTForImageClassification
 
-from profiling_agent.errors import RequestError
-from profiling_agent.modules.complexity import (
+from profiling_agent.lib.costs import (
     Complexity,
+    activation_bytes,
     count_complexity,
     counted_matmuls,
+    layer_latency,
     matmul_macs,
     sdpa_macs,
 )
+from profiling_agent.lib.modules import random_batch
 from profiling_agent.schemas import InputSpec
 
-ATTENTION_KINDS = ("ViTAttention", "DeiTAttention", "SwinAttention")
+ATTENTION_KINDS = ("ViTAttention", "SwinAttention")
 
 
 def linear(tokens, inputs, outputs, *, bias=True):
@@ -92,10 +97,11 @@ def test_a_resnets_convolutions_are_those_worked_out_by_hand():
     rows = count_complexity(zoo.resnet(), zoo.SPEC)
 
     assert total(rows, "macs") == stem + first + second + third + fourth + linear(1, 256, 5)
+    assert total(rows, "params") == sum(p.numel() for p in zoo.resnet().parameters())
     assert rows["resnet.embedder.embedder.normalization"] == Complexity(kind="BatchNorm2d", params=64, macs=0)
 
 
-@pytest.mark.parametrize("family", ["vit", "deit", "swin"])
+@pytest.mark.parametrize("family", ["vit", "swin"])
 def test_fused_attention_counts_what_the_eager_matmuls_count(family):
     fused, eager = zoo.FAMILIES[family](), zoo.FAMILIES[family]()
     eager.set_attn_implementation("eager")
@@ -104,13 +110,6 @@ def test_fused_attention_counts_what_the_eager_matmuls_count(family):
 
     assert rows == count_complexity(eager, zoo.SPEC)
     assert sum(row.macs > 0 for row in rows.values() if row.kind in ATTENTION_KINDS) >= 2
-
-
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_parameters_add_up_to_the_models(family):
-    model = zoo.FAMILIES[family]()
-
-    assert total(count_complexity(model, zoo.SPEC), "params") == sum(p.numel() for p in model.parameters())
 
 
 def test_tied_weights_are_counted_once_and_multiplied_twice():
@@ -122,12 +121,6 @@ def test_tied_weights_are_counted_once_and_multiplied_twice():
     assert rows["vit.layers.0.mlp.fc1"].params == 64 * 256 + 256
     assert rows["vit.layers.1.mlp.fc1"] == Complexity(kind="Linear", params=256, macs=linear(17, 64, 256))
     assert total(rows, "params") == sum(p.numel() for p in model.parameters())
-
-
-def test_frozen_parameters_count():
-    model = zoo.resnet().requires_grad_(requires_grad=False)
-
-    assert count_complexity(model, zoo.SPEC) == count_complexity(zoo.resnet(), zoo.SPEC)
 
 
 def test_a_subclass_of_linear_is_counted_as_one():
@@ -147,11 +140,6 @@ def test_counting_leaves_no_trace(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_model_that_cannot_run_is_named():
-    with pytest.raises(RequestError, match="ptflops can't count 'ViTForImageClassification'"):
-        count_complexity(zoo.vit(), InputSpec(channels=3, height=48, width=48, source="wrong"))
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 3, 4), (2, 4, 5)), ((6, 1, 3, 4), (2, 4, 5))],
@@ -164,14 +152,10 @@ def test_a_matrix_product_counts_as_torch_counts_it(first, second):
     assert matmul_macs(left, right) == counter.get_total_flops() // 2
 
 
-@pytest.mark.parametrize(("first", "second", "macs"), [((4,), (4, 5), 20), ((3, 4), (4,), 12), ((4,), (4,), 4)])
-def test_a_product_with_a_vector_counts_every_multiplication(first, second, macs):
-    assert matmul_macs(torch.ones(first), torch.ones(second)) == macs
-
-
-def test_attention_counts_both_products():
+def test_products_with_vectors_and_of_attention_count_every_multiplication():
+    for first, second, macs in (((4,), (4, 5), 20), ((3, 4), (4,), 12), ((4,), (4,), 4)):
+        assert matmul_macs(torch.ones(first), torch.ones(second)) == macs
     query, key, value = torch.ones(2, 3, 5, 8), torch.ones(2, 3, 7, 8), torch.ones(2, 3, 7, 4)
-
     assert sdpa_macs(query, key, value) == 2 * 3 * (5 * 7 * 8 + 5 * 7 * 4)
 
 
@@ -200,11 +184,87 @@ def test_a_product_belongs_to_the_module_that_calls_it(product):
     with counted_matmuls(model) as macs:
         model(torch.ones(2, 3, 4))
 
+        # Products outside the model are not counted.
+        _ = torch.ones(2, 2) @ torch.ones(2, 2)
+
     assert macs == {"1": 2 * 3 * 4 * 3}
 
 
-def test_products_outside_the_model_are_not_counted():
-    with counted_matmuls(nn.Identity()) as macs:
-        _ = torch.ones(2, 2) @ torch.ones(2, 2)
+FLOAT = 4
 
-    assert not macs
+
+def test_a_vits_activations_are_those_worked_out_by_hand():
+    made = activation_bytes(zoo.vit(), random_batch(zoo.SPEC, 2))
+
+    assert made["vit.embeddings.patch_embeddings.projection"] == 2 * 64 * 16 * FLOAT
+    assert made["vit.layers.0.attention.q_proj"] == 2 * 17 * 64 * FLOAT
+    assert made["vit.layers.0.mlp.fc1"] == made["vit.layers.0.mlp.activation_fn"] == 2 * 17 * 256 * FLOAT
+    assert made["vit.layers.1"] == 2 * 17 * 64 * FLOAT
+    assert made["classifier"] == 2 * 5 * FLOAT
+    # What a child made isn't counted again.
+    for passes_on in ("", "vit", "vit.layers.0.mlp", "vit.layers.0.attention", "vit.layers.0.dropout"):
+        assert made[passes_on] == 0
+
+
+class Splits(nn.Module):
+    def forward(self, pixel_values):
+        return {"halves": [pixel_values[:1] * 2, (pixel_values[1:] * 2,)], "same": pixel_values.double(), "count": 3}
+
+
+class Repeats(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, pixel_values):
+        return self.inner(self.inner(pixel_values))
+
+
+def test_a_module_that_runs_twice_makes_twice_as_much():
+    assert activation_bytes(Repeats(), torch.ones(1, 4)) == {"inner": 2 * 4 * FLOAT, "": 0}
+    assert layer_latency(Repeats(), torch.ones(1, 4), passes=2).keys() == {"inner", ""}
+    # Tensors are found in nested outputs.
+    assert activation_bytes(Splits(), torch.ones(2, 3)) == {"": 2 * 3 * 4 + 2 * 3 * 8}
+
+
+@pytest.mark.parametrize("family", ["swin", "resnet"])
+def test_every_module_that_runs_has_a_time(family):
+    model = zoo.FAMILIES[family]()
+    ran = set()
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: ran.add(name))
+    times_ms = layer_latency(model, random_batch(zoo.SPEC, 2), passes=3)
+
+    assert times_ms.keys() == ran
+    assert all(time_ms >= 0 for time_ms in times_ms.values())
+
+
+def test_hooks_are_gone_afterwards_even_if_the_model_fails():
+    model = zoo.vit()
+    with unchanged(model):
+        layer_latency(model, random_batch(zoo.SPEC, 1), passes=1)
+        activation_bytes(model, random_batch(zoo.SPEC, 1))
+        for measure in (activation_bytes, partial(layer_latency, passes=1)):
+            with pytest.raises(ValueError, match="doesn't match model"):
+                measure(model, torch.ones(1, 3, 48, 48))
+
+
+class Sleeps(nn.Module):
+    """A module that takes 20 ms itself, and 40 ms in two calls of a child."""
+
+    def __init__(self, children: int = 2):
+        super().__init__()
+        self.children_called = children
+        self.child = Sleeps(0) if children else None
+
+    def forward(self, pixel_values):
+        time.sleep(0.02)
+        for _ in range(self.children_called):
+            self.child(pixel_values)
+
+
+def test_a_modules_time_is_that_of_all_its_calls_without_its_childrens():
+    times_ms = layer_latency(Sleeps(), torch.ones(1), passes=3)
+
+    assert times_ms["child"] >= 40
+    assert 20 <= times_ms[""] < times_ms["child"]

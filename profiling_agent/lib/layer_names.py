@@ -1,4 +1,4 @@
-"""Layer names that match an untrusted pattern, and similar names to suggest if none matches."""
+"""Layer names that match an untrusted pattern, and similar names to suggest if none matches. Imports no torch."""
 
 import difflib
 from collections.abc import Collection
@@ -7,11 +7,9 @@ import re2
 
 from profiling_agent.errors import PlanError
 
-MAX_PATTERN_LENGTH = 300
-# Enough for any reasonable pattern; RE2 rejects one that compiles to more, such as nested repetitions.
-MAX_PATTERN_MEMORY_BYTES = 256 * 1024
-NUM_NEAR_NAMES = 3
-MIN_SIMILARITY = 0.3
+# Enough for any reasonable pattern; RE2 rejects one that compiles to more memory, such as nested repetitions.
+MAX_PATTERN_LENGTH, MAX_PATTERN_MEMORY_BYTES = 300, 256 * 1024
+NUM_NEAR_NAMES, MIN_SIMILARITY = 3, 0.3
 # Layer names of transformers 4 and their replacements, which must be applied in this order.
 OLD_NAMES = (
     ("attention.attention.", "attention."),
@@ -43,13 +41,13 @@ def matching_names(pattern: str, names: Collection[str]) -> list[str]:
     options.log_errors = False
     try:
         regex = re2.compile(pattern, options)
-        return [name for name in names if regex.search(name)]
     except re2.error as error:
         reason = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error)
         raise PlanError(
             f"the layer pattern {pattern!r} is no RE2 expression of a sane size ({reason[:80]!r}); "
             "use one without backreferences, lookarounds and large repetitions"
         ) from error
+    return [name for name in names if regex.search(name)]
 
 
 def near_names(pattern: str, names: Collection[str]) -> list[str]:
@@ -58,17 +56,12 @@ def near_names(pattern: str, names: Collection[str]) -> list[str]:
     Names of transformers 4 are tried in translation as well as unchanged, since some families kept them.
     """
     # A name that the pattern would match: numbers become 0, anchors and groups are removed.
-    literal = pattern
-    for number in (r"\d+", r"\d*", "[0-9]+", "[0-9]*", r"\d"):
-        literal = literal.replace(number, "0")
-    for mark in ("(?:", "^", "$", "\\", "(", ")", ".*", ".+"):
-        literal = literal.replace(mark, "")
+    literal = re2.sub(r"\\d[+*]?|\[0-9\][+*]", "0", pattern)
+    literal = re2.sub(r"\(\?:|\.[*+]|[\\^$()]", "", literal)
     renamed = literal
     for old, new in OLD_NAMES:
         renamed = renamed.replace(old, new)
-    similarity: dict[str, float] = {}
-    for candidate in dict.fromkeys((literal, renamed, *(re2.sub(old, new, renamed) for old, new in OLD_STACKS))):
-        for name in difflib.get_close_matches(candidate, names, n=NUM_NEAR_NAMES, cutoff=MIN_SIMILARITY):
-            similarity[name] = max(similarity.get(name, 0.0), difflib.SequenceMatcher(None, name, candidate).ratio())
+    wanted = {literal, renamed, *(re2.sub(old, new, renamed) for old, new in OLD_STACKS)}
+    similarity = {name: max(difflib.SequenceMatcher(None, name, one).ratio() for one in wanted) for name in names}
     best = sorted(similarity, key=lambda name: similarity[name], reverse=True)[:NUM_NEAR_NAMES]
-    return best or list(names)[:NUM_NEAR_NAMES]
+    return [name for name in best if similarity[name] >= MIN_SIMILARITY] or list(names)[:NUM_NEAR_NAMES]

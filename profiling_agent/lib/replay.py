@@ -6,8 +6,9 @@
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -16,12 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.lib.machine import available_bytes
-from profiling_agent.modules.hooks import watching
-
-# The activations that one walk caches: at most 2 GiB, and a fifth of the free memory as two walks run at a time.
-# Batches that do not fit are run from the beginning each time.
-MAX_CACHE_BYTES, CACHE_DIVISOR = 2 * 2**30, 5
-
+from profiling_agent.lib.modules import tensors, watching
 
 # For each unit, the modules whose outputs don't depend on its readers.
 Prefixes = Mapping[str, tuple[str, ...]]
@@ -94,24 +90,16 @@ def lasting_outputs(model: nn.Module, names: Iterable[str], images: Tensor) -> t
     outputs: dict[str, tuple[Any, list[int]]] = {}
 
     def record_output(name: str, _inputs: Any, output: Any) -> None:
-        outputs[name] = (output, _versions(output))
+        outputs[name] = (output, [part._version for part in tensors(output)])
 
     with watching(model, names, after=record_output):
         logits: Tensor = model(pixel_values=images).logits
-    return {name: out for name, (out, versions) in outputs.items() if _versions(out) == versions}, logits
+    unchanged = (name for name, (out, versions) in outputs.items() if versions == [t._version for t in tensors(out)])
+    return {name: outputs[name][0] for name in unchanged}, logits
 
 
-def _versions(output: Any) -> list[int]:
-    values: Iterable[Any] = output.values() if isinstance(output, dict) else output
-    tensors = [output] if isinstance(output, Tensor) else values
-    return [part._version for part in tensors if isinstance(part, Tensor)]
-
-
-def _constant(output: Any) -> Callable[..., Any]:
-    def forward(*_args: Any, **_kwargs: Any) -> Any:
-        return output
-
-    return forward
+def _given(output: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return output
 
 
 @contextmanager
@@ -121,7 +109,7 @@ def replaying_outputs(model: nn.Module, outputs: Mapping[str, Any]) -> Generator
     original_forwards = [vars(module).get("forward") for module in modules]
     try:
         for module, output in zip(modules, outputs.values(), strict=True):
-            vars(module)["forward"] = _constant(output)
+            vars(module)["forward"] = partial(_given, output)
         yield
     finally:
         for module, forward in zip(modules, original_forwards, strict=True):
@@ -157,6 +145,11 @@ def run_to_layer(model: nn.Module, name: str, images: Tensor) -> tuple[Tensor, T
     with contextlib.suppress(_LayerReachedError), watching(model, [name], after=record_and_stop):
         model(pixel_values=images)
     return calls[0]
+
+
+# The activations that one walk caches: at most 2 GiB, and a fifth of the free memory as two walks run at a time.
+# Batches that do not fit are run from the beginning each time.
+MAX_CACHE_BYTES, CACHE_DIVISOR = 2 * 2**30, 5
 
 
 class Walk:
@@ -217,17 +210,17 @@ def _later_reads(
     read: dict[str, set[str]] = {}
     unread: set[str] = set()
     for layer, names in ended.items():
-        answers = {
+        given = {
             name: _nan_like(outputs[name]) if name in unread else outputs[name] for name in names if name in outputs
         }
-        for name in [name for name in answers if name not in unread]:
-            trial = answers | {name: _nan_like(outputs[name])}
+        for name in [name for name in given if name not in unread]:
+            trial = given | {name: _nan_like(outputs[name])}
             with replaying_outputs(model, trial):
                 is_finite = bool(torch.isfinite(model(pixel_values=image).logits).all())
             if is_finite:
-                answers = trial
+                given = trial
                 unread.add(name)
-        read[layer] = {name for name in answers if name not in unread}
+        read[layer] = given.keys() - unread
     return read
 
 
@@ -238,7 +231,5 @@ def _nan_like(output: Any) -> Any:
 
 
 def _num_bytes(outputs: Any) -> int:
-    if isinstance(outputs, Tensor):
-        return outputs.element_size() if 0 in outputs.stride() else outputs.numel() * outputs.element_size()
-    parts = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, tuple) else ()
-    return sum(map(_num_bytes, parts))
+    # Of an expanded tensor, which holds one number.
+    return sum(t.element_size() * (1 if 0 in t.stride() else t.numel()) for t in tensors(outputs))

@@ -1,0 +1,204 @@
+"""Torch modules: hooks around their calls, state, devices, batch norms, and distances between logits."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from profiling_agent.errors import RunError
+from profiling_agent.lib.machine import available_threads
+from profiling_agent.schemas import InputSpec
+
+
+@contextmanager
+def watching(
+    model: nn.Module,
+    names: Iterable[str] | None = None,
+    *,
+    before: Callable[[str, Any], Any] | None = None,
+    after: Callable[[str, Any, Any], Any] | None = None,
+) -> Generator[None]:
+    """Call `before(name, input)` and `after(name, input, output)` around every call of the named modules, or of all.
+
+    The input is the first argument, positional or keyword; the root's name is ''. Return values are ignored.
+    """
+    with ExitStack() as hooks:
+        for name in [name for name, _ in model.named_modules()] if names is None else names:
+            module = model.get_submodule(name)
+            if before is not None:
+                hook = partial(_call, name=name, callback=before)
+                hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            if after is not None:
+                hook = partial(_call, name=name, callback=after)
+                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+def _call(
+    _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *output: Any, name: str, callback: Any
+) -> None:
+    callback(name, next(iter((*args, *kwargs.values())), None), *output)
+
+
+def tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a module's output, through mappings (ModelOutput is one), tuples and lists."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (dict, tuple, list)):
+        for part in output.values() if isinstance(output, dict) else output:
+            yield from tensors(part)
+
+
+@contextmanager
+def preserving_state(model: nn.Module) -> Generator[nn.Module]:
+    """Restore the plain attributes of every module at the end: train or eval mode, and what forward passes change.
+
+    Swin shrinks its window permanently when given a small image. Tensors changed in place are not restored.
+    """
+    saved = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield model
+    finally:
+        for module, attributes in saved:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """Copy `model` to the meta device: its structure and shapes, without memory or arithmetic."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
+def module_counts(model: nn.Module) -> dict[str, int]:
+    """Return the number of places in which each named module occurs."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    counts = Counter(id(module) for _, module in modules)
+    return {name: counts[id(module)] for name, module in modules}
+
+
+def pin_threads(num_threads: int | None = None) -> int:
+    """Set the number of compute threads of this process, by default one per available core, and return it."""
+    count = num_threads or available_threads()
+    torch.set_num_threads(count)
+    return count
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's first parameter or buffer, or the CPU if it has none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def floating_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the images that a model takes: that of its parameters if they share one, else float32."""
+    # Buffers count only without parameters: quantized layers, whose weights are buffers, cast their own inputs.
+    dtypes = {tensor.dtype for tensor in [*model.parameters()] or [*model.buffers()] if tensor.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def on_device(model: nn.Module, device: str) -> nn.Module:
+    """Move `model` to a device, and make float32 exact for the whole process.
+
+    By default, convolutions on CUDA round to a mantissa of ten bits: errors of a thousandth, too large for golden logits.
+
+    Raises:
+        RunError: the device was there when the run began, and is no longer; no plan is at fault.
+    """
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise RunError(
+                "torch finds no CUDA device: use device cpu, or resume a run that began on one where there is one"
+            )
+        # After setting `fp32_precision` instead, exporting a model fails in torch 2.11 to 2.13, as it reads the older switch.
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
+    return model.to(device)
+
+
+def random_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> Tensor:
+    """Return standard normal noise in the model's input shape: (batch, channels, height, width), float32."""
+    return torch.randn(spec.batch(batch_size), generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of(model: nn.Module, pixel_values: Tensor) -> Tensor:
+    """Return the logits in eval mode, in float32 on the CPU; the model's mode is restored."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            return model(pixel_values=pixel_values.to(device_of(model), floating_dtype(model))).logits.float().cpu()
+    finally:
+        model.train(was_training)
+
+
+def divergences(expected: Tensor, logits: Tensor) -> Tensor:
+    """Return KL(softmax(expected) || softmax(logits)) of each image in nats; both are (images, classes)."""
+    log_p, log_q = (torch.log_softmax(values, dim=1) for values in (expected, logits))
+    return (log_p.exp() * (log_p - log_q)).sum(1)
+
+
+def mean_kl(expected: Tensor, logits: Tensor) -> float:
+    """Return the mean KL(softmax(expected) || softmax(logits)) over images in nats; both are (images, classes)."""
+    return float(divergences(expected.double(), logits.double()).mean())
+
+
+def relative_distance(found: Tensor, expected: Tensor) -> float:
+    """Return ||found - expected|| / ||expected|| of logits."""
+    return float((found - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float32).tiny))
+
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def batch_norms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]:
+    """Return the batch norms of `model` that normalise by running statistics."""
+    return [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.track_running_stats]
+
+
+def following_norms(model: nn.Module, consumers: Collection[str], image: Tensor) -> dict[str, str]:
+    """Return, by consumer, the batch norm whose input is that consumer's output, if there is one."""
+    norms = {id(norm) for norm in batch_norms(model)}
+    names = [name for name, module in model.named_modules() if name in consumers or id(module) in norms]
+    outputs: list[tuple[str, Any]] = []
+    norm_of: dict[str, str] = {}
+
+    def match_norm(name: str, inputs: Any) -> None:
+        if name not in consumers:
+            norm_of.update({consumer: name for consumer, output in outputs if output is inputs})
+
+    def record_output(name: str, _inputs: Any, output: Any) -> None:
+        if name in consumers:
+            outputs.append((name, output))
+
+    with watching(model, names, before=match_norm, after=record_output):
+        model(pixel_values=image)
+    return norm_of
+
+
+def has_bias(layer: nn.Module) -> bool:
+    """Return whether `layer` adds a bias."""
+    return dict(layer.named_parameters(recurse=False)).get("bias") is not None
+
+
+def border_of(layer: nn.Conv2d) -> tuple[int, int, int, int]:
+    """Return the pixels that `layer` pads at the left, right, top and bottom, as `functional.pad` takes them."""
+    if layer.padding == "same":
+        # Like torch: if the sides differ, the last has one pixel more.
+        height, width = (step * (size - 1) for size, step in zip(layer.kernel_size, layer.dilation, strict=True))
+        return width // 2, width - width // 2, height // 2, height - height // 2
+    padding: Any = 0 if layer.padding == "valid" else layer.padding
+    # Like torch, accept one number for both sides, bare or in a list.
+    sides = (padding,) if isinstance(padding, int) else tuple(padding)
+    top, left = sides * (2 // len(sides))
+    return left, left, top, top

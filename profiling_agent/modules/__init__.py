@@ -1,1 +1,0 @@
-"""Tools for torch models that no stage owns; `layer_names` imports no torch."""
