@@ -10,8 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from os import pathsep
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
+from langgraph.channels import UntrackedValue
 from pydantic import BaseModel, ConfigDict, Field
 
 from profiling_agent.errors import RequestError, RunError
@@ -34,9 +36,7 @@ from profiling_agent.schemas import (
     Verdict,
 )
 from profiling_agent.search.attempt import PreparedAttempt
-from profiling_agent.search.finalize import FinalChoice
 from profiling_agent.search.selection import rejudged
-from profiling_agent.workspace import SCHEMA_VERSION
 
 
 class RunState(Request):
@@ -45,7 +45,6 @@ class RunState(Request):
     # A checkpoint returns records, a server plain JSON; both are accepted.
     model_config = ConfigDict(strict=False)
 
-    schema_version: int = SCHEMA_VERSION
     run_dir: str = ""
     results_dir: str = Field(default="", description="where the answer lies: the run folder, or a fork's own within")
     endpoint: Endpoint | None = Field(default=None, description="the language model that plans, where there is one")
@@ -55,7 +54,7 @@ class RunState(Request):
     acquired: Acquired | None = None
     resolved: ResolvedShape | None = None
     spent_s: float = Field(default=0.0, description="what the run has used of its time, as its jobs tell")
-    attempt_s: float = Field(default=0.0, description="what the attempt under way, or the last one, took of it")
+    attempt_began_s: float = Field(default=0.0, description="what it had used before the current attempt")
     longest_s: float = Field(default=0.0, description="what the longest attempt took")
     profiled: Profiled | None = None
     proposal: Plan | None = Field(default=None, description="the plan to measure next")
@@ -66,9 +65,10 @@ class RunState(Request):
     prepared: PreparedAttempt | None = None
     journal: Journal | None = None
     stopped: StopReason | None = None
-    final: FinalChoice | None = Field(default=None, description="the winner, and what the verdict rests on")
+    final: str = Field(default="", description="file in the run folder: the winner, and what the verdict rests on")
     verdict: Verdict | None = None
-    report: RunReport | None = None
+    # Part of `invoke`'s output and of no checkpoint: it lies in the run folder.
+    report: Annotated[RunReport | None, UntrackedValue] = None
 
     @property
     def request(self) -> Request:
@@ -84,6 +84,21 @@ class RunState(Request):
     def is_first(self) -> bool:
         """Return whether no plan has been measured yet."""
         return self.journal is None or not self.journal.attempts
+
+    @property
+    def needs_approval(self) -> bool:
+        """Return whether a person decides on the proposed plan."""
+        return self.approve == "each" or (self.approve == "plan" and self.is_first)
+
+    @property
+    def has_advisor(self) -> bool:
+        """Return whether the run was begun with a language model."""
+        return any(source is not None for source in (self.endpoint, self.advisor_object, self.recorded))
+
+    @property
+    def is_advised(self) -> bool:
+        """Return whether a language model may plan."""
+        return self.planner != "rules" and self.has_advisor
 
     @property
     def rejected(self) -> tuple[Decided, ...]:
