@@ -22,7 +22,7 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import END, START, StateGraph
 
 from profiling_agent.graph import nodes
-from profiling_agent.graph.node import CheckedGraph, as_node
+from profiling_agent.graph.node import CheckedGraph, run_agent
 from profiling_agent.graph.run import Run
 from profiling_agent.graph.state import Limits, RunResult, RunState, operators_limits
 from profiling_agent.request import Request
@@ -67,13 +67,13 @@ def build_graph(
     """
     # The context of an invocation is its run, of which Studio has no form.
     graph = StateGraph(RunState, input_schema=Request, output_schema=RunResult)
-    graph.add_node("acquisition", as_node(nodes.acquisition), input_schema=Request)
+    graph.add_node("acquisition", partial(run_agent, nodes.acquisition), input_schema=Request)
     agents = (
         *(nodes.input_shape_resolver, nodes.profiling, nodes.deployment_search, nodes.analysis, nodes.approval),
         *(nodes.pruning, nodes.quantization, nodes.evaluation, nodes.iterative_pruning, nodes.verdict, nodes.report),
     )
     for agent in agents:
-        graph.add_node(agent.__name__, as_node(agent), input_schema=RunState)
+        graph.add_node(agent.__name__, partial(run_agent, agent), input_schema=RunState)
 
     graph.add_edge(START, "acquisition")
     graph.add_edge("acquisition", "input_shape_resolver")

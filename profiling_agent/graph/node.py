@@ -12,7 +12,7 @@ from langgraph.types import Command, StateUpdate
 from pydantic import Field, ValidationError
 
 from profiling_agent.errors import FieldError
-from profiling_agent.graph.run import Run
+from profiling_agent.graph.run import Run, seconds_left
 from profiling_agent.graph.state import RunResult, RunState
 from profiling_agent.lib.io import first_problem
 from profiling_agent.lib.progress import raise_if_stopped
@@ -22,6 +22,7 @@ from profiling_agent.search.selection import ranked, size_ratio
 from profiling_agent.workspace import storage_errors
 
 Update = dict[str, Any]
+Agent = Callable[[Any, Run], Update]
 LOOP = ("approval", "pruning", "quantization", "evaluation")
 
 
@@ -73,20 +74,14 @@ def progress_event(state: RunState, stage: str) -> ProgressEvent:
     return event.model_copy(update={"iteration": iteration, "best": best})
 
 
-def as_node(agent: Callable[[Any, Run], Update]) -> Callable[..., Update]:
-    """Return an agent's node, which opens the invocation's run if it is the first, and streams progress.
+def run_agent(agent: Agent, state: Request, *, runtime: Runtime[Run]) -> Update:
+    """Run an agent as a node, and stream its progress; the first node of an invocation opens the run.
 
     Acquisition takes a request, and begins its run; every other agent takes the state of a run under way.
     """
-    stage = cast("FunctionType", agent).__name__
-
-    def node(state: Request, *, runtime: Runtime[Run]) -> Update:
-        run, info = runtime.context, runtime.execution_info
-        with run.working:
-            return work(run, state, info.thread_id if info else None, runtime.stream_writer)
-
-    def work(run: Run, state: Request, thread: str | None, write: Callable[[Update], None]) -> Update:
-        event = ProgressEvent(stage=stage, message="")
+    run, stage, info = runtime.context, cast("FunctionType", agent).__name__, runtime.execution_info
+    thread, event = info.thread_id if info else None, ProgressEvent(stage=stage, message="")
+    with run.working:
         if isinstance(state, RunState):
             run.resume(state, thread)
             run.jobs.timesheet.resume_at(state.spent_s)
@@ -98,9 +93,10 @@ def as_node(agent: Callable[[Any, Run], Update]) -> Callable[..., Update]:
 
         def progress(message: str, done: int, total: int) -> None:
             fields: Update = {"message": message, "done": done, "total": total, "spent_s": timesheet.spent_s}
-            if isinstance(state, RunState) and (left := run.seconds_left(state, stage, timesheet.spent_s - began_s)):
+            in_stage_s = timesheet.spent_s - began_s
+            if isinstance(state, RunState) and (left := seconds_left(state, stage, run.jobs, in_stage_s)):
                 fields["stage_left_s"], fields["left_s"] = left
-            write(event.model_copy(update=fields).model_dump(mode="json"))
+            runtime.stream_writer(event.model_copy(update=fields).model_dump(mode="json"))
 
         run.jobs.progress = progress
         with storage_errors(run.workspace.root):
@@ -109,10 +105,6 @@ def as_node(agent: Callable[[Any, Run], Update]) -> Callable[..., Update]:
         # An interrupted job may end as if done, as a compiler that received the signal too does.
         raise_if_stopped()
         return {**update, "spent_s": timesheet.spent_s}
-
-    node.__name__ = stage
-    node.__doc__ = agent.__doc__
-    return node
 
 
 def _check_input(value: Any) -> Any:
@@ -152,23 +144,20 @@ class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
     def stream(
         self, input: Any, config: RunnableConfig | None = None, *, context: Any = None, **options: Any
     ) -> Iterator[Any]:
-        """Stream a run's steps; raises FieldError at once for an unknown term in the input."""
-        return self._stream(_check_input(input), config, context=self._run(context), **options)
-
-    def _stream(self, *args: Any, context: Run, **options: Any) -> Iterator[Any]:
+        """Stream a run's steps; raises FieldError before the first for an unknown term in the input."""
+        run = self._run(context)
         # LangGraph waits for the running node, so its work ends first.
-        with closing(cast("Any", super().stream(*args, context=context, **options))) as parts, context:
+        with closing(cast("Any", super().stream(_check_input(input), config, context=run, **options))) as parts, run:
             for part in parts:  # noqa: UP028 - `yield from` would close `parts` before the run
                 yield part
 
-    def astream(
+    async def astream(
         self, input: Any, config: RunnableConfig | None = None, *, context: Any = None, **options: Any
     ) -> AsyncIterator[Any]:
         """Stream a run's steps as `stream` does."""
-        return self._astream(_check_input(input), config, context=self._run(context), **options)
-
-    async def _astream(self, *args: Any, context: Run, **options: Any) -> AsyncIterator[Any]:
-        async with aclosing(cast("Any", super().astream(*args, context=context, **options))) as parts, context:
+        run = self._run(context)
+        parts = cast("Any", super().astream(_check_input(input), config, context=run, **options))
+        async with aclosing(parts), run:
             async for part in parts:
                 yield part
 

@@ -25,16 +25,7 @@ from profiling_agent.reporting.report import ReportInputs, build_report
 from profiling_agent.reporting.results import card_judged, card_notes, card_rows, results_folder
 from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
-from profiling_agent.schemas import (
-    SHARD,
-    Acquired,
-    Approval,
-    ApprovalQuestion,
-    Decided,
-    Origin,
-    Plan,
-    StopReason,
-)
+from profiling_agent.schemas import SHARD, Approval, ApprovalQuestion, Decided, Origin, Plan, StopReason
 from profiling_agent.search.attempt import (
     TIGHTER,
     apply_edit,
@@ -49,7 +40,6 @@ from profiling_agent.search.attempt import (
 )
 from profiling_agent.search.budget import affordable_images
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
-from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.search.finalize import FinalChoice, add_race_result, finalize, raced_headline, torch_model
 from profiling_agent.search.planners import first_proposal, milder, next_proposal, setting_of
 from profiling_agent.search.selection import has_answer
@@ -169,37 +159,29 @@ def deployment_search(state: RunState, run: Run) -> Update:
     """Open the journal with the baseline and its possible deployments, converted, raced and measured.
 
     Only what the user's own plan requests of quantization is searched, if it fits the model and the installation.
+
+    Raises:
+        AcquisitionError: the baseline's answers on the first search images contradict labels matched by place or number only.
+        PlanError: the user's own plan can't be carried out.
     """
-    evaluator = run.evaluator(state)
+    evaluator, plan = run.evaluator(state), state.proposal or Plan()
     if state.proposal is not None:
-        dry_run(state.proposal, evaluator.profile)
-        reason = why_undeployable(state.proposal, evaluator.choices, state.goal)
+        dry_run(plan, evaluator.profile)
+        reason = why_undeployable(plan, evaluator.choices, state.goal)
         # The paper's plans prune and quantize; its loop judges pruned models in float32.
         if reason and state.goal.selection != "paper":
             raise PlanError(reason)
-    acquired = _check_labels(evaluator)
-    journal = open_journal(evaluator, state.proposal or Plan())
-    options = journal.deployment_search.options if journal.deployment_search else ()
-    asks_quantization = state.proposal is not None and bool(schemes_of(state.proposal.quantization or ()))
-    # A conversion that crashed or took too long is no evidence against the plan.
-    if asks_quantization and options and all(option.is_unfit for option in options):
-        raise PlanError(f"what the plan asks of quantization can't be made of this model: {options[0].reason}")
-    return {"journal": journal, "acquired": acquired}
-
-
-def _check_labels(evaluator: Evaluator) -> Acquired:
-    """Return what was acquired, with any doubt from the baseline's answers on the first search images.
-
-    Raises:
-        AcquisitionError: they contradict labels matched by place or number only.
-    """
     acquired = evaluator.acquired
     answers = evaluator.answers(evaluator.evaluate_baseline(acquired.search, range(SHARD)))
-    doubt = why_doubtful(answers.predicted, answers.true, acquired.labels)
-    if doubt is None:
-        return acquired
-    evaluator.jobs.progress(doubt, 0, 0)
-    return acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
+    if doubt := why_doubtful(answers.predicted, answers.true, acquired.labels):
+        run.jobs.progress(doubt, 0, 0)
+        acquired = acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
+    journal = open_journal(evaluator, plan)
+    options = journal.deployment_search.options if journal.deployment_search else ()
+    # A conversion that crashed or took too long is no evidence against the plan.
+    if schemes_of(plan.quantization or ()) and options and all(option.is_unfit for option in options):
+        raise PlanError(f"what the plan asks of quantization can't be made of this model: {options[0].reason}")
+    return {"journal": journal, "acquired": acquired}
 
 
 def analysis(state: RunState, run: Run) -> Update:
@@ -368,5 +350,10 @@ def report(state: RunState, run: Run) -> Update:
     workspace.point_best(best, folder)
     write_report(document, folder)
     run.jobs.forget_images()
-    folders = {"run_dir": str(workspace.root), "results_dir": str(folder)}
-    return {"verdict": document.verdict, "report": document, **folders}
+    # The folder may have been moved since acquisition.
+    return {
+        "verdict": document.verdict,
+        "report": document,
+        "run_dir": str(workspace.root),
+        "results_dir": str(folder),
+    }

@@ -46,23 +46,27 @@ ROUND, LAST = ("pruning", "quantization", "evaluation"), ("verdict", "report")
 STAGES = ("profiling", "deployment_search", "analysis", "approval", *ROUND, "iterative_pruning", *LAST)
 
 
-def forecast(
-    budget: Budget, stage: str, num_images: tuple[int, int, int], *, in_stage_s: float, num_more: int, longest_s: float
-) -> tuple[float, float]:
+def seconds_left(state: RunState, stage: str, jobs: Jobs, in_stage_s: float) -> tuple[float, float] | None:
     """Return the seconds that a stage and the run still take, with as many more attempts as are worth their time.
 
-    `num_images` are for calibration, search and held out; `longest_s` is what the longest attempt took, 0 before the first.
+    None before the headline gives the time of a pass. `in_stage_s` is what the stage has taken so far.
     """
-    limited = (*num_images[:2], min(num_images[2], NUM_HELDOUT))
+    if jobs.pass_s is None or state.acquired is None or stage not in STAGES:
+        return None
+    budget, acquired = Budget(jobs.timesheet, jobs.pass_s, state.time_budget_s), state.acquired
+    num_images = [split.num_images for split in (acquired.calibration, acquired.search)]
+    num_images.append(min(acquired.heldout.num_images, NUM_HELDOUT))
     expected = {
-        name: seconds + budget.pass_s * (passes + sum(map(operator.mul, each, limited)))
+        name: seconds + budget.pass_s * (passes + sum(map(operator.mul, each, num_images)))
         for name, (seconds, passes, *each) in COSTS.items()
     }
     stage_s = max(expected.get(stage, 0.0) - in_stage_s, 0.0)
     sure_s = stage_s + sum(expected.get(later, 0.0) for later in STAGES[STAGES.index(stage) + 1 :])
-    attempt_s = longest_s or sum(expected[each] for each in ROUND)
-    spare_s = 0.0 if stage in LAST else max(budget.worth_s - budget.timesheet.spent_s - sure_s, 0.0)
-    return stage_s, max(min(sure_s + min(num_more * attempt_s, spare_s), budget.left_s), stage_s)
+    num_begun = (len(state.journal.attempts) if state.journal else 0) + (stage != "iterative_pruning")
+    num_more = max((state.max_iterations if state.iterate else 1) - num_begun, 0)
+    attempts_s = num_more * (state.longest_s or sum(expected[each] for each in ROUND))
+    spare_s = 0.0 if stage in LAST else max(budget.worth_s - jobs.timesheet.spent_s - sure_s, 0.0)
+    return stage_s, max(min(sure_s + min(attempts_s, spare_s), budget.left_s), stage_s)
 
 
 # Seconds to wait for a node after its job ended: it may do work without a child process, such as a download.
@@ -155,42 +159,18 @@ class Run:
             return
         self._resources.close()
         self._resources = None
-        # A run's measurements are kept; a request that can't be carried out leaves nothing.
+        # A run's measurements are kept; a request that can't be carried out leaves nothing but a checkpointer's thread.
         if self._is_new and isinstance(error, RequestError) and not isinstance(error, RunError):
-            self._discard()
+            if self.workspace.checkpoints.exists():
+                (self.workspace.root / MANIFEST).unlink(missing_ok=True)
+            else:
+                shutil.rmtree(self.workspace.root, ignore_errors=True)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *ending: Any) -> None:
         await asyncio.to_thread(self.__exit__, *ending)
-
-    def _discard(self) -> None:
-        """Empty the run folder, except of a checkpointer's file, which the checkpointer removes."""
-        root = self.workspace.root
-        for path in root.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif not path.name.startswith(self.workspace.checkpoints.name):
-                path.unlink(missing_ok=True)
-        if not any(root.iterdir()):
-            root.rmdir()
-
-    def seconds_left(self, state: RunState, stage: str, in_stage_s: float) -> tuple[float, float] | None:
-        """Return the remaining seconds of a stage and the run, None before the headline gives the time of a pass."""
-        if self.jobs.pass_s is None or state.acquired is None or stage not in STAGES:
-            return None
-        splits = (state.acquired.calibration, state.acquired.search, state.acquired.heldout)
-        calibration, search, heldout = (split.num_images for split in splits)
-        num_begun = (len(state.journal.attempts) if state.journal else 0) + (stage != "iterative_pruning")
-        return forecast(
-            Budget(self.jobs.timesheet, self.jobs.pass_s, state.time_budget_s),
-            stage,
-            (calibration, search, heldout),
-            in_stage_s=in_stage_s,
-            num_more=max((state.max_iterations if state.iterate else 1) - num_begun, 0),
-            longest_s=state.longest_s,
-        )
 
     def profile(self, state: RunState) -> ModelProfile:
         """Return the baseline's full profile, parsed once."""

@@ -1,7 +1,7 @@
 """State of a run that travels between the agents, and a server's limits on requests.
 
-Large data is on disk; the state holds records and references, so it can be checkpointed at any moment. A served graph's operator names allowed
-folders and addresses in the environment. Hub ids and reference models need no permission.
+Large data is on disk; the state holds records and references. A served graph's operator names allowed folders and addresses in the environment.
+Hub ids and reference models need no permission.
 """
 
 import os
@@ -188,36 +188,29 @@ class Limits:
 
     def check(self, request: Request) -> None:
         """Raise RequestError if a request, or a run's state, names a file or a server that the operator hasn't allowed."""
-        self._check_folder("output", request.output)
-        if request.plan is not None:
-            self._check_folder("plan", request.plan)
+        paths = [("output", request.output), *([("plan", request.plan)] if request.plan is not None else [])]
         if request.llm.startswith(RECORDED):
-            self._check_folder("llm", request.llm.removeprefix(RECORDED))
-        self._check_source("model", request.model)
-        self._check_source("dataset", request.dataset)
-        self._check_address(request.base_url)
+            paths.append(("llm", request.llm.removeprefix(RECORDED)))
+        sources, urls = [("model", request.model), ("dataset", request.dataset)], [request.base_url]
         # From a checkpoint, which a client of the server may have written to.
         if isinstance(request, RunState):
-            if request.acquired is not None:
-                self._check_source("model", request.acquired.source.name)
-            self._check_address(request.endpoint.base_url if request.endpoint else None)
+            sources += [("model", request.acquired.source.name)] if request.acquired else []
+            urls += [request.endpoint.base_url] if request.endpoint else []
+        paths += [(field, name) for field, name in sources if not _is_on_hub(name)]
+        for field, path in paths:
+            if not any(_is_inside(path, folder) for folder in self.folders):
+                raise RequestError(
+                    f"{field} is {path!r}, outside of the folders of this server: its operator can add others to {FOLDERS}"
+                )
+        for url in urls:
+            if not is_trusted(url, self.addresses):
+                raise RequestError(
+                    f"base_url is {url!r}, no address of this server's: its operator can add others to {ADDRESSES}"
+                )
 
-    def _check_source(self, field: str, name: str) -> None:
-        if name.startswith(REFERENCE) or (HUB_ID.fullmatch(name) and not Path(name).exists()):
-            return
-        self._check_folder(field, name)
 
-    def _check_folder(self, field: str, path: str) -> None:
-        if not any(_is_inside(path, folder) for folder in self.folders):
-            raise RequestError(
-                f"{field} is {path!r}, outside of the folders of this server: its operator can add others to {FOLDERS}"
-            )
-
-    def _check_address(self, url: str | None) -> None:
-        if not is_trusted(url, self.addresses):
-            raise RequestError(
-                f"base_url is {url!r}, no address of this server's: its operator can add others to {ADDRESSES}"
-            )
+def _is_on_hub(name: str) -> bool:
+    return name.startswith(REFERENCE) or (HUB_ID.fullmatch(name) is not None and not Path(name).exists())
 
 
 def _is_inside(path: str, folder: Path) -> bool:

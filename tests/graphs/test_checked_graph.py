@@ -27,7 +27,7 @@ async def iterated(parts: Any) -> list[Any]:
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "invoke": lambda graph, given: graph.invoke(given),
-    "stream": lambda graph, given: graph.stream(given),
+    "stream": lambda graph, given: [*graph.stream(given)],
     "batch": lambda graph, given: graph.batch([given]),
     "ainvoke": lambda graph, given: asyncio.run(graph.ainvoke(given)),
     "astream": lambda graph, given: asyncio.run(iterated(graph.astream(given))),

@@ -66,6 +66,10 @@ def test_a_run_ends_with_judged_attempts_and_a_verdict_on_images_that_no_decisio
     assert first.deployed is not None
     assert first.deployed.footprint.params == first.dry_run.params
     assert first.deployed.footprint.macs == first.dry_run.macs
+    # Nothing was trained, as none was asked for.
+    assert report.acquired.recovery is None
+    assert all(attempt.recovery is None for attempt in attempts)
+    assert "distillation" not in (finished / "report.md").read_text()
 
 
 def test_the_returned_model_loads_is_no_larger_than_the_baseline_and_has_a_card(finished: Path):
