@@ -82,13 +82,11 @@ def run_agent(agent: Agent, state: Request, *, runtime: Runtime[Run]) -> Update:
     run, stage, info = runtime.context, cast("FunctionType", agent).__name__, runtime.execution_info
     thread, event = info.thread_id if info else None, ProgressEvent(stage=stage, message="")
     with run.working:
-        if isinstance(state, RunState):
-            run.resume(state, thread)
-            run.jobs.timesheet.resume_at(state.spent_s)
-            event = progress_event(state, stage)
-        else:
-            run.begin(state, thread)
+        run.enter(state, thread)
         timesheet = run.jobs.timesheet
+        if isinstance(state, RunState):
+            timesheet.resume_at(state.spent_s)
+            event = progress_event(state, stage)
         began_s = timesheet.spent_s
 
         def progress(message: str, done: int, total: int) -> None:

@@ -123,27 +123,26 @@ class Run:
             self._resources = opened.pop_all()
         self.workspace = workspace
 
-    def begin(self, request: Request, thread: str | None) -> None:
-        """Open the folder of a requested run, created if missing; RequestError if a server's limits forbid it."""
+    def enter(self, request: Request, thread: str | None) -> None:
+        """Open the folder of a requested run, created if missing, or of the run of a state; nothing if it is open.
+
+        `thread` is the checkpointer's, if any. Raises RequestError for what a server's limits forbid.
+        """
         if self.limits is not None:
             self.limits.check(request)
         # A caller that opened it has compared the requests, and has the folder of a run that was moved.
         if self._resources is None:
             run_id = choose_run_id(request, thread)
-            self._is_new = not (request.output_dir / run_id / MANIFEST).exists()
-            self._open(open_workspace(request, run_id))
-
-    def resume(self, state: RunState, thread: str | None) -> None:
-        """Open the folder of a run under way; `thread` is the checkpointer's, if any."""
-        if self.limits is not None:
-            self.limits.check(state)
-        if self._resources is None:
-            root = state.output_dir / choose_run_id(state, thread)
-            read_manifest(root)
-            self._open(Workspace(root))
+            root = request.output_dir / run_id
+            if isinstance(request, RunState):
+                read_manifest(root)
+                self._open(Workspace(root))
+            else:
+                self._is_new = not (root / MANIFEST).exists()
+                self._open(open_workspace(request, run_id))
         # Checked at once, not at the first call to the language model's server.
-        if state.endpoint is not None and self.chat_model is None:
-            key_for(state.endpoint, self.trusted)
+        if isinstance(request, RunState) and request.endpoint is not None and self.chat_model is None:
+            key_for(request.endpoint, self.trusted)
 
     def __enter__(self) -> Self:
         return self

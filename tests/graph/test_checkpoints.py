@@ -280,26 +280,23 @@ def test_a_lost_profile_is_measured_again_once_the_checkpoints_are_deleted(finis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["the flag", "the argument", "the environment", "no key"])
+@pytest.mark.parametrize("way", ["the flag", "the argument", "the environment"])
 def test_a_key_goes_where_a_request_json_says_once_a_person_says_so(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ):
     # Nothing was done in the run yet, and there is no server: past the check, that is found.
     url = "http://127.0.0.1:9/v1"
     named = create_workspace(world.request(tmp_path, llm="openai:scripted", base_url=url), "quick").root
-    if way != "no key":
-        monkeypatch.setenv("OPENAI_API_KEY", KEY)
-        with pytest.raises(RunError, match=r"would go to 'http://127\.0\.0\.1:9/v1'.*resume RUN --base-url http"):
-            resume(named)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    refused = call("resume", named)
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert f"would go to '{url}'" in refused.stderr
+    assert f"resume RUN --base-url {url}" in refused.stderr
+    assert KEY not in refused.stderr
     if way == "the environment":
         monkeypatch.setenv("OPENAI_BASE_URL", f"{url}/")
     if way == "the flag":
-        refused, allowed = call("resume", named), call("resume", named, "--base-url", url)
-        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-        assert f"--base-url {url}" in refused.stderr
-        assert KEY not in refused.stderr
-        assert (named / "request.json").exists()
-        assert "gave no answer" in allowed.stderr
+        assert "gave no answer" in call("resume", named, "--base-url", url).stderr
     else:
         with pytest.raises(RequestError, match="gave no answer"):
             resume(named, base_url=url if way == "the argument" else None)
@@ -354,12 +351,9 @@ def test_whatever_a_client_would_send_keeps_it_from_a_foreign_address(secret: st
     assert key_for(endpoint, (), {secret: "EMPTY"}) == "EMPTY"
 
 
-@pytest.mark.parametrize(
-    "url",
-    ["http://me:sk-secret@h/v1", "http://h/v1?key=sk-secret", "http://h/v1#sk-secret", "http://[me:sk-secret@"],
-)
-def test_a_password_in_an_address_is_refused_before_it_is_written_down(url: str):
-    said = call("run", "--base-url", url, "--planner", "rules")
+@pytest.mark.parametrize("rest", ["me:sk-secret@h/v1", "h/v1?key=sk-secret", "h/v1#sk-secret", "[me:sk-secret@"])
+def test_a_password_in_an_address_is_refused_before_it_is_written_down(rest: str):
+    said = call("run", "--base-url", f"http://{rest}", "--planner", "rules")
 
     assert said.exit_code == 2
     assert "more than an address" in said.stderr
