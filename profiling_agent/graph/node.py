@@ -134,16 +134,18 @@ class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
         super().__init__(**compiled)
         self.make_run = make_run
 
-    def _run(self, context: Any) -> Run:
+    def _run(self, context: Any, config: RunnableConfig | None) -> Run:
         run = context if isinstance(context, Run) else self.make_run()
-        run.is_checkpointed = bool(self.checkpointer)
+        # A graph that calls this one passes its own checkpointer on; LangGraph has no public name for it.
+        inherited = (config or {}).get("configurable", {}).get("__pregel_checkpointer")
+        run.is_checkpointed = bool(self.checkpointer or inherited)
         return run
 
     def stream(
         self, input: Any, config: RunnableConfig | None = None, *, context: Any = None, **options: Any
     ) -> Iterator[Any]:
         """Stream a run's steps; raises FieldError before the first for an unknown term in the input."""
-        run = self._run(context)
+        run = self._run(context, config)
         # LangGraph waits for the running node, so its work ends first.
         with closing(cast("Any", super().stream(_check_input(input), config, context=run, **options))) as parts, run:
             for part in parts:  # noqa: UP028 - `yield from` would close `parts` before the run
@@ -153,7 +155,7 @@ class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
         self, input: Any, config: RunnableConfig | None = None, *, context: Any = None, **options: Any
     ) -> AsyncIterator[Any]:
         """Stream a run's steps as `stream` does."""
-        run = self._run(context)
+        run = self._run(context, config)
         parts = cast("Any", super().astream(_check_input(input), config, context=run, **options))
         async with aclosing(parts), run:
             async for part in parts:
