@@ -156,7 +156,7 @@ def approve(
 def pending(run: str | Path) -> ApprovalQuestion | None:
     """Return the question that a run waits with, or None."""
     _, workspace = _open_run(run)
-    with open_saver(workspace.root) as saver:
+    with open_saver(workspace.root, create=False) as saver:
         return question_in(build_graph(saver), {"configurable": {"thread_id": workspace.root.name}})
 
 

@@ -74,12 +74,13 @@ def progress_event(state: RunState, stage: str) -> ProgressEvent:
     return event.model_copy(update={"iteration": iteration, "best": best})
 
 
-def run_agent(agent: Agent, state: Request, *, runtime: Runtime[Run]) -> Update:
+def run_agent(agent: Agent, state: Request, *, runtime: Runtime[Any]) -> Update:
     """Run an agent as a node, and stream its progress; the first node of an invocation opens the run.
 
     Acquisition takes a request, and begins its run; every other agent takes the state of a run under way.
     """
-    run, stage, info = runtime.context, cast("FunctionType", agent).__name__, runtime.execution_info
+    run: Run = runtime.context
+    stage, info = cast("FunctionType", agent).__name__, runtime.execution_info
     thread, event = info.thread_id if info else None, ProgressEvent(stage=stage, message="")
     with run.working:
         run.enter(state, thread)
@@ -124,7 +125,7 @@ def _check_fields(*updates: Any) -> None:
             raise FieldError(problem)
 
 
-class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
+class CheckedGraph(CompiledStateGraph[RunState, Any, Request, RunResult]):
     """Optimization graph that checks every input and closes the run of every invocation, however it ends.
 
     All calls, also on copies, go through `stream` or `astream`. The run is LangGraph's context: the caller's, who has opened it, or a new one.

@@ -13,6 +13,7 @@ import shutil
 import threading
 from collections.abc import Iterable
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any, Self
 
 from profiling_agent.errors import RequestError, RunError
@@ -96,7 +97,7 @@ class Run:
         name is checked before anything is opened.
         """
         self.chat_model = advisor
-        self.addresses = {url for url in addresses if url} | (limits.addresses if limits else set())
+        self.addresses = {url for url in addresses if url} | (limits.addresses if limits else frozenset[str]())
         self.limits = limits
         # Whether this invocation can be resumed; then a request's address may be from an old call or a third party.
         self.is_checkpointed = False
@@ -104,7 +105,8 @@ class Run:
         self.working = threading.Lock()
         self._resources: ExitStack | None = None
         self._is_closed = False
-        self._is_new = False
+        # What a request that can't be carried out leaves behind, removed in the end: the folder, or the manifest in a folder that was there.
+        self._made: Path | None = None
         self._language_model: LanguageModel | None = None
         self._profile: tuple[Profiled, ModelProfile] | None = None
         self._evaluator: tuple[tuple[Any, ...], Evaluator] | None = None
@@ -138,7 +140,7 @@ class Run:
                 read_manifest(root)
                 self._open(Workspace(root))
             else:
-                self._is_new = not (root / MANIFEST).exists()
+                self._made = next((path for path in (root, root / MANIFEST) if not path.exists()), None)
                 self._open(open_workspace(request, run_id))
         # Checked at once, not at the first call to the language model's server.
         if isinstance(request, RunState) and request.endpoint is not None and self.chat_model is None:
@@ -158,12 +160,12 @@ class Run:
             return
         self._resources.close()
         self._resources = None
-        # A run's measurements are kept; a request that can't be carried out leaves nothing but a checkpointer's thread.
-        if self._is_new and isinstance(error, RequestError) and not isinstance(error, RunError):
-            if self.workspace.checkpoints.exists():
-                (self.workspace.root / MANIFEST).unlink(missing_ok=True)
+        # A run's measurements are kept.
+        if self._made is not None and isinstance(error, RequestError) and not isinstance(error, RunError):
+            if self._made.is_dir():
+                shutil.rmtree(self._made, ignore_errors=True)
             else:
-                shutil.rmtree(self.workspace.root, ignore_errors=True)
+                self._made.unlink(missing_ok=True)
 
     async def __aenter__(self) -> Self:
         return self

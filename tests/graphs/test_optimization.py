@@ -33,7 +33,7 @@ from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import Deployment, Outcome, Plan
 from profiling_agent.search.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
 from profiling_agent.search.planners import propose
-from profiling_agent.workspace import Workspace
+from profiling_agent.workspace import MANIFEST, Workspace
 
 
 def report_of(run: Path) -> RunReport:
@@ -187,11 +187,17 @@ def test_each_image_is_decoded_once_and_answered_once_by_a_model_and_no_array_is
     assert list(finished.glob(f"jobs/*/{PIXELS}")) == []
 
 
-def test_a_request_that_can_not_be_carried_out_leaves_nothing_behind(tmp_path: Path):
-    with pytest.raises(AcquisitionError):
-        build_graph().invoke(Request(model=str(tmp_path / "nowhere"), output=str(tmp_path / "runs")))
+def test_a_request_that_can_not_be_carried_out_leaves_nothing_behind_and_takes_nothing_of_anyone(tmp_path: Path):
+    runs, mine = tmp_path / "runs", tmp_path / "runs" / "there" / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    for run_id in ("new", "there"):
+        with pytest.raises(AcquisitionError):
+            build_graph().invoke(Request(model=str(tmp_path / "nowhere"), output=str(runs), run_id=run_id))
 
-    assert not list((tmp_path / "runs").iterdir())
+    assert list(runs.iterdir()) == [mine.parent]
+    assert mine.exists()
+    assert not (mine.parent / MANIFEST).exists()
 
 
 def test_the_graph_is_as_langgraph_json_the_form_of_studio_and_the_guide_have_it():
