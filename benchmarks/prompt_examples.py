@@ -19,11 +19,11 @@ from checks import use_own_ledger
 
 from profiling_agent import Request, build_graph
 from profiling_agent.errors import PlanError
-from profiling_agent.graph.session import Sessions
-from profiling_agent.jobs.runner import read_profile
+from profiling_agent.jobs.runner import Jobs, read_profile
 from profiling_agent.planning.allocation import METRICS, NATS_A_POINT, dry_run, frontier, saved_share
 from profiling_agent.planning.digest import named_groups, plan_text
 from profiling_agent.schemas import Attempt, DryRun, Goal, Journal, ModelProfile, Plan, PruningRecommendation, Target
+from profiling_agent.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -45,7 +45,6 @@ class Seen:
 
 def measure(model: Path, data: Path) -> Seen:
     """Take a model through the graph until enough plans were measured."""
-    sessions = Sessions()
     with tempfile.TemporaryDirectory() as folder:
         request = Request(
             model=str(model),
@@ -58,14 +57,11 @@ def measure(model: Path, data: Path) -> Seen:
             max_iterations=NUM_ATTEMPTS + 1,
             fresh_ledger="a benchmark: no held-out image is opened",
         )
-        try:
-            for state in build_graph(sessions=sessions).stream(request, stream_mode="values"):
-                journal: Journal | None = state.get("journal")
-                if journal and (len(journal.attempts) >= NUM_ATTEMPTS or state.get("stopped")):
-                    profile = read_profile(sessions.by_run["examples"].jobs, state["profiled"])
-                    return Seen(_short(profile), journal, request.goal)
-        finally:
-            sessions.close()
+        for state in build_graph().stream(request, stream_mode="values"):
+            journal: Journal | None = state.get("journal")
+            if journal and (len(journal.attempts) >= NUM_ATTEMPTS or state.get("stopped")):
+                profile = read_profile(Jobs(Workspace(Path(folder) / "examples")), state["profiled"])
+                return Seen(_short(profile), journal, request.goal)
     raise SystemExit(f"{model.name} came to an end before a plan was measured")
 
 

@@ -4,7 +4,7 @@
                                                                 |
                        +----------------------------------- analysis
                        v
-                   approval -> pruning -> quantization -> evaluation
+                 (approval) -> pruning -> quantization -> evaluation
                        ^                                      |
                        +--------- iterative_pruning <---------+
                                           |
@@ -22,10 +22,15 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import END, START, StateGraph
 
 from profiling_agent.graph import nodes
-from profiling_agent.graph.node import CheckedGraph, as_node
-from profiling_agent.graph.session import Sessions
-from profiling_agent.graph.state import RunResult, RunState, operators_limits
+from profiling_agent.graph.node import CheckedGraph, run_agent
+from profiling_agent.graph.run import Run
+from profiling_agent.graph.state import Limits, RunResult, RunState, operators_limits
 from profiling_agent.request import Request
+
+
+def route_after_analysis(state: RunState) -> Literal["approval", "pruning"]:
+    """Ask a person about the plan if that was requested."""
+    return "approval" if state.needs_approval else "pruning"
 
 
 def route_after_evaluation(state: RunState) -> Literal["iterative_pruning", "verdict"]:
@@ -33,9 +38,9 @@ def route_after_evaluation(state: RunState) -> Literal["iterative_pruning", "ver
     return "iterative_pruning" if state.stopped is None else "verdict"
 
 
-def route_after_iterative_pruning(state: RunState) -> Literal["approval", "verdict"]:
+def route_after_iterative_pruning(state: RunState) -> Literal["approval", "pruning", "verdict"]:
     """Continue with the next plan, or finish."""
-    return "approval" if state.stopped is None else "verdict"
+    return route_after_analysis(state) if state.stopped is None else "verdict"
 
 
 def route_after_approval(state: RunState) -> Literal["pruning", "analysis", "iterative_pruning"]:
@@ -48,9 +53,9 @@ def route_after_approval(state: RunState) -> Literal["pruning", "analysis", "ite
 def build_graph(
     checkpointer: BaseCheckpointSaver[str] | None = None,
     advisor: Any = None,
-    sessions: Sessions | None = None,
     *,
     addresses: Iterable[str] = (),
+    limits: Limits | None = None,
 ) -> CheckedGraph:
     """Return the compiled graph; `invoke(Request(...))` returns the verdict, the report and the run folder.
 
@@ -58,26 +63,24 @@ def build_graph(
     the same request again reuses the jobs that its run has finished. With one, the thread's id is the run's id, and `invoke(None, config)` resumes an
     interrupted run. `advisor` is a LangChain chat model that plans instead of the requested one; it is never stored, so a graph that resumes needs it
     again. With a checkpointer, keys of the environment go to a request's base_url only if it is in `addresses`, as a request may come from a
-    checkpoint. A caller that passes `sessions` sets the chat model and the addresses there, and closes them.
+    checkpoint. `limits` are a server's, on what a request may name.
     """
-    # Bound to the nodes instead of LangGraph's context, which ends with each call and which Studio can't pass.
-    runs = Sessions(advisor, addresses=addresses) if sessions is None else sessions
-
+    # The context of an invocation is its run, of which Studio has no form.
     graph = StateGraph(RunState, input_schema=Request, output_schema=RunResult)
-    graph.add_node("acquisition", partial(nodes.acquisition, sessions=runs), input_schema=Request)
+    graph.add_node("acquisition", partial(run_agent, nodes.acquisition), input_schema=Request)
     agents = (
         *(nodes.input_shape_resolver, nodes.profiling, nodes.deployment_search, nodes.analysis, nodes.approval),
         *(nodes.pruning, nodes.quantization, nodes.evaluation, nodes.iterative_pruning, nodes.verdict, nodes.report),
     )
     for agent in agents:
-        graph.add_node(agent.__name__, as_node(agent, runs))
+        graph.add_node(agent.__name__, partial(run_agent, agent), input_schema=RunState)
 
     graph.add_edge(START, "acquisition")
     graph.add_edge("acquisition", "input_shape_resolver")
     graph.add_edge("input_shape_resolver", "profiling")
     graph.add_edge("profiling", "deployment_search")
     graph.add_edge("deployment_search", "analysis")
-    graph.add_edge("analysis", "approval")
+    graph.add_conditional_edges("analysis", route_after_analysis)
     graph.add_conditional_edges("approval", route_after_approval)
     graph.add_edge("pruning", "quantization")
     graph.add_edge("quantization", "evaluation")
@@ -86,8 +89,11 @@ def build_graph(
     graph.add_edge("verdict", "report")
     graph.add_edge("report", END)
     compiled = vars(graph.compile(checkpointer=checkpointer, name="profiling_agent"))
-    return CheckedGraph(sessions=runs, **{name: value for name, value in compiled.items() if name != "__orig_class__"})
+    make_run = partial(Run, advisor=advisor, addresses=tuple(addresses), limits=limits)
+    return CheckedGraph(
+        make_run=make_run, **{name: value for name, value in compiled.items() if name != "__orig_class__"}
+    )
 
 
 # Named in `langgraph.json`: a server's graph, with requests from outside.
-graph = build_graph(sessions=Sessions(limits=operators_limits(os.environ)))
+graph = build_graph(limits=operators_limits(os.environ))

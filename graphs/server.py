@@ -36,17 +36,16 @@ class OriginMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or respond with 403 or 415."""
-        headers = Headers(scope=scope)
+        headers, app = Headers(scope=scope), self._app
         has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
         kinds = [kind.partition(";")[0].strip().lower() for kind in headers.getlist("content-type")]
         if not self._is_allowed(scope, headers):
             detail = f"this server takes no requests of other pages: its operator can allow an origin in {ORIGINS}"
-            await JSONResponse({"detail": detail}, status_code=403)(scope, receive, send)
+            app = JSONResponse({"detail": detail}, status_code=403)
         elif scope["type"] == "http" and has_body and kinds != ["application/json"]:
             detail = "this server takes application/json and nothing else: send that content-type"
-            await JSONResponse({"detail": detail}, status_code=415)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+            app = JSONResponse({"detail": detail}, status_code=415)
+        await app(scope, receive, send)
 
     def _is_allowed(self, scope: Scope, headers: Headers) -> bool:
         origins = headers.getlist("origin")
@@ -54,11 +53,8 @@ class OriginMiddleware:
             # A page that loads our image or script sends no origin; a person who follows a link is allowed.
             is_link = scope.get("method") in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
             return headers.get("sec-fetch-site") != "cross-site" or is_link
-        same = {f"{scheme}://{headers.get('host')}" for scheme in ("http", "https")}
-        return all(
-            "*" in self._allowed or origin in self._allowed or origin in same or LOOPBACK_ORIGIN.fullmatch(origin)
-            for origin in origins
-        )
+        allowed = {*self._allowed, *(f"{scheme}://{headers.get('host')}" for scheme in ("http", "https"))}
+        return "*" in allowed or all(o in allowed or LOOPBACK_ORIGIN.fullmatch(o) for o in origins)
 
 
 class DoorMiddleware:
@@ -76,10 +72,8 @@ class DoorMiddleware:
             allow_private_network=True,
             expose_headers=EXPOSED,
         )
-        self._app = app
-        self._guarded_app = TrustedHostMiddleware(
-            OriginMiddleware(cors, allowed), allowed_hosts=(*LOOPBACK, *hosts), www_redirect=False
-        )
+        checked, self._app = OriginMiddleware(cors, allowed), app
+        self._guarded_app = TrustedHostMiddleware(checked, allowed_hosts=(*LOOPBACK, *hosts), www_redirect=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check requests only; pass on other events and the server's calls to itself."""

@@ -4,26 +4,25 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
 
 from profiling_agent.errors import ApprovalPendingError, RequestError, RunError
-from profiling_agent.graph.checkpoints import RunSaver
+from profiling_agent.graph.checkpoints import open_saver
 from profiling_agent.graph.node import ProgressEvent
 from profiling_agent.graph.nodes import question_in, resuming
-from profiling_agent.graph.session import Sessions
+from profiling_agent.graph.run import Run
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
-from profiling_agent.lib.io import FileRefusedError, expanded, resolved
+from profiling_agent.lib.io import FileRefusedError, expanded, inside, resolved
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.progress import interruptible
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import REPORT, read_report
 from profiling_agent.request import Request
 from profiling_agent.schemas import Approval, ApprovalQuestion
-from profiling_agent.workspace import Workspace, changed_fields, create_workspace, read_manifest, storage_errors
+from profiling_agent.workspace import Workspace, changed_fields, create_workspace, read_manifest
 
 Listener = Callable[[ProgressEvent], None]
 Approver = Callable[[ApprovalQuestion], Approval]
@@ -41,47 +40,42 @@ def make_run_id() -> str:
 def _drive(
     request: Request,
     workspace: Workspace,
-    sessions: Sessions,
     listener: Listener,
     approver: Approver | None,
     answer: Approval | None = None,
+    **options: Any,
 ) -> RunReport:
-    """Run the graph on the run folder's thread until there is a report or an approval without `approver`."""
-    with storage_errors(workspace.root), interruptible():
-        sessions.open(workspace)
-        saver = RunSaver(workspace.root.parent)
-        config: RunnableConfig = {"configurable": {"thread_id": workspace.root.name}}
-        try:
-            graph = build_graph(saver, sessions=sessions)
-            # A run interrupted before its first checkpoint starts again; its finished jobs are reused.
-            graph_input: Any = None if saver.get_tuple(config) else request
-            if answer is not None:
-                if question_in(graph, config) is None:
-                    advice = f"go on with `profiling-agent resume {workspace.root}`"
-                    raise RunError(f"run {workspace.root.name!r} waits for no approval: {advice}")
-                graph_input = resuming(answer)
-            while True:
-                for event in graph.stream(graph_input, config, stream_mode="custom", durability="sync"):
-                    listener(ProgressEvent.model_validate(event))
-                if (question := question_in(graph, config)) is None:
-                    break
+    """Run the graph on the run folder's thread until there is a report or an approval without `approver`.
+
+    `options` are those of a `Run`.
+    """
+    root, question = workspace.root, None
+    config: RunnableConfig = {"configurable": {"thread_id": root.name}}
+    while True:
+        # Locked before the person is asked, so that no other process answers meanwhile.
+        with interruptible(), Run(workspace, **options) as run, open_saver(root) as saver:
+            graph = build_graph(saver)
+            if question is not None:
                 if approver is None:
                     problem = f" ({question.problem})" if question.problem else ""
                     raise ApprovalPendingError(
-                        f"run {workspace.root.name!r} waits for an approval of attempt {question.attempt}{problem}: "
-                        f"answer with `profiling-agent approve {workspace.root}`"
+                        f"run {root.name!r} waits for an approval of attempt {question.attempt}{problem}: "
+                        f"answer with `profiling-agent approve {root}`"
                     )
-                # The approval released the run: locked again, so that no other process answers meanwhile.
-                sessions.open(workspace)
-                graph_input = resuming(approver(question))
-            report: Any = graph.get_state(config).values.get("report")
-        finally:
-            # The last node or a failing one closes the session; after an interrupt between nodes it is closed here.
-            sessions.close()
-            saver.close()
-    if not isinstance(report, RunReport):
-        raise RunError(f"run {workspace.root.name!r} ended without a report: start a new run")
-    return report
+                answer = approver(question)
+            elif answer is not None and question_in(graph, config) is None:
+                advice = f"go on with `profiling-agent resume {root}`"
+                raise RunError(f"run {root.name!r} waits for no approval: {advice}")
+            # A run interrupted before its first checkpoint starts again; its finished jobs are reused.
+            graph_input: Any = resuming(answer) if answer else None if saver.get_tuple(config) else request
+            for event in graph.stream(graph_input, config, context=run, stream_mode="custom", durability="sync"):
+                listener(ProgressEvent.model_validate(event))
+            question = question_in(graph, config)
+            state = graph.get_state(config).values
+        if question is None:
+            # The folder may have been moved since.
+            results = root / Path(state["results_dir"]).relative_to(state["run_dir"])
+            return read_report(inside(results, root))
 
 
 def optimize(
@@ -95,7 +89,7 @@ def optimize(
     workspace = create_workspace(request, request.run_id or make_run_id())
     named_request = request.model_copy(update={"run_id": workspace.root.name})
     try:
-        return _drive(named_request, workspace, Sessions(advisor, addresses=(request.base_url,)), listener, approver)
+        return _drive(named_request, workspace, listener, approver, advisor=advisor, addresses=(request.base_url,))
     except RunError:
         # The run itself: in use by another process, damaged, or waiting. Its measurements stay.
         raise
@@ -138,7 +132,7 @@ def resume(
     A run begun with an `advisor` needs it again. If the language model's address is neither the provider's nor the environment's, it gets the
     environment's key only if that address is given again, as `base_url`.
     """
-    return _drive(*_open_run(run), Sessions(advisor, addresses=(base_url,)), listener, approver)
+    return _drive(*_open_run(run), listener, approver, advisor=advisor, addresses=(base_url,))
 
 
 def approve(
@@ -156,13 +150,13 @@ def approve(
         ApprovalPendingError: the run waits again, for the next plan or because the answer was invalid.
         RunError: the run waits for nothing.
     """
-    return _drive(*_open_run(run), Sessions(advisor, addresses=(base_url,)), listener, approver, answer)
+    return _drive(*_open_run(run), listener, approver, answer, advisor=advisor, addresses=(base_url,))
 
 
 def pending(run: str | Path) -> ApprovalQuestion | None:
     """Return the question that a run waits with, or None."""
     _, workspace = _open_run(run)
-    with closing(RunSaver(workspace.root.parent)) as saver:
+    with open_saver(workspace.root, create=False) as saver:
         return question_in(build_graph(saver), {"configurable": {"thread_id": workspace.root.name}})
 
 

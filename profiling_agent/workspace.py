@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from profiling_agent.errors import ArtifactError, RequestError, RunError, StorageError
 from profiling_agent.lib.io import (
     TEMPORARY,
-    DocumentError,
     appearing,
     inside,
     make_folders,
@@ -53,7 +52,7 @@ class Manifest(Record):
 
 
 @contextmanager
-def storage_errors(root: Path) -> Generator[None, None, None]:
+def storage_errors(root: Path) -> Generator[None]:
     """Turn a failed write of the run's disk into a StorageError of one line; the run can be resumed."""
     try:
         yield
@@ -146,20 +145,11 @@ def read_manifest(root: Path) -> Manifest:
         raise RunError(f"{str(root)!r} is no run folder: {reason}; give a folder under the output folder")
     try:
         document = read_json(path)
-        version = document["schema_version"]
-    except OSError as error:
-        raise RunError(f"{str(path)!r} can't be read ({error.strerror}): start a new run") from error
-    except (DocumentError, TypeError, KeyError) as error:
-        raise RunError(f"{str(path)!r} is damaged and can't be read: start a new run") from error
-    check_version(root, version)
-    try:
+        check_version(root, document["schema_version"])
         return Manifest.model_validate(document)
-    except ValidationError as error:
-        raise RunError(f"{str(path)!r} holds no valid request: start a new run") from error
-
-
-def _unwritable(request: Request, error: OSError) -> RequestError:
-    return RequestError(f"output {request.output!r} can't be written ({error.strerror}): choose another")
+    # Neither JSON nor a manifest: DocumentError and ValidationError are ValueErrors.
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunError(f"{str(path)!r} is damaged or can't be read: start a new run") from error
 
 
 def _write_manifest(root: Path, request: Request) -> None:
@@ -182,15 +172,10 @@ def changed_fields(original: Request, requested: Request) -> list[str]:
 def create_workspace(request: Request, run_id: str) -> Workspace:
     """Create a run folder, complete or not at all; RunError if anything has that name."""
     root = request.output_dir / run_id
-    try:
-        with appearing(root) as temporary:
-            _write_manifest(temporary, request.model_copy(update={"run_id": run_id}))
-    except OSError as error:
-        if root.exists():
-            raise RunError(
-                f"run {run_id!r} exists in {request.output!r}: resume it, or choose another run_id"
-            ) from error
-        raise _unwritable(request, error) from error
+    if os.path.lexists(root):
+        raise RunError(f"run {run_id!r} exists in {request.output!r}: resume it, or choose another run_id")
+    with _writable(request), appearing(root) as temporary:
+        _write_manifest(temporary, request.model_copy(update={"run_id": run_id}))
     return Workspace(root)
 
 
@@ -198,17 +183,23 @@ def open_workspace(request: Request, run_id: str) -> Workspace:
     """Create the run folder, or open the one of the same request; RunError if its request differs."""
     root = request.output_dir / run_id
     requested = request.model_copy(update={"run_id": run_id})
-    if (root / MANIFEST).exists():
-        original = read_manifest(root).request
-        if changed := changed_fields(original, requested):
-            was, now = getattr(original, changed[0]), getattr(requested, changed[0])
-            raise RunError(
-                f"run {run_id!r} was begun with another request ({changed[0]} was {was!r}, is now {now!r}): "
-                "choose another run_id, or ask for the same"
-            )
+    if not (root / MANIFEST).exists():
+        with _writable(request):
+            _write_manifest(root, requested)
         return Workspace(root)
-    try:
-        _write_manifest(root, requested)
-    except OSError as error:
-        raise _unwritable(request, error) from error
+    original = read_manifest(root).request
+    if changed := changed_fields(original, requested):
+        was, now = getattr(original, changed[0]), getattr(requested, changed[0])
+        raise RunError(
+            f"run {run_id!r} was begun with another request ({changed[0]} was {was!r}, is now {now!r}): "
+            "choose another run_id, or ask for the same"
+        )
     return Workspace(root)
+
+
+@contextmanager
+def _writable(request: Request) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(f"output {request.output!r} can't be written ({error.strerror}): choose another") from error

@@ -1,76 +1,90 @@
-"""Checkpoints of runs: an SQLite file in each run folder, for the command line and LangGraph Studio."""
+"""Checkpoints of runs: LangGraph's SQLite saver on a file in each run folder, for the command line and LangGraph Studio."""
 
 import asyncio
 import enum
+import json
 import sqlite3
-import threading
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from importlib import import_module
+import zlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import cache
 from pathlib import Path
-from pkgutil import iter_modules
-from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from langchain_core.runnables import RunnableConfig
-from langgraph.checkpoint.base import (
-    BaseCheckpointSaver,
-    ChannelVersions,
-    Checkpoint,
-    CheckpointMetadata,
-    CheckpointTuple,
-)
-from langgraph.checkpoint.serde.base import SerializerProtocol
+from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
 from pydantic import BaseModel
 
-from profiling_agent import request, schemas
 from profiling_agent.errors import RunError
-from profiling_agent.graph import state
-from profiling_agent.jobs import tasks
+from profiling_agent.graph.state import RunState
 from profiling_agent.lib.io import first_line, make_folders
-from profiling_agent.llm import chat
-from profiling_agent.reporting import report
 from profiling_agent.request import RUN_ID, Request
-from profiling_agent.search import attempt, finalize
 from profiling_agent.workspace import Workspace, storage_errors
 
-MODULES: tuple[ModuleType, ...] = (
-    *(import_module(f"{schemas.__name__}.{info.name}") for info in iter_modules(schemas.__path__)),
-    request,
-    attempt,
-    finalize,
-    chat,
-    tasks,
-    report,
-    state,
-)
+COMPRESSED = "zlib:"
 
 
-def checkpointed_types() -> tuple[type[BaseModel] | type[enum.Enum], ...]:
-    """Return every record and enum that a checkpoint may hold: all that our modules define."""
-    return tuple(
-        value
-        for module in MODULES
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, (BaseModel, enum.Enum)) and value.__module__ == module.__name__
-    )
+def checkpointed_types(*annotations: Any) -> set[type[BaseModel] | type[enum.Enum]]:
+    """Return every record and enum in `annotations`, at any depth."""
+    found: set[type[BaseModel] | type[enum.Enum]] = set()
+    waiting = list(annotations)
+    while waiting:
+        annotation = waiting.pop()
+        waiting += get_args(annotation)
+        if not isinstance(annotation, type) or annotation in found:
+            continue
+        if issubclass(annotation, BaseModel):
+            waiting += [field.annotation for field in annotation.model_fields.values()]
+        if issubclass(annotation, (BaseModel, enum.Enum)):
+            found.add(annotation)
+    return found
 
 
-def strict_serde() -> JsonPlusSerializer:
-    """Return a serializer that rebuilds our own records only; never a pickle."""
-    allowed = [(kind.__module__, kind.__name__) for kind in checkpointed_types()]
-    return JsonPlusSerializer(allowed_msgpack_modules=allowed)
+class StrictSerializer(JsonPlusSerializer):
+    """Serializer that rebuilds only the records of a run's state, never a pickle, and compresses: attempts repeat each other."""
+
+    def __init__(self) -> None:
+        kinds = checkpointed_types(Request, RunState)
+        super().__init__(allowed_msgpack_modules=[(kind.__module__, kind.__name__) for kind in kinds])
+
+    def dumps_typed(self, obj: Any) -> tuple[str, bytes]:
+        """Return the type of a value's encoding, and its compressed bytes."""
+        kind, data = super().dumps_typed(obj)
+        return f"{COMPRESSED}{kind}", zlib.compress(data)
+
+    def loads_typed(self, data: tuple[str, bytes]) -> Any:
+        """Return the value; one that was written without compression is read too."""
+        kind, content = data
+        if kind.startswith(COMPRESSED):
+            kind, content = kind.removeprefix(COMPRESSED), zlib.decompress(content)
+        return super().loads_typed((kind, content))
+
+
+@cache
+def strict_serde() -> StrictSerializer:
+    """Return the serializer of all checkpoints."""
+    return StrictSerializer()
 
 
 @contextmanager
-def _storage_errors(path: Path) -> Generator[None, None, None]:
-    """Raise RunError with one line for a damaged file, or one that another process uses."""
+def open_saver(run_folder: Path, *, create: bool = True) -> Generator[SqliteSaver]:
+    """Yield LangGraph's saver of a run folder's checkpoints; RunError with one line if the file is damaged or in use.
+
+    Without `create` a missing file is not created, and the saver is empty.
+    """
+    path = Workspace(run_folder).checkpoints
+    file = path if create or path.exists() else ":memory:"
     try:
-        with storage_errors(path.parent):
-            yield
-    except (sqlite3.Error, ValueError, TypeError, LookupError) as error:
+        with storage_errors(run_folder), closing(sqlite3.connect(file, check_same_thread=False)) as connection:
+            saver = SqliteSaver(connection, serde=strict_serde())
+            saver.setup()
+            ((answer,),) = connection.execute("PRAGMA quick_check(1)").fetchall()
+            if answer != "ok":
+                raise sqlite3.DatabaseError(answer)
+            yield saver
+    except (sqlite3.Error, zlib.error) as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise RunError(f"the checkpoints {str(path)!r} are in use by another process: wait for it") from error
         raise RunError(
@@ -79,124 +93,101 @@ def _storage_errors(path: Path) -> Generator[None, None, None]:
         ) from error
 
 
-def _open(path: Path, serde: SerializerProtocol) -> SqliteSaver:
-    with _storage_errors(path), ExitStack() as stack:
-        connection = sqlite3.connect(path, check_same_thread=False)
-        stack.callback(connection.close)
-        saver = SqliteSaver(connection, serde=serde)
-        saver.setup()
-        ((answer,),) = connection.execute("PRAGMA quick_check(1)").fetchall()
-        if answer != "ok":
-            raise sqlite3.DatabaseError(answer)
-        stack.pop_all()
-        return saver
+def _delete_checkpoints(saver: SqliteSaver, condition: str, *parameters: str) -> None:
+    with saver.cursor() as cursor:
+        cursor.execute(f"DELETE FROM checkpoints WHERE {condition}", parameters)
+        cursor.execute("DELETE FROM writes WHERE checkpoint_id NOT IN (SELECT checkpoint_id FROM checkpoints)")
+
+
+def _in_thread(method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Return the async form of a saver's method."""
+
+    async def call(*args: Any, **options: Any) -> Any:
+        return await asyncio.to_thread(method, *args, **options)
+
+    return call
 
 
 class RunSaver(BaseCheckpointSaver[str]):
-    """Checkpoint saver that stores thread `<id>` in `<runs>/<id>/checkpoints.sqlite`, sync and async."""
+    """Saver that keeps thread `<id>` in the run folder `<runs>/<id>`, sync and async; `langgraph.json` names it."""
 
     def __init__(self, runs: str | Path = "runs") -> None:
         super().__init__(serde=strict_serde())
         self._runs = Path(runs).expanduser()
-        self._savers: dict[Path, SqliteSaver] = {}
-        self._lock = threading.Lock()
 
-    def _saver(self, config: RunnableConfig | None) -> SqliteSaver | None:
-        path = self._path(config)
-        return self._writable(config) if path in self._savers or path.exists() else None
-
-    def _writable(self, config: RunnableConfig | None) -> SqliteSaver:
-        path = self._path(config)
-        with self._lock:
-            if path not in self._savers:
-                make_folders(path.parent)
-                self._savers[path] = _open(path, self.serde)
-            return self._savers[path]
-
-    def _path(self, config: RunnableConfig | None) -> Path:
-        thread = str((config or {}).get("configurable", {}).get("thread_id", ""))
-        if not RUN_ID.fullmatch(thread):
-            raise RunError(f"thread_id {thread!r} can't name a folder: use letters, digits, '.', '_' and '-'")
-        return Workspace(self._runs / thread).checkpoints
-
-    def close(self) -> None:
-        """Close every file."""
-        with self._lock:
-            for saver in self._savers.values():
-                saver.conn.close()
-            self._savers.clear()
+    def _open(self, thread_id: str, *, create: bool = False) -> AbstractContextManager[SqliteSaver]:
+        if not RUN_ID.fullmatch(thread_id):
+            raise RunError(f"thread_id {thread_id!r} can't name a folder: use letters, digits, '.', '_' and '-'")
+        folder = self._runs / thread_id
+        if create:
+            make_folders(folder)
+        return open_saver(folder, create=create)
 
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """Return the checkpoint that `config` names, or the thread's newest."""
-        saver = self._saver(config)
-        with _storage_errors(self._path(config)):
-            return saver.get_tuple(config) if saver else None
+        with self._open(_thread_of(config)) as saver:
+            return saver.get_tuple(config)
 
-    def list(
-        self,
-        config: RunnableConfig | None,
-        *,
-        filter: dict[str, Any] | None = None,
-        before: RunnableConfig | None = None,
-        limit: int | None = None,
-    ) -> Iterator[CheckpointTuple]:
+    def list(self, config: RunnableConfig | None, **options: Any) -> Iterator[CheckpointTuple]:
         """Yield the thread's checkpoints, newest first."""
-        saver = self._saver(config)
-        yield from saver.list(config, filter=filter, before=before, limit=limit) if saver else ()
+        with self._open(_thread_of(config)) as saver:
+            yield from saver.list(config, **options)
 
-    def put(
-        self,
-        config: RunnableConfig,
-        checkpoint: Checkpoint,
-        metadata: CheckpointMetadata,
-        new_versions: ChannelVersions,
-    ) -> RunnableConfig:
+    def put(self, config: RunnableConfig, *args: Any) -> RunnableConfig:
         """Store a checkpoint."""
-        saver = self._writable(config)
-        with storage_errors(self._path(config).parent):
-            return saver.put(config, checkpoint, metadata, new_versions)
+        with self._open(_thread_of(config), create=True) as saver:
+            return saver.put(config, *args)
 
-    def put_writes(
-        self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
-    ) -> None:
+    def put_writes(self, config: RunnableConfig, *args: Any) -> None:
         """Store a node's writes before the step is complete."""
-        saver = self._writable(config)
-        with storage_errors(self._path(config).parent):
-            saver.put_writes(config, writes, task_id, task_path)
-
-    def delete_thread(self, thread_id: str) -> None:
-        """Delete a thread's checkpoints; its run folder stays."""
-        if saver := self._saver({"configurable": {"thread_id": thread_id}}):
-            saver.delete_thread(thread_id)
+        with self._open(_thread_of(config), create=True) as saver:
+            saver.put_writes(config, *args)
 
     def get_next_version(self, current: str | None, channel: None) -> str:  # noqa: ARG002 - LangGraph's signature
         """Return a version that sorts after `current`."""
         return f"{int(current.split('.')[0]) + 1 if current else 1:032}"
 
-    async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
-        """Return the checkpoint as `get_tuple` does."""
-        return await asyncio.to_thread(self.get_tuple, config)
+    def delete_thread(self, thread_id: str) -> None:
+        """Delete a thread's checkpoints; its run folder stays."""
+        with self._open(thread_id) as saver:
+            saver.delete_thread(thread_id)
+
+    def delete_for_runs(self, run_ids: Sequence[str]) -> None:
+        """Delete the checkpoints that LangGraph's runs of these ids wrote, in all threads."""
+        for path in self._runs.glob("*/checkpoints.sqlite"):
+            with open_saver(path.parent) as saver:
+                run_id = "json_extract(CAST(metadata AS TEXT), '$.run_id')"
+                _delete_checkpoints(saver, f"{run_id} IN (SELECT value FROM json_each(?))", json.dumps([*run_ids]))
+
+    def copy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
+        """Copy a thread's checkpoints to another thread, in place of its own."""
+        with self._open(source_thread_id) as source, self._open(target_thread_id, create=True) as target:
+            source.conn.backup(target.conn)
+            with target.cursor() as cursor:
+                for table in ("checkpoints", "writes"):
+                    cursor.execute(f"UPDATE {table} SET thread_id = ?", (target_thread_id,))
+
+    def prune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
+        """Delete the checkpoints of threads, with `keep_latest` all but the newest."""
+        newest = "SELECT max(checkpoint_id) FROM checkpoints GROUP BY checkpoint_ns"
+        for thread_id in thread_ids:
+            with self._open(thread_id) as saver:
+                _delete_checkpoints(saver, f"checkpoint_id NOT IN ({newest})" if strategy == "keep_latest" else "true")
 
     async def alist(self, *args: Any, **options: Any) -> AsyncIterator[CheckpointTuple]:
         """Yield checkpoints as `list` does."""
         for item in await asyncio.to_thread(lambda: [*self.list(*args, **options)]):
             yield item
 
-    async def aput(self, *args: Any, **options: Any) -> RunnableConfig:
-        """Store a checkpoint as `put` does."""
-        return await asyncio.to_thread(self.put, *args, **options)
-
-    async def aput_writes(
-        self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
-    ) -> None:
-        """Store writes as `put_writes` does."""
-        await asyncio.to_thread(self.put_writes, config, writes, task_id, task_path)
-
-    async def adelete_thread(self, thread_id: str) -> None:
-        """Delete checkpoints as `delete_thread` does."""
-        await asyncio.to_thread(self.delete_thread, thread_id)
+    aget_tuple = _in_thread(get_tuple)
+    aput = _in_thread(put)
+    aput_writes = _in_thread(put_writes)
+    adelete_thread = _in_thread(delete_thread)
+    # LangGraph's server calls these to cancel a run with a rollback, to copy a thread and to shorten its history.
+    adelete_for_runs = _in_thread(delete_for_runs)
+    acopy_thread = _in_thread(copy_thread)
+    aprune = _in_thread(prune)
 
 
-def studio_saver() -> RunSaver:
-    """Return the saver that `langgraph.json` names, with runs in the default output folder."""
-    return RunSaver(Request().output_dir)
+def _thread_of(config: RunnableConfig | None) -> str:
+    return str((config or {}).get("configurable", {}).get("thread_id", ""))

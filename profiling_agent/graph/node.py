@@ -1,19 +1,18 @@
-"""LangGraph nodes: an agent wrapped as a node, and the compiled graph that rejects unknown terms."""
+"""LangGraph nodes: an agent wrapped as a node, and the compiled graph that rejects unknown terms and opens a run for each invocation."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
+from contextlib import aclosing, closing
 from types import FunctionType
 from typing import Any, cast
 
-from langchain_core.runnables.config import RunnableConfig, ensure_config, merge_configs
+from langchain_core.runnables.config import RunnableConfig
 from langgraph.graph.state import CompiledStateGraph
 from langgraph.runtime import Runtime
 from langgraph.types import Command, StateUpdate
 from pydantic import Field, ValidationError
 
-from profiling_agent.errors import FieldError, RequestError, RunError
-from profiling_agent.graph.session import Forecast, RunSession, Sessions, choose_run_id
+from profiling_agent.errors import FieldError
+from profiling_agent.graph.run import Run, seconds_left
 from profiling_agent.graph.state import RunResult, RunState
 from profiling_agent.lib.io import first_problem
 from profiling_agent.lib.progress import raise_if_stopped
@@ -23,8 +22,7 @@ from profiling_agent.search.selection import ranked, size_ratio
 from profiling_agent.workspace import storage_errors
 
 Update = dict[str, Any]
-Agent = Callable[[RunState, RunSession], Update]
-Node = Callable[..., Update]
+Agent = Callable[[Any, Run], Update]
 LOOP = ("approval", "pruning", "quantization", "evaluation")
 
 
@@ -56,46 +54,10 @@ class ProgressEvent(Record):
     left_s: float | None = Field(default=None, description="what the run still takes, about, the stage with it")
 
 
-def run_node(
-    session: RunSession,
-    stage: str,
-    runtime: Runtime[None],
-    work: Callable[[], Update],
-    standing: ProgressEvent | None = None,
-    forecast: Callable[[], Forecast | None] = lambda: None,
-) -> Update:
-    """Run an agent's work and stream its progress; any error ends the worker and releases the run.
-
-    `forecast` returns the remaining time, or None while it is unknown.
-    """
-    plain = standing or ProgressEvent(stage=stage, message="")
-
-    def progress(message: str, done: int, total: int) -> None:
-        fields = {"message": message, "done": done, "total": total, "spent_s": session.jobs.timesheet.spent_s}
-        if remaining := forecast():
-            fields |= {"stage_left_s": remaining.stage_s, "left_s": remaining.run_s}
-        runtime.stream_writer(plain.model_copy(update=fields).model_dump(mode="json"))
-
-    session.jobs.progress = progress
-    with session.working:
-        try:
-            progress("started", 0, 0)
-            with storage_errors(session.workspace.root):
-                update = work()
-            # An interrupted job may end as if done, as a compiler that received the signal too does.
-            raise_if_stopped()
-            return update  # noqa: TRY300
-        except BaseException as error:
-            # A run's measurements are kept; a request that can't be carried out leaves nothing.
-            is_refused = isinstance(error, RequestError) and not isinstance(error, RunError)
-            (session.discard if is_refused else session.close)()
-            raise
-
-
 def progress_event(state: RunState, stage: str) -> ProgressEvent:
     """Return an event without a message: the current attempt, and the best accepted so far."""
     event = ProgressEvent(stage=stage, message="", iterations=state.max_iterations, budget_s=state.time_budget_s)
-    if state.journal is None or (not state.journal.attempts and stage not in LOOP):
+    if state.journal is None or (state.is_first and stage not in LOOP):
         return event
     journal, best = state.seen, None
     if row := next((row for row in ranked(journal, state.goal) if row.attempt is not None), None):
@@ -112,29 +74,36 @@ def progress_event(state: RunState, stage: str) -> ProgressEvent:
     return event.model_copy(update={"iteration": iteration, "best": best})
 
 
-def as_node(agent: Agent, sessions: Sessions) -> Node:
-    """Return the node of an agent whose runs are open in `sessions`."""
-    stage = cast("FunctionType", agent).__name__
+def run_agent(agent: Agent, state: Request, *, runtime: Runtime[Any]) -> Update:
+    """Run an agent as a node, and stream its progress; the first node of an invocation opens the run.
 
-    def node(state: RunState, *, runtime: Runtime[None]) -> Update:
-        info = runtime.execution_info
-        session = sessions.get_session(state, info.thread_id if info else None)
-        timesheet = session.jobs.timesheet
-        timesheet.resume_at(state.spent_s)
+    Acquisition takes a request, and begins its run; every other agent takes the state of a run under way.
+    """
+    run: Run = runtime.context
+    stage, info = cast("FunctionType", agent).__name__, runtime.execution_info
+    thread, event = info.thread_id if info else None, ProgressEvent(stage=stage, message="")
+    with run.working:
+        run.enter(state, thread)
+        timesheet = run.jobs.timesheet
+        if isinstance(state, RunState):
+            timesheet.resume_at(state.spent_s)
+            event = progress_event(state, stage)
         began_s = timesheet.spent_s
-        update = run_node(
-            session,
-            stage,
-            runtime,
-            partial(agent, state, session),
-            progress_event(state, stage),
-            lambda: session.forecast(state, stage, timesheet.spent_s - began_s),
-        )
-        return {**update, "spent_s": timesheet.spent_s}
 
-    node.__name__ = stage
-    node.__doc__ = agent.__doc__
-    return node
+        def progress(message: str, done: int, total: int) -> None:
+            fields: Update = {"message": message, "done": done, "total": total, "spent_s": timesheet.spent_s}
+            in_stage_s = timesheet.spent_s - began_s
+            if isinstance(state, RunState) and (left := seconds_left(state, stage, run.jobs, in_stage_s)):
+                fields["stage_left_s"], fields["left_s"] = left
+            runtime.stream_writer(event.model_copy(update=fields).model_dump(mode="json"))
+
+        run.jobs.progress = progress
+        with storage_errors(run.workspace.root):
+            progress("started", 0, 0)
+            update = agent(state, run)
+        # An interrupted job may end as if done, as a compiler that received the signal too does.
+        raise_if_stopped()
+        return {**update, "spent_s": timesheet.spent_s}
 
 
 def _check_input(value: Any) -> Any:
@@ -156,49 +125,42 @@ def _check_fields(*updates: Any) -> None:
             raise FieldError(problem)
 
 
-class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
-    """Optimization graph that checks every input; all calls, also on copies, go through `stream` or `astream`."""
+class CheckedGraph(CompiledStateGraph[RunState, Any, Request, RunResult]):
+    """Optimization graph that checks every input and closes the run of every invocation, however it ends.
 
-    def __init__(self, *, sessions: Sessions, **compiled: Any) -> None:
+    All calls, also on copies, go through `stream` or `astream`. The run is LangGraph's context: the caller's, who has opened it, or a new one.
+    """
+
+    def __init__(self, *, make_run: Callable[[], Run], **compiled: Any) -> None:
         super().__init__(**compiled)
-        self.sessions = sessions
+        self.make_run = make_run
 
-    def stream(self, input: Any, config: RunnableConfig | None = None, **options: Any) -> Iterator[Any]:
-        """Stream a run's steps; raises FieldError at once for an unknown term in the input."""
-        value = _check_input(input)
-        return self._stream(self._run_to_open(value, config), value, config, **options)
+    def _run(self, context: Any, config: RunnableConfig | None) -> Run:
+        run = context if isinstance(context, Run) else self.make_run()
+        # A graph that calls this one passes its own checkpointer on; LangGraph has no public name for it.
+        inherited = (config or {}).get("configurable", {}).get("__pregel_checkpointer")
+        run.is_checkpointed = bool(self.checkpointer or inherited)
+        return run
 
-    def _stream(self, run_id: str | None, *args: Any, **options: Any) -> Iterator[Any]:
-        parts: Any = super().stream(*args, **options)
-        try:
-            for part in parts:  # noqa: UP028 - `yield from` would close `parts` before the session
+    def stream(
+        self, input: Any, config: RunnableConfig | None = None, *, context: Any = None, **options: Any
+    ) -> Iterator[Any]:
+        """Stream a run's steps; raises FieldError before the first for an unknown term in the input."""
+        run = self._run(context, config)
+        # LangGraph waits for the running node, so its work ends first.
+        with closing(cast("Any", super().stream(_check_input(input), config, context=run, **options))) as parts, run:
+            for part in parts:  # noqa: UP028 - `yield from` would close `parts` before the run
                 yield part
-        finally:
-            # LangGraph waits for the running node, so its work ends first.
-            self.sessions.leave(run_id)
-            parts.close()
 
-    def astream(self, input: Any, config: RunnableConfig | None = None, **options: Any) -> AsyncIterator[Any]:
+    async def astream(
+        self, input: Any, config: RunnableConfig | None = None, *, context: Any = None, **options: Any
+    ) -> AsyncIterator[Any]:
         """Stream a run's steps as `stream` does."""
-        value = _check_input(input)
-        return self._astream(self._run_to_open(value, config), value, config, **options)
-
-    async def _astream(self, run_id: str | None, *args: Any, **options: Any) -> AsyncIterator[Any]:
-        parts: Any = super().astream(*args, **options)
-        try:
+        run = self._run(context, config)
+        parts = cast("Any", super().astream(_check_input(input), config, context=run, **options))
+        async with aclosing(parts), run:
             async for part in parts:
                 yield part
-        finally:
-            await asyncio.to_thread(self.sessions.leave, run_id)
-            await parts.aclose()
-
-    def _run_to_open(self, value: Any, config: RunnableConfig | None) -> str | None:
-        """Return the id of the run that a stream will open, None if its caller has opened it."""
-        configurable = ensure_config(merge_configs(self.config, config)).get("configurable", {})
-        run_id = configurable.get("thread_id")
-        if run_id is None and value is not None and not isinstance(value, Command):
-            run_id = choose_run_id(value if isinstance(value, Request) else Request.model_validate(value), None)
-        return None if run_id in self.sessions.by_run else run_id
 
     def bulk_update_state(self, config: RunnableConfig, supersteps: Sequence[Sequence[StateUpdate]]) -> RunnableConfig:
         """Update the state; raises FieldError for a field that the state doesn't have."""

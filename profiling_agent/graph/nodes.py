@@ -1,24 +1,22 @@
 """Agents: the nodes of the optimization graph, from acquisition to report."""
 
+import hashlib
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
-from langgraph.config import get_config
-from langgraph.runtime import Runtime
 from langgraph.types import Command, interrupt
 
 from profiling_agent.data.labels import why_doubtful
 from profiling_agent.errors import AdvisorError, PlanError, RequestError, ShapeUnresolvedError
-from profiling_agent.graph.node import Update, run_node
-from profiling_agent.graph.session import RunSession, Sessions
+from profiling_agent.graph.node import Update
+from profiling_agent.graph.run import Run
 from profiling_agent.graph.state import RESULTS, RunState, choose_endpoint, key_for
-from profiling_agent.jobs.runner import Jobs, profile_artifact, read_profile
+from profiling_agent.jobs.runner import Jobs, measure_headline, profile_artifact, read_profile
 from profiling_agent.jobs.tasks import AcquireTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
-from profiling_agent.lib.io import expanded, make_folders
+from profiling_agent.lib.io import expanded, inside, make_folders, read_record, write_text
 from profiling_agent.llm.chat import check_endpoint, name_of
-from profiling_agent.llm.transcript import RECORDED, LanguageModel, Recorded, open_recording
+from profiling_agent.llm.transcript import FILE, RECORDED, LanguageModel, Recorded, Transcript, open_recording
 from profiling_agent.planning.allocation import apply_demands, dry_run
 from profiling_agent.planning.llm_planner import UNKNOWN, advised_shape
 from profiling_agent.planning.rules import analyse, read_plan
@@ -27,16 +25,7 @@ from profiling_agent.reporting.report import ReportInputs, build_report
 from profiling_agent.reporting.results import card_judged, card_notes, card_rows, results_folder
 from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
-from profiling_agent.schemas import (
-    SHARD,
-    Acquired,
-    Approval,
-    ApprovalQuestion,
-    Decided,
-    Origin,
-    Plan,
-    StopReason,
-)
+from profiling_agent.schemas import SHARD, Approval, ApprovalQuestion, Decided, Origin, Plan, StopReason
 from profiling_agent.search.attempt import (
     TIGHTER,
     apply_edit,
@@ -49,9 +38,9 @@ from profiling_agent.search.attempt import (
     read_answer,
     rejudge_deployments,
 )
+from profiling_agent.search.budget import affordable_images
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
-from profiling_agent.search.evaluator import Evaluator
-from profiling_agent.search.finalize import add_race_result, finalize, raced_headline, torch_model
+from profiling_agent.search.finalize import FinalChoice, add_race_result, finalize, raced_headline, torch_model
 from profiling_agent.search.planners import first_proposal, milder, next_proposal, setting_of
 from profiling_agent.search.selection import has_answer
 from profiling_agent.search.verdict import why_unproven
@@ -85,52 +74,40 @@ def choose_advisor(request: Request, advisor: Any, trusted: Collection[str]) -> 
     return {**fields, "advisor_note": f"{name} plans{suffix}"}
 
 
-def acquire(request: Request, session: RunSession) -> Update:
-    """Reset every result that this thread has had, and record what was acquired.
+def acquisition(request: Request, run: Run) -> Update:
+    """Validate the request and fetch what it names; resets every result that this thread has had.
 
     The user's own plan is read before anything expensive, and stored: its file may be gone when a run resumes.
     """
+    if request.approve != "never" and not run.is_checkpointed:
+        raise RequestError(
+            f"approve is {request.approve!r}, and a run that waits has to be kept somewhere: "
+            "build the graph with a checkpointer, or use approve=never"
+        )
+    # Without checkpoints the address is from this call; with them it may be from an old call or a third party.
+    if request.base_url is not None and run.limits is None and not run.is_checkpointed:
+        run.addresses.add(request.base_url)
     check_runtimes(request)
-    advisor_fields = choose_advisor(request, session.chat_model, session.trusted)
-    plan = read_plan(request.plan, quotes=not session.is_served) if request.plan else None
+    advisor_fields = choose_advisor(request, run.chat_model, run.trusted)
+    plan = read_plan(request.plan, quotes=run.limits is None) if request.plan else None
     task_fields = request.model_dump(include=set(AcquireTask.model_fields))
     task_fields["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
-    session.jobs.progress(advisor_fields["advisor_note"], 0, 0)
-    acquired = session.jobs.run(AcquireTask.model_validate(task_fields))
+    run.jobs.progress(advisor_fields["advisor_note"], 0, 0)
+    acquired = run.jobs.run(AcquireTask.model_validate(task_fields))
     if line := why_unproven(acquired, request.goal):
-        session.jobs.progress(line, 0, 0)
+        run.jobs.progress(line, 0, 0)
     reset = {name: RunState.model_fields[name].get_default() for name in RESULTS}
-    root = session.workspace.root
+    root = run.workspace.root
     return reset | advisor_fields | {"run_id": root.name, "run_dir": str(root), "acquired": acquired, "proposal": plan}
 
 
-def _is_checkpointed() -> bool:
-    """Return whether this graph can resume; LangGraph has no public name for it."""
-    return bool(get_config().get("configurable", {}).get("__pregel_checkpointer"))
-
-
-def acquisition(state: Request, *, runtime: Runtime[None], sessions: Sessions) -> Update:
-    """Validate the request and fetch what it names; the only node that takes a request, not a state."""
-    info = runtime.execution_info
-    if state.approve != "never" and not _is_checkpointed():
-        raise RequestError(
-            f"approve is {state.approve!r}, and a run that waits has to be kept somewhere: "
-            "build the graph with a checkpointer, or use approve=never"
-        )
-    session = sessions.begin(state, info.thread_id if info else None)
-    # Without checkpoints the address is from this call; with them it may be from an old call or a third party.
-    if state.base_url is not None and sessions.limits is None and not _is_checkpointed():
-        session.addresses.add(state.base_url)
-    return run_node(session, "acquisition", runtime, partial(acquire, state, session))
-
-
-def input_shape_resolver(state: RunState, session: RunSession) -> Update:
+def input_shape_resolver(state: RunState, run: Run) -> Update:
     """Resolve the input shape by ordered rules, or by a language model if they disagree or are uncertain."""
     assert state.acquired is not None, "acquisition comes first"
     source = state.acquired.source
     task = ResolveShapeTask(model=source.name, revision=source.revision, device=source.device)
-    advisor = session.advisor(state)
-    return {"resolved": resolve_with(advisor, task, session.jobs) if advisor else session.jobs.run(task)}
+    advisor = run.advisor(state)
+    return {"resolved": resolve_with(advisor, task, run.jobs) if advisor else run.jobs.run(task)}
 
 
 def resolve_with(advisor: LanguageModel, task: ResolveShapeTask, jobs: Jobs) -> ResolvedShape:
@@ -146,62 +123,75 @@ def resolve_with(advisor: LanguageModel, task: ResolveShapeTask, jobs: Jobs) -> 
         return resolved.model_copy(update={"input": noted_input})
 
 
-def profiling(state: RunState, session: RunSession) -> Update:
+def profiling(state: RunState, run: Run) -> Update:
     """Profile the baseline, headline numbers in a fresh process; they decide how many calibration images fit the time."""
     assert state.acquired is not None, "acquisition comes first"
-    acquired_split, calibration = state.acquired.calibration, session.calibration(state)
-    if calibration == acquired_split:
-        return {"profiled": session.measured(state, calibration)}
-    note = f"calibrated on {calibration.num_images} of {acquired_split.num_images} images: the time budget has no room for more"
+    assert state.resolved is not None, "the input shape resolver comes first"
+    split, baseline, device = state.acquired.calibration, state.resolved.baseline, state.acquired.source.device
+    headline = measure_headline(run.jobs, baseline, batch_size=state.batch_size, device=device)
+    num_affordable = affordable_images(
+        state.time_budget_s,
+        headline.pass_s,
+        split.num_images,
+        headline.quietest_pass_s,
+        num_heldout=state.acquired.heldout.num_images,
+    )
+    calibration = split.model_copy(update={"num_images": num_affordable})
+    profiled = profile_artifact(
+        run.jobs,
+        baseline,
+        batch_size=state.batch_size,
+        device=device,
+        # Without calibration, widths depend on the weights and the plan only.
+        calibration=calibration if state.calibrate else None,
+        seed=state.seed,
+        cache=state.cache,
+        headline=headline,
+    )
+    if calibration == split:
+        return {"profiled": profiled}
+    note = f"calibrated on {calibration.num_images} of {split.num_images} images: the time budget has no room for more"
     acquired = state.acquired.model_copy(update={"calibration": calibration, "notes": (*state.acquired.notes, note)})
-    return {"acquired": acquired, "profiled": session.measured(state, calibration)}
+    return {"acquired": acquired, "profiled": profiled}
 
 
-def deployment_search(state: RunState, session: RunSession) -> Update:
+def deployment_search(state: RunState, run: Run) -> Update:
     """Open the journal with the baseline and its possible deployments, converted, raced and measured.
 
     Only what the user's own plan requests of quantization is searched, if it fits the model and the installation.
+
+    Raises:
+        AcquisitionError: the baseline's answers on the first search images contradict labels matched by place or number only.
+        PlanError: the user's own plan can't be carried out.
     """
-    evaluator = session.evaluator(state)
+    evaluator, plan = run.evaluator(state), state.proposal or Plan()
     if state.proposal is not None:
-        dry_run(state.proposal, evaluator.profile)
-        reason = why_undeployable(state.proposal, evaluator.choices, state.goal)
+        dry_run(plan, evaluator.profile)
+        reason = why_undeployable(plan, evaluator.choices, state.goal)
         # The paper's plans prune and quantize; its loop judges pruned models in float32.
         if reason and state.goal.selection != "paper":
             raise PlanError(reason)
-    acquired = _check_labels(evaluator)
-    journal = open_journal(evaluator, state.proposal or Plan())
+    acquired = evaluator.acquired
+    answers = evaluator.answers(evaluator.evaluate_baseline(acquired.search, range(SHARD)))
+    if doubt := why_doubtful(answers.predicted, answers.true, acquired.labels):
+        run.jobs.progress(doubt, 0, 0)
+        acquired = acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
+    journal = open_journal(evaluator, plan)
     options = journal.deployment_search.options if journal.deployment_search else ()
-    asks_quantization = state.proposal is not None and bool(schemes_of(state.proposal.quantization or ()))
     # A conversion that crashed or took too long is no evidence against the plan.
-    if asks_quantization and options and all(option.is_unfit for option in options):
+    if schemes_of(plan.quantization or ()) and options and all(option.is_unfit for option in options):
         raise PlanError(f"what the plan asks of quantization can't be made of this model: {options[0].reason}")
     return {"journal": journal, "acquired": acquired}
 
 
-def _check_labels(evaluator: Evaluator) -> Acquired:
-    """Return what was acquired, with any doubt from the baseline's answers on the first search images.
-
-    Raises:
-        AcquisitionError: they contradict labels matched by place or number only.
-    """
-    acquired = evaluator.acquired
-    answers = evaluator.answers(evaluator.evaluate_baseline(acquired.search, range(SHARD)))
-    doubt = why_doubtful(answers.predicted, answers.true, acquired.labels)
-    if doubt is None:
-        return acquired
-    evaluator.jobs.progress(doubt, 0, 0)
-    return acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
-
-
-def analysis(state: RunState, session: RunSession) -> Update:
+def analysis(state: RunState, run: Run) -> Update:
     """Plan by the built-in rules or a language model, or take the user's own plan."""
     if state.proposal is not None:
         return {"origin": Origin(by="user")}
-    profile = session.profile(state)
+    profile = run.profile(state)
     rules = apply_demands(milder(analyse(profile, state.goal), len(state.rejected)), state.goal)
-    advisor = session.advisor(state)
-    setting = setting_of(session.evaluator(state), state.seen) if advisor else UNKNOWN
+    advisor = run.advisor(state)
+    setting = setting_of(run.evaluator(state), state.seen) if advisor else UNKNOWN
     plan, origin = first_proposal(advisor, state.planner, profile, state.goal, rules, state.seen, setting=setting)
     return {"proposal": plan, "origin": origin}
 
@@ -217,15 +207,11 @@ def question_in(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
     return ApprovalQuestion.model_validate(interrupts[0].value) if interrupts else None
 
 
-def approval(state: RunState, session: RunSession) -> Update:
+def approval(state: RunState, run: Run) -> Update:
     """Interrupt until the answer is valid. The node may run again, so nothing here has side effects."""
-    if not (state.approve == "each" or (state.approve == "plan" and state.is_first)):
-        return {}
     assert state.proposal is not None, "a plan is proposed before it is approved"
-    profile = session.profile(state)
-    question = build_approval_question(
-        session.workspace.root.name, state.proposal, state.origin, profile, state.journal
-    )
+    profile = run.profile(state)
+    question = build_approval_question(run.workspace.root.name, state.proposal, state.origin, profile, state.journal)
     while True:
         # Checked here: LangGraph's own check ends the turn with a traceback.
         response = interrupt(question.model_dump(mode="json"), response_schema=Approval.model_json_schema())
@@ -242,21 +228,20 @@ def approval(state: RunState, session: RunSession) -> Update:
         return {"proposal": plan, "decisions": (*state.decisions, decided)} | limits
 
 
-def pruning(state: RunState, session: RunSession) -> Update:
+def pruning(state: RunState, run: Run) -> Update:
     """Prune; a plan that fails a check continues as a candidate with a failure."""
     assert state.proposal is not None, "a plan is proposed before it is applied"
-    evaluator, began_s = session.evaluator(state), session.jobs.timesheet.spent_s
-    prepared = prune_attempt(evaluator, state.proposal)
-    return {"prepared": prepared, "attempt_s": session.jobs.timesheet.spent_s - began_s}
+    evaluator, began_s = run.evaluator(state), run.jobs.timesheet.spent_s
+    return {"prepared": prune_attempt(evaluator, state.proposal), "attempt_began_s": began_s}
 
 
-def quantization(state: RunState, session: RunSession) -> Update:
+def quantization(state: RunState, run: Run) -> Update:
     """Deploy this attempt; one that can't be deployed as planned continues as a candidate with a failure."""
     assert state.prepared is not None, "pruning comes first"
     assert state.journal is not None, "the deployment search comes first"
-    evaluator = session.evaluator(state)
+    evaluator = run.evaluator(state)
     # An edit or a fork may have changed the contract since.
-    journal, began_s = rejudge_deployments(evaluator, state.journal), session.jobs.timesheet.spent_s
+    journal = rejudge_deployments(evaluator, state.journal)
     if state.prepared.failure is not None:
         return {"journal": journal}
     try:
@@ -264,44 +249,40 @@ def quantization(state: RunState, session: RunSession) -> Update:
         prepared = quantize_attempt(evaluator, state.prepared, deployment)
     except PlanError as error:
         prepared = state.prepared.model_copy(update={"failure": str(error), "is_undeployable": True})
-    took_s = session.jobs.timesheet.spent_s - began_s
-    return {"journal": journal, "prepared": prepared, "attempt_s": state.attempt_s + took_s}
+    return {"journal": journal, "prepared": prepared}
 
 
-def evaluation(state: RunState, session: RunSession) -> Update:
+def evaluation(state: RunState, run: Run) -> Update:
     """Add the measured and judged attempt to the journal."""
     assert state.prepared is not None, "pruning comes first"
     assert state.journal is not None, "the deployment search comes first"
-    began_s = session.jobs.timesheet.spent_s
-    evaluator = session.evaluator(state)
+    evaluator = run.evaluator(state)
     attempt = measure_attempt(evaluator, state.prepared, state.journal)
-    if state.iterate and attempt.number < state.max_iterations and session.advisor(state) is not None:
+    if state.iterate and attempt.number < state.max_iterations and run.advisor(state) is not None:
         attempt = add_race_result(evaluator, attempt)
     journal = state.journal.with_attempt(attempt.model_copy(update={"origin": state.origin or attempt.origin}))
-    attempt_s = state.attempt_s + session.jobs.timesheet.spent_s - began_s
     return {
         "journal": journal,
         "stopped": None if state.iterate else StopReason.SINGLE_PASS,
-        "attempt_s": attempt_s,
-        "longest_s": max(state.longest_s, attempt_s),
+        "longest_s": max(state.longest_s, run.jobs.timesheet.spent_s - state.attempt_began_s),
     }
 
 
-def iterative_pruning(state: RunState, session: RunSession) -> Update:
+def iterative_pruning(state: RunState, run: Run) -> Update:
     """Propose the next plan by rules or a language model, if the run has time for another attempt."""
-    budget, has_accepted = session.evaluator(state).budget, any(attempt.accepted for attempt in state.seen.attempts)
+    budget, has_accepted = run.evaluator(state).budget, any(attempt.accepted for attempt in state.seen.attempts)
     # If attempts are cheap, an int8 answer without pruning doesn't end the loop; a request for training accepts long attempts.
     is_answered = has_accepted or (budget.is_slow and has_answer(state.seen, state.goal))
     is_worth_it = budget.allows_attempt(state.longest_s, is_optional=is_answered and not state.recover_epochs)
-    advisor = session.advisor(state) if is_worth_it else None
+    advisor = run.advisor(state) if is_worth_it else None
     choice = next_proposal(
         advisor,
         state.planner,
-        session.profile(state),
+        run.profile(state),
         state.goal,
         state.seen,
         max_iterations=state.max_iterations,
-        setting=setting_of(session.evaluator(state), state.seen) if advisor else UNKNOWN,
+        setting=setting_of(run.evaluator(state), state.seen) if advisor else UNKNOWN,
     )
     if isinstance(choice, StopReason):
         return {"stopped": choice}
@@ -311,35 +292,39 @@ def iterative_pruning(state: RunState, session: RunSession) -> Update:
     return {"proposal": plan, "origin": origin}
 
 
-def verdict(state: RunState, session: RunSession) -> Update:
+def verdict(state: RunState, run: Run) -> Update:
     """Choose the winner by the current contract."""
-    evaluator = session.evaluator(state)
+    evaluator = run.evaluator(state)
     journal = rejudge_deployments(evaluator, state.seen)
     final = finalize(evaluator, journal)
-    return {"journal": journal, "final": final, "verdict": final.verdict}
+    text = final.model_dump_json()
+    name = f"final-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+    write_text(run.workspace.root / name, text)
+    return {"journal": journal, "final": name, "verdict": final.verdict}
 
 
-def report(state: RunState, session: RunSession) -> Update:
-    """Profile the winner, write the report, and release the run."""
+def report(state: RunState, run: Run) -> Update:
+    """Profile the winner, and write the report."""
     assert state.acquired is not None, "acquisition comes first"
     assert state.resolved is not None, "the input shape resolver comes first"
     assert state.profiled is not None, "profiling comes first"
     assert state.stopped is not None, "the loop says why it stopped"
-    assert state.final is not None, "the verdict comes first"
-    evaluator, workspace, journal = session.evaluator(state), session.workspace, state.seen
+    evaluator, workspace, journal = run.evaluator(state), run.workspace, state.seen
+    final = read_record(FinalChoice, inside(workspace.root / state.final, workspace.root))
     # A fork after the verdict may have changed the contract.
-    final = state.final if state.final.goal == state.goal else finalize(evaluator, journal)
+    if final.goal != state.goal:
+        final = finalize(evaluator, journal)
     best = final.winner.evaluation.model
     profiles = {"baseline": (state.profiled, evaluator.profile)}
     if (torch_winner := torch_model(final.winner, journal, state.resolved.baseline)) != state.resolved.baseline:
         profiled = profile_artifact(
-            session.jobs,
+            run.jobs,
             torch_winner,
             batch_size=state.batch_size,
             device=evaluator.device,
             headline=raced_headline(evaluator, final.race, torch_winner),
         )
-        profiles["best"] = (profiled, read_profile(session.jobs, profiled))
+        profiles["best"] = (profiled, read_profile(run.jobs, profiled))
     document = build_report(
         state.request,
         final,
@@ -351,19 +336,24 @@ def report(state: RunState, session: RunSession) -> Update:
             attempts=journal.attempts,
             stopped=state.stopped,
             planned_by=state.advisor_note,
-            spent=session.spent(state),
+            spent=Transcript(workspace.root / FILE).spent if state.has_advisor else None,
             decisions=state.decisions,
             profiles=profiles,
-            times=session.jobs.timesheet.by_kind(),
+            times=run.jobs.timesheet.by_kind(),
         ),
     )
     folder = results_folder(workspace.root, document)
     make_folders(folder)
     # A fork may return its parent's model, whose card has the parent's verdict.
-    if folder == workspace.root or not (session.jobs.path(best) / CARD).exists():
-        write_card(session.jobs.path(best), card_rows(document), card_notes(document), judged=card_judged(document))
+    if folder == workspace.root or not (run.jobs.path(best) / CARD).exists():
+        write_card(run.jobs.path(best), card_rows(document), card_notes(document), judged=card_judged(document))
     workspace.point_best(best, folder)
     write_report(document, folder)
-    session.jobs.forget_images()
-    session.close()
-    return {"verdict": document.verdict, "report": document, "results_dir": str(folder)}
+    run.jobs.forget_images()
+    # The folder may have been moved since acquisition.
+    return {
+        "verdict": document.verdict,
+        "report": document,
+        "run_dir": str(workspace.root),
+        "results_dir": str(folder),
+    }

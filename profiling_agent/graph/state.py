@@ -1,7 +1,7 @@
 """State of a run that travels between the agents, and a server's limits on requests.
 
-Large data is on disk; the state holds records and references, so it can be checkpointed at any moment. A served graph's operator names allowed
-folders and addresses in the environment. Hub ids and reference models need no permission.
+Large data is on disk; the state holds records and references. A served graph's operator names allowed folders and addresses in the environment.
+Hub ids and reference models need no permission.
 """
 
 import os
@@ -10,8 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from os import pathsep
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
+from langgraph.channels import UntrackedValue
 from pydantic import BaseModel, ConfigDict, Field
 
 from profiling_agent.errors import RequestError, RunError
@@ -34,9 +36,7 @@ from profiling_agent.schemas import (
     Verdict,
 )
 from profiling_agent.search.attempt import PreparedAttempt
-from profiling_agent.search.finalize import FinalChoice
 from profiling_agent.search.selection import rejudged
-from profiling_agent.workspace import SCHEMA_VERSION
 
 
 class RunState(Request):
@@ -45,7 +45,6 @@ class RunState(Request):
     # A checkpoint returns records, a server plain JSON; both are accepted.
     model_config = ConfigDict(strict=False)
 
-    schema_version: int = SCHEMA_VERSION
     run_dir: str = ""
     results_dir: str = Field(default="", description="where the answer lies: the run folder, or a fork's own within")
     endpoint: Endpoint | None = Field(default=None, description="the language model that plans, where there is one")
@@ -55,7 +54,7 @@ class RunState(Request):
     acquired: Acquired | None = None
     resolved: ResolvedShape | None = None
     spent_s: float = Field(default=0.0, description="what the run has used of its time, as its jobs tell")
-    attempt_s: float = Field(default=0.0, description="what the attempt under way, or the last one, took of it")
+    attempt_began_s: float = Field(default=0.0, description="what it had used before the current attempt")
     longest_s: float = Field(default=0.0, description="what the longest attempt took")
     profiled: Profiled | None = None
     proposal: Plan | None = Field(default=None, description="the plan to measure next")
@@ -66,9 +65,10 @@ class RunState(Request):
     prepared: PreparedAttempt | None = None
     journal: Journal | None = None
     stopped: StopReason | None = None
-    final: FinalChoice | None = Field(default=None, description="the winner, and what the verdict rests on")
+    final: str = Field(default="", description="file in the run folder: the winner, and what the verdict rests on")
     verdict: Verdict | None = None
-    report: RunReport | None = None
+    # Part of `invoke`'s output and of no checkpoint: it lies in the run folder.
+    report: Annotated[RunReport | None, UntrackedValue] = None
 
     @property
     def request(self) -> Request:
@@ -84,6 +84,21 @@ class RunState(Request):
     def is_first(self) -> bool:
         """Return whether no plan has been measured yet."""
         return self.journal is None or not self.journal.attempts
+
+    @property
+    def needs_approval(self) -> bool:
+        """Return whether a person decides on the proposed plan."""
+        return self.approve == "each" or (self.approve == "plan" and self.is_first)
+
+    @property
+    def has_advisor(self) -> bool:
+        """Return whether the run was begun with a language model."""
+        return any(source is not None for source in (self.endpoint, self.advisor_object, self.recorded))
+
+    @property
+    def is_advised(self) -> bool:
+        """Return whether a language model may plan."""
+        return self.planner != "rules" and self.has_advisor
 
     @property
     def rejected(self) -> tuple[Decided, ...]:
@@ -173,36 +188,29 @@ class Limits:
 
     def check(self, request: Request) -> None:
         """Raise RequestError if a request, or a run's state, names a file or a server that the operator hasn't allowed."""
-        self._check_folder("output", request.output)
-        if request.plan is not None:
-            self._check_folder("plan", request.plan)
+        paths = [("output", request.output), *([("plan", request.plan)] if request.plan is not None else [])]
         if request.llm.startswith(RECORDED):
-            self._check_folder("llm", request.llm.removeprefix(RECORDED))
-        self._check_source("model", request.model)
-        self._check_source("dataset", request.dataset)
-        self._check_address(request.base_url)
+            paths.append(("llm", request.llm.removeprefix(RECORDED)))
+        sources, urls = [("model", request.model), ("dataset", request.dataset)], [request.base_url]
         # From a checkpoint, which a client of the server may have written to.
         if isinstance(request, RunState):
-            if request.acquired is not None:
-                self._check_source("model", request.acquired.source.name)
-            self._check_address(request.endpoint.base_url if request.endpoint else None)
+            sources += [("model", request.acquired.source.name)] if request.acquired else []
+            urls += [request.endpoint.base_url] if request.endpoint else []
+        paths += [(field, name) for field, name in sources if not _is_on_hub(name)]
+        for field, path in paths:
+            if not any(_is_inside(path, folder) for folder in self.folders):
+                raise RequestError(
+                    f"{field} is {path!r}, outside of the folders of this server: its operator can add others to {FOLDERS}"
+                )
+        for url in urls:
+            if not is_trusted(url, self.addresses):
+                raise RequestError(
+                    f"base_url is {url!r}, no address of this server's: its operator can add others to {ADDRESSES}"
+                )
 
-    def _check_source(self, field: str, name: str) -> None:
-        if name.startswith(REFERENCE) or (HUB_ID.fullmatch(name) and not Path(name).exists()):
-            return
-        self._check_folder(field, name)
 
-    def _check_folder(self, field: str, path: str) -> None:
-        if not any(_is_inside(path, folder) for folder in self.folders):
-            raise RequestError(
-                f"{field} is {path!r}, outside of the folders of this server: its operator can add others to {FOLDERS}"
-            )
-
-    def _check_address(self, url: str | None) -> None:
-        if not is_trusted(url, self.addresses):
-            raise RequestError(
-                f"base_url is {url!r}, no address of this server's: its operator can add others to {ADDRESSES}"
-            )
+def _is_on_hub(name: str) -> bool:
+    return name.startswith(REFERENCE) or (HUB_ID.fullmatch(name) is not None and not Path(name).exists())
 
 
 def _is_inside(path: str, folder: Path) -> bool:

@@ -15,7 +15,6 @@ from transformers import ViTImageProcessorPil
 from profiling_agent import build_graph
 from profiling_agent.errors import PlanError, RequestError
 from profiling_agent.graph.nodes import choose_advisor, resolve_with
-from profiling_agent.graph.session import Sessions, choose_run_id
 from profiling_agent.graph.state import Limits, RunState, operators_limits
 from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.jobs.runner import Jobs
@@ -24,13 +23,6 @@ from profiling_agent.llm.chat import Endpoint
 from profiling_agent.request import Request
 from profiling_agent.schemas import Acquired, ModelSource
 from profiling_agent.workspace import Workspace
-
-
-def test_a_request_without_a_name_has_the_folder_of_its_hash():
-    first, other = Request(model="a", dataset="d"), Request(model="b", dataset="d")
-
-    assert choose_run_id(first, None) == choose_run_id(first.model_copy(), None) != choose_run_id(other, None)
-    assert choose_run_id(first, None).startswith("run-")
 
 
 def test_the_language_model_is_the_one_that_was_requested_and_a_key_is_no_request(
@@ -106,26 +98,26 @@ def task_of(folder: Path, side: int) -> ResolveShapeTask:
 
 
 @pytest.mark.slow
-def test_a_contradiction_is_settled_by_the_model_that_was_asked(jobs: Jobs, tmp_path: Path):
+def test_the_language_model_settles_a_contradiction_and_the_rules_stand_where_it_fails_or_is_not_needed(
+    jobs: Jobs, tmp_path: Path
+):
+    doubtful = task_of(tmp_path / "doubtful", 48)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
     with chat_server(in_turn(WRONG, RIGHT)) as server:
-        resolved = resolve_with(advisor_of(server, tmp_path), task_of(tmp_path / "model", 48), jobs)
+        advised = resolve_with(advisor_of(server, tmp_path / "first"), doubtful, jobs)
+    with chat_server(in_turn(WRONG)) as stubborn:
+        advisor = advisor_of(stubborn, tmp_path / "second")
+        by_rules = resolve_with(advisor, doubtful, jobs)
+        certain = resolve_with(advisor, task_of(tmp_path / "certain", 32), jobs)
 
-    assert resolved.input.batch(1) == (1, 3, 32, 32)
-    assert resolved.input.source == "openai:scripted"
+    assert {each.input.batch(1) for each in (advised, by_rules, certain)} == {(1, 3, 32, 32)}
+    assert advised.input.source == "openai:scripted"
     assert "the model refuses an image of '3x48x48'" in server.asked[1]["messages"][-1]["content"]
-
-
-@pytest.mark.slow
-def test_the_rules_stand_where_the_model_is_wrong_three_times_or_not_needed(jobs: Jobs, tmp_path: Path):
-    with chat_server(in_turn(WRONG)) as server:
-        doubtful = resolve_with(advisor_of(server, tmp_path), task_of(tmp_path / "doubtful", 48), jobs)
-        certain = resolve_with(advisor_of(server, tmp_path), task_of(tmp_path / "certain", 32), jobs)
-
-    assert doubtful.input.batch(1) == certain.input.batch(1) == (1, 3, 32, 32)
-    assert doubtful.input.source.startswith("model config; from_processor: ")
-    assert "openai:scripted: the model refuses" in doubtful.input.source
+    assert by_rules.input.source.startswith("model config; from_processor: ")
+    assert "openai:scripted: the model refuses" in by_rules.input.source
     assert certain.input.source == "image processor"
-    assert len(server.asked) == 3
+    assert len(stubborn.asked) == 3
 
 
 EVIL, OWN = "http://evil.example/v1", "http://gpu-box:8000/v1"
@@ -156,25 +148,32 @@ def test_what_the_operator_named_is_allowed(limits: Limits, tmp_path: Path):
         limits.check(asked)
 
 
-def test_files_outside_of_the_named_folders_are_refused_whether_they_are_there_or_not(limits: Limits, tmp_path: Path):
+OUTSIDE = (
+    "/etc/passwd",
+    "../elsewhere/plan.json",
+    "link/plan.json",
+    "~/plan.json",
+    "~nobody-of-that-name/x",
+    "a\0b",
+    "link",
+)
+
+
+@pytest.mark.parametrize("field", ["output", "plan", "model", "dataset", "llm"])
+def test_files_outside_of_the_named_folders_are_refused_whether_they_are_there_or_not(
+    limits: Limits, tmp_path: Path, field: str
+):
     (tmp_path / "elsewhere" / "plan.json").write_text("{}")
     (tmp_path / "here" / "link").symlink_to(tmp_path / "elsewhere")
-    outside = (
-        "/etc/passwd",
-        "../elsewhere/plan.json",
-        "link/plan.json",
-        "~/plan.json",
-        "~nobody-of-that-name/x",
-        "a\0b",
-    )
-    said = set[str]()
-    for name, prefix in (("output", ""), ("plan", ""), ("model", ""), ("dataset", ""), ("llm", "recorded:")):
-        for path in (*outside, str(tmp_path / "elsewhere"), str(tmp_path / "not" / "there"), "link"):
-            with pytest.raises(RequestError, match=f"{name} is .* outside of the folders of this server") as refused:
-                limits.check(Request.model_validate({name: f"{prefix}{path}"}))
-            assert "\n" not in str(refused.value)
-            said.add(str(refused.value).replace(repr(path), "PATH"))
-    assert len(said) == 5
+    messages = set[str]()
+    for path in (*OUTSIDE, str(tmp_path / "elsewhere"), str(tmp_path / "not" / "there")):
+        asked = Request.model_validate({field: f"recorded:{path}" if field == "llm" else path})
+        with pytest.raises(RequestError, match=f"{field} is .* outside of the folders of this server") as refused:
+            limits.check(asked)
+        messages.add(str(refused.value).replace(repr(path), "PATH"))
+    # One line, which tells none of what is there.
+    assert len(messages) == 1
+    assert "\n" not in messages.pop()
 
 
 @pytest.mark.parametrize(
@@ -191,18 +190,17 @@ def test_an_address_that_nobody_named_is_refused(limits: Limits, url: str):
 
 def test_what_was_written_into_a_threads_state_is_held_to_the_same(limits: Limits):
     source = ModelSource(name="/elsewhere/model", architecture="ViT", device="cpu", revision=None)
-    acquired = Acquired.model_construct(source=source)
 
     with pytest.raises(RequestError, match="base_url is 'http://evil"):
         limits.check(RunState(endpoint=Endpoint(model="m", base_url=EVIL)))
     with pytest.raises(RequestError, match="model is '/elsewhere/model'"):
-        limits.check(RunState(acquired=acquired))
+        limits.check(RunState(acquired=Acquired.model_construct(source=source)))
 
 
 def test_a_served_graph_makes_nothing_elsewhere_and_quotes_nothing_of_a_file_that_is_no_plan(
     limits: Limits, tmp_path: Path
 ):
-    served = build_graph(InMemorySaver(), sessions=Sessions(limits=limits))
+    served = build_graph(InMemorySaver(), limits=limits)
     thread = {"configurable": {"thread_id": "t"}}
 
     with pytest.raises(RequestError, match="operator"):

@@ -45,8 +45,8 @@ def test_a_plan_is_refused_edited_and_kept_to(world: World, tmp_path: Path):
 def test_a_run_waits_for_langgraphs_own_command_or_ours_and_refuses_an_answer_that_fits_nothing(
     world: World, tmp_path: Path
 ):
-    run, saver = tmp_path / "quick", RunSaver(tmp_path)
-    graph, config = build_graph(saver), {"configurable": {"thread_id": run.name}}
+    run = tmp_path / "quick"
+    graph, config = build_graph(RunSaver(tmp_path)), {"configurable": {"thread_id": run.name}}
     request = world.request(tmp_path, approve="plan", max_iterations=1, run_id=None, quantize_dtype="none")
     stopped = graph.invoke(request, config)
     (waiting,) = stopped["__interrupt__"]
@@ -54,7 +54,6 @@ def test_a_run_waits_for_langgraphs_own_command_or_ours_and_refuses_an_answer_th
     assert waiting.response_schema["properties"]["decision"]["enum"] == ["accept", "edit", "reject"]
     (again,) = graph.invoke(Command(resume={"decision": "maybe"}), config)["__interrupt__"]
     assert "decision" in again.value["problem"]
-    saver.close()
 
     jobs = sorted(path.name for path in (run / "jobs").iterdir())
     with pytest.raises(ApprovalPendingError, match=r"waits for an approval of attempt 1 \(.*\): answer with"):

@@ -9,12 +9,14 @@ from typing import Any
 import psutil
 import pytest
 from conftest import World
+from interrupted import held_locks
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 
 from profiling_agent import build_graph
 from profiling_agent.errors import RequestError, RunError
-from profiling_agent.graph.session import Sessions
+from profiling_agent.graph.run import Run
+from profiling_agent.workspace import LOCK, create_workspace
 
 MESSAGE = r"^unknown term 'max_acuracy_drop': did you mean 'max_accuracy_drop'\?$"
 
@@ -25,7 +27,7 @@ async def iterated(parts: Any) -> list[Any]:
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "invoke": lambda graph, given: graph.invoke(given),
-    "stream": lambda graph, given: graph.stream(given),
+    "stream": lambda graph, given: [*graph.stream(given)],
     "batch": lambda graph, given: graph.batch([given]),
     "ainvoke": lambda graph, given: asyncio.run(graph.ainvoke(given)),
     "astream": lambda graph, given: asyncio.run(iterated(graph.astream(given))),
@@ -42,15 +44,13 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("call", CALLS)
 def test_an_unknown_or_impossible_term_is_refused_before_anything_starts(call: str, copied: str, tmp_path: Path):
-    sessions = Sessions()
-    graph = COPIES[copied](build_graph(sessions=sessions))
+    graph = COPIES[copied](build_graph())
 
     with pytest.raises(RequestError, match=MESSAGE):
         CALLS[call](graph, {"max_acuracy_drop": 0.2, "output": str(tmp_path / "runs")})
 
     with pytest.raises(RequestError, match=r"^max_size_ratio: give a fraction .* 0\.5 is half"):
         CALLS[call](graph, {"max_size_ratio": 50, "output": str(tmp_path / "runs")})
-    assert not sessions.by_run
     assert list(tmp_path.iterdir()) == []
 
 
@@ -73,34 +73,31 @@ def as_terms(request: Any) -> dict[str, Any]:
     return request.model_dump(exclude_unset=True)
 
 
-def is_free(run: Path, sessions: Sessions) -> bool:
-    """Return whether a run is closed, without a process that works in it."""
+def is_free(run: Path) -> bool:
+    """Return whether a run is unlocked, without a process that works in it."""
     children = psutil.Process().children(recursive=True)
-    return not sessions.by_run and not any(str(run) in str(child.cmdline()) for child in children)
+    return not held_locks(run / LOCK) and not any(str(run) in str(child.cmdline()) for child in children)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["updates", "custom"])
 def test_a_stream_that_is_left_lets_go_of_its_run(world: World, tmp_path: Path, mode: Any):
     """In mode `custom` its node is at work then."""
-    sessions = Sessions()
-    graph, given = build_graph(sessions=sessions), as_terms(world.request(tmp_path, run_id="left"))
+    graph, given = build_graph(), as_terms(world.request(tmp_path, run_id="left"))
 
     for _ in graph.stream(given, stream_mode=mode):
-        assert list(sessions.by_run) == ["left"]
         with pytest.raises(RunError, match="'left' is in use by another graph of this process"):
-            next(build_graph().stream(given))
+            next(graph.stream(given))
         break
 
-    assert is_free(tmp_path / "left", sessions)
+    assert is_free(tmp_path / "left")
     # Another graph may have it now.
     next(build_graph().stream(given, stream_mode="updates"))
 
 
 @pytest.mark.parametrize("leave", ["cancel", "break"])
 def test_an_async_stream_that_is_left_lets_go_of_its_run(world: World, tmp_path: Path, leave: str):
-    sessions = Sessions()
-    graph, given = build_graph(sessions=sessions), as_terms(world.request(tmp_path, run_id="left"))
+    graph, given = build_graph(), as_terms(world.request(tmp_path, run_id="left"))
 
     async def cancelled() -> None:
         running = asyncio.create_task(graph.ainvoke(given))
@@ -118,29 +115,26 @@ def test_an_async_stream_that_is_left_lets_go_of_its_run(world: World, tmp_path:
     asyncio.run(cancelled() if leave == "cancel" else broken())
 
     assert time.monotonic() - began < 30
-    assert is_free(tmp_path / "left", sessions)
+    assert is_free(tmp_path / "left")
     next(build_graph().stream(given, stream_mode="updates"))
 
 
 def test_a_breakpoint_lets_go_of_its_run_and_the_thread_goes_on(world: World, tmp_path: Path):
-    sessions, config = Sessions(), {"configurable": {"thread_id": "left"}}
-    graph = build_graph(InMemorySaver(), sessions=sessions)
+    graph, config = build_graph(InMemorySaver()), {"configurable": {"thread_id": "left"}}
 
     graph.invoke(as_terms(world.request(tmp_path, run_id=None)), config, interrupt_after=["acquisition"])
-    assert is_free(tmp_path / "left", sessions)
+    assert is_free(tmp_path / "left")
     graph.invoke(None, config, interrupt_after=["input_shape_resolver"])
 
-    assert is_free(tmp_path / "left", sessions)
+    assert is_free(tmp_path / "left")
     assert graph.get_state(config).next == ("profiling",)
 
 
-def test_a_run_that_its_driver_opened_stays_open(world: World, tmp_path: Path):
-    sessions, request = Sessions(), world.request(tmp_path, run_id="driven")
-    session = sessions.begin(request, None)
-    try:
-        for _ in build_graph(sessions=sessions).stream(request):
-            break
+def test_a_caller_may_open_the_run_that_an_invocation_closes(world: World, tmp_path: Path):
+    request = world.request(tmp_path, run_id="held")
 
-        assert sessions.by_run == {"driven": session}
-    finally:
-        session.close()
+    with Run(create_workspace(request, "held")) as run:
+        assert held_locks(tmp_path / "held" / LOCK)
+        for _ in build_graph().stream(request, context=run):
+            break
+        assert is_free(tmp_path / "held")

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -20,10 +20,10 @@ from world import write_data
 
 from profiling_agent import Request, build_graph, load, optimize
 from profiling_agent.data.prepared import PIXELS
-from profiling_agent.errors import AcquisitionError, PlanError, RunError
-from profiling_agent.graph.checkpoints import RunSaver, studio_saver
+from profiling_agent.errors import AcquisitionError, PlanError
+from profiling_agent.graph.checkpoints import RunSaver, open_saver
 from profiling_agent.graph.nodes import deployment_search
-from profiling_agent.graph.session import RunSession, Sessions
+from profiling_agent.graph.run import Run
 from profiling_agent.graph.state import RunState
 from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.lib.modules import random_batch
@@ -33,7 +33,7 @@ from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import Deployment, Outcome, Plan
 from profiling_agent.search.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
 from profiling_agent.search.planners import propose
-from profiling_agent.workspace import Workspace
+from profiling_agent.workspace import MANIFEST, Workspace
 
 
 def report_of(run: Path) -> RunReport:
@@ -41,13 +41,12 @@ def report_of(run: Path) -> RunReport:
 
 
 @contextmanager
-def opened(run: Path) -> Generator[tuple[RunState, RunSession]]:
-    """Give a finished run's state before its deployments are searched, and its session."""
-    with closing(RunSaver(run.parent)) as saver:
-        history = build_graph(saver).get_state_history({"configurable": {"thread_id": run.name}})
+def opened(folder: Path) -> Generator[tuple[RunState, Run]]:
+    """Give a finished run's state before its deployments are searched, and the run."""
+    with Run(Workspace(folder)) as run, open_saver(folder) as saver:
+        history = build_graph(saver).get_state_history({"configurable": {"thread_id": folder.name}})
         resolved = next(snapshot for snapshot in history if snapshot.next == ("deployment_search",))
-    with closing(Sessions().open(Workspace(run))) as session:
-        yield RunState.model_validate(resolved.values), session
+        yield RunState.model_validate(resolved.values), run
 
 
 def test_a_run_ends_with_judged_attempts_and_a_verdict_on_images_that_no_decision_saw(finished: Path):
@@ -67,6 +66,10 @@ def test_a_run_ends_with_judged_attempts_and_a_verdict_on_images_that_no_decisio
     assert first.deployed is not None
     assert first.deployed.footprint.params == first.dry_run.params
     assert first.deployed.footprint.macs == first.dry_run.macs
+    # Nothing was trained, as none was asked for.
+    assert report.acquired.recovery is None
+    assert all(attempt.recovery is None for attempt in attempts)
+    assert "distillation" not in (finished / "report.md").read_text()
 
 
 def test_the_returned_model_loads_is_no_larger_than_the_baseline_and_has_a_card(finished: Path):
@@ -83,8 +86,8 @@ def test_the_returned_model_loads_is_no_larger_than_the_baseline_and_has_a_card(
 def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
     report, before = report_of(finished), finished_jobs(finished)
 
-    with opened(finished) as (state, session):
-        evaluator = session.evaluator(state)
+    with opened(finished) as (state, run):
+        evaluator = run.evaluator(state)
         plan, journal = analyse(evaluator.profile, evaluator.goal), None
         while isinstance(plan, Plan):
             candidate = prune_attempt(evaluator, plan)
@@ -100,19 +103,19 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
 
 
 def test_a_scheme_that_takes_none_of_the_layers_asked_for_costs_itself_alone(finished: Path, tmp_path: Path):
-    run = shutil.copytree(finished, tmp_path / "quick", symlinks=True)
+    folder = shutil.copytree(finished, tmp_path / "quick", symlinks=True)
     dynamic = Deployment(runtime="eager", scheme="dynamic", recommendations=recommend("dynamic", "projection"))
     unknown = dynamic.model_copy(update={"recommendations": recommend("dynamic", "no_such_layer")})
 
-    with opened(run) as (state, session):
-        evaluator = session.evaluator(state)
+    with opened(folder) as (state, run):
+        evaluator = run.evaluator(state)
         option = evaluator.deployer.make(evaluator.baseline, dynamic)
         with pytest.raises(PlanError, match=r"'no_such_layer' hits no nn\.Linear to quantize; near names: "):
             evaluator.deployer.make(evaluator.baseline, unknown)
         # Whoever asks for it alone is told, and gets no float32 in its place.
         asks = state.model_copy(update={"proposal": Plan(quantization=dynamic.recommendations)})
         with pytest.raises(PlanError, match=r"can't be made of this model: .*'projection' hits no nn\.Linear, which"):
-            deployment_search(asks, session)
+            deployment_search(asks, run)
 
     assert option.deployed is None
     assert option.reason.startswith("the layer pattern 'projection' hits no nn.Linear, which alone this quantizes")
@@ -156,16 +159,15 @@ def test_a_baseline_that_guesses_leaves_the_verdict_unproven(world: World, tmp_p
 
 
 def test_invoking_the_same_request_again_repeats_no_job(world: World, finished: Path):
-    """As a notebook has it: another graph, which knows nothing of the sessions of the first."""
-    done, first, sessions = finished_jobs(finished), report_of(finished), Sessions()
+    """As a notebook has it: another graph, which knows nothing of the first."""
+    done, first = finished_jobs(finished), report_of(finished)
 
-    again = build_graph(sessions=sessions).invoke(world.request(finished.parent))
+    again = build_graph().invoke(world.request(finished.parent))
 
     assert set(again) == {"verdict", "report", "run_dir", "results_dir"}
     assert again["run_dir"] == str(finished)
     assert again["report"] == first
     assert finished_jobs(finished) == done
-    assert not sessions.by_run
 
 
 def test_each_image_is_decoded_once_and_answered_once_by_a_model_and_no_array_is_left(finished: Path):
@@ -185,28 +187,17 @@ def test_each_image_is_decoded_once_and_answered_once_by_a_model_and_no_array_is
     assert list(finished.glob(f"jobs/*/{PIXELS}")) == []
 
 
-def test_a_request_that_can_not_be_carried_out_leaves_nothing_behind(tmp_path: Path):
-    sessions = Sessions()
-    with pytest.raises(AcquisitionError):
-        build_graph(sessions=sessions).invoke(Request(model=str(tmp_path / "nowhere"), output=str(tmp_path / "runs")))
+def test_a_request_that_can_not_be_carried_out_leaves_nothing_behind_and_takes_nothing_of_anyone(tmp_path: Path):
+    runs, mine = tmp_path / "runs", tmp_path / "runs" / "there" / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    for run_id in ("new", "there"):
+        with pytest.raises(AcquisitionError):
+            build_graph().invoke(Request(model=str(tmp_path / "nowhere"), output=str(runs), run_id=run_id))
 
-    assert not list((tmp_path / "runs").iterdir())
-    assert not sessions.by_run
-
-
-def test_another_request_does_not_go_on_with_a_run_that_was_left_open(tmp_path: Path):
-    """As after `break` in a stream: the session is still there when the cell runs again, with another contract."""
-    sessions, asked = Sessions(), Request(model="reference:vit", run_id="left", output=str(tmp_path / "runs"))
-    left = sessions.begin(asked, None)
-    try:
-        assert sessions.begin(asked, None) is left
-        with pytest.raises(RunError, match=r"was begun with another request \(max_accuracy_drop was 0\.01"):
-            sessions.begin(asked.model_copy(update={"max_accuracy_drop": 0.02}), None)
-        with pytest.raises(RunError, match="a run called 'left' is under way in this process"):
-            sessions.begin(asked.model_copy(update={"output": str(tmp_path / "elsewhere")}), None)
-    finally:
-        left.close()
-    assert not (tmp_path / "elsewhere").exists()
+    assert list(runs.iterdir()) == [mine.parent]
+    assert mine.exists()
+    assert not (mine.parent / MANIFEST).exists()
 
 
 def test_the_graph_is_as_langgraph_json_the_form_of_studio_and_the_guide_have_it():
@@ -215,9 +206,8 @@ def test_the_graph_is_as_langgraph_json_the_form_of_studio_and_the_guide_have_it
     schema = graph.get_input_jsonschema()
 
     assert config["graphs"]["profiling_agent"]["path"] == "./graphs/optimization.py:graph"
-    assert getattr(import_module(file.removeprefix("./").removesuffix(".py").replace("/", ".")), name) is studio_saver
+    assert getattr(import_module(file.removeprefix("./").removesuffix(".py").replace("/", ".")), name) is RunSaver
     assert graph.checkpointer is None
-    assert isinstance(studio_saver(), RunSaver)
     assert set(schema["properties"]) == set(Request.model_fields)
     assert schema["properties"]["max_accuracy_drop"]["default"] == 0.01
     assert graph.get_graph().draw_mermaid().strip() in (ROOT / "docs" / "guide.md").read_text()

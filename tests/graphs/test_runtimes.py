@@ -13,7 +13,6 @@ from PIL import Image
 from profiling_agent import load, optimize
 from profiling_agent.data.images import SplitImages
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import SCHEMES
 from profiling_agent.schemas import SplitInfo
 from profiling_agent.search.deployment_search import MAX_SHIFT
@@ -87,12 +86,3 @@ def test_what_is_pruned_is_trained_on_images_of_its_own_and_the_report_says_so(r
     assert RunReport.model_validate_json((run.folder / "report.json").read_text()) == report
     assert load(run.folder / attempt.recovery.model.path)(pixel_values=torch.zeros(1, 3, 32, 32)).logits.shape == (1, 5)
     assert not (run.folder / "recovery").exists()
-
-
-def test_a_run_that_asks_for_no_recovery_says_nothing_of_it(finished: Path):
-    report = RunReport.model_validate_json((finished / "report.json").read_text())
-
-    assert Request().recover_epochs == 0
-    assert report.acquired.recovery is None
-    assert all(attempt.recovery is None for attempt in report.attempts)
-    assert "distillation" not in (finished / "report.md").read_text()

@@ -11,30 +11,23 @@ from serving import ASSISTANT, serving
 
 KEY, SECRET = "sk-the-operators-key", "a-secret-of-the-operators"
 EVIL, STUDIO = "http://evil.example", "https://smith.langchain.com"
-# Runs, assistants, and a route that only reads.
-ROUTES = ("/runs/wait", "/assistants/search", "/info")
-
-
 # As a page opens a web socket.
 SOCKET = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
 SOCKET["sec-websocket-key"] = "dGhlIHNhbXBsZSBub25jZQ=="
 
 
 def refuses_other_pages(client: httpx.Client, port: int) -> None:
-    for route in ROUTES:
-        for method in ("GET", "POST", "OPTIONS"):
-            answer = client.request(method, route, headers={"origin": EVIL, "content-type": "application/json"})
-            assert answer.status_code == 403, route
-            assert "access-control-allow-origin" not in answer.headers
-        # By rebinding: the page's own name leads here, so that to the browser it is one and the same origin.
-        assert client.post(route, json={}, headers={"host": "evil.example", "origin": EVIL}).status_code == 400, route
-        assert client.post(route, content="{}", headers={"content-type": "text/plain"}).status_code == 415
-    for headers, status in (({"origin": EVIL}, 403), ({"host": "evil.example"}, 400)):
+    """The rules themselves are in test_door.py: here they stand before every route, one that only reads included."""
+    # By rebinding, the page's own name leads here, so that to the browser it is one and the same origin.
+    for headers, status in (({"origin": EVIL}, 403), ({"host": "evil.example", "origin": EVIL}, 400)):
+        for route in ("/runs/wait", "/assistants/search", "/info"):
+            assert client.post(route, json={}, headers=headers).status_code == status, route
         assert client.get(f"/threads/{UUID(int=0)}/stream/events", headers=SOCKET | headers).status_code == status
-    for origin in (STUDIO, f"http://127.0.0.1:{port}", None):
-        answer = client.post("/assistants/search", json={}, headers={"origin": origin} if origin else {})
+    assert client.post("/runs/wait", content="{}", headers={"content-type": "text/plain"}).status_code == 415
+    for origin in (STUDIO, f"http://127.0.0.1:{port}"):
+        answer = client.post("/assistants/search", json={}, headers={"origin": origin})
         assert [each["graph_id"] for each in answer.json()] == [ASSISTANT]
-        assert origin is None or answer.headers["access-control-allow-origin"] == origin
+        assert answer.headers["access-control-allow-origin"] == origin
 
 
 def run(client: httpx.Client, request: dict[str, Any]) -> str:
@@ -79,7 +72,8 @@ def test_the_server_refuses_other_pages_and_files_and_addresses_that_its_operato
         ]
         assert [number for number, text in enumerate(refused) if "operator" not in text] == []
         moved = run_with_state(client, {"run_dir": str(tmp_path / "outside")})
-        assert "isn't its own" in moved
+        # Whatever a client writes, a thread's folder is its own; this one's run was refused before.
+        assert "is no run folder" in moved
         damaged = run(client, {"plan": "token.json", "llm": "none"})
         assert "no valid plan" in damaged
 

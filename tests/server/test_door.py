@@ -84,14 +84,10 @@ def test_what_a_foreign_page_embeds_is_refused_and_a_link_that_is_followed_is_no
     assert client.post("/runs", headers=embedded | {"sec-fetch-mode": "navigate"}).status_code == 403
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:2024", "localhost.evil.example", "127.0.0.1.evil.example"]
-)
-def test_a_foreign_name_that_leads_here_is_refused(client: TestClient, host: str):
-    rebound = {"host": host, "origin": f"http://{host}"}
-
-    assert client.get("/runs", headers={"host": host}).status_code == 400
-    assert client.post("/runs", json={}, headers=rebound).status_code == 400
+def test_a_foreign_name_that_leads_here_is_refused(client: TestClient):
+    for host in ("evil.example", "evil.example:2024", "localhost.evil.example", "127.0.0.1.evil.example"):
+        assert client.get("/runs", headers={"host": host}).status_code == 400
+        assert client.post("/runs", json={}, headers={"host": host, "origin": f"http://{host}"}).status_code == 400
 
 
 FORMS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x")

@@ -28,10 +28,7 @@ def followed(client: SyncLangGraphClient, thread: str, **how: Any) -> list[dict[
     return events
 
 
-MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"max_acuracy_drop": 0.2}, "unknown term 'max_acuracy_drop': did you mean 'max_accuracy_drop'?"),
-    ({"max_size_ratio": 50}, "max_size_ratio: give a fraction above 0, up to 2: 0.5 is half, or 50% (got '50')"),
-]
+MISTAKE = "unknown term 'max_acuracy_drop': did you mean 'max_accuracy_drop'?"
 UNTIL_ASKED = ("acquisition", "input_shape_resolver", "profiling", "deployment_search", "analysis", "approval")
 
 
@@ -48,11 +45,10 @@ def test_studio_sees_the_form_follows_a_run_that_is_killed_answers_it_and_forks_
         assert fields["batch_size"]["maximum"] == 4096
         assert fields["model"]["default"] == "reference:vit"
 
-        for given, message in MISTAKES:
-            thread = client.threads.create()["thread_id"]
-            parts = [part for part in client.runs.stream(thread, ASSISTANT, input=given) if part.event == "error"]
-            assert [part.data for part in parts] == [{"error": "FieldError", "message": message}]
-            assert not (tmp_path / "runs").exists()
+        thread = client.threads.create()["thread_id"]
+        parts = client.runs.stream(thread, ASSISTANT, input={"max_acuracy_drop": 0.2})
+        assert [part.data for part in parts if part.event == "error"] == [{"error": "FieldError", "message": MISTAKE}]
+        assert not (tmp_path / "runs").exists()
 
         thread = client.threads.create()["thread_id"]
         run = tmp_path / "runs" / thread
