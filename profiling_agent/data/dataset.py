@@ -1,11 +1,11 @@
-"""Data sets: labelled images in a local folder, or streamed from the Hugging Face Hub."""
+"""Labelled image data sets in a local folder or on the Hugging Face Hub: their splits, and their image and label columns."""
 
-import itertools
 import re
-from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,34 +19,32 @@ from huggingface_hub.errors import RevisionNotFoundError
 from pydantic import Field
 
 from profiling_agent.data.hub import MAX_TEXT, did_you_mean, hub_errors, is_local, library_errors, local_folder
+from profiling_agent.data.labels import Matching, match_labels, match_numbers
 from profiling_agent.data.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.io import files_root
 from profiling_agent.lib.progress import Progress
 from profiling_agent.schemas import MatchBy, Record
 
-# The revision of the Hub's parquet copy of a data set: CONFIG/SPLIT/*.parquet; a large split is partial-SPLIT.
-PARQUET_COPY, PARTIAL = "refs/convert/parquet", "partial-"
-CARD, ZIP, ARCHIVE_EXTENSIONS = "README.md", "zip://", (".zip", ".tar")
-# Not allowed in a path: `datasets` reads them as a pattern.
-PATTERN_CHARACTERS = frozenset("*?[]")
-# The words in names of folders and tables by which `datasets` recognises a split, each with its split.
-SPLIT_BY_WORD = {
-    word: words[0]
-    for words in (
-        ("train", "training"),
-        ("validation", "valid", "dev", "val"),
-        ("test", "testing", "eval", "evaluation"),
-    )
-    for word in words
-}
-SPLIT_WORD = re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(SPLIT_BY_WORD)})(?:$|[-._ 0-9])")
+IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")
+LABEL_NAMES = ("label", "labels", "fine_label", "class", "class_label", "target", "category", "cls", "y")
+STRINGS = ("string", "large_string", "string_view")
+BINARY = ("binary", "large_binary", "binary_view")
+TABLE_ADVICE = "a table that names images is read if it is called metadata.csv, its column of paths file_name, and it lies next to the images"
+FOLDER_ADVICE = "folders are labels only if all images lie equally deep, as in test/cat/1.png; or " + TABLE_ADVICE
+# The revision of the Hub's parquet copy of a data set: CONFIG/SPLIT/*.parquet.
+PARQUET_COPY = "refs/convert/parquet"
+CARD, ZIP = "README.md", "zip://"
+# The words in names of folders and tables by which `datasets` recognises a split.
+SPLIT_WORD = re.compile(
+    r"(?:^|[-._ 0-9])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation)(?:$|[-._ 0-9])"
+)
 # Only names of these files may name a split: a photograph's name does not, and its folder is its class.
 TABLE_EXTENSIONS = frozenset({".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip"})
 BATCH_ROWS = 2048
-# Smaller than BATCH_ROWS: a table of photographs has hundreds of megabytes in fewer rows.
-BATCH_IMAGES = 64
 SHUFFLE_BUFFER = 1000
+# Rows to read labels from when reading them downloads the images too; every class must occur in them.
+MAX_STREAMED_LABELS = 2000
 
 
 class DataQuery(Record):
@@ -69,21 +67,66 @@ class DataQuery(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSource:
-    """A local folder, or a Hub repository at one commit; `root` starts the absolute names of its files."""
+class OpenedData:
+    """A data set whose splits can be read; nothing has been copied or downloaded yet.
 
-    name: str
+    `folder` is None for a Hub repository; `root` starts the absolute names of its files. `build` returns a builder, and is None
+    for a data set written by `save_to_disk`.
+    """
+
+    query: DataQuery
     folder: Path | None
-    commit: str | None
     root: str
-    top_folders: frozenset[str]
-    has_card: bool
+    splits: Mapping[str, Any]
+    build: Callable[..., Any] | None = None
+    kind: type | None = None
     notes: tuple[str, ...] = ()
 
     @property
-    def path(self) -> str:
-        """Return the name by which `datasets` opens it."""
-        return self.name if self.folder is None else str(self.folder)
+    def has_cheap_labels(self) -> bool:
+        """Return whether labels can be read without downloading images."""
+        return self.folder is not None or self.kind in (ImageFolder, Parquet)
+
+    def features(self, split: str) -> Mapping[str, Any]:
+        """Return the columns of a split and their types."""
+        return self.splits[split].features or {}
+
+    def tables(self, split: str, columns: list[str], num_rows: int = BATCH_ROWS) -> Iterator[Any]:
+        """Yield a split's rows in file order as Arrow tables of `num_rows` rows; parquet reads no other column."""
+        with read_errors(self.query.dataset):
+            if self.build is not None and self.kind is Parquet:
+                view: Any = self.build(columns=columns).as_streaming_dataset(split)
+            else:
+                view = self.splits[split].select_columns(columns)
+            yield from view.with_format("arrow").iter(batch_size=num_rows)
+
+    def labels(self, split: str, column: str, limit: int | None = None) -> Iterator[Any]:
+        """Yield the raw labels of a split's rows in file order, at most `limit` of them."""
+        cells = (cell for table in self.tables(split, [column]) for cell in table[column].to_pylist())
+        return islice(cells, limit)
+
+    def stream(self, split: str, columns: "Columns") -> Iterator[tuple[Any, Any]]:
+        """Yield (image cell, raw label), shuffled by shards and in a buffer; images are not decoded."""
+        view = self.splits[split].select_columns([columns.image, columns.label])
+        if isinstance(self.features(split)[columns.image], datasets.Image):
+            view = view.cast_column(columns.image, datasets.Image(decode=False))
+        with read_errors(self.query.dataset):
+            for row in view.shuffle(seed=self.query.seed, buffer_size=SHUFFLE_BUFFER):
+                yield row[columns.image], row[columns.label]
+
+    def image(self, cell: Any) -> bytes | None:
+        """Return the encoded image that a cell holds or names, or None; AcquisitionError if its file can't be read."""
+        data, location = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+        if data is not None or not location:
+            return data if isinstance(data, bytes) else None
+        archive, member = location, ""
+        if location.startswith(ZIP):
+            member, _, archive = location.rpartition("::")
+        with read_errors(self.query.dataset):
+            path = self.inside(archive)
+            opened: Any = fsspec.open(f"{member}::{path}" if member else path, "rb")
+            with opened as stream:
+                return stream.read()
 
     def inside(self, file: str) -> str:
         """Return the absolute name of a file of the data set; AcquisitionError if the file is outside of it."""
@@ -95,115 +138,9 @@ class DataSource:
             elif (target := (self.folder / path).resolve()).is_relative_to(files_root(self.folder)):
                 return str(target)
         raise AcquisitionError(
-            f"dataset {self.name!r} can't be read: it names {file[:MAX_TEXT]!r}, which is not in it: copy the data into it, or give "
-            "the images' bytes in the table"
+            f"dataset {self.query.dataset!r} can't be read: it names {file[:MAX_TEXT]!r}, which is not in it: copy the data "
+            "into it, or give the images' bytes in the table"
         )
-
-    def builder(self, cache: Path, config: str | None = None, **options: Any) -> Any:
-        """Return the builder that reads the files; nothing is downloaded or copied yet."""
-        builder = datasets.load_dataset_builder(
-            self.path, config, revision=self.commit, cache_dir=str(cache), **options
-        )
-        if hasattr(builder.config, "decode_num_threads"):
-            # Threads would decode every image of a Hub data set, not only the drawn ones.
-            setattr(builder.config, "decode_num_threads", 0)  # noqa: B010 - only some kinds declare it
-        for files in (builder.config.data_files or {}).values():
-            for file in files:
-                self.inside(str(file))
-        return builder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedData:
-    """A data set whose splits can be read; nothing has been copied or downloaded yet.
-
-    `options` are the arguments of its builder; `builder` is None for a data set written by `save_to_disk`.
-    """
-
-    query: DataQuery
-    place: DataSource
-    cache: Path
-    splits: Mapping[str, Any]
-    builder: Any = None
-    options: Mapping[str, Any]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def is_local(self) -> bool:
-        """Return whether reading rows needs no download."""
-        return self.place.folder is not None
-
-    @property
-    def is_image_folder(self) -> bool:
-        """Return whether the images are files, labelled by their folders."""
-        return isinstance(self.builder, ImageFolder)
-
-    @property
-    def has_cheap_labels(self) -> bool:
-        """Return whether labels can be read without downloading images."""
-        return self.is_local or self.is_image_folder or isinstance(self.builder, Parquet)
-
-    def features(self, split: str) -> Mapping[str, Any]:
-        """Return the columns of a split and their types."""
-        return self.splits[split].features or {}
-
-    def misnamed_splits(self) -> str:
-        """Return advice on top folders that would be splits if they were lower case, or an empty string."""
-        folders = self.place.top_folders.difference(SPLIT_BY_WORD, self.splits)
-        misnamed = sorted(folder for folder in folders if folder.lower() in SPLIT_BY_WORD)
-        advice = (f"its folder {folder!r} isn't read as a split: call it {folder.lower()!r}" for folder in misnamed)
-        return "; ".join(advice)
-
-    def stray_image(self, split: str) -> str | None:
-        """Return which image keeps folders from being labels, and advice; None if that is not the problem."""
-        if not self.is_image_folder or self.builder.config.drop_labels or len(self.features(split)) > 1:
-            return None
-        files = itertools.chain.from_iterable(_files_by_split(self.place, self.builder).values())
-        return depth_advice([file for file in files if file.lower().endswith(tuple(self.builder.EXTENSIONS))])
-
-    def tables(self, split: str, columns: list[str], num_rows: int = BATCH_ROWS) -> Iterator[Any]:
-        """Yield a split's rows in file order as Arrow tables of `num_rows` rows; parquet reads no other column."""
-        with read_errors(self.query.dataset):
-            if isinstance(self.builder, Parquet):
-                view: Any = self.place.builder(self.cache, **self.options, columns=columns).as_streaming_dataset(split)
-            else:
-                view = self.splits[split].select_columns(columns)
-            yield from view.with_format("arrow").iter(batch_size=num_rows)
-
-    def labels(self, split: str, column: str, limit: int | None = None) -> Iterator[Any]:
-        """Yield the raw labels of a split's rows in file order, at most `limit` of them."""
-        cells = (cell for table in self.tables(split, [column]) for cell in table[column].to_pylist())
-        return itertools.islice(cells, limit)
-
-    def stream(self, split: str, image_column: str, label_column: str, seed: int) -> Iterator[tuple[Any, Any]]:
-        """Yield (image cell, raw label), shuffled by shards and in a buffer; images are not decoded."""
-        view = self.splits[split].select_columns([image_column, label_column])
-        if isinstance(self.features(split)[image_column], datasets.Image):
-            view = view.cast_column(image_column, datasets.Image(decode=False))
-        with read_errors(self.query.dataset):
-            for row in view.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
-                yield row[image_column], row[label_column]
-
-    def image(self, cell: Any) -> bytes | None:
-        """Return the encoded image that a cell holds or names, or None; AcquisitionError if its file can't be read."""
-        data, location = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
-        if data is not None or not location:
-            return data if isinstance(data, bytes) else None
-        member, file = _parse_location(location)
-        with read_errors(self.query.dataset):
-            path = self.place.inside(file)
-            opened: Any = fsspec.open(f"{ZIP}{member}::{path}" if member else path, "rb")
-            with opened as stream:
-                return stream.read()
-
-    def file_name(self, cell: Any) -> str | None:
-        """Return the quoted name of the file that an image cell names, as ARCHIVE/MEMBER inside an archive; None without one."""
-        location = cell.get("path") if isinstance(cell, dict) else None
-        if not location:
-            return None
-        member, file = _parse_location(location)
-        name = file.removeprefix(self.place.root)
-        return repr(f"{name}/{member}" if member else name)
 
 
 @contextmanager
@@ -211,12 +148,6 @@ def read_errors(name: str) -> Generator[None]:
     """Raise a one-line AcquisitionError for errors of `datasets` on damaged or unreachable files."""
     with library_errors(f"dataset {name!r} can't be read: "), hub_errors("dataset", name, None):
         yield
-
-
-def _parse_location(location: str) -> tuple[str, str]:
-    """Return the member of an archive and the file that a location names; the member is empty for a plain file."""
-    member, _, file = location.removeprefix(ZIP).rpartition("::") if location.startswith(ZIP) else ("", "", location)
-    return member, file
 
 
 def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedData:
@@ -227,153 +158,105 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
     """
     name = query.dataset
     if name == DIGITS:
-        place = _local_place(name, reference_dataset(progress))
+        folder: Path | None = reference_dataset(progress)
     elif name.startswith(PREFIX):
         raise AcquisitionError(f"there is no reference data set {name!r}: use {DIGITS}")
-    elif is_local(name):
-        place = _local_place(name, local_folder(name, "dataset"))
     else:
+        folder = local_folder(name, "dataset") if is_local(name) else None
+    if folder is None:
         progress(f"looking up {name}", 0, 0)
-        place = _hub_place(name, query.dataset_revision)
-    with read_errors(name):
-        marker_files = ("dataset_dict.json", "state.json")
-        if place.folder is not None and any((place.folder / file).is_file() for file in marker_files):
-            loaded: Any = datasets.load_from_disk(str(place.folder))
-            is_dict = isinstance(loaded, datasets.DatasetDict)
-            splits: Any = dict(loaded) if is_dict else {str(loaded.split or "train"): loaded}
-            for split in splits.values():
-                for file in split.cache_files:
-                    place.inside(file["filename"])
-            return OpenedData(query=query, place=place, cache=cache, splits=splits, options={}, notes=place.notes)
-        builder, options = _choose_config(query.dataset_config, place, cache)
-        files = itertools.chain.from_iterable((builder.config.data_files or {}).values())
-        parts = sorted({part for file in files for part in PurePosixPath(str(file)).parts if part.startswith(PARTIAL)})
-        notes = [
-            f"of split {part.removeprefix(PARTIAL)!r} only the first part is read: the Hub copied no more of it"
-            for part in parts
-        ]
-        return OpenedData(
-            query=query,
-            place=place,
-            cache=cache,
-            splits=builder.as_streaming_dataset(),
-            builder=builder,
-            options=options,
-            notes=(*place.notes, *notes),
-        )
-
-
-def _local_place(name: str, folder: Path) -> DataSource:
+        return _open_repository(query, cache)
     folder = folder.resolve()
-    if PATTERN_CHARACTERS & set(str(folder)):
-        raise AcquisitionError(f"dataset {name!r} lies in a folder with one of * ? [ ] in its path: rename it")
-    scripts = sorted(path.name for path in folder.glob("*.py"))
-    if f"{folder.name}.py" in scripts or (scripts and not any(path.suffix != ".py" for path in folder.iterdir())):
-        raise AcquisitionError(
-            f"dataset {name!r} needs a Python script ({scripts[0]!r}), which is never run: "
-            "give a folder of parquet, arrow or image files"
-        )
-    return DataSource(
-        name=name,
-        folder=folder,
-        commit=None,
-        root=f"{folder.as_posix().rstrip('/')}/",
-        top_folders=frozenset(path.name for path in folder.iterdir() if path.is_dir()),
-        has_card=(folder / CARD).is_file(),
-    )
+    data = OpenedData(query=query, folder=folder, root=f"{folder.as_posix().rstrip('/')}/", splits={})
+    with read_errors(name):
+        if not any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
+            card = folder / CARD if (folder / CARD).is_file() else None
+            return _choose_config(data, card, partial(datasets.load_dataset_builder, str(folder), cache_dir=str(cache)))
+        loaded: Any = datasets.load_from_disk(str(folder))
+        is_dict = isinstance(loaded, datasets.DatasetDict)
+        splits: Any = dict(loaded) if is_dict else {str(loaded.split or "train"): loaded}
+        for split in splits.values():
+            for file in split.cache_files:
+                data.inside(file["filename"])
+        return replace(data, splits=splits)
 
 
-def _hub_place(name: str, revision: str | None) -> DataSource:
-    """Return a Hub repository at `revision`, or the Hub's parquet copy of it if it needs a script."""
+def _open_repository(query: DataQuery, cache: Path) -> OpenedData:
+    """Open a Hub repository at one commit, or the Hub's parquet copy of it if it needs a script."""
+    name, revision, notes, api = query.dataset, query.dataset_revision, (), HfApi()
     if datasets_config.HF_HUB_OFFLINE:
         raise AcquisitionError(
             f"dataset {name!r} is no local folder, and HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, "
             "so that the Hub can't be reached: give a local folder, or unset it"
         )
-    notes: tuple[str, ...] = ()
     with hub_errors("dataset", name, revision):
-        info = HfApi().dataset_info(name, revision=revision)
-        HfApi().auth_check(name, repo_type="dataset")
-    script = f"{name.rsplit('/', maxsplit=1)[-1]}.py"
-    if script in {sibling.rfilename for sibling in info.siblings or []}:
-        problem = f"dataset {name!r} needs its Python script {script!r}, which is never run"
-        if revision not in (None, "main"):
-            raise AcquisitionError(
-                f"{problem}: leave out dataset_revision {revision!r} for the Hub's parquet copy of main, or give a local one"
-            )
-        with hub_errors("dataset", name, PARQUET_COPY):
+        info = api.dataset_info(name, revision=revision)
+        api.auth_check(name, repo_type="dataset")
+        script = f"{name.rpartition('/')[2]}.py"
+        if revision in (None, "main") and script in {sibling.rfilename for sibling in info.siblings or []}:
             try:
-                info = HfApi().dataset_info(name, revision=PARQUET_COPY)
+                info = api.dataset_info(name, revision=PARQUET_COPY)
             except RevisionNotFoundError as error:
-                raise AcquisitionError(f"{problem}, and the Hub has no parquet copy of it: give a local one") from error
-        notes = (f"images are read from the Hub's parquet copy, {PARQUET_COPY} at {info.sha}: {script!r} is never run",)
-    commit, files = info.sha or revision or "main", [sibling.rfilename for sibling in info.siblings or []]
-    return DataSource(
-        name=name,
-        folder=None,
-        commit=commit,
-        root=f"hf://datasets/{name}@{commit}/",
-        top_folders=frozenset(PurePosixPath(file).parts[0] for file in files if "/" in file),
-        has_card=CARD in files,
-        notes=notes,
-    )
+                raise AcquisitionError(
+                    f"dataset {name!r} needs its Python script {script!r}, which is never run, and the Hub has no parquet copy of "
+                    "it: give a local one"
+                ) from error
+            copy = f"{PARQUET_COPY} at {info.sha}"
+            notes = (f"images are read from the Hub's parquet copy, {copy}: {script!r} is never run",)
+    commit = info.sha or revision or "main"
+    data = OpenedData(query=query, folder=None, root=f"hf://datasets/{name}@{commit}/", splits={}, notes=notes)
+    with read_errors(name):
+        card = None
+        if CARD in {sibling.rfilename for sibling in info.siblings or []}:
+            card = Path(hf_hub_download(name, CARD, repo_type="dataset", revision=commit))
+        build = partial(datasets.load_dataset_builder, name, revision=commit, cache_dir=str(cache))
+        return _choose_config(data, card, build)
 
 
-def _choose_config(requested: str | None, place: DataSource, cache: Path) -> tuple[Any, dict[str, Any]]:
-    """Return a builder of the requested config, and its options.
+def _choose_config(data: OpenedData, card: Path | None, build: Callable[..., Any]) -> OpenedData:
+    """Return the data set opened with the requested config, which is one of the card's or a folder.
 
     Without a card, `datasets` reads every folder named as a split into that split: a data set in three sizes gives each image
     three times.
     """
-    if place.has_card:
-        if place.folder is None:
-            card = hf_hub_download(place.name, CARD, repo_type="dataset", revision=place.commit)
-        else:
-            card = place.folder / CARD
-        if DatasetCard.load(card, ignore_metadata_errors=True).data.get("configs"):
-            try:
-                return place.builder(cache, requested), {"config": requested}
-            except ValueError:
-                names = datasets.get_dataset_config_names(place.path, revision=place.commit)
-                check_config(place.name, requested, names)
+    dataset, requested = data.query.dataset, data.query.dataset_config
+    configs = DatasetCard.load(card, ignore_metadata_errors=True).data.get("configs") if card else None
+    if configs:
+        build = partial(build, name=requested)
+        try:
+            builder = build()
+        except ValueError as error:
+            names = [config["config_name"] for config in configs]
+            if requested in names or (requested is None and len(names) == 1):
                 raise
-    builder = place.builder(cache)
-    folder = choose_sibling_folder(place.name, requested, _files_by_split(place, builder))
-    options: dict[str, Any] = {} if folder is None else {"data_dir": folder}
-    if folder is not None:
-        builder = place.builder(cache, **options)
-    elif requested is not None:
-        check_config(place.name, requested, [builder.config.name])
-    if isinstance(builder, ImageFolder):
-        files = _files_by_split(place, builder)
-        tables = tuple(builder.METADATA_FILENAMES)
-        has_table = any(file.endswith(tables) for names in files.values() for file in names)
-        if not has_table and (patterns := patterns_without_duplicates(files)):
-            options = {"data_files": patterns}
-            builder = place.builder(cache, **options)
-    return builder, options
+            raise _config_error(dataset, requested, names) from error
+    else:
+        builder = build()
+        files = {
+            split: [str(file).removeprefix(data.root) for file in files]
+            for split, files in (builder.config.data_files or {}).items()
+        }
+        if (folder := choose_sibling_folder(dataset, requested, files)) is not None:
+            build = partial(build, data_dir=folder)
+            builder = build()
+        elif requested not in (None, builder.config.name):
+            raise _config_error(dataset, requested, [builder.config.name])
+    if hasattr(builder.config, "decode_num_threads"):
+        # Threads would decode every image of a Hub data set, not only the drawn ones.
+        setattr(builder.config, "decode_num_threads", 0)  # noqa: B010 - only some kinds declare it
+    for file in chain.from_iterable((builder.config.data_files or {}).values()):
+        data.inside(str(file))
+    kind = next((kind for kind in (ImageFolder, Parquet) if isinstance(builder, kind)), None)
+    return replace(data, splits=builder.as_streaming_dataset(), build=build, kind=kind)
 
 
-def _files_by_split(place: DataSource, builder: Any) -> dict[str, list[str]]:
-    """Return the file names of each split, relative to the data set; an image folder's other files are left out."""
-    extensions = ("",)
-    if isinstance(builder, ImageFolder):
-        extensions = (*builder.EXTENSIONS, *ARCHIVE_EXTENSIONS, *builder.METADATA_FILENAMES)
-    return {
-        split: [str(file).removeprefix(place.root) for file in files if str(file).lower().endswith(extensions)]
-        for split, files in (builder.config.data_files or {}).items()
-    }
-
-
-def check_config(dataset: str, requested: str | None, names: Collection[str]) -> None:
-    """Check that the requested config is one of `names`, or that there is only one; AcquisitionError lists them."""
+def _config_error(dataset: str, requested: str | None, names: list[str]) -> AcquisitionError:
     listed = ", ".join(names)
-    if len(names) > 1 and requested is None:
-        raise AcquisitionError(f"dataset {dataset!r} has several configs, {listed}: name one with dataset_config")
-    if requested not in (None, *names):
-        raise AcquisitionError(
-            f"dataset {dataset!r} has no config {requested!r}: use one of {listed}{did_you_mean(requested or '', names)}"
-        )
+    if requested is None:
+        return AcquisitionError(f"dataset {dataset!r} has several configs, {listed}: name one with dataset_config")
+    return AcquisitionError(
+        f"dataset {dataset!r} has no config {requested!r}: use one of {listed}{did_you_mean(requested, names)}"
+    )
 
 
 def choose_sibling_folder(dataset: str, requested: str | None, files: Mapping[str, Iterable[str]]) -> str | None:
@@ -382,65 +265,169 @@ def choose_sibling_folder(dataset: str, requested: str | None, files: Mapping[st
     Raises:
         AcquisitionError: no folder was requested, or one that does not exist or has another inside.
     """
-    parents = [{"/".join(parts[:-1]) for parts in map(_split_parts, names) if parts} for names in files.values()]
-    folders = sorted({folder for names in parents if len(names) > 1 for folder in names})
+
+    def parent_of_split(file: str) -> str | None:
+        path = PurePosixPath(file)
+        names = path.parts if not TABLE_EXTENSIONS.isdisjoint(path.suffixes) else path.parts[:-1]
+        return next(("/".join(names[:depth]) for depth, name in enumerate(names) if SPLIT_WORD.search(name)), None)
+
+    parents = [set(map(parent_of_split, names)) - {None} for names in files.values()]
+    folders = sorted({folder or "" for names in parents if len(names) > 1 for folder in names})
     if not folders:
         return None
-    # A folder at the top, "", has all others inside of it.
-    outer = [
-        each for each in folders if any(other.startswith(each and f"{each}/") for other in folders if other != each)
+    # A folder with another inside would be read with it; the top, "", has all others inside of it.
+    inner = [
+        each for each in folders if not any(other.startswith(each and f"{each}/") for other in folders if other != each)
     ]
-    inner = [folder for folder in folders if folder not in outer]
-    if outer and requested not in inner:
-        raise AcquisitionError(
-            f"dataset {dataset!r} has splits at {outer[0] or 'the top'} and others inside of it, which would be read as one: "
-            f"name one of {', '.join(inner)} with dataset_config, or move them out"
-        )
-    check_config(dataset, requested, inner)
+    if requested not in inner:
+        raise _config_error(dataset, requested, inner)
     return requested
 
 
-def patterns_without_duplicates(files: Mapping[str, Sequence[str]]) -> dict[str, list[str]] | None:
-    """Return file patterns that put each image into one split, if some would be read twice, as with a class called train.
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The image column, the label column, and `class_of`: the model's class of each raw label.
 
-    The outermost folder that names a split decides. None if no image is read twice, or if such a folder names two splits.
+    `class_of` follows the first of `matchings`; `num_classes` of the model's classes may occur.
     """
-    counts = Counter(name for names in files.values() for name in names)
-    if all(count == 1 for count in counts.values()):
-        return None
-    patterns: dict[str, set[str]] = {}
-    for name in counts:
-        parts = _split_parts(name)
-        if parts is None or len(parts) == len(PurePosixPath(name).parts):
-            return None
-        folder = "/".join(parts)
-        splits = {SPLIT_BY_WORD[word] for word in re.split(r"[-._ 0-9]", parts[-1]) if word in SPLIT_BY_WORD}
-        if len(splits) != 1 or PATTERN_CHARACTERS & set(folder):
-            return None
-        patterns.setdefault(splits.pop(), set()).add(f"{folder}/**")
-    return {split: sorted(folders) for split, folders in patterns.items()}
+
+    image: str
+    label: str
+    matchings: tuple[Matching, ...]
+    class_of: Mapping[Any, int]
+    num_classes: int
+    notes: tuple[str, ...] = ()
 
 
-def _split_parts(file: str) -> tuple[str, ...] | None:
-    """Return the parts of a path up to the first folder or table whose name names a split; None without one."""
-    path = PurePosixPath(file)
-    is_table = not TABLE_EXTENSIONS.isdisjoint(path.suffixes)
-    candidates = path.parts if is_table else path.parts[:-1]
-    return next((path.parts[: depth + 1] for depth, part in enumerate(candidates) if SPLIT_WORD.search(part)), None)
+def _describe(features: Mapping[str, Any]) -> str:
+    columns = (f"{name} ({getattr(kind, 'dtype', None) or type(kind).__name__})" for name, kind in features.items())
+    return ", ".join(columns) or "none"
 
 
-def depth_advice(images: Sequence[str]) -> str | None:
-    """Return advice on the first image at another depth than most; None if all lie at one depth.
+def _dtype(kind: Any) -> str:
+    return str(kind.dtype) if isinstance(kind, datasets.Value) else ""
 
-    `datasets` takes folders for labels only if the images of all splits lie at one depth.
+
+def _is_image(kind: Any) -> bool:
+    return isinstance(kind, datasets.Image) or (isinstance(kind, dict) and "bytes" in kind) or _dtype(kind) in BINARY
+
+
+def _is_integer(kind: Any) -> bool:
+    return _dtype(kind).startswith(("int", "uint", "bool"))
+
+
+def _is_label(kind: Any) -> bool:
+    return isinstance(kind, datasets.ClassLabel) or _is_integer(kind) or _dtype(kind) in STRINGS
+
+
+def _check_named(column: str, option: str, features: Mapping[str, Any], is_valid: Callable[[Any], bool]) -> str:
+    """Return the column that the user named; AcquisitionError if it is missing or of another kind."""
+    if column not in features:
+        raise AcquisitionError(
+            f"{option} is {column!r}, but the data set's columns are {_describe(features)}{did_you_mean(column, list(features))}"
+        )
+    if not is_valid(features[column]):
+        raise AcquisitionError(
+            f"{option} {column!r} holds no {option.partition('_')[0]}s: the columns are {_describe(features)}"
+        )
+    return column
+
+
+def find_image_column(features: Mapping[str, Any], named: str | None) -> str:
+    """Return the image column: the named one, else by type, else by usual name; AcquisitionError if there is none."""
+    if named is not None:
+        return _check_named(named, "image_column", features, _is_image)
+    by_type = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    matches = by_type or [name for name in IMAGE_NAMES if name in features and _is_image(features[name])]
+    by_name = [name for name in IMAGE_NAMES if name in matches]
+    if not matches or (len(matches) > 1 and not by_name):
+        problem = "several image columns" if matches else "no image column"
+        raise AcquisitionError(
+            f"the data set has {problem}: its columns are {_describe(features)}; name image_column, or {TABLE_ADVICE}"
+        )
+    return (by_name or matches)[0]
+
+
+def label_candidates(data: OpenedData, split: str) -> list[list[str]]:
+    """Return tiers of columns that may hold labels: class labels, then strings with a usual name, then such integers.
+
+    Raises:
+        AcquisitionError: there are none, or the named one is missing or of another kind.
     """
-    depths = Counter(image.count("/") for image in images)
-    if len(depths) < 2:
-        return None
-    ((usual_depth, num_usual),) = depths.most_common(1)
-    typical = next(image for image in images if image.count("/") == usual_depth)
-    odd = next(image for image in images if image.count("/") != usual_depth)
-    return (
-        f"folders are labels only if all images lie equally deep, and {len(images) - num_usual} of {len(images)} don't lie "
-        f"as deep as {typical!r}, the first is {odd!r}: move it into its class's folder, or out of the data set"
-    )
+    if not (features := data.features(split)):
+        raise AcquisitionError(
+            f"split {split!r} of {data.query.dataset!r} holds no images, as no CSV or JSON does: {TABLE_ADVICE}"
+        )
+    if (named := data.query.label_column) is not None:
+        return [[_check_named(named, "label_column", features, _is_label)]]
+    by_name = [name for name in LABEL_NAMES if name in features]
+    tiers = [
+        [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)],
+        [name for name in by_name if _dtype(features[name]) in STRINGS],
+        [name for name in by_name if _dtype(features[name]).startswith(("int", "uint"))],
+    ]
+    if not any(tiers):
+        advice = f"; {FOLDER_ADVICE}" if data.kind is ImageFolder else ""
+        raise AcquisitionError(
+            f"the data set has no label column: its columns are {_describe(features)}; name label_column{advice}"
+        )
+    return [tier for tier in tiers if tier]
+
+
+def is_label(cell: Any) -> bool:
+    """Return whether a cell holds a label; -1 marks unlabelled test images."""
+    return cell not in (None, -1, "")
+
+
+def match_column(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
+    """Match the labels of a column to the model's classes; AcquisitionError if none matches."""
+    kind, by, notes = data.features(split)[column], data.query.label_match, ()
+    if isinstance(kind, datasets.ClassLabel):
+        matchings = match_labels(list[str](kind.names), id2label, by=by)
+        class_of: Mapping[Any, int] = matchings[0].class_of
+        return Columns(image, column, matchings, class_of, len(set(class_of.values())))
+    limit = None if data.has_cheap_labels else MAX_STREAMED_LABELS
+    labels = set(filter(is_label, data.labels(split, column, limit)))
+    if not labels:
+        raise AcquisitionError(
+            f"label column {column!r} of split {split!r} holds no label: name another with label_column"
+        )
+    if _is_integer(kind):
+        matchings = match_numbers(labels, id2label, by=by)
+        class_of = matchings[0].class_of
+        return Columns(image, column, matchings, class_of, len(class_of) if limit else len(labels))
+    texts = sorted(labels)
+    matchings = match_labels(texts, id2label, ordered=False, by=by)
+    class_of = {texts[place]: index for place, index in matchings[0].class_of.items()}
+    if limit:
+        notes = (
+            f"labels are names in a stream, of which the first {limit} rows of split {split!r} have {len(texts)}: the verdict "
+            "is about no others that come later; if rows are sorted by class, download the data set and give its folder",
+        )
+    return Columns(image, column, matchings, class_of, len(set(class_of.values())), notes)
+
+
+def choose_columns(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Columns:
+    """Return the image column and the label column that maps best to the model's classes; AcquisitionError if none does."""
+
+    def score(columns: Columns) -> tuple[float, int]:
+        ids = [match.model_id for match in columns.matchings[0].matches]
+        class_ids = [index for index in ids if index is not None]
+        return len(class_ids) / len(ids), len(set(class_ids))
+
+    image = find_image_column(data.features(split), data.query.image_column)
+    refusals: list[AcquisitionError] = []
+    for tier in label_candidates(data, split):
+        matched: list[Columns] = []
+        for column in tier:
+            try:
+                matched.append(match_column(data, split, image, column, id2label))
+            except AcquisitionError as error:
+                refusals.append(error)
+        if matched:
+            best = max(matched, key=score)
+            if not (unused := [repr(column) for column in tier if column != best.label]):
+                return best
+            note = f"labels are read from column {best.label!r}, which maps best to the model's classes; not used: {', '.join(unused)}"
+            return replace(best, notes=(note, *best.notes))
+    raise refusals[0]

@@ -4,8 +4,7 @@ import io
 import warnings
 import zlib
 from bisect import bisect_right
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from profiling_agent.data.pixels import METADATA_ERRORS, upright_rgb
-from profiling_agent.errors import ArtifactError, CorruptImageError
+from profiling_agent.errors import CorruptImageError
 
 # Usual image formats, none of which starts another program as EPS does; Pillow supports 43.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
@@ -47,14 +46,12 @@ def decode_rgb(data: bytes) -> Image.Image:
 class SplitImages:
     """A drawn split on disk: `labels` are the model's class ids; images are read and decoded on request.
 
-    One row group is in memory, so request images in order. ArtifactError if the file is missing or damaged.
+    One row group is in memory, so request images in order.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        with self._read_errors():
-            self._file = pq.ParquetFile(path)
-            self.labels: NDArray[np.int64] = np.asarray(self._file.read(["label"])["label"], dtype=np.int64)
+        self._file = pq.ParquetFile(path)
+        self.labels: NDArray[np.int64] = np.asarray(self._file.read(["label"])["label"], dtype=np.int64)
         metadata = self._file.metadata
         sizes = (metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
         self._starts = tuple(accumulate(sizes, initial=0))
@@ -64,27 +61,17 @@ class SplitImages:
         return len(self.labels)
 
     def encoded(self, row: int) -> bytes:
-        """Return one image's bytes; ArtifactError if they can't be read."""
+        """Return one image's bytes."""
         group = bisect_right(self._starts, row) - 1
         if self._group is None or self._group[0] != group:
             # Two groups at once would be twice the memory.
             self._group = None
-            with self._read_errors():
-                self._group = group, self._file.read_row_group(group, ["image"])["image"]
+            self._group = group, self._file.read_row_group(group, ["image"])["image"]
         return self._group[1][row - self._starts[group]].as_py()
 
     def image(self, row: int) -> Image.Image:
-        """Return one image as 8-bit RGB; CorruptImageError if it can't be decoded, ArtifactError if its bytes can't be read."""
+        """Return one image as 8-bit RGB; CorruptImageError if it can't be decoded."""
         return decode_rgb(self.encoded(row))
-
-    @contextmanager
-    def _read_errors(self) -> Generator[None]:
-        try:
-            yield
-        except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(
-                f"split {str(self._path)!r} can't be read ({type(error).__name__}): run again"
-            ) from error
 
 
 def write_rows(path: Path, rows: Iterable[tuple[bytes, int]]) -> int:

@@ -29,7 +29,8 @@ WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
 FIRST_NAME, LAST_NAMES = "tench", frozenset({"toilet tissue", "toilet paper", "bathroom tissue"})
 # "without mask" and "no mask" are the same name, and differ from "mask".
 NO_WORDS = frozenset({"no", "not", "non", "without", "w/o"})
-NEGATIONS = NO_WORDS | {"un", "anti", "none", "nor", "never", "cannot", "lacking", "missing", "absent", "minus", "sans"}
+# A normalised name with such a word is no list of synonyms: "mask, not worn" is no mask.
+NEGATION = re.compile(r"\b(?:no|un|anti|never|lacking|missing)\b|n['\u2019]t\b")
 # One-sided error rates of two tests: the choice between two matchings, and predictions better than chance.
 CHOICE_ERROR, CHANCE_ERROR = 0.01, 0.05
 # With fewer images a gain of MIN_GAIN may be chance: of 100 images its standard error is at most seven points.
@@ -66,43 +67,49 @@ def match_labels(
     Raises:
         AcquisitionError: no label is a class, or none in the chosen way.
     """
-    if ids_by_rule := _match_by_order(labels, id2label, ordered=ordered):
-        ways = [
-            Matching(
-                by="name" if rule == "id" else rule,
-                matches=tuple(_match(label, index, id2label, rule) for label, index in zip(labels, ids, strict=True)),
-                class_of=dict(enumerate(ids)),
-            )
-            for rule, ids in ids_by_rule.items()
-        ]
-        return _select_by_kind(ways, by)
-    matches = _match_by_name(labels, id2label)
-    class_of = {position: match.model_id for position, match in enumerate(matches) if match.model_id is not None}
-    if not class_of:
-        raise AcquisitionError(
-            f"no label of the data set is a class of the model: the data set has {format_names(list(labels))}, "
-            f"the model {format_names([id2label[index] for index in sorted(id2label)])}; "
-            "choose a model that was trained on these classes, or another label_column"
+    ways = [
+        Matching(
+            by="name" if rule == "id" else rule,
+            matches=tuple(_match(label, index, id2label, rule) for label, index in zip(labels, ids, strict=True)),
+            class_of=dict(enumerate(ids)),
         )
-    return _select_by_kind([Matching("name", matches, class_of)], by)
+        for rule, ids in _match_by_order(labels, id2label, ordered=ordered).items()
+    ]
+    if not ways:
+        matches = _match_by_name(labels, id2label)
+        class_of = {position: match.model_id for position, match in enumerate(matches) if match.model_id is not None}
+        if not class_of:
+            raise AcquisitionError(
+                f"no label of the data set is a class of the model: the data set has {format_names(list(labels))}, "
+                f"the model {format_names([id2label[index] for index in sorted(id2label)])}; "
+                "choose a model that was trained on these classes, or another label_column"
+            )
+        ways = [Matching("name", matches, class_of)]
+    return _select_by_kind(ways, by)
 
 
 def match_numbers(numbers: Iterable[int], id2label: Mapping[int, str], *, by: MatchBy = "auto") -> tuple[Matching, ...]:
     """Return every way in which integer labels fit: as names, ids, or ids from 1; AcquisitionError if none is of kind `by`."""
-    ordered = sorted(numbers)
+    ordered, num_classes = sorted(numbers), len(id2label)
+    has_distinct_names = len(set(id2label.values())) == num_classes
     class_of_by_kind: dict[MatchKind, Mapping[int, int]] = {
-        "name": classes_named_by_number(id2label),
+        "name": {
+            int(name): index
+            for index, name in id2label.items()
+            if has_distinct_names and re.fullmatch("0|[1-9][0-9]{,8}", name)
+        },
         "number": {index: index for index in sorted(id2label)},
         "from-1": {index + 1: index for index in sorted(id2label)},
     }
-    ways = [
-        Matching(
-            by=kind,
-            matches=tuple(_match(str(number), class_of[number], id2label, kind) for number in ordered),
-            class_of=class_of,
+    fitting = {kind: class_of for kind, class_of in class_of_by_kind.items() if class_of.keys() >= set(ordered)}
+    if not fitting.keys() & {"name", "number"}:
+        raise AcquisitionError(
+            f"labels are whole numbers from {ordered[0]} to {ordered[-1]}, but the model has {num_classes} classes, 0 to "
+            f"{num_classes - 1}: name another label_column, or choose a model that was trained on these classes"
         )
-        for kind, class_of in class_of_by_kind.items()
-        if class_of.keys() >= set(ordered)
+    ways = [
+        Matching(kind, tuple(_match(str(number), class_of[number], id2label, kind) for number in ordered), class_of)
+        for kind, class_of in fitting.items()
     ]
     return _select_by_kind(ways, by)
 
@@ -141,15 +148,15 @@ def choose_matching(matchings: Sequence[Matching], predicted: Classes, true: Cla
     # Show a label that the two matchings disagree on, which a reader can check.
     pairs = enumerate(zip(ranked[0].matches, ranked[1].matches, strict=True))
     position = next(position for position, (a, b) in pairs if a.model_id != b.model_id)
-    accuracies = [
+    accuracies = ", ".join(
         f"by {way.by} ({_format_pair(way.matches[position])}) {np.mean(true_by[way.by] == predicted):.0%} right"
         for way in ranked
-    ]
+    )
     message = f"labels fit the classes in {len(ranked)} ways, and the model's answers on {len(true)} calibration images"
     if is_better and _is_above_chance(predicted, true_by[ranked[0].by], CHOICE_ERROR):
-        return ranked[0], f"{message} decide: {', '.join(accuracies)}"
+        return ranked[0], f"{message} decide: {accuracies}"
     kinds = " or ".join(way.by for way in ranked)
-    raise AcquisitionError(f"{message} don't decide: {', '.join(accuracies)}; set label_match to {kinds}")
+    raise AcquisitionError(f"{message} don't decide: {accuracies}; set label_match to {kinds}")
 
 
 def why_doubtful(predicted: Classes, true: Classes, matches: Sequence[LabelMatch]) -> str | None:
@@ -195,37 +202,35 @@ def _mislabelling_reason(predicted: Classes, true: Classes, matches: Sequence[La
     current, paired = np.mean(prediction[1::2] == label[1::2]), np.mean(prediction[1::2] == pairing[label[1::2]])
     if paired - current < MIN_GAIN:
         return None
-    label_of = {match.model_id: match.dataset_label for match in matches}
-    name_of = {match.model_id: match.model_label for match in matches}
+    label_of = {match.model_id: match.dataset_label[:MAX_QUOTED] for match in matches}
+    name_of = {match.model_id: (match.model_label or "")[:MAX_QUOTED] for match in matches}
     moves = [(int(classes[old]), int(classes[pairing[old]])) for old in np.unique(label) if pairing[old] != old]
-    pairs = [
-        f"{label_of.get(index, str(index))[:MAX_QUOTED]!r} as {(name_of.get(new) or f'class {new}')[:MAX_QUOTED]!r} "
-        f"and not {(name_of.get(index) or str(index))[:MAX_QUOTED]!r}"
-        for index, new in moves[:NUM_PAIRS_SHOWN]
-    ]
+    pairs = ", ".join(
+        f"{label_of.get(old, str(old))!r} as {name_of.get(new, str(new))!r} and not {name_of.get(old, str(old))!r}"
+        for old, new in moves[:NUM_PAIRS_SHOWN]
+    )
     rest = f" and {len(moves) - NUM_PAIRS_SHOWN} more" if len(moves) > NUM_PAIRS_SHOWN else ""
     return (
-        f"the model answers {current:.0%} of the images right as labels and classes are matched, and {paired:.0%} with "
-        f"{', '.join(pairs)}{rest}: correct the names of its classes in config.json (id2label, or timm's label_names), or "
-        "those of the data set"
+        f"the model answers {current:.0%} of the images right as labels and classes are matched, and {paired:.0%} with {pairs}{rest}: "
+        "correct the names of its classes in config.json (id2label, or timm's label_names), or those of the data set"
     )
 
 
 def order_match_note(matches: Sequence[LabelMatch]) -> str | None:
     """Return a note on labels matched by order only: each pair, and what to do if it is wrong; None without any."""
-    by_order_only = [
+    guessed = [
         match
         for match in matches
         if match.rule in ORDER_RULES
         and _parse_number(match.dataset_label) != _parse_number(match.model_label or "")
         and not _synonyms(match.dataset_label) & _synonyms(match.model_label or "")
     ]
-    if not by_order_only:
+    if not guessed:
         return None
-    are_numbers = _parse_number(by_order_only[0].dataset_label) is not None
-    rest = f" and {len(by_order_only) - NUM_SHOWN} more alike" if len(by_order_only) > NUM_SHOWN else ""
+    basis = "places" if _parse_number(guessed[0].dataset_label) is None else "numbers"
+    rest = f" and {len(guessed) - NUM_SHOWN} more alike" if len(guessed) > NUM_SHOWN else ""
     return (
-        f"{', '.join(map(_format_pair, by_order_only[:NUM_SHOWN]))}{rest}, by their {'numbers' if are_numbers else 'places'} alone: if the model was trained with "
+        f"{', '.join(map(_format_pair, guessed[:NUM_SHOWN]))}{rest}, by their {basis} alone: if the model was trained with "
         "another order, right answers count as wrong, so name its classes in config.json (id2label, or timm's label_names)"
     )
 
@@ -240,26 +245,15 @@ def format_names(names: Sequence[str]) -> str:
     return ", ".join(repr(name[:MAX_QUOTED]) for name in names[:NUM_SHOWN]) + rest
 
 
-def classes_named_by_number(id2label: Mapping[int, str]) -> dict[int, int]:
-    """Map each number that is the name of a class to that class; empty if two classes share a name."""
-    if len(set(id2label.values())) != len(id2label):
-        return {}
-    digits = {name: index for index, name in id2label.items() if name.isascii() and name.isdecimal() and len(name) < 10}
-    return {int(name): index for name, index in digits.items() if str(int(name)) == name}
-
-
 def _normalise(name: str) -> str:
     words = re.split(r"[\s_\-]+", name.casefold().strip())
     return " ".join("no" if word in NO_WORDS else word for word in words)
 
 
 def _synonyms(name: str) -> frozenset[str]:
-    """Return the normalised name and its comma-separated parts, ImageNet's synonyms; "mask, not worn" has no such parts."""
+    """Return the normalised name and its comma-separated parts, ImageNet's synonyms."""
     whole, *parts = (_normalise(part) for part in (name, *name.split(",")))
-    are_negated = {
-        any(word in NEGATIONS or word.endswith(("n't", "n\u2019t")) for word in part.split()) for part in parts
-    }
-    return frozenset(filter(None, (whole, *(parts if len(are_negated) == 1 else ()))))
+    return frozenset(filter(None, (whole, *(() if NEGATION.search(whole) else parts))))
 
 
 def _parse_number(name: str) -> int | None:
@@ -289,10 +283,8 @@ def _match_by_order(
     model_labels = [id2label[offset + position] for position in positions]
     # Libraries write LABEL_3, or 3, for class 3 of a model without names.
     is_unnamed = offset == 0 and _parse_ids(model_labels) == positions
-    are_permuted = _are_permuted(labels, model_labels) or _are_permuted(
-        [*map(_normalise, labels)], [*map(_normalise, model_labels)]
-    )
-    if are_permuted and not is_unnamed:
+    normalised = [*map(_normalise, labels)], [*map(_normalise, model_labels)]
+    if not is_unnamed and (_are_permuted(labels, model_labels) or _are_permuted(*normalised)):
         return {}
     is_offset_known = offset == 0 or BACKGROUND in _synonyms(id2label[0])
     names_agree = all(_synonyms(label) & _synonyms(name) for label, name in zip(labels, model_labels, strict=True))

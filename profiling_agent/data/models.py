@@ -1,8 +1,6 @@
 """Image classifiers and their image processors from the Hub, a folder or the references; and the device to run on."""
 
 import json
-import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +8,12 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from huggingface_hub import HfApi
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, TimmWrapperConfig
 from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
-from profiling_agent.data.hub import did_you_mean, fetch_model, hub_errors, is_local, library_errors, local_folder
+from profiling_agent.data.hub import did_you_mean, fetch_model, is_local, library_errors, local_folder
 from profiling_agent.data.reference import PREFIX, reference_model
 from profiling_agent.errors import AcquisitionError, RequestError
 from profiling_agent.lib.progress import Progress, silent
@@ -29,11 +25,6 @@ WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "
 # Files of this package's saved and exported models, whose int8 weights transformers may read as floats.
 OUTPUT_FILES = ("recipe.json", "layers.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-PICKLE_EXTENSIONS = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-# The start of the pointer file that a clone without Git LFS holds in place of a large file.
-LFS_HEADER = b"version https://git-lfs"
-# Half-precision dtypes by their safetensors names.
-HALF_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +64,24 @@ def load_model(
             commit = folder.name
         progress(f"loading {name}", 0, 0)
         config = _read_config(folder, name)
-        files = _weight_files(folder, name, commit)
-        model: Any = _read_weights(folder, name, config, files[0].name)
+        dtype = config.dtype
+        model: Any = _read_weights(folder, name, config)
         processor = _read_processor(folder, name, config)
         model.config.name_or_path = model.name_or_path = str(folder)
+    note = None
+    if dtype in (torch.float16, torch.bfloat16):
+        megabytes = sum(2 * parameter.numel() for parameter in model.parameters()) / 1e6
+        note = (
+            f"the weights are stored in {str(dtype).removeprefix('torch.')}, {megabytes:.3g} MB: the baseline is float32, of twice "
+            "that, and all sizes and speeds are compared with that"
+        )
     return LoadedModel(
         model=model.to(device).eval(),
         processor=processor,
         source=str(folder) if is_local(name) else name,
         revision=commit,
         architecture=type(model).__name__,
-        note=_precision_note(files),
+        note=note,
     )
 
 
@@ -91,14 +89,18 @@ def _read_config(folder: Path, name: str) -> Any:
     """Return the configuration of a transformers image classifier, with a name for every class."""
     if any((folder / file).exists() for file in OUTPUT_FILES):
         raise AcquisitionError(f"model {name!r} was written by profiling-agent: give the model that it was made from")
+    if (folder / ADAPTER).exists():
+        raise AcquisitionError(
+            f"model {name!r} is an adapter of another ({ADAPTER}): merge it into its base model, and save that"
+        )
     if not (folder / "config.json").exists():
         raise AcquisitionError(f"model {name!r} has no config.json: give an ordinary Hugging Face model folder or id")
     with library_errors(f"model {name!r} has a config.json that is damaged, or can't be read: "):
         fields: dict[str, Any] = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     _check_kind(fields, name)
-    problem_start = f"model {name!r} has a config.json that can't be used, "
-    advice = ": correct it, or save the model again"
-    with library_errors(problem_start, advice):
+    with library_errors(
+        f"model {name!r} has a config.json that can't be used, ", ": correct it, or save the model again"
+    ):
         if is_timm(fields):
 
             def refuse(problem: str) -> AcquisitionError:
@@ -109,18 +111,17 @@ def _read_config(folder: Path, name: str) -> Any:
             config: Any = TimmWrapperConfig.from_dict(fields)
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    class_names = config.id2label
-    if not class_names or not all(isinstance(label, str) for label in class_names.values()):
-        raise AcquisitionError(f"{problem_start}it has no names of classes (id2label){advice}")
-    if len(class_names) < 2:
-        raise AcquisitionError(
-            f"model {name!r} has one output ({next(iter(class_names.values()))!r}), whose answer is the same for every image: "
-            "give a classifier with an output for each of two classes or more"
-        )
+        labels = dict(config.id2label)
     # Labels of a data set become these numbers, and are compared with the indices of logits.
-    if set(class_names) != set(range(len(class_names))):
+    if set(labels) != set(range(len(labels))) or not all(isinstance(label, str) for label in labels.values()):
         raise AcquisitionError(
-            f"{problem_start}its {len(class_names)} names of classes (id2label) aren't numbered from 0 to {len(class_names) - 1}{advice}"
+            f"model {name!r} has a config.json whose names of classes (id2label) aren't numbered from 0 to {len(labels) - 1}: "
+            'give them as {"0": "cat", "1": "dog"}'
+        )
+    if len(labels) < 2:
+        raise AcquisitionError(
+            f"model {name!r} has one output ({labels.get(0)!r}), whose answer is the same for every image: give a classifier with "
+            "an output for each of two classes or more"
         )
     return config
 
@@ -131,13 +132,7 @@ def _check_kind(fields: dict[str, Any], name: str) -> None:
         raise AcquisitionError(
             f"model {name!r} is quantized already (quantization_config): give the one it was made from"
         )
-    if isinstance(fields.get("id2label"), list):
-        raise AcquisitionError(
-            f'model {name!r} has a config.json whose id2label maps no numbers to names: give it as {{"0": "cat", "1": "dog"}}'
-        )
     model_type = TIMM if is_timm(fields) else fields.get("model_type")
-    if model_type is None:
-        raise AcquisitionError(f"model {name!r} has a config.json without a model_type: it is damaged")
     if model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         return
     if fields.get("auto_map"):
@@ -146,50 +141,27 @@ def _check_kind(fields: dict[str, Any], name: str) -> None:
         raise AcquisitionError(
             f"model {name!r} has a config.json with model_type {model_type!r}, which transformers "
             f"{transformers.__version__} doesn't know: choose an architecture that it implements"
-            f"{did_you_mean(model_type, list(MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES))}"
+            f"{did_you_mean(str(model_type), list(MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES))}"
         )
     built_for = ", ".join(fields.get("architectures") or [model_type])
     raise AcquisitionError(f"model {name!r} is no image classifier ({built_for}): choose one that is")
 
 
-def _weight_files(folder: Path, name: str, commit: str | None) -> list[Path]:
-    """Return the safetensors files of a model; AcquisitionError if there are none, or if they are outside its folder."""
-    if (folder / ADAPTER).exists():
+def _read_weights(folder: Path, name: str, config: Any) -> nn.Module:
+    """Return the model with all of its weights, which are in safetensors files of its folder."""
+    if not any((folder / file).exists() for file in (WEIGHTS, INDEX)):
         raise AcquisitionError(
-            f"model {name!r} is an adapter of another ({ADAPTER}): merge it into its base model, and save that"
+            f"model {name!r} has no {WEIGHTS}: save its weights as safetensors, as pickles (.bin, .pt, .pth, .ckpt) are never loaded"
         )
-    files = [folder / WEIGHTS]
-    if not files[0].exists() and (folder / INDEX).exists():
-        with library_errors(f"model {name!r} has a {INDEX} that is damaged: "):
-            files = [folder / file for file in set(json.loads((folder / INDEX).read_text())["weight_map"].values())]
-    for file in files:
-        if file.parent != folder or file.suffix != ".safetensors":
-            raise AcquisitionError(f"model {name!r} has a {INDEX} that names {str(file)!r}, which is no safetensors file in its folder")  # fmt: skip
-        if not file.exists():
-            raise _missing_weights_error(folder, name, commit, file.name)
-        with file.open("rb") as stream:
-            if stream.read(len(LFS_HEADER)) == LFS_HEADER:
+    with library_errors(f"model {name!r} can't be loaded from {WEIGHTS}, ", ": download it again, or save it again"):
+        if not (folder / WEIGHTS).exists():
+            files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+            paths = {file: folder / file for file in files}
+            refused = [file for file, path in paths.items() if path.parent != folder or path.suffix != ".safetensors"]
+            if refused:
                 raise AcquisitionError(
-                    f"model {name!r} has a {file.name} that only points to its weights (Git LFS): fetch them with `git lfs pull`"
+                    f"model {name!r} has a {INDEX} that names {refused[0]!r}, which is no safetensors file in its folder"
                 )
-    return files
-
-
-def _missing_weights_error(folder: Path, name: str, commit: str | None, missing: str) -> AcquisitionError:
-    """Build the error for missing weights; it names a pickle in the folder or on the Hub, without fetching it."""
-    files = [path.name for path in folder.iterdir()]
-    if commit and not any(file.endswith(PICKLE_EXTENSIONS) for file in files):
-        with hub_errors("model", name, commit):
-            files = HfApi().list_repo_files(name, revision=commit)
-    if pickles := sorted(file for file in files if file.endswith(PICKLE_EXTENSIONS)):
-        reason = f"its weights only as pickle ({pickles[0]!r}), which is never loaded: convert them to safetensors"
-    else:
-        reason = f"no weights: {missing} is missing"
-    return AcquisitionError(f"model {name!r} has {reason}")
-
-
-def _read_weights(folder: Path, name: str, config: Any, file: str) -> nn.Module:
-    with library_errors(f"model {name!r} can't be loaded from {file}, ", ": download it again, or save it again"):
         model, info = AutoModelForImageClassification.from_pretrained(
             folder,
             config=config,
@@ -221,11 +193,10 @@ def _check_shapes(name: str, config: Any, mismatched: Iterable[tuple[str, Sequen
         return
     (key, stored, built), num_names = mismatches[0], len(config.id2label)
     if all(built_shape[:1] == (num_names,) for _, _, built_shape in mismatches):
-        field, advice = ("id2label; 2 where it has none", "name each of these in id2label")
-        if config.model_type == TIMM:
-            field, advice = ("num_classes", "correct it there, in label_names too")
+        names = "num_classes and label_names" if config.model_type == TIMM else "id2label; 2 where it has none"
         raise AcquisitionError(
-            f"model {name!r} has {num_names} classes by its config.json ({field}), and {stored[0]} by its weights ({key!r}): {advice}"
+            f"model {name!r} has {num_names} classes by its config.json ({names}), and {stored[0]} by its weights ({key!r}): "
+            "name each of these"
         )
     raise AcquisitionError(
         f"model {name!r} has weights that aren't its config.json's: {key!r} has the shape {stored}, {built} by the config, and "
@@ -255,23 +226,6 @@ def _read_processor(folder: Path, name: str, config: Any) -> Any:
             trust_remote_code=False,
             local_files_only=True,
         )
-
-
-def _precision_note(files: Iterable[Path]) -> str | None:
-    """Return a note for a checkpoint in half precision, since its sizes are compared with float32, of twice the bytes."""
-    counts = Counter[str]()
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 (no mapping)
-                tensor = opened.get_slice(key)
-                counts[tensor.get_dtype()] += math.prod(tensor.get_shape())
-    dtype, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
-    if dtype not in HALF_DTYPES:
-        return None
-    return (
-        f"the weights are stored in {HALF_DTYPES[dtype]}, {2 * count / 1e6:.3g} MB: the baseline is float32, of twice that, and all sizes and "
-        "speeds are compared with that"
-    )
 
 
 def resolve_device(name: str) -> Literal["cpu", "cuda"]:

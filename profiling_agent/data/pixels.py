@@ -2,25 +2,13 @@
 
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
-ORIENTATION = 0x0112
-# The transposition that makes an image upright, by its EXIF orientation; orientation 1 needs none.
-UPRIGHT_BY_ORIENTATION = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-# Keys of `Image.info` whose values may hold an orientation.
-ORIENTATION_KEYS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
 # Errors that Pillow raises for broken metadata of images that it can still decode.
 METADATA_ERRORS = (
     ArithmeticError,
@@ -46,25 +34,15 @@ RESAMPLE = {
 def upright_rgb(image: Image.Image) -> Image.Image:
     """Convert an image to 8-bit RGB, turned by its EXIF orientation; scale deeper pixels, and drop transparency."""
     image.load()
-    # An upright image is not copied: a photograph may have hundreds of megabytes.
-    if (transpose := _upright_transpose(image)) is not None:
-        image = image.transpose(transpose)
-        # A later reader must not turn it again. Pillow's exif_transpose rewrites the whole EXIF, and fails if a tag is odd.
-        for key in ORIENTATION_KEYS:
-            image.info.pop(key, None)
+    # In place, as a photograph may have hundreds of megabytes. Pillow turns it before it writes its EXIF again, which may fail.
+    with suppress(*METADATA_ERRORS):
+        ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith(("I", "F")):
         image = _to_eight_bit(image)
     if image.mode == "P":
         # Keeps transparency that is given as bytes; converting straight to RGB warns.
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _upright_transpose(image: Image.Image) -> Image.Transpose | None:
-    try:
-        return UPRIGHT_BY_ORIENTATION.get(image.getexif().get(ORIENTATION, 1))
-    except METADATA_ERRORS:
-        return None
 
 
 def _to_eight_bit(image: Image.Image) -> Image.Image:

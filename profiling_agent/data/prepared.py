@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from profiling_agent.errors import ArtifactError
@@ -160,30 +159,17 @@ def _process(images: "Sequence[Image]", rows: range, processor: Any) -> Pixels:
     return values
 
 
-def _open_shard(folder: Path) -> tuple[NDArray[np.uint8] | Pixels, Labels, Pixels | None]:
-    """Return a shard's pixels, labels, and the decoding table if pixels are bytes; ArtifactError if it is damaged."""
-    try:
-        pixels = np.load(folder / PIXELS, mmap_mode="r", allow_pickle=False)
-        arrays = load_file(folder / LABELS)
-        labels = arrays["labels"]
-    except (OSError, EOFError, KeyError, ValueError, SafetensorError) as error:
-        raise ArtifactError(f"the prepared images in {str(folder)!r} can't be read ({error}): run again") from error
-    if len(pixels) != len(labels):
-        counts = f"{len(pixels)} images, {len(labels)} labels"
-        raise ArtifactError(f"the prepared images in {str(folder)!r} can't be read ({counts}): run again")
-    return pixels, labels, arrays.get("table")
-
-
 class PreparedImages:
     """The images of several shards, one shard after the other; pixels are read from disk on request."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Open folders written by `write_prepared`; ArtifactError if one is damaged, or shapes differ."""
-        self._shards = [_open_shard(folder) for folder in folders]
-        shapes = {pixels.shape[1:] for pixels, _, _ in self._shards}
+        """Open folders written by `write_prepared`; ArtifactError if shapes differ."""
+        self._pixels = [np.load(folder / PIXELS, mmap_mode="r", allow_pickle=False) for folder in folders]
+        self._arrays = [load_file(folder / LABELS) for folder in folders]
+        shapes = {pixels.shape[1:] for pixels in self._pixels}
         if len(shapes) > 1:
             raise ArtifactError(f"the prepared images have the shapes {sorted(shapes)!r}: let the processor give one")
-        self._starts = tuple(accumulate((len(labels) for _, labels, _ in self._shards), initial=0))
+        self._starts = tuple(accumulate(map(len, self._pixels), initial=0))
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -191,19 +177,19 @@ class PreparedImages:
     @property
     def labels(self) -> Labels:
         """Return the class id of each image."""
-        return np.concatenate([np.empty(0, np.int64), *(labels for _, labels, _ in self._shards)])
+        return np.concatenate([np.empty(0, np.int64), *(arrays["labels"] for arrays in self._arrays)])
 
     def pixel_values(self, rows: Sequence[int]) -> Pixels:
         """Return the images at `rows`, at least one, as the model takes them: (n, channels, height, width)."""
-        values = np.empty((len(rows), *self._shards[0][0].shape[1:]), np.float32)
+        values = np.empty((len(rows), *self._pixels[0].shape[1:]), np.float32)
         for index, row in enumerate(rows):
             shard = bisect_right(self._starts, row) - 1
-            (pixels, _, table), shard_row = self._shards[shard], row - self._starts[shard]
+            pixels, table = self._pixels[shard][row - self._starts[shard]], self._arrays[shard].get("table")
             if table is None:
-                values[index] = pixels[shard_row]
+                values[index] = pixels
             else:
                 for channel, channel_values in enumerate(table):
-                    channel_values.take(pixels[shard_row, channel], out=values[index, channel], mode="clip")
+                    channel_values.take(pixels[channel], out=values[index, channel], mode="clip")
         return values
 
     def batches(self, batch_size: int, *, limit: int | None = None) -> Iterator[tuple[Pixels, Labels]]:

@@ -168,11 +168,7 @@ def _fit(model: Any, recipe: TrainingRecipe, images: Tensor, labels: Tensor, pro
 def train(recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
     """Train the classifier and return it in eval mode, with the running average of its weights.
 
-    Args:
-        recipe: the classifier and its training.
-        images: pixel values as the model takes them, float32 (n, 3, h, w).
-        labels: class ids, int64 (n,).
-        progress: called after every step.
+    `images` are pixel values, float32 (n, 3, h, w), `labels` class ids, int64 (n,); `progress` is called after every step.
     """
     num_threads = torch.get_num_threads()
     # Makes sums independent of the number of cores; at these sizes a second thread gains little.

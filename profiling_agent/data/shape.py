@@ -1,7 +1,7 @@
 """The input shape of a model: rules that propose a shape, most trustworthy first, and a forward pass that verifies it."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -14,8 +14,6 @@ from profiling_agent.errors import ShapeUnresolvedError
 from profiling_agent.lib.modules import device_of, preserving_state
 from profiling_agent.schemas import InputSpec, ShapeFacts
 
-Rule = Callable[[nn.Module, Any], InputSpec | None]
-
 # Two aspect ratios: a processor that keeps the aspect ratio gives two shapes, and so does not fix one.
 BLANK_SIZES = ((320, 320), (480, 320))
 USUAL_SIZE = 224
@@ -27,20 +25,15 @@ MAX_SETTINGS = 40
 def from_processor(model: nn.Module, processor: Any) -> InputSpec | None:  # noqa: ARG001 (all rules take both)
     """Return the shape that the image processor actually outputs, whatever its settings; None if it outputs several."""
     shapes = set[tuple[int, ...]]()
-    for size in BLANK_SIZES:
+    try:
         # The processor may be for another modality, or its settings may fit no image.
-        try:
-            with library_errors("", kind=ShapeUnresolvedError):
+        with library_errors("", kind=ShapeUnresolvedError):
+            for size in BLANK_SIZES:
                 blank = to_processor_channels(Image.new("RGB", size), processor)
-                pixels = processor(images=blank, return_tensors="pt")["pixel_values"]
-        except ShapeUnresolvedError:
-            return None
-        if not isinstance(pixels, torch.Tensor) or pixels.dim() != 4:
-            return None
-        shapes.add(tuple(pixels.shape[1:]))
-    if len(shapes) > 1:
+                shapes.add(tuple(processor(images=blank, return_tensors="pt")["pixel_values"].shape[1:]))
+            ((channels, height, width),) = shapes
+    except ShapeUnresolvedError:
         return None
-    channels, height, width = shapes.pop()
     return InputSpec(channels=channels, height=height, width=width, source="image processor")
 
 
@@ -67,7 +60,15 @@ def from_first_convolution(model: nn.Module, processor: Any) -> InputSpec | None
 
 
 # The first two read a size; the first convolution guesses it.
-RULES: tuple[Rule, ...] = (from_processor, from_config, from_first_convolution)
+RULES: tuple[Callable[[nn.Module, Any], InputSpec | None], ...] = (from_processor, from_config, from_first_convolution)
+
+
+class ShapeFinding(NamedTuple):
+    """A rule's shape, or None without an answer; and why the model or the rule's own numbers refuse it."""
+
+    rule: str
+    spec: InputSpec | None
+    refusal: str | None
 
 
 def verify(model: nn.Module, spec: InputSpec) -> None:
@@ -87,32 +88,39 @@ def verify(model: nn.Module, spec: InputSpec) -> None:
         raise ShapeUnresolvedError(f"the model answers one image of {shape} with {result!r}, not one row of logits")
 
 
+def _findings(model: nn.Module, processor: Any) -> Iterator[ShapeFinding]:
+    """Yield the answer of each rule, verified by a forward pass."""
+    for rule in RULES:
+        spec = refusal = None
+        try:
+            spec = rule(model, processor)
+            if spec is not None:
+                verify(model, spec)
+        except ValidationError as error:
+            invalid = error.errors()[0]
+            refusal = f"it says {invalid['loc'][0]} = {invalid['input']!r}"
+        except ShapeUnresolvedError as error:
+            refusal = str(error)
+        yield ShapeFinding(rule.__name__, spec, refusal)
+
+
 def resolve_input_shape(model: nn.Module, processor: Any) -> InputSpec:
     """Return the first shape of `RULES` that passes a forward pass.
 
-    `source` names its rule and, after semicolons, each shape that the model refused, and the config's shape if it differs from
-    the processor's.
+    `source` names its rule and, after semicolons, each shape that was refused.
 
     Raises:
         ShapeUnresolvedError: no rule gave a shape that the model accepts; the message lists what was tried.
     """
     notes: list[str] = []
-    for rule in RULES:
-        spec, refusal = _propose_and_verify(rule, model, processor)
+    for rule, spec, refusal in _findings(model, processor):
         if refusal is not None:
-            notes.append(f"{rule.__name__}: {refusal}")
+            notes.append(f"{rule}: {refusal}")
         elif spec is not None:
-            if rule is from_processor:
-                try:
-                    stated = _propose(from_config, model, processor)
-                    if stated and stated.batch(1) != spec.batch(1):
-                        notes.append(f"{stated.source} says {_format_shape(stated)}")
-                except ShapeUnresolvedError as error:
-                    notes.append(f"{from_config.__name__}: {error}")
             return spec.model_copy(update={"source": "; ".join((spec.source, *notes))})
-    rule_names = ", ".join(rule.__name__ for rule in RULES)
+    tried = "; ".join(notes) or f"no answer from {', '.join(rule.__name__ for rule in RULES)}"
     raise ShapeUnresolvedError(
-        f"no rule gave an input shape that the model accepts ({'; '.join(notes) or f'no answer from {rule_names!r}'}); "
+        f"no rule gave an input shape that the model accepts ({tried}); "
         "set image_size and num_channels in the model's config, or save an image processor with the model"
     )
 
@@ -123,21 +131,16 @@ def check_processor(model: nn.Module, processor: Any) -> None:
     Raises:
         ShapeUnresolvedError: the model refuses them; the message has the shape of its config.
     """
-    if (spec := _propose(from_processor, model, processor)) is None:
+    if (spec := from_processor(model, processor)) is None:
         return
     try:
         verify(model, spec)
     except ShapeUnresolvedError as error:
-        stated = _propose(from_config, model, processor)
+        stated = from_config(model, processor)
         by_config = f", and its config.json says {_format_shape(stated)}" if stated else ""
-        channels = getattr(getattr(model, "config", None), "num_channels", spec.channels)
-        advice = (
-            "correct size and crop_size"
-            if channels == spec.channels
-            else f"it has {channels} channels: give image_mean and image_std of as many values, {channels},"
-        )
         raise ShapeUnresolvedError(
-            f"the image processor doesn't fit the model: {error}{by_config}; {advice} in preprocessor_config.json"
+            f"the image processor doesn't fit the model: {error}{by_config}; correct size, crop_size, image_mean and image_std in "
+            "preprocessor_config.json"
         ) from error
 
 
@@ -146,43 +149,21 @@ def survey(model: nn.Module, processor: Any) -> ShapeFacts:
 
     The shape is certain if the processor and the config, as far as they have one, agree on it, and the model accepts it.
     """
-    findings: list[str] = []
-    stated_shapes: set[tuple[int, ...]] = set()
-    is_certain = True
-    for rule in RULES:
-        spec, refusal = _propose_and_verify(rule, model, processor)
-        if spec is None and refusal is None:
-            findings.append(f"{rule.__name__}: no answer")
-            continue
-        outcome = "which the model accepts" if refusal is None else f"but {refusal}"
-        findings.append(f"{rule.__name__}: {f'{_format_shape(spec)}, {outcome}' if spec else refusal}")
-        if rule is not from_first_convolution:
-            is_certain = is_certain and refusal is None
-            stated_shapes.add(spec.batch(1) if spec else ())
+    findings = list(_findings(model, processor))
+    read = [finding for finding in findings[:2] if finding.spec or finding.refusal]
+    shapes = {finding.spec.batch(1) if finding.spec else () for finding in read}
     return ShapeFacts(
         settings=_image_settings(model, "model config") + _image_settings(processor, "image processor"),
-        findings=tuple(findings),
-        is_certain=is_certain and len(stated_shapes) == 1,
+        findings=tuple(f"{finding.rule}: {_format_finding(finding)}" for finding in findings),
+        is_certain=len(shapes) == 1 and not any(finding.refusal for finding in read),
     )
 
 
-def _propose(rule: Rule, model: nn.Module, processor: Any) -> InputSpec | None:
-    try:
-        return rule(model, processor)
-    except ValidationError as error:
-        invalid = error.errors()[0]
-        raise ShapeUnresolvedError(f"it says {invalid['loc'][0]} = {invalid['input']!r}") from error
-
-
-def _propose_and_verify(rule: Rule, model: nn.Module, processor: Any) -> tuple[InputSpec | None, str | None]:
-    spec = None
-    try:
-        spec = _propose(rule, model, processor)
-        if spec is not None:
-            verify(model, spec)
-    except ShapeUnresolvedError as error:
-        return spec, str(error)
-    return spec, None
+def _format_finding(finding: ShapeFinding) -> str:
+    if finding.spec is None:
+        return finding.refusal or "no answer"
+    outcome = f"but {finding.refusal}" if finding.refusal else "which the model accepts"
+    return f"{_format_shape(finding.spec)}, {outcome}"
 
 
 def _format_shape(spec: InputSpec) -> str:

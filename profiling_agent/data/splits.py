@@ -8,24 +8,23 @@ import hashlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
-import datasets
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.data.columns import (
-    MAX_STREAMED_LABELS,
+from profiling_agent.data.dataset import (
     Columns,
+    DataQuery,
+    OpenedData,
     choose_columns,
     is_label,
     label_candidates,
     match_column,
+    open_data,
 )
-from profiling_agent.data.dataset import BATCH_IMAGES, DataQuery, OpenedData, open_data
-from profiling_agent.data.hub import MAX_TEXT, did_you_mean
+from profiling_agent.data.hub import did_you_mean
 from profiling_agent.data.images import FORMATS, decode_rgb, write_rows
 from profiling_agent.data.labels import Matching, format_names, order_match_note
 from profiling_agent.errors import AcquisitionError, CorruptImageError
@@ -43,6 +42,8 @@ NUM_LABELS_CHECKED = 100
 MAX_CORRUPT = MAX_REPEATED = 0.01
 NUM_DAMAGED_SHOWN = 5
 UNMAPPED = -1
+# Few, as a table of photographs has hundreds of megabytes in as many rows as are read of labels.
+BATCH_IMAGES = 64
 PROGRESS_EVERY = 50
 Rows = NDArray[np.int64]
 
@@ -89,41 +90,45 @@ def draw_splits(
         evaluation = choose_evaluation_split(data)
         columns = choose_columns(data, evaluation, id2label)
         train = next((split for split in TRAIN if split in data.splits and split != evaluation), evaluation)
-        if query.num_recovery and train == evaluation:
-            misnamed = data.misnamed_splits()
+        has_train = train != evaluation
+        if query.num_recovery and not has_train:
             raise AcquisitionError(
                 f"dataset {query.dataset!r} has no train split besides {evaluation!r}, and to recover would be to train on the "
                 "images that accuracy is measured on: set recover_epochs to 0, or choose a data set that has one"
-                f"{misnamed and '; '}{misnamed}"
             )
-        num_rows = num_images_to_read(query.num_samples, NUM_CALIBRATION if train == evaluation else 0)
-        pool = open_pool(data, evaluation, columns, target=num_rows, spool=spool, progress=progress)
-        partition = _read_and_partition(pool, columns.image, pool.usable(query.seed)[:num_rows].tolist(), progress)
-        search = pool.stratified(partition.search, query.seed)
-        calibration = search[: min(NUM_CALIBRATION, len(search) // 2)] if train == evaluation else search[:0]
+        num_rows = num_images_to_read(query.num_samples, 0 if has_train else NUM_CALIBRATION)
+        pool = read_pool(data, evaluation, columns, num_rows=num_rows, spool=spool, progress=progress)
+        partition = pool.partition()
+        search = pool.stratified(partition.search)
+        calibration = search[: 0 if has_train else min(NUM_CALIBRATION, len(search) // 2)]
         search = search[len(calibration) :]
         num_search, num_heldout = evaluation_sizes(len(search), len(partition.heldout), query.num_samples, evaluation)
-        heldout = pool.stratified(partition.heldout, query.seed)
+        heldout = pool.stratified(partition.heldout)
         parts = {"search": pool.by_content(search[:num_search]), "heldout": pool.by_content(heldout[:num_heldout])}
-        if train == evaluation:
+        if not has_train:
             parts = {"calibration": calibration, **parts}
-        drawn, num_in_both = _write_splits(pool, parts, folder, progress), 0
-        if train != evaluation:
+        drawn, notes = _write_splits(pool, parts, folder, progress), [*data.notes, *columns.notes]
+        if has_train:
             train_columns, train_type = columns, data.features(train).get(columns.label)
-            has_other_type = train_type is not None and train_type != data.features(evaluation)[columns.label]
             # If there are several matchings, the model's predictions choose one for all splits.
-            if has_other_type and len(columns.matchings) == 1:
+            if train_type not in (None, data.features(evaluation)[columns.label]) and len(columns.matchings) == 1:
                 # Splits that were made separately may number their classes differently.
                 train_columns = match_column(data, train, columns.image, columns.label, id2label)
             train_splits, num_in_both = _write_train_splits(data, train, train_columns, pool, folder, progress)
             drawn |= train_splits
-        notes = _notes(data, evaluation, train, columns, pool, drawn)
+            if num_in_both:
+                notes.append(
+                    f"{num_in_both} images of split {train!r} are in split {evaluation!r} too, and were left out"
+                )
+        else:
+            notes.append(
+                f"calibration images come from split {train!r} too, disjoint from those that accuracy is measured on"
+            )
         if partition.repeated:
             notes.append(
                 f"{len(partition.repeated)} images of split {evaluation!r} are copies of others, and were counted once"
             )
-        if num_in_both:
-            notes.append(f"{num_in_both} images of split {train!r} are in split {evaluation!r} too, and were left out")
+        notes += _notes(query, evaluation, columns, pool, drawn)
         return DrawnSplits(**drawn, matchings=columns.matchings, notes=tuple(notes))
 
 
@@ -139,181 +144,148 @@ def look_up_labels(
 
 def choose_evaluation_split(data: OpenedData) -> str:
     """Return the labelled split to evaluate on: the requested one, or the first usual one; AcquisitionError if there is none."""
-    name, available, misnamed = data.query.dataset, ", ".join(data.splits), data.misnamed_splits()
-    if (requested := data.query.split) is not None:
-        if requested not in data.splits:
-            advice = f"; {misnamed}" if misnamed else did_you_mean(requested, list(data.splits))
-            raise AcquisitionError(f"dataset {name!r} has no split {requested!r}: use one of {available}{advice}")
-        if not _is_labelled(data, requested):
-            raise AcquisitionError(
-                f"split {requested!r} of {name!r} has no labels (missing or -1): use another of {available}"
-            )
-        return requested
-    refusal: AcquisitionError | None = None
-    for split in (split for split in EVALUATION if split in data.splits):
+    name, requested, available = data.query.dataset, data.query.split, ", ".join(data.splits)
+    if requested is not None and requested not in data.splits:
+        raise AcquisitionError(
+            f"dataset {name!r} has no split {requested!r}: use one of {available}{did_you_mean(requested, list(data.splits))}"
+        )
+    refusals: list[AcquisitionError] = []
+    for split in EVALUATION if requested is None else [requested]:
         try:
-            if _is_labelled(data, split):
+            if split in data.splits and _is_labelled(data, split):
                 return split
         except AcquisitionError as error:
             # A test split may come without the label column that the others have.
-            refusal = refusal or error
-    if refusal is not None:
-        raise refusal
-    advice = misnamed or "name one with split; accuracies on images that the model was trained on are optimistic"
-    raise AcquisitionError(f"dataset {name!r} has no labelled test or validation split (it has {available}): {advice}")
+            refusals.append(error)
+    if refusals:
+        raise refusals[0]
+    if requested is not None:
+        raise AcquisitionError(
+            f"split {requested!r} of {name!r} has no labels (missing or -1): use another of {available}"
+        )
+    raise AcquisitionError(
+        f"dataset {name!r} has no labelled test or validation split (it has {available}): call a folder or table of the data "
+        "set test, in lower case, or name one with split; accuracies on images that the model was trained on are optimistic"
+    )
 
 
 def _is_labelled(data: OpenedData, split: str) -> bool:
     columns = [column for tier in label_candidates(data, split) for column in tier]
-    return any(is_label(cell) for column in columns for cell in islice(data.labels(split, column), NUM_LABELS_CHECKED))
+    return any(is_label(cell) for column in columns for cell in data.labels(split, column, NUM_LABELS_CHECKED))
+
+
+class StoredImage(NamedTuple):
+    """An encoded image in the spool: its offset, its size, and its SHA-256; the digest is None for a cell without one."""
+
+    offset: int
+    size: int
+    digest: bytes | None
+    path: str | None
 
 
 @dataclass(slots=True)
 class Pool:
-    """Labelled rows of one split, and the images of the rows that were read.
+    """Labelled rows of one split, and the images of those that were read, in the file `spool`.
 
-    `labels` are the model's class of each row, or UNMAPPED. The file `spool` holds images, except those in local files.
+    `labels` are the model's class of each row, or UNMAPPED; `rows` were read, in this order.
     """
 
     data: OpenedData
     split: str
-    labels: Rows
     spool: IO[bytes]
-    digests: dict[int, bytes | None] = field(default_factory=dict[int, bytes | None])
-    _cells: dict[int, Any] = field(default_factory=dict[int, Any])
-    _places: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    labels: Rows = field(default_factory=lambda: np.empty(0, np.int64))
+    rows: list[int] = field(default_factory=list[int])
+    images: dict[int, StoredImage] = field(default_factory=dict[int, StoredImage])
 
-    def add(self, row: int, cell: Any) -> None:
-        """Read the image of a row, and store its SHA-256."""
-        image = self.data.image(cell)
-        self.digests[row] = hashlib.sha256(image).digest() if image else None
-        is_in_cell = not isinstance(cell, dict) or cell.get("bytes") is not None
-        self._cells[row] = {"path": cell.get("path")} if isinstance(cell, dict) else None
-        if image and (is_in_cell or not self.data.is_local):
-            self._places[row] = append_image(self.spool, image)
-
-    def read(self, rows: Sequence[int], image_column: str, progress: Progress) -> None:
-        """Read the images of `rows` of a local data set, in its order, up to the last of them."""
-        unread = np.unique(np.asarray([row for row in rows if row not in self.digests], dtype=np.int64))
-        start = done = 0
-        for table in self.data.tables(self.split, [image_column], BATCH_IMAGES) if len(unread) else ():
-            for row in unread[(unread >= start) & (unread < start + len(table))].tolist():
-                self.add(row, table[image_column][row - start].as_py())
-                done += 1
-                if done % PROGRESS_EVERY == 0 or done == len(unread):
-                    progress(f"reading images of {self.split}", done, len(unread))
-            start += len(table)
-            if done == len(unread):
-                break
+    def store(self, cell: Any) -> StoredImage:
+        """Append the image of a cell to the spool."""
+        image = self.data.image(cell) or b""
+        offset = self.spool.seek(0, 2)
+        self.spool.write(image)
+        # Raises on a full disk here, and not while a data set is read.
+        self.spool.flush()
+        path = cell.get("path") if isinstance(cell, dict) else None
+        return StoredImage(offset, len(image), hashlib.sha256(image).digest() if image else None, path)
 
     def image(self, row: int) -> bytes:
         """Return the encoded image of a row that was read; empty if it has none."""
-        if (place := self._places.get(row)) is not None:
-            return read_image(self.spool, place)
-        return self.data.image(self._cells.get(row)) or b""
+        self.spool.seek(self.images[row].offset)
+        return self.spool.read(self.images[row].size)
 
-    def where(self, row: int) -> str:
-        """Return the location of an image that was read: its file, or its row number."""
-        name = self.data.file_name(self._cells.get(row))
-        if name is None:
-            return f"row {row}"
-        return f"{name} in row {row}" if row in self._places and self.data.is_local else name
+    def location(self, row: int) -> str:
+        """Return the location of an image that was read: its row number, and its file if it has one."""
+        path = self.images[row].path
+        return f"row {row} ({path.replace(self.data.root, '')!r})" if path else f"row {row}"
 
-    def usable(self, seed: int) -> Rows:
-        """Return all rows with a class of the model, stratified."""
-        return self.stratified(np.flatnonzero(self.labels != UNMAPPED).tolist(), seed)
-
-    def stratified(self, rows: Sequence[int], seed: int) -> Rows:
+    def stratified(self, rows: Sequence[int]) -> Rows:
         """Return `rows` in an order that follows from the seed, every prefix stratified."""
         indices = np.asarray(rows, dtype=np.int64)
-        return indices[stratified_order(self.labels[indices], seed)]
+        return indices[stratified_order(self.labels[indices], self.data.query.seed)]
 
     def by_content(self, rows: Rows) -> Rows:
         """Return `rows` in an order that follows from their images, every prefix stratified."""
-        return rows[content_order(self.labels[rows], [self.digests[row] or b"" for row in rows.tolist()])]
+        return rows[content_order(self.labels[rows], [self.images[row].digest or b"" for row in rows.tolist()])]
+
+    def partition(self) -> "Partition":
+        """Partition the rows that were read; AcquisitionError if more than one in a hundred is a copy of another."""
+        partition = partition_by_content(self.rows, [self.images[row].digest for row in self.rows])
+        if len(partition.repeated) > MAX_REPEATED * len(self.rows):
+            copy = min(partition.repeated)
+            original = next(row for row in self.rows if self.images[row].digest == self.images[copy].digest)
+            raise AcquisitionError(
+                f"{len(partition.repeated)} of {len(self.rows)} images of split {self.split!r} that were looked at are there more than "
+                f"once, the first copy is {self.location(copy)}, of {self.location(original)}: remove the copies (up to 1% are "
+                "counted once)"
+            )
+        return partition
 
 
-def append_image(spool: IO[bytes], image: bytes) -> tuple[int, int]:
-    """Append an image to a file; return its offset and size."""
-    offset = spool.seek(0, 2)
-    spool.write(image)
-    # Raises on a full disk here, and not while a data set is read.
-    spool.flush()
-    return offset, len(image)
-
-
-def read_image(spool: IO[bytes], place: tuple[int, int]) -> bytes:
-    """Return the image at an offset and size that `append_image` returned."""
-    spool.seek(place[0])
-    return spool.read(place[1])
-
-
-def open_pool(
-    data: OpenedData, split: str, columns: Columns, *, target: int, spool: IO[bytes], progress: Progress
+def read_pool(
+    data: OpenedData, split: str, columns: Columns, *, num_rows: int, spool: IO[bytes], progress: Progress
 ) -> Pool:
-    """Return a split's rows: all of a local one, images unread; of a stream about `target`, the same number per class."""
-    label_type = data.features(split).get(columns.label)
-    num_names = len(label_type.names) if isinstance(label_type, datasets.ClassLabel) else None
-    if data.is_local:
+    """Read `num_rows` images, or all there are: stratified of a local split, the same number per class of a stream."""
+    pool = Pool(data, split, spool)
+    if data.folder is None:
+        drawn = _draw_from_stream(pool, columns, num_rows, progress)
+        pool.labels = np.asarray([label for _, label in drawn], dtype=np.int64)
+        stored = (image if isinstance(image, StoredImage) else pool.store(image) for image, _ in drawn)
+        pool.images = dict(enumerate(stored))
+    else:
         progress(f"reading labels of {split}", 0, 0)
-        labels = [_model_class(raw, columns, num_names) for raw in data.labels(split, columns.label)]
-        return Pool(data, split, np.asarray(labels, dtype=np.int64), spool)
-    quotas = ClassQuotas(target, columns.num_classes)
-    samples: dict[int, tuple[Any, tuple[int, int] | None, int]] = {}
-    for key, (cell, raw) in enumerate(data.stream(split, columns.image, columns.label, data.query.seed)):
-        if (label := _model_class(raw, columns, num_names)) == UNMAPPED:
-            continue
-        dropped = quotas.offer(key, label)
-        if key not in dropped:
-            image = cell.get("bytes") if isinstance(cell, dict) else cell
-            path = cell.get("path") if isinstance(cell, dict) else None
-            samples[key] = {"path": path}, append_image(spool, image) if isinstance(image, bytes) else None, label
-        for dropped_key in dropped:
-            samples.pop(dropped_key, None)
-        if key % PROGRESS_EVERY == 0:
-            progress(f"streaming images of {split}", min(len(samples), target), target)
-        if quotas.is_full:
-            break
-    drawn = [samples[key] for key in quotas.drawn()]
-    pool = Pool(data, split, np.asarray([label for _, _, label in drawn], dtype=np.int64), spool)
-    for row, (cell, place, _) in enumerate(drawn):
-        pool.add(row, cell if place is None else cell | {"bytes": read_image(spool, place)})
+        labels = [columns.class_of.get(raw, UNMAPPED) for raw in data.labels(split, columns.label)]
+        pool.labels = np.asarray(labels, dtype=np.int64)
+    pool.rows = pool.stratified(np.flatnonzero(pool.labels != UNMAPPED).tolist())[:num_rows].tolist()
+    missing = {*pool.rows} - pool.images.keys()
+    cells = (cell for table in data.tables(split, [columns.image], BATCH_IMAGES) for cell in table[columns.image])
+    for row, cell in enumerate(cells if missing else ()):
+        if row in missing:
+            pool.images[row] = pool.store(cell.as_py())
+            done = len(pool.images)
+            if done % PROGRESS_EVERY == 0 or done == len(missing):
+                progress(f"reading images of {split}", done, len(missing))
+            if done == len(missing):
+                break
     return pool
 
 
-def _model_class(raw: Any, columns: Columns, num_names: int | None) -> int:
-    """Return the model's class of a raw label, or UNMAPPED; AcquisitionError if the label isn't allowed."""
-    if num_names is not None and is_label(raw) and not 0 <= raw < num_names:
-        raise AcquisitionError(
-            f"label column {columns.label!r} holds {raw}, but the data set names {num_names} classes, 0 to {num_names - 1}: "
-            "correct its labels or its names, or name another with label_column"
-        )
-    if columns.known is not None and is_label(raw) and raw not in columns.known:
-        start = f"label column {columns.label!r} holds {str(raw)[:MAX_TEXT]!r}"
-        if isinstance(raw, int):
-            raise AcquisitionError(
-                f"{start}, which is no class of the model: correct its labels, or name another with label_column"
-            )
-        raise AcquisitionError(
-            f"{start}, which none of the first {MAX_STREAMED_LABELS} rows to evaluate on has, and of such a stream no others "
-            "are read to find its classes: download the data set (hf download) and give its folder, or shuffle its rows"
-        )
-    return columns.class_of.get(raw, UNMAPPED)
-
-
-def _read_and_partition(pool: Pool, image_column: str, rows: list[int], progress: Progress) -> "Partition":
-    """Read and partition the images of `rows`; AcquisitionError if more than one in a hundred is a copy of another."""
-    pool.read(rows, image_column, progress)
-    partition = partition_by_content(rows, [pool.digests.get(row) for row in rows])
-    if len(partition.repeated) > MAX_REPEATED * len(rows):
-        copy = min(partition.repeated)
-        original = next(row for row in rows if pool.digests[row] == pool.digests[copy])
-        raise AcquisitionError(
-            f"{len(partition.repeated)} of {len(rows)} images of split {pool.split!r} that were looked at are there more than once, "
-            f"the first copy is {pool.where(copy)}, of {pool.where(original)}: remove the copies (up to 1% are "
-            "counted once)"
-        )
-    return partition
+def _draw_from_stream(pool: Pool, columns: Columns, target: int, progress: Progress) -> list[tuple[Any, int]]:
+    """Return stored images, or cells that name images which are downloaded once they are drawn, with their classes."""
+    quotas = ClassQuotas(target, columns.num_classes)
+    samples: dict[int, tuple[Any, int]] = {}
+    for key, (cell, raw) in enumerate(pool.data.stream(pool.split, columns)):
+        if (label := columns.class_of.get(raw, UNMAPPED)) == UNMAPPED:
+            continue
+        dropped = quotas.offer(key, label)
+        if key not in dropped:
+            is_named = isinstance(cell, dict) and cell.get("bytes") is None
+            samples[key] = cell if is_named else pool.store(cell), label
+        for dropped_key in dropped:
+            samples.pop(dropped_key, None)
+        if key % PROGRESS_EVERY == 0:
+            progress(f"streaming images of {pool.split}", min(len(samples), target), target)
+        if quotas.is_full:
+            break
+    return [samples[key] for key in quotas.drawn()]
 
 
 def _write_splits(pool: Pool, parts: Mapping[str, Rows], folder: Path, progress: Progress) -> dict[str, DrawnSplit]:
@@ -342,10 +314,10 @@ def _write_splits(pool: Pool, parts: Mapping[str, Rows], folder: Path, progress:
     num_rows = sum(len(rows) for rows in parts.values())
     if len(damaged) > MAX_CORRUPT * num_rows:
         first, *others = sorted(damaged)[:NUM_DAMAGED_SHOWN]
-        more = f", others are {', '.join(map(pool.where, others))}" if others else ""
+        more = f", others are {', '.join(map(pool.location, others))}" if others else ""
         raise AcquisitionError(
             f"{len(damaged)} of {num_rows} images drawn from split {pool.split!r} can't be decoded, the first is "
-            f"{pool.where(first)} ({damaged[first]}){more}: repair or remove them, or save them as one of "
+            f"{pool.location(first)}: {damaged[first]}{more}: repair or remove them, or save them as one of "
             f"{', '.join(FORMATS)} (up to 1% are skipped)"
         )
     return drawn
@@ -360,75 +332,64 @@ def _write_train_splits(
     """
     num_recovery = data.query.num_recovery
     num_wanted = NUM_CALIBRATION + num_recovery
-    target = num_wanted + int(MAX_REPEATED * num_wanted) + 1
-    pool = open_pool(data, train, columns, target=target, spool=evaluation_pool.spool, progress=progress)
-    usable = pool.usable(data.query.seed)
-    rows = usable[:target].tolist()
-    repeated = set(_read_and_partition(pool, columns.image, rows, progress).repeated)
-    rows = [row for row in rows if row not in repeated]
-    evaluation_digests = set(evaluation_pool.digests.values()) - {None}
-    unshared = [row for row in rows if pool.digests[row] not in evaluation_digests]
-    num_in_both = len(rows) - len(unshared)
-    if num_in_both > MAX_REPEATED * len(rows):
-        first = next(row for row in rows if pool.digests[row] in evaluation_digests)
-        original = next(row for row, digest in evaluation_pool.digests.items() if digest == pool.digests[first])
+    num_rows = num_wanted + int(MAX_REPEATED * num_wanted) + 1
+    pool = read_pool(data, train, columns, num_rows=num_rows, spool=evaluation_pool.spool, progress=progress)
+    repeated = set(pool.partition().repeated)
+    rows = [row for row in pool.rows if row not in repeated]
+    evaluation_rows = {image.digest: row for row, image in evaluation_pool.images.items() if image.digest}
+    in_both = [row for row in rows if pool.images[row].digest in evaluation_rows]
+    if len(in_both) > MAX_REPEATED * len(rows):
+        original = evaluation_rows[pool.images[in_both[0]].digest]
         raise AcquisitionError(
-            f"{num_in_both} of {len(rows)} images drawn from split {train!r} are in split {evaluation_pool.split!r} too, the first "
-            f"is {pool.where(first)}, there {evaluation_pool.where(original)}: accuracies would be measured on what models "
-            "are made with, so remove them from one (up to 1% are left out)"
+            f"{len(in_both)} of {len(rows)} images drawn from split {train!r} are in split {evaluation_pool.split!r} too, the first "
+            f"is {pool.location(in_both[0])}, there {evaluation_pool.location(original)}: accuracies would be measured on what "
+            "models are made with, so remove them from one (up to 1% are left out)"
         )
+    unshared = [row for row in rows if pool.images[row].digest not in evaluation_rows]
     order = np.asarray(unshared[:num_wanted], dtype=np.int64)
     parts = {"calibration": order[:NUM_CALIBRATION]}
     if num_recovery:
         parts["recovery"] = order[NUM_CALIBRATION:]
         if not len(parts["recovery"]):
             raise AcquisitionError(
-                f"split {train!r} has {len(usable)} usable images, and the first {NUM_CALIBRATION} are to calibrate with: "
+                f"split {train!r} has {len(rows)} usable images, and the first {NUM_CALIBRATION} are to calibrate with: "
                 "none is left to recover with, so set recover_epochs to 0 or choose a larger data set"
             )
-    return _write_splits(pool, parts, folder, progress), num_in_both
+    return _write_splits(pool, parts, folder, progress), len(in_both)
 
 
 def _notes(
-    data: OpenedData, evaluation: str, train: str, columns: Columns, pool: Pool, drawn: Mapping[str, DrawnSplit]
-) -> list[str]:
-    calibration, search, recovery = drawn["calibration"], drawn["search"], drawn.get("recovery")
-    matches, notes = columns.matchings[0].matches, [*data.notes, *columns.notes]
+    query: DataQuery, evaluation: str, columns: Columns, pool: Pool, drawn: Mapping[str, DrawnSplit]
+) -> Iterator[str]:
+    num_calibration, num_search = (
+        drawn[name].num_images + drawn[name].num_skipped for name in ("calibration", "search")
+    )
+    matches = columns.matchings[0].matches
     # If there are several matchings, the model's predictions choose one later.
     if len(columns.matchings) == 1 and (guessed := order_match_note(matches)) is not None:
-        notes.append(guessed)
+        yield guessed
     if evaluation in TRAIN:
-        notes.append(
+        yield (
             f"accuracies are measured on split {evaluation!r}, as requested: on images that the model was trained on "
             "they are optimistic"
         )
-    if train == evaluation:
-        notes.append(
-            f"calibration images come from split {evaluation!r} too, disjoint from those that accuracy is measured on"
-        )
-    if calibration.num_images + calibration.num_skipped < NUM_CALIBRATION:
-        notes.append(f"only {calibration.num_images} images are there to calibrate with, not {NUM_CALIBRATION}")
-    if recovery is not None:
-        number = recovery.num_images
-        notes.append(f"pruned models are trained on {number} images of split {train!r}, which are in no other set")
+    if num_calibration < NUM_CALIBRATION:
+        yield f"only {num_calibration} images are there to calibrate with, not {NUM_CALIBRATION}"
     if num_unmapped := int((pool.labels == UNMAPPED).sum()):
-        notes.append(f"{num_unmapped} images of split {evaluation!r} have no label that the model knows")
+        yield f"{num_unmapped} images of split {evaluation!r} have no label that the model knows"
     if unmapped := [match.dataset_label for match in matches if match.model_id is None]:
-        notes.append(
+        yield (
             f"{len(unmapped)} of the data set's {len(matches)} labels match no class of the model or several, and their "
             f"images were left out: {format_names(unmapped)}"
         )
-    if search.num_images + search.num_skipped < (requested := data.query.num_samples or 0):
-        notes.append(
-            f"{search.num_images} images are searched on, not {requested}: by their content, the others are to be held out"
+    if num_search < (query.num_samples or 0):
+        yield (
+            f"{num_search} images are searched on, not {query.num_samples}: by their content, the others are to be held out"
         )
-    if search.num_images < columns.num_classes:
-        notes.append(
-            f"{search.num_images} images to search on are fewer than the data set's {columns.num_classes} classes"
-        )
-    if not data.is_local:
-        notes.append("images were streamed and drawn in equal numbers per class")
-    return notes
+    if num_search < columns.num_classes:
+        yield f"{num_search} images to search on are fewer than the data set's {columns.num_classes} classes"
+    if pool.data.folder is None:
+        yield "images were streamed and drawn in equal numbers per class"
 
 
 def stratified_order(labels: Rows, seed: int) -> Rows:
@@ -452,18 +413,17 @@ def content_order(labels: Rows, digests: Sequence[bytes]) -> Rows:
     return np.argsort(positions, kind="stable")
 
 
-@dataclass(frozen=True, slots=True)
-class Partition:
+class Partition(NamedTuple):
     """Rows of a pool by their use, in the given order; `repeated` are copies of earlier images."""
 
-    search: list[int] = field(default_factory=list[int])
-    heldout: list[int] = field(default_factory=list[int])
-    repeated: list[int] = field(default_factory=list[int])
+    search: list[int]
+    heldout: list[int]
+    repeated: list[int]
 
 
 def partition_by_content(rows: Sequence[int], digests: Sequence[bytes | None]) -> Partition:
     """Assign rows to search or held out by the last bit of the image's SHA-256; without an image, of the row number."""
-    partition, seen = Partition(), set[bytes]()
+    partition, seen = Partition([], [], []), set[bytes]()
     for row, digest in zip(rows, digests, strict=True):
         if digest is not None and digest in seen:
             partition.repeated.append(row)

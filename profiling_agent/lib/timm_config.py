@@ -29,30 +29,19 @@ def is_timm(config: Mapping[str, Any]) -> bool:
 
 
 def normalize_config(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    """Return a timm model's config as transformers reads it.
-
-    timm's exports repeat the number of classes among the arguments, and may number the names of classes.
+    """Return a timm model's config as transformers reads it: timm's exports repeat the number of classes among the arguments.
 
     Raises:
-        Exception: `refuse` with the reason, if the names aren't one for each class.
+        Exception: `refuse` with the reason, if the names aren't a list of one for each class.
     """
     fields, arguments = dict(config), config.get(MODEL_ARGS) or {}
-    if NUM_CLASSES in arguments:
-        fields.setdefault(NUM_CLASSES, arguments[NUM_CLASSES])
-        if fields[NUM_CLASSES] == arguments[NUM_CLASSES]:
-            fields[MODEL_ARGS] = {name: value for name, value in arguments.items() if name != NUM_CLASSES}
+    if NUM_CLASSES in arguments and fields.setdefault(NUM_CLASSES, arguments[NUM_CLASSES]) == arguments[NUM_CLASSES]:
+        fields[MODEL_ARGS] = {name: value for name, value in arguments.items() if name != NUM_CLASSES}
     names, count = fields.get(LABEL_NAMES) or fields.get(OLD_LABEL_NAMES), fields.get(NUM_CLASSES)
-    if isinstance(names, dict):
-        names_by_number = {int(number): name for number, name in names.items() if number.isdecimal()}
-        if len(names_by_number) < len(names) or max(names_by_number) >= (count or len(names)):
-            raise refuse(
-                f"its {LABEL_NAMES} don't number its classes from 0: give them as a list, in the order of the model's outputs"
-            )
-        names = [names_by_number.get(number, f"LABEL_{number}") for number in range(count or len(names))]
     if names:
         # transformers would ignore all names, and number the classes.
-        if count is not None and len(names) != count:
-            raise refuse(f"it has {count} classes and {len(names)} {LABEL_NAMES}: name each class")
+        if not isinstance(names, list) or len(names) != (count or len(names)):
+            raise refuse(f"it has {count} classes and {len(names)} {LABEL_NAMES}: list a name for each class, in order")
         fields[LABEL_NAMES] = names
     return fields
 
@@ -75,16 +64,6 @@ def check_timm(config: Mapping[str, Any], refuse: Refuse) -> None:
         raise refuse(f"its model_args set {forbidden[0]!r}, which is no setting of an architecture: leave it out")
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise refuse(f"it is one of timm's, and {missing[0]} isn't installed: pip install 'profiling-agent[{EXTRA}]'")
-    timm = _import_timm(refuse)
-    if not timm.is_model(architecture):
-        matches = get_close_matches(architecture, timm.list_models())
-        suggestion = f" (near: {', '.join(matches)})" if matches else ""
-        raise refuse(
-            f"timm {timm.__version__} has no architecture {architecture!r}{suggestion}: name one of its own, or install a newer timm"
-        )
-
-
-def _import_timm(refuse: Refuse) -> Any:
     try:
         import timm  # pyright: ignore[reportMissingImports] - an extra
     # A torchvision built for another torch raises a RuntimeError.
@@ -92,7 +71,11 @@ def _import_timm(refuse: Refuse) -> Any:
         raise refuse(
             f"it is one of timm's, which can't be imported: {type(error).__name__} ({str(error)!r})"
         ) from error
-    return timm
+    if not timm.is_model(architecture):
+        near = ", ".join(get_close_matches(architecture, timm.list_models())) or "none"
+        raise refuse(
+            f"timm {timm.__version__} has no architecture {architecture!r} (near: {near}): name one of its own, or install a newer timm"
+        )
 
 
 def make_plain_(model: "nn.Module") -> None:

@@ -89,8 +89,6 @@ def rules(matches):
         ),
         (["apple", "tench"], ["custard apple", "tench, Tinca tinca"], [None, 1], None),
         (["train", "tench"], ["bullet train, bullet", "tench, Tinca tinca"], [None, 1], None),
-        (["rose", "tench"], ["hip, rose hip, rosehip", "tench, Tinca tinca"], [None, 1], None),
-        (["man", "tench"], ["great white shark, man-eater, man-eating shark", "tench, Tinca tinca"], [None, 1], None),
         (["with_mask", "without_mask"], ["mask", "no mask"], [None, 1], None),
         # ImageNet's numbers are its classes in their order.
         (IMAGENETTE, IMAGENET, [0, 217, 482, 999], "wnid wnid wnid wnid"),
@@ -118,7 +116,6 @@ def test_imagenets_numbers_are_no_classes_of_a_model_with_others(names):
         ([1, 2, 3], ["a", "b", "c", "d"], {"number": [1, 2, 3], "from-1": [0, 1, 2]}, True),
         ([1, 2], unnamed(3), {"number": [1, 2], "from-1": [0, 1]}, False),
         ([1, 2], ["1", "2", "3"], {"name": [0, 1], "number": [1, 2]}, False),
-        ([0, 2], ["1", "2", "3"], {"number": [0, 2]}, True),
         ([0, 1, 2], folders(11), {"name": [0, 1, 3], "number": [0, 1, 2]}, False),
     ],
 )
@@ -131,12 +128,6 @@ def test_whole_numbers_are_names_or_ids_or_ids_from_1(integers, names, expected,
         assert sorted(way.class_of.values()) == list(range(len(names)))
         assert set(rules(way.matches)) == {way.by}
     assert (" by their numbers alone" in (order_match_note(matchings[0].matches) or "")) == is_guess
-
-
-@pytest.mark.parametrize("generic", [unnamed(3), numbers(3), ["class 0", "class 1", "class 2"]])
-def test_numbers_for_names_map_by_id_where_the_counts_agree(generic):
-    assert ids(matched(generic, ANIMALS)) == [0, 1, 2]
-    assert ids(matched(ANIMALS, generic)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -188,9 +179,7 @@ def test_folders_with_numbers_fit_by_number_and_by_place(num_classes, name):
 @pytest.mark.parametrize(
     ("labels", "names", "options", "by"),
     [
-        (folders(10), unnamed(10), {}, "number"),
         (numbers(120), unnamed(120), {}, "number"),
-        (ANIMALS, ANIMALS, {}, "name"),
         (["dog", "bird", "cat"], ANIMALS, {}, "name"),
         # Names that were written in the order of folders are names.
         (folders(20), folders(20), {}, "name"),
@@ -200,7 +189,6 @@ def test_folders_with_numbers_fit_by_number_and_by_place(num_classes, name):
         (["b", "a10", "a2"], unnamed(3), {}, "place"),
         # What the user chose is the only one; of ten folders both ways are the same.
         (folders(20), unnamed(20), {"by": "number"}, "number"),
-        (folders(20), unnamed(20), {"by": "place"}, "place"),
         (folders(10), unnamed(10), {"by": "place"}, "place"),
     ],
 )
@@ -254,10 +242,8 @@ def test_a_match_without_a_class_for_one_of_the_labels_does_not_fit():
     assert note.startswith("'1' is taken for 'dog', '2' is taken for 'bird', by their numbers alone")
 
 
-@pytest.mark.parametrize("negation", ["without", "no", "not", "non", "un", "not a", "isn't a", "never any", "w/o"])
-@pytest.mark.parametrize("between", ["_", "-", " "])
-def test_a_negation_is_never_dropped(negation, between):
-    label = negation.replace(" ", between) + between + "mask"
+@pytest.mark.parametrize("label", ["without_mask", "no mask", "not-a-mask", "un mask", "isn't a mask", "w/o_mask"])
+def test_a_negation_is_never_dropped(label):
     # As a part of a name that looks like a list of synonyms.
     assert ids(matched([f"mask, {label}", "other"], ["mask", "other"])) == [None, 1]
 
@@ -305,14 +291,6 @@ def test_the_larger_of_two_classes_is_no_knowledge():
     true = (np.arange(500) % 10 == 0).astype(np.int64)
     assert "answers 450 of 500 search images right" in (why_doubtful(0 * true, true, ()) or "")
     assert why_doubtful(np.where(np.arange(500) % 20 == 0, true, 0), true, ()) is None
-
-
-def test_doubt_is_noted_at_its_rate():
-    """Of models that know nothing, at most one in twenty passes for one that does."""
-    random = np.random.default_rng(0)
-    true = np.arange(200) % 4
-    passed = [why_doubtful(random.integers(0, 4, 200), true, ()) is None for _ in range(400)]
-    assert np.mean(passed) <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / 400)
 
 
 NUM_CLASSES = 12

@@ -125,14 +125,6 @@ class TestRead:
         images, labels = pictures(20, 3)
         assert sum(best.predict(image).label == names[label] for image, label in zip(images, labels, strict=True)) >= 18
 
-    def test_names_by_number_are_those_of_their_classes_and_a_class_may_have_none(self, folder):
-        rewrite(folder, num_classes=None, model_args=SETTINGS | {"num_classes": 5}, id2label=None, label2id=None)
-        rewrite(folder, label_names={"4": "pear", "0": "apple", "2": "fig"})
-
-        loaded = zoo.inside(load_model(str(folder)).model)
-
-        assert loaded.config.id2label == {0: "apple", 1: "LABEL_1", 2: "fig", 3: "LABEL_3", 4: "pear"}
-
     def test_what_was_read_is_saved_and_comes_back_without_timms_own_processor(self, folder, tmp_path):
         loaded = load_model(str(folder))
         spec = resolve_input_shape(loaded.model, loaded.processor)
@@ -213,17 +205,12 @@ class TestRead:
             ({"model_args": {"pretrained": True}}, "set 'pretrained', which is no setting"),
             ({"model_args": {"no_such": 1}}, "no_such"),
             ({"model_args": SETTINGS | {"embed_dim": 128}}, "has the shape (64,), (128,) by the config"),
-            ({"num_classes": 0}, "it has 0 classes and 5 label_names"),
             ({"model_args": SETTINGS | {"num_classes": 7}}, "have 7 classes, and the model 5"),
-            (
-                {"label_names": {"1": "a", "2": "b", "3": "c", "4": "d", "5": "e"}},
-                "label_names don't number its classes",
-            ),
-            ({"label_names": {"apple": 0}}, "label_names don't number its classes"),
-            ({"label_names": ["a", "b", "c", "d"]}, "it has 5 classes and 4 label_names: name each class"),
+            ({"label_names": {"apple": 0}}, "it has 5 classes and 1 label_names: list a name for each class"),
+            ({"label_names": ["a", "b", "c", "d"]}, "it has 5 classes and 4 label_names: list a name"),
             (
                 {"num_classes": 4, "label_names": ["a", "b", "c", "d"]},
-                "4 classes by its config.json (num_classes), and 5 by",
+                "4 classes by its config.json (num_classes and label_names), and 5 by",
             ),
             ({"label_names": [1, 2, 3, 4, 5]}, "names of classes"),
         ],
