@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from tradeoff_subject import Draw, Plan, Subject, nearest
 
 from profiling_agent.errors import RequestError
-from profiling_agent.lib.third_party import muted
+from profiling_agent.lib.logs import muted
 from profiling_agent.modules.inference import device_of
 from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.planning.allocation import allocate

@@ -11,7 +11,7 @@ iterative_pruning repeat until nothing is left to try; verdict chooses the winne
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.lib.third_party import silence_torchao
+from profiling_agent.lib.logs import silence_torchao
 from profiling_agent.request import Request
 from profiling_agent.schemas import Approval, ApprovalQuestion, Goal, Plan
 

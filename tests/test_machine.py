@@ -24,6 +24,7 @@ from profiling_agent.data.shape import verify
 from profiling_agent.errors import PruningError, QuantizationError, ShapeUnresolvedError
 from profiling_agent.jobs.runner import job_key
 from profiling_agent.jobs.tasks import HeadlineTask
+from profiling_agent.lib.logs import TELEMETRY, checked_logits, hide_telemetry, muted, third_party_errors
 from profiling_agent.lib.machine import (
     LIBRARIES,
     available_bytes,
@@ -34,7 +35,6 @@ from profiling_agent.lib.machine import (
     quota_threads,
     total_bytes,
 )
-from profiling_agent.lib.third_party import TELEMETRY, checked_logits, hide_telemetry, muted, third_party_errors
 from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.calibrate import run
 from profiling_agent.schemas import ArtifactRef, Environment, Gpu

@@ -35,7 +35,7 @@ from profiling_agent.cli.terminal import errors, open_display
 from profiling_agent.data.hub import fetch_model, is_local, local_folder
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
 from profiling_agent.jobs.runner import check_match, scratch_jobs
-from profiling_agent.lib.third_party import keep_stdout
+from profiling_agent.lib.logs import keep_stdout
 from profiling_agent.request import Request
 
 ROOT = Path(__file__).parents[2]

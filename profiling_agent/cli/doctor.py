@@ -16,6 +16,7 @@ import numpy as np
 
 from profiling_agent.errors import RequestError
 from profiling_agent.lib.io import cache_folder, parse_json
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import (
     available_bytes,
     available_cores,
@@ -23,7 +24,6 @@ from profiling_agent.lib.machine import (
     environment,
     total_bytes,
 )
-from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.processes.child import child_command, child_environment, ending
 from profiling_agent.reporting.units import percent, size
 from profiling_agent.request import Request

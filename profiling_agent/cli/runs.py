@@ -33,7 +33,7 @@ from profiling_agent.cli.terminal import (
 )
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError, RequestError, RunError
 from profiling_agent.lib.io import DocumentError, expanded, read_json
-from profiling_agent.lib.third_party import keep_stdout
+from profiling_agent.lib.logs import keep_stdout
 from profiling_agent.request import OLD_NAMES, Request, current_names
 from profiling_agent.schemas import Approval, ApprovalQuestion
 

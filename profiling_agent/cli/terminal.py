@@ -35,8 +35,8 @@ from rich.text import Text
 
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.lib.io import clean, expanded, first_problem
-from profiling_agent.lib.progress import Progress as ProgressCallback
-from profiling_agent.lib.progress import request_stop
+from profiling_agent.lib.logs import Progress as ProgressCallback
+from profiling_agent.lib.logs import request_stop
 from profiling_agent.request import Request
 
 if TYPE_CHECKING:

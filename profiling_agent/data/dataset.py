@@ -22,7 +22,7 @@ from profiling_agent.data.hub import MAX_TEXT, did_you_mean, hub_errors, is_loca
 from profiling_agent.data.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.io import files_root
-from profiling_agent.lib.progress import Progress
+from profiling_agent.lib.logs import Progress
 from profiling_agent.schemas import MatchBy, Record
 
 # The revision of the Hub's parquet copy of a data set: CONFIG/SPLIT/*.parquet; a large split is partial-SPLIT.

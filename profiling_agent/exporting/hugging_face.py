@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.lib.third_party import SETTINGS_LOCK, quiet, third_party_errors
+from profiling_agent.lib.logs import SETTINGS_LOCK, quiet, third_party_errors
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.layers import DynamicLinear
 from profiling_agent.runtimes.artifact import appearing

@@ -16,7 +16,7 @@ from profiling_agent.errors import FieldError, RequestError, RunError
 from profiling_agent.graph.session import Forecast, RunSession, Sessions, choose_run_id
 from profiling_agent.graph.state import RunResult, RunState
 from profiling_agent.lib.io import first_problem
-from profiling_agent.lib.progress import raise_if_stopped
+from profiling_agent.lib.logs import raise_if_stopped
 from profiling_agent.request import Request, unknown_field
 from profiling_agent.schemas import Record
 from profiling_agent.search.selection import ranked, size_ratio

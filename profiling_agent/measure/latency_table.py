@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import DocumentError, cache_subfolder, read_record, sweep, write_text
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import environment
-from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import preserving_state
 from profiling_agent.pruning.widths import aligned_widths

@@ -12,8 +12,8 @@ from pydantic import Field
 
 from profiling_agent.errors import ArtifactError, JobError, RequestError
 from profiling_agent.lib.io import file_sha256
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import environment, peak_memory_bytes
-from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.measure.race import (
     SHORT,
     TIMED,

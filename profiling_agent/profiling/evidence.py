@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.io import DocumentError, make_folders, read_record, sweep, write_text
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes
-from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.measure.latency_table import MAX_AGE_S, LatencyTable, spread_evenly
 from profiling_agent.modules.inference import device_of, mean_kl, preserving_state
 from profiling_agent.modules.norms import following_norms, has_bias

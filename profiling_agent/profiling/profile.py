@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.modules.complexity import Complexity, count_complexity
 from profiling_agent.modules.hooks import activation_bytes, counted_passes, layer_latency
 from profiling_agent.modules.inference import floating_dtype, preserving_state, random_batch

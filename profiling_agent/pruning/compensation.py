@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from profiling_agent.errors import PruningError
-from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import device_of, mean_kl, mkl_is_slow, preserving_state, product
 from profiling_agent.modules.norms import batch_norms, border_of, following_norms, has_bias

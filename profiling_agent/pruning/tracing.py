@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.overrides import TorchFunctionMode
 
 from profiling_agent.errors import PruningError
-from profiling_agent.lib.third_party import checked_logits
+from profiling_agent.lib.logs import checked_logits
 from profiling_agent.modules.hooks import tensors, watching
 from profiling_agent.modules.inference import device_of
 from profiling_agent.schemas import InputSpec

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.utils._pytree import tree_map
 
 from profiling_agent.errors import PruningError
-from profiling_agent.lib.third_party import checked_logits, third_party_errors
+from profiling_agent.lib.logs import checked_logits, third_party_errors
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.hooks import tensors
 from profiling_agent.modules.inference import preserving_state, without_weights

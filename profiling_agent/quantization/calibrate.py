@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.lib.third_party import checked_logits
+from profiling_agent.lib.logs import checked_logits
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import device_of, module_counts, preserving_state, quick_products
 from profiling_agent.modules.norms import Folded, following_norms

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.inference import mean_kl
 from profiling_agent.modules.prefix import Replay, find_prefixes, in_order

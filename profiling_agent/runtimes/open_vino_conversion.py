@@ -14,7 +14,7 @@ import torch
 
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.io import first_line
-from profiling_agent.lib.third_party import hide_telemetry, import_openvino, muted
+from profiling_agent.lib.logs import hide_telemetry, import_openvino, muted
 from profiling_agent.modules.inference import logits_of, relative_distance
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
 from profiling_agent.runtimes.artifact import IR, PreparedFiles, QuantizedLayer

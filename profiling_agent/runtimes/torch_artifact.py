@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.io import first_line, parse_json
-from profiling_agent.lib.third_party import SETTINGS_LOCK, checked_logits, is_out_of_memory, muted, third_party_errors
+from profiling_agent.lib.logs import SETTINGS_LOCK, checked_logits, is_out_of_memory, muted, third_party_errors
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import check_timm, make_plain_
 from profiling_agent.modules.inference import floating_dtype, logits_of, preserving_state, random_batch

@@ -16,8 +16,8 @@ from profiling_agent.cli.doctor import Finding, check_cpu, check_memory, examine
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs.self_test import SelfTest, main
 from profiling_agent.lib.io import CACHE_VARIABLE
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import environment
-from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.request import Request
 from profiling_agent.schemas import RUNTIMES
 

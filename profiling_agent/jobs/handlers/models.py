@@ -43,8 +43,8 @@ from profiling_agent.jobs.tasks import (
     TuneTask,
 )
 from profiling_agent.lib.io import DocumentError, cache_subfolder, read_record, write_bytes, write_text
+from profiling_agent.lib.logs import third_party_errors
 from profiling_agent.lib.machine import available_threads, environment
-from profiling_agent.lib.third_party import third_party_errors
 from profiling_agent.measure.latency_table import LatencyTable, read_table, time_units, write_table
 from profiling_agent.measure.predictions import answers_of
 from profiling_agent.modules.complexity import count_complexity
