@@ -31,7 +31,7 @@ from profiling_agent.search.attempt import read_answer
         ({"max_iterations": 0}, "greater than or equal to 1"),
         ({"recover_epochs": -1}, "greater than or equal to 0"),
         ({"recover_epochs": 101}, "less than or equal to 100"),
-        ({"run_id": "../elsewhere"}, "is no run id"),
+        ({"run_id": "../elsewhere"}, "run_id\n  String should match pattern"),
         ({"device": "tpu"}, "'auto', 'cpu' or 'cuda'"),
         ({"max_acuracy_drop": 0.2}, "unknown term 'max_acuracy_drop': did you mean 'max_accuracy_drop'?"),
         ({"runtime": "eager"}, "unknown term 'runtime': did you mean 'runtimes'?"),

@@ -1,27 +1,39 @@
 """Commands on models and this machine: `race`, `measure`, `compare`, `pick`, `export`, `push`, `doctor`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from profiling_agent.cli.terminal import (
+    Display,
     JsonOption,
     RunArgument,
-    console,
     errors,
     exit_on_errors,
-    open_display,
+    print_line,
     print_result,
     run_folder,
+    takes_request,
 )
 from profiling_agent.errors import RequestError
-from profiling_agent.request import SYNONYMS, Request, current_names
-from profiling_agent.schemas import NUM_SESSIONS, RuntimeName
+
+if TYPE_CHECKING:
+    from profiling_agent.request import Request
+    from profiling_agent.schemas import RuntimeName
+
+SourcesArgument = Annotated[
+    list[Path],
+    typer.Argument(parser=run_folder, metavar="RUN_OR_FOLDER...", help="runs (their models), or saved models"),
+]
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(parser=run_folder, metavar="RUN_OR_FOLDER", help="run (its best model), or a saved model"),
+]
 
 
 def _parse_device(name: str) -> str:
-    name = SYNONYMS["device"].get(name, name)
+    name = {"gpu": "cuda"}.get(name, name)
     if name not in ("cpu", "cuda"):
         raise typer.BadParameter(f"{name[:80]!r} is no device: use cpu or cuda")
     return name
@@ -30,15 +42,10 @@ def _parse_device(name: str) -> str:
 DeviceOption = Annotated[str, typer.Option(parser=_parse_device, metavar="cpu|cuda", help="where to measure")]
 
 
+@takes_request("batch_size", "num_sessions")
 def race(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(parser=run_folder, metavar="RUN_OR_FOLDER...", help="a run (its models), or saved models"),
-    ],
-    batch_size: Annotated[int, typer.Option(min=1, max=4096, help="images in a forward pass")] = 32,
-    num_sessions: Annotated[
-        int, typer.Option(min=2, max=100, help="times that all start anew; fewer are quicker and prove less")
-    ] = NUM_SESSIONS,
+    request: "Request",
+    sources: SourcesArgument,
     device: DeviceOption = "cpu",
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
@@ -52,28 +59,25 @@ def race(
     from profiling_agent.measure.throughput import race_saved
     from profiling_agent.reporting.results import models_of_all
 
-    with exit_on_errors(), open_display(errors) as display:
+    with exit_on_errors(), Display(errors) as display:
         names, result = race_saved(
             models_of_all(sources),
-            batch_size=batch_size,
-            num_sessions=num_sessions,
+            batch_size=request.batch_size,
+            num_sessions=request.num_sessions,
             device=device,
             progress=display.stage("race"),
         )
-    print_result(result.model_dump(mode="json"), race_table(names, result), is_json=json_)
+    print_result(result, lambda: race_table(names, result), is_json=json_)
 
 
 def measure(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(
-            parser=run_folder, metavar="RUN_OR_FOLDER...", help="a run (its baseline and best), or saved models"
-        ),
-    ],
+    sources: SourcesArgument,
     device: DeviceOption = "cpu",
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Measure what saved models take: images per second at batch sizes 1, 8 and 32, peak memory, bytes on disk.
+
+    Of a run, its baseline and its best model are measured.
 
     `profiling-agent measure runs/my-run --json > now.json`
     """
@@ -81,16 +85,15 @@ def measure(
     from profiling_agent.measure.throughput import measure_saved
     from profiling_agent.reporting.results import before_and_after
 
-    with exit_on_errors(), open_display(errors) as display:
+    with exit_on_errors(), Display(errors) as display:
         models = [model for source in sources for model in before_and_after(source)]
         measurements = measure_saved(models, device=device, progress=display.stage("measure"))
-    print_result(measurements.model_dump(mode="json"), measurement_table(measurements), is_json=json_)
+    print_result(measurements, lambda: measurement_table(measurements), is_json=json_)
 
 
 def compare(
     runs: Annotated[
-        list[Path],
-        typer.Argument(parser=run_folder, metavar="RUN...", help="finished runs, or forks of one"),
+        list[Path], typer.Argument(parser=run_folder, metavar="RUN...", help="finished runs, or forks of one")
     ],
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
@@ -103,18 +106,7 @@ def compare(
 
     with exit_on_errors():
         reports = {str(run): read_report(run) for run in runs}
-    document = {name: report.model_dump(mode="json") for name, report in reports.items()}
-    print_result(document, compare_table(reports), is_json=json_)
-
-
-SourceArgument = Annotated[
-    Path,
-    typer.Argument(parser=run_folder, metavar="RUN_OR_FOLDER", help="run (its best model), or a saved model"),
-]
-
-
-def _print_line(line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_result(reports, lambda: compare_table(reports), is_json=json_)
 
 
 def pick(
@@ -142,17 +134,16 @@ def pick(
     with exit_on_errors():
         if candidate is None and output is None:
             measured = candidates(run)
-            document = [row.model_dump(mode="json") for row in measured]
-            print_result(document, candidates_table(measured), is_json=json_)
+            print_result(measured, lambda: candidates_table(measured), is_json=json_)
             return
         if output is None:
             raise typer.BadParameter("name a folder to write it to: --output small")
         if candidate is None:
             raise typer.BadParameter("name a candidate of the list: --candidate 2")
         picked = take(run, output, candidate=candidate)
-    print_result(picked.model_dump(mode="json"), picked_table(picked), is_json=json_)
+    print_result(picked, lambda: picked_table(picked), is_json=json_)
     if not json_:
-        _print_line(f"wrote {output}")
+        print_line(f"wrote {output}")
 
 
 def export(
@@ -182,18 +173,11 @@ def export(
 
     with exit_on_errors():
         line = write(source, format_, output, batch_size=batch_size)
-    _print_line(line)
+    print_line(line)
 
 
 def push(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            parser=run_folder,
-            metavar="RUN_OR_FOLDER",
-            help="run (its best model), a saved or picked model, or a folder that `export` wrote",
-        ),
-    ],
+    source: SourceArgument,
     repo_id: Annotated[
         str, typer.Argument(metavar="REPO_ID", help="owner/name on the Hub; it is made where it isn't there")
     ],
@@ -205,8 +189,8 @@ def push(
 ) -> None:
     """Put a model and its card on the Hugging Face Hub, and nothing else of the run: no logs, no reports, no paths.
 
-    The token is that of `hf auth login`, or HF_TOKEN; it is never written down. A repository that holds something is named and
-    left alone, unless it was pushed from here and `--update` is given.
+    A folder that `pick` or `export` wrote can be pushed as well. The token is that of `hf auth login`, or HF_TOKEN; it is never
+    written down. A repository that holds something is named and left alone, unless it was pushed from here and `--update` is given.
 
     `profiling-agent push runs/my-run my-name/small-resnet --private`
     """
@@ -214,30 +198,28 @@ def push(
 
     with exit_on_errors():
         pushed = put(source, repo_id, private=private, update=update)
-    _print_line(f"{pushed.url} holds {', '.join(pushed.files)} (commit {pushed.commit[:12]})")
+    print_line(f"{pushed.url} holds {', '.join(pushed.files)} (commit {pushed.commit[:12]})")
 
 
-def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: bool) -> None:
+def _look_at_model(request: "Request", *, is_json: bool) -> None:
     """Cut a model, deploy the result in every way and show what worked; exit with 1 if no deployment did."""
     from profiling_agent.cli.tables import model_tables
     from profiling_agent.jobs.runner import ModelCheck
 
     with exit_on_errors():
-        request = Request.model_validate({"model": model, "revision": revision, "runtimes": runtimes})
         names, left_out = _installed(request)
-        with open_display(errors) as display, ModelCheck(display.stage("doctor")) as look:
-            prunable = look.prunable(model, revision)
+        with Display(errors) as display, ModelCheck(display.stage("doctor")) as look:
+            prunable = look.prunable(request.model, request.revision)
             rows = list(look.deployable("pruned" if prunable.cut_share else "whole", names))
-    deployable = [row.model_dump(mode="json") for row in rows]
-    document = {"prunable": prunable.model_dump(mode="json"), "deployable": deployable, "left_out": left_out}
-    print_result(document, model_tables(prunable, rows, left_out), is_json=json_)
+    document = {"prunable": prunable, "deployable": rows, "left_out": left_out}
+    print_result(document, lambda: model_tables(prunable, rows, left_out), is_json=is_json)
     raise typer.Exit(0 if any(not row.refused for row in rows) else 1)
 
 
-def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
+def _installed(request: "Request") -> tuple[list["RuntimeName"], list[str]]:
     from profiling_agent.runtimes import registry
 
-    names, left_out = list[RuntimeName](), list[str]()
+    names, left_out = list["RuntimeName"](), list[str]()
     for name in request.runtime_names:
         reason = registry.missing(name)
         if reason and request.names_runtimes:
@@ -251,25 +233,16 @@ def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
     return names, left_out
 
 
-def doctor(  # noqa: PLR0913, PLR0917 - one is an old flag
-    output: Annotated[Path, typer.Option(help="folder that would hold the run folders")] = Path("runs"),
-    llm: Annotated[str, typer.Option(help="the language model that would plan")] = "none",
-    base_url: Annotated[str | None, typer.Option(help="address of its server")] = None,
-    advisor: Annotated[str | None, typer.Option(hidden=True)] = None,
-    device: Annotated[
+@takes_request("output", "llm", "base_url", "advisor", "revision", "runtimes")
+def doctor(
+    request: "Request",
+    device: Annotated[  # noqa: ARG001 - a field of the request
         str, typer.Option(help="device to test: cpu, cuda, or auto for a CUDA device where there is one")
     ] = "auto",
     model: Annotated[
         str | None,
         typer.Option(help="look at this model instead: what can be cut of it and deployed here, found by doing it"),
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="the model's branch, tag or commit on the Hub")] = None,
-    runtimes: Annotated[
-        str,
-        typer.Option(
-            help="with --model: which to try, as in `eager,inductor`; auto leaves inductor out, which compiles for minutes"
-        ),
-    ] = "auto",
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Look at this machine: versions, CPU, memory, disk, noise, each runtime by running a model, the language model's server, a CUDA device.
@@ -278,23 +251,17 @@ def doctor(  # noqa: PLR0913, PLR0917 - one is an old flag
 
     With --model the model is looked at instead. A quarter is cut off every part of it that can be cut, that is brought into
     every deployment that is installed here and opened again elsewhere, and what is refused has its reason. No data set is needed;
-    how much accuracy a deployment costs is for a run to tell.
+    how much accuracy a deployment costs is for a run to tell. Inductor, which compiles for minutes, is tried if --runtimes names it.
 
     Ends with 1 where something would keep a run from working.
     """
     if model is not None:
-        look_at_model(model, revision=revision, runtimes=runtimes, json_=json_)
+        _look_at_model(request, is_json=json_)
         return
     from profiling_agent.cli.doctor import examine
     from profiling_agent.cli.tables import findings_table
 
-    with exit_on_errors():
-        fields: dict[str, Any] = {"output": str(output), "llm": llm, "base_url": base_url, "device": device}
-        fields, lines = current_names(fields | ({} if advisor is None else {"advisor": advisor}), are_flags=True)
-        for line in lines:
-            errors.print(line, markup=False, soft_wrap=True)
-        request = Request.model_validate(fields)
-        with open_display(errors) as display:
-            findings = list(examine(request, display.stage("doctor")))
-    print_result([finding.model_dump() for finding in findings], findings_table(findings), is_json=json_)
+    with exit_on_errors(), Display(errors) as display:
+        findings = list(examine(request, display.stage("doctor")))
+    print_result(findings, lambda: findings_table(findings), is_json=json_)
     raise typer.Exit(1 if any(row.state == "problem" for row in findings) else 0)

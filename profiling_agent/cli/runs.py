@@ -1,12 +1,11 @@
 """Commands on runs and sweeps, with live progress."""
 
-import inspect
 import json
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Group
@@ -18,6 +17,7 @@ from profiling_agent.cli.terminal import (
     EXIT_WAITING,
     GOES_ON,
     AddressOption,
+    Display,
     EventsOption,
     JsonOption,
     QuietOption,
@@ -26,22 +26,23 @@ from profiling_agent.cli.terminal import (
     errors,
     exit_on_errors,
     exit_stopped,
-    open_display,
+    print_line,
     print_result,
     refuse,
+    takes_request,
     with_flags,
 )
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError, RequestError, RunError
 from profiling_agent.lib.io import DocumentError, expanded, read_json
 from profiling_agent.lib.logs import keep_stdout
-from profiling_agent.request import OLD_NAMES, Request, current_names
-from profiling_agent.schemas import Approval, ApprovalQuestion
 
 if TYPE_CHECKING:
     from profiling_agent.reporting.report import RunReport
+    from profiling_agent.request import Request
+    from profiling_agent.schemas import Approval, ApprovalQuestion
 
-
-Work = Callable[[Any, Callable[[ApprovalQuestion], Approval] | None], "RunReport"]
+# Takes a listener and an approver, and returns the report.
+Work = Callable[[Any, Any], "RunReport"]
 
 
 def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = False) -> NoReturn:
@@ -54,15 +55,15 @@ def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = Fal
     if is_json:
         keep_stdout()
     try:
-        with open_display(console, is_quiet=is_quiet, is_json=is_json) as display:
+        with Display(console, is_quiet=is_quiet, is_json=is_json) as display:
 
-            def approver(question: ApprovalQuestion) -> Approval:
+            def approver(question: "ApprovalQuestion") -> "Approval":
                 with display.paused():
                     return ask(question)
 
             report = work(display.show, approver if is_answered_here() and not is_json else None)
     except ApprovalPendingError as error:
-        errors.print(str(error), markup=False, soft_wrap=True)
+        print_line(str(error), errors)
         raise typer.Exit(EXIT_WAITING) from None
     except ProfilingAgentError as error:
         refuse(with_flags(str(error)))
@@ -82,7 +83,7 @@ def is_answered_here() -> bool:
     return console.is_terminal and sys.stdin.isatty()
 
 
-def ask(question: ApprovalQuestion) -> Approval:
+def ask(question: "ApprovalQuestion") -> "Approval":
     """Show a plan and return the typed decision; ask again until it can be parsed."""
     from rich.prompt import Prompt
 
@@ -103,7 +104,7 @@ def ask(question: ApprovalQuestion) -> Approval:
             console.print(Text(str(error), style="red"))
 
 
-def read_edit(path: Path) -> Approval:
+def read_edit(path: Path) -> "Approval":
     """Return the edit in a JSON file (parts of a plan, stricter limits), or raise RequestError if it can't be read."""
     from profiling_agent.search.attempt import read_answer
 
@@ -143,13 +144,13 @@ def approve(
     if question is None:
         refuse(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
     if answer is None and (json_ or not is_answered_here()):
-        print_result(question.model_dump(mode="json"), approval_table(question), is_json=json_)
+        print_result(question, lambda: approval_table(question), is_json=json_)
         raise typer.Exit(EXIT_WAITING)
     decision = answer or ask(question)
     watch(lambda listener, approver: go_on(run, decision, listener, base_url=base_url, approver=approver), run)
 
 
-def _parse_answer(**options: Any) -> Approval | None:
+def _parse_answer(**options: Any) -> "Approval | None":
     from profiling_agent.search.attempt import read_answer
 
     given = {name: value for name, value in options.items() if value not in (None, False)}
@@ -162,57 +163,8 @@ def _parse_answer(**options: Any) -> Approval | None:
     return read_answer("accept") if given else None
 
 
-# Numbers whose flags take a unit, such as 1%, 1pt and 2x.
-WITH_UNIT = ("max_accuracy_drop", "min_speedup", "max_size_ratio", "max_memory_ratio")
-
-
-def _request_flag(name: str) -> inspect.Parameter:
-    """Return the flag of one field of Request, made from the field so that the two can't differ."""
-    field, flag = Request.model_fields[name], f"--{name.replace('_', '-')}"
-    kind, text, metavar = field.annotation, field.description, None
-    if kind is bool:
-        flag = f"{flag}/--no-{flag.removeprefix('--')}"
-    if get_args(kind) and all(isinstance(choice, str) for choice in get_args(kind)):
-        # A Literal: pydantic's error lists the choices, so the help lists them as well.
-        kind, text = str, f"{text} [{'|'.join(get_args(kind))}]"
-    elif name in WITH_UNIT:
-        kind, metavar = str | None, "NUMBER"
-    option = typer.Option(flag, help=text, metavar=metavar, show_default=field.default is not None)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, option]
-    )
-
-
-def _old_flag(name: str) -> inspect.Parameter:
-    kind = Request.model_fields[OLD_NAMES[name] or "llm_tokens"].annotation
-    option = typer.Option(f"--{name.replace('_', '-')}", hidden=True)
-    annotation = Annotated[kind | None, option] if kind else Annotated[str | None, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def with_request_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that takes a Request one flag for each of its fields, before the command's own flags."""
-    _, *own_flags = inspect.signature(command).parameters.values()
-
-    def wrapper(**values: Any) -> None:
-        own_values = {flag.name: values.pop(flag.name) for flag in own_flags}
-        fields = {name: value for name, value in values.items() if name not in OLD_NAMES or value is not None}
-        values, lines = current_names(fields, are_flags=True)
-        for line in lines:
-            errors.print(line, markup=False, soft_wrap=True)
-        with exit_on_errors():
-            request = Request.model_validate(values)
-        command(request, **own_values)
-
-    flags = [*(_request_flag(name) for name in Request.model_fields), *map(_old_flag, OLD_NAMES), *own_flags]
-    wrapper.__signature__ = inspect.Signature(flags)
-    wrapper.__annotations__ = {flag.name: flag.annotation for flag in flags}
-    wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
-    return wrapper
-
-
-@with_request_flags
-def run(request: Request, *, quiet: QuietOption = False, json_: EventsOption = False) -> None:
+@takes_request()
+def run(request: "Request", *, quiet: QuietOption = False, json_: EventsOption = False) -> None:
     """Run a request to its verdict; with no flags, the embedded model and data: no network, no key, minutes.
 
     Writes the run folder under the output folder: report.html, report.md, report.json and the model to deploy in best/.
@@ -223,23 +175,27 @@ def run(request: Request, *, quiet: QuietOption = False, json_: EventsOption = F
     with exit_on_errors():
         root = named_request.output_dir / str(named_request.run_id)
     if not quiet and not json_:
-        console.print(f"run folder {root}", markup=False, soft_wrap=True)
-    work: Work = lambda listener, approver: optimize(named_request, listener, approver=approver)  # noqa: E731
-    watch(work, root, is_quiet=quiet, is_json=json_)
+        print_line(f"run folder {root}")
+    watch(
+        lambda listener, approver: optimize(named_request, listener, approver=approver),
+        root,
+        is_quiet=quiet,
+        is_json=json_,
+    )
 
 
 def resume(
-    run: RunArgument,
-    *,
-    base_url: AddressOption = None,
-    quiet: QuietOption = False,
-    json_: EventsOption = False,
+    run: RunArgument, *, base_url: AddressOption = None, quiet: QuietOption = False, json_: EventsOption = False
 ) -> None:
     """Go on with a run that was cut, from its last checkpoint."""
     from profiling_agent.api import resume as go_on
 
-    work: Work = lambda listener, approver: go_on(run, listener, base_url=base_url, approver=approver)  # noqa: E731
-    watch(work, run, is_quiet=quiet, is_json=json_)
+    watch(
+        lambda listener, approver: go_on(run, listener, base_url=base_url, approver=approver),
+        run,
+        is_quiet=quiet,
+        is_json=json_,
+    )
 
 
 def show(
@@ -253,8 +209,7 @@ def show(
 
     with exit_on_errors():
         report = read_report(run)
-    table = plan_table(report) if plan else verdict_table(report, run)
-    print_result(report.model_dump(mode="json"), table, is_json=json_)
+    print_result(report, lambda: plan_table(report) if plan else verdict_table(report, run), is_json=json_)
 
 
 def report(run: RunArgument) -> None:
@@ -276,11 +231,12 @@ def report(run: RunArgument) -> None:
     console.print(Markdown((run / "report.md").read_text(encoding="utf-8")))
 
 
+@takes_request("revision", "batch_size", "device")
 def profile(
-    model: Annotated[str, typer.Option(help=Request.model_fields["model"].description or "")],
-    revision: Annotated[str | None, typer.Option(help="branch, tag or commit on the Hub")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, max=4096, help="images in a forward pass")] = 32,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    request: "Request",
+    model: Annotated[  # noqa: ARG001 - a field of the request
+        str, typer.Option(help="Hub id or local folder of an image classifier, or reference:NAME")
+    ],
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Profile a model: where its time, memory, MACs and parameters are, and what can be pruned."""
@@ -290,11 +246,11 @@ def profile(
     with (
         exit_on_errors(),
         tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder,
-        open_display(errors) as display,
+        Display(errors) as display,
     ):
-        request = Request.model_validate({"model": model, "revision": revision, "device": device})
-        measured = profile_source(request, Path(folder), batch_size=batch_size, progress=display.stage("profiling"))
-    print_result(measured.model_dump(mode="json"), Group(*profile_tables(measured)), is_json=json_)
+        progress = display.stage("profiling")
+        measured = profile_source(request, Path(folder), batch_size=request.batch_size, progress=progress)
+    print_result(measured, lambda: Group(*profile_tables(measured)), is_json=json_)
 
 
 # Fields of a run that `--json` prints; its report has the rest.
@@ -338,6 +294,7 @@ def sweep(
     """
     from profiling_agent.cli.tables import sweep_table
     from profiling_agent.jobs.runner import check_matches
+    from profiling_agent.request import Request
     from profiling_agent.sweep import PAGE, optimize_many, read_sweep
 
     if ray_address and engine == "local":
@@ -346,14 +303,14 @@ def sweep(
         keep_stdout()
     with exit_on_errors(GOES_ON):
         root = Request.model_validate({"output": output}).output_dir
-        with open_display(errors) as display:
+        with Display(errors) as display:
             requests = read_sweep(file, str(root))
             check_matches(requests, display.stage("models and data"))
             address = (ray_address or "auto") if engine == "ray" else None
             rows = optimize_many(requests, display.show, ray_address=address)
     document = [row.model_dump(mode="json", include=JSON_FIELDS) for row in rows]
-    print_result(document, sweep_table(rows), is_json=json_)
+    print_result(document, lambda: sweep_table(rows), is_json=json_)
     if not json_:
-        console.print(str(root / PAGE), markup=False, soft_wrap=True)
+        print_line(str(root / PAGE))
     is_met = all(row.report is not None and row.report.verdict.outcome == "MET" for row in rows)
     raise typer.Exit(EXIT_MET if is_met else EXIT_NOT_MET)

@@ -67,11 +67,10 @@ def test_a_processor_is_told_by_who_can_use_its_int8_instructions(cpu_flags: tup
 
 
 def test_memory_is_looked_at_for_small_models_and_for_large_ones():
-    states = {free: check_memory(free, 16e9).state for free in (3.9e9, 4e9, 9.9e9, 10e9)}
+    states = [check_memory(free, 16e9).state for free in (3.9e9, 4e9, 9.9e9, 10e9)]
 
-    assert list(states.values()) == ["problem", "note", "note", "ok"]
+    assert states == ["problem", "note", "note", "ok"]
     assert check_memory(5e9, 16e9).seen == "5 GB free of 16 GB"
-    assert "5 to 9 GB: --time-budget" in check_memory(5e9, 16e9).advice
 
 
 def test_an_output_folder_that_can_not_be_made_is_a_problem_with_advice(tmp_path: Path):
@@ -85,16 +84,15 @@ def test_an_output_folder_that_can_not_be_made_is_a_problem_with_advice(tmp_path
         assert disk.advice == "choose another --output"
 
 
-def test_a_cache_whose_home_folder_can_not_be_found_and_being_cut_off_from_the_hub_are_noted(
+def test_a_cache_without_a_home_folder_and_being_cut_off_from_the_hub_are_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(CACHE_VARIABLE, "~nobody-of-that-name/cache")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     found = looked(tmp_path)
-    disk = found["disk"]
 
-    assert (disk.state, disk.seen.endswith("the cache folder isn't known")) == ("note", True)
-    assert disk.advice == f"the home folder can't be found: set {CACHE_VARIABLE} to an absolute path"
+    assert found["disk"].state == "note"
+    assert found["disk"].advice == f"the home folder can't be found: set {CACHE_VARIABLE} to an absolute path"
     assert "HF_HUB_OFFLINE is set" in found["Hugging Face"].seen
 
 

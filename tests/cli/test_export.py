@@ -23,15 +23,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-@pytest.mark.slow
-def test_onnx_is_a_folder_with_the_graph_and_ten_lines_that_run_it(saved: Path, tmp_path: Path):
-    ended = call("export", saved, "--format", "onnx", "--output", tmp_path / "new" / "out")
-
-    assert ended.exit_code == 0
-    assert "from torch's" in ended.stdout
-    assert {"model.onnx", "run.py"} <= {path.name for path in (tmp_path / "new" / "out").iterdir()}
-
-
 def test_a_run_stands_for_its_best_model_and_hf_is_a_folder_that_transformers_loads(saved: Path, tmp_path: Path):
     run, plain = tmp_path / "run", tmp_path / "plain"
     run.mkdir()
