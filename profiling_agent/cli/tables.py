@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -15,27 +15,10 @@ from profiling_agent.measure.race import noise_warning
 from profiling_agent.measure.throughput import Measurements
 from profiling_agent.reporting.report import RunReport, differences, final_attempt, predictions, unit_decisions
 from profiling_agent.reporting.results import model_path
-from profiling_agent.reporting.units import (
-    count,
-    drop,
-    format_measurement,
-    format_requirement,
-    ms,
-    percent,
-    size,
-    speedup,
-)
-from profiling_agent.schemas import (
-    ApprovalQuestion,
-    Deployability,
-    ModelProfile,
-    Prunable,
-    Race,
-    Target,
-    Term,
-    Variant,
-    by_cause,
-)
+from profiling_agent.reporting.units import count, drop, ms, percent, size, speedup
+from profiling_agent.reporting.units import format_measurement as measured
+from profiling_agent.reporting.units import format_requirement as required
+from profiling_agent.schemas import ApprovalQuestion, Deployability, ModelProfile, Prunable, Race, Variant, by_cause
 
 if TYPE_CHECKING:
     from profiling_agent.sweep import SweepRow
@@ -43,32 +26,30 @@ if TYPE_CHECKING:
 COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
 # For candidates that were evaluated only on search images.
 BY_BOUND = "accuracy holds as in the search: the 90% bound of what was lost counts, where so few images can give one"
-CONTRACT_COLUMNS = ("term", "asked", "measured", "holds")
-
-Rows = Iterable[Sequence[str | Text]]
 
 
-def _table(title: str, columns: Iterable[str], rows: Rows) -> Table:
+def _table(title: str, *columns: str, rows: Iterable[Sequence[str | Text]] = ()) -> Table:
     """Return a table of plain texts whose columns fold what is long instead of cutting it."""
     table = Table(title=title, title_justify="left")
     for name in columns:
         table.add_column(escape(name), overflow="fold")
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
-def _stack(*parts: RenderableType) -> Group:
+def _stack(*parts: RenderableType | None) -> Group:
     """Return parts below each other, plain texts as they are; empty ones are left out."""
-    return Group(*(Text(part) if isinstance(part, str) else part for part in parts if part != ""))
+    return Group(*(Text(part) if isinstance(part, str) else part for part in parts if part))
 
 
-def _term_rows(terms: Iterable[Term]) -> Rows:
-    for term in terms:
-        yield term.name, format_requirement(term), format_measurement(term), "yes" if term.holds else "no"
+def _contract(title: str, terms: Iterable[Any], unmeasured: Sequence[str] = ()) -> Table:
+    rows = [(term.name, required(term), measured(term), "yes" if term.holds else "no") for term in terms]
+    rows += [(name, "", "not measured", "") for name in unmeasured]
+    return _table(title, "term", "asked", "measured", "holds", rows=rows)
 
 
-def _target_line(target: Target | None) -> str:
+def _target(target: Any) -> str:
     return f"target: {percent(target.saving)} of the {target.metric}. {target.justification}".strip() if target else ""
 
 
@@ -76,12 +57,12 @@ def _outcome(report: RunReport) -> str:
     return f"{report.verdict.outcome}{', certified' if report.verdict.certified else ''}"
 
 
-def _lost(report: RunReport) -> str:
-    return drop(report.heldout.drop) if report.heldout.drop else ""
+def _lost(evaluation: Any) -> str:
+    return drop(evaluation.drop) if evaluation.drop else ""
 
 
-def _speed(report: RunReport) -> str:
-    return speedup(report.race_result) if report.race_result else "not raced"
+def _faster(result: Any) -> str:
+    return speedup(result) if result else "not raced"
 
 
 def verdict_table(report: RunReport, root: Path) -> Group:
@@ -89,26 +70,18 @@ def verdict_table(report: RunReport, root: Path) -> Group:
     verdict, base, best = report.verdict, report.baseline, report.best
     head = f"{verdict.outcome}{' (certified)' if verdict.certified else ''}: {verdict.explanation}"
     shown = (("top1", percent), ("latency_ms", ms), ("params", count), ("macs", count), ("size_bytes", size))
-    attempts = (
-        (
-            str(attempt.number),
-            "yes" if attempt.accepted else "no",
-            count(attempt.deployed.footprint.params) if attempt.deployed else "",
-            percent(attempt.deployed.top1) if attempt.deployed else "",
-            attempt.reason,
-        )
-        for attempt in report.attempts
-    )
+    sides = [(name, show(getattr(base, name)), show(getattr(best, name))) for name, show in shown]
+    attempts = _table("attempts", "attempt", "accepted", "params", "search top-1", "reason")
+    for attempt in report.attempts:
+        model = attempt.deployed
+        params, top1 = (count(model.footprint.params), percent(model.top1)) if model else ("", "")
+        attempts.add_row(str(attempt.number), "yes" if attempt.accepted else "no", params, top1, Text(attempt.reason))
     return _stack(
         Text(head, style="bold"),
-        _table(f"contract, measured of {report.judged}", CONTRACT_COLUMNS, _term_rows(verdict.terms)),
-        _table(
-            "before and after",
-            ("", "baseline", f"best ({best.variant}, {best.deployment.name})"),
-            ((name, show(getattr(base, name)), show(getattr(best, name))) for name, show in shown),
-        ),
+        _contract(f"contract, measured of {report.judged}", verdict.terms),
+        _table("before and after", "", "baseline", f"best ({best.variant}, {best.deployment.name})", rows=sides),
         f"timed on {report.environment.machine}",
-        _table("attempts", ("attempt", "accepted", "params", "search top-1", "reason"), attempts),
+        attempts,
         *(f"noted: {note}" for note in report.acquired.notes),
         f"stopped: {report.stopped}",
         *(f"{name}: {model_path(root, path)}" for name, path in report.artifacts.items()),
@@ -120,43 +93,37 @@ def plan_table(report: RunReport) -> Group:
     attempt = final_attempt(report)
     if attempt is None:
         return _stack("no plan was carried out")
-    state, origin = "accepted" if attempt.accepted else f"refused: {attempt.reason}", attempt.origin
-    quantized = (
-        (r.layer, f"{r.quantization_type} {r.dtype}", r.justification) for r in attempt.plan.quantization or ()
-    )
-    expected = (
-        (check.what, check.predicted, check.measured, "off by more than twice" if check.is_off else "")
-        for check in predictions(attempt, report)
-    )
+    origin, state = attempt.origin, "accepted" if attempt.accepted else f"refused: {attempt.reason}"
+    units = [(row.unit, str(row.width), str(row.kept), row.reason) for row in unit_decisions(report, attempt)]
+    layers = [(r.layer, f"{r.quantization_type} {r.dtype}", r.justification) for r in attempt.plan.quantization or ()]
+    expected = _table("predicted and measured", "", "predicted", "measured", "")
+    for check in predictions(attempt, report):
+        expected.add_row(check.what, check.predicted, check.measured, "off by more than twice" if check.is_off else "")
     return _stack(
         f"attempt {attempt.number} by {origin.by}, {state}",
-        origin.reason and f"reason: {origin.reason}",
-        _target_line(attempt.plan.target),
+        f"reason: {origin.reason}" if origin.reason else "",
+        _target(attempt.plan.target),
         *(f"left out: {part}" for part in origin.dropped),
         f"made milder: {origin.cut_back}" if origin.cut_back else "",
-        _table(
-            "what can be pruned",
-            ("unit", "width", "kept", "why"),
-            ((row.unit, str(row.width), str(row.kept), row.reason) for row in unit_decisions(report, attempt)),
-        ),
-        _table("what is quantized", ("layers", "type", "why"), quantized),
-        _table("predicted and measured", ("", "predicted", "measured", ""), expected),
+        _table("what can be pruned", "unit", "width", "kept", "why", rows=units),
+        _table("what is quantized", "layers", "type", "why", rows=layers),
+        expected,
     )
 
 
 def compare_table(reports: Mapping[str, RunReport]) -> Group:
     """Return several runs next to each other, and a line for each difference that makes their times incomparable."""
 
-    def required(name: str) -> Callable[[RunReport], str]:
-        return lambda r: next((format_requirement(term) for term in r.verdict.terms if term.name == name), "")
+    def asked(name: str) -> Callable[[RunReport], str]:
+        return lambda r: next((required(term) for term in r.verdict.terms if term.name == name), "")
 
-    rows: dict[str, Callable[[RunReport], str]] = {
+    shown: dict[str, Callable[[RunReport], str]] = {
         "verdict": _outcome,
         "model": lambda r: r.request.model,
         "data": lambda r: r.request.dataset,
-        **{f"{name} asked": required(name) for name in ("accuracy", "speed", "size", "memory")},
-        "accuracy lost": _lost,
-        "times as fast": _speed,
+        **{f"{name} asked": asked(name) for name in ("accuracy", "speed", "size", "memory")},
+        "accuracy lost": lambda r: _lost(r.heldout),
+        "times as fast": lambda r: _faster(r.race_result),
         "timed on": lambda r: r.environment.machine,
         "bytes": lambda r: f"{percent(r.best.size_bytes / r.baseline.size_bytes)}, {size(r.best.size_bytes)}",
         "params saved": lambda r: percent(1 - r.best.params / r.baseline.params),
@@ -166,8 +133,8 @@ def compare_table(reports: Mapping[str, RunReport]) -> Group:
         "planned by": lambda r: r.planned_by,
         "stopped": lambda r: str(r.stopped),
     }
-    cells = ((name, *map(show, reports.values())) for name, show in rows.items())
-    return _stack(_table("runs", ("", *reports), cells), *differences(reports))
+    rows = [(name, *map(show, reports.values())) for name, show in shown.items()]
+    return _stack(_table("runs", "", *reports, rows=rows), *differences(reports))
 
 
 def approval_table(question: ApprovalQuestion) -> Group:
@@ -175,27 +142,26 @@ def approval_table(question: ApprovalQuestion) -> Group:
     savings = [f"params {percent(question.params_saved)} less", f"MACs {percent(question.macs_saved)} less"]
     if question.latency_saved is not None:
         savings.append(f"layers' time {percent(question.latency_saved)} less")
-    if question.kl is not None:
-        savings.append(f"KL {question.kl:.2g} nats")
-    head = f"attempt {question.attempt}, proposed by {question.proposed_by}"
-    cuts = (
-        (cut.unit, str(cut.width), str(cut.keep), "" if cut.kl is None else f"{cut.kl:.2g}") for cut in question.cuts
-    )
+    savings += [f"KL {question.kl:.2g} nats"] if question.kl is not None else []
+    cuts = _table("what would be cut", "unit", "width", "keeps", "KL alone, nats")
+    for cut in question.cuts:
+        cuts.add_row(Text(cut.unit), str(cut.width), str(cut.keep), "" if cut.kl is None else f"{cut.kl:.2g}")
+    reason = f": {question.reason}" if question.reason else ""
     return _stack(
-        f"{head}: {question.reason}" if question.reason else head,
-        question.problem and f"your last answer could not be taken: {question.problem}",
-        _target_line(question.plan.target),
+        f"attempt {question.attempt}, proposed by {question.proposed_by}{reason}",
+        f"your last answer could not be taken: {question.problem}" if question.problem else "",
+        _target(question.plan.target),
         *(f"left alone: {note}" for note in question.notes[:6]),
-        _table("what would be cut", ("unit", "width", "keeps", "KL alone, nats"), cuts),
+        cuts,
         f"predicted: {', '.join(savings)}",
     )
 
 
 def race_table(names: Mapping[str, str], race: Race) -> Group:
     """Return the results of a race and who dropped out; `names` has each model's by its path in the results."""
-    rows = ((names[each.model.path], ms(each.latency.median_ms), speedup(each)) for each in race.results)
+    rows = [(names[each.model.path], ms(each.latency.median_ms), speedup(each)) for each in race.results]
     return _stack(
-        _table("race", ("model", "median", "times as fast as the first"), rows),
+        _table("race", "model", "median", "times as fast as the first", rows=rows),
         *(f"{names[dropped.model.path]} dropped out: {dropped.reason}" for dropped in race.dropped),
         noise_warning(race),
     )
@@ -203,44 +169,37 @@ def race_table(names: Mapping[str, str], race: Race) -> Group:
 
 def candidates_table(candidates: Sequence[RunCandidate]) -> Group:
     """Return all that a run measured, with the numbers for `pick`."""
+    columns = ("", "candidate", "top-1 lost", "times as fast", "bytes", "on the front", "contract")
+    table = _table("what the run measured, on search images", *columns)
     baseline_bytes = candidates[0].evaluation.footprint.size_bytes
-
-    def cells(candidate: RunCandidate) -> Sequence[str]:
-        evaluation, race_result = candidate.evaluation, candidate.race_result
-        num_bytes = evaluation.footprint.size_bytes
-        return (
+    for candidate in candidates:
+        num_bytes = candidate.evaluation.footprint.size_bytes
+        table.add_row(
             str(candidate.number),
-            f"{candidate.name}{', returned' if candidate.is_judged else ''}",
-            drop(evaluation.drop) if evaluation.drop else "",
-            speedup(race_result) if race_result else "not raced",
+            Text(f"{candidate.name}{', returned' if candidate.is_judged else ''}"),
+            _lost(candidate.evaluation),
+            _faster(candidate.race_result),
             f"{size(num_bytes)}, {percent(num_bytes / baseline_bytes)}",
             "yes" if candidate.is_on_front else "no",
             _holds_text(candidate),
         )
-
-    columns = ("", "candidate", "top-1 lost", "times as fast", "bytes", "on the front", "contract")
-    return _stack(
-        _table("what the run measured, on search images", columns, map(cells, candidates)),
-        BY_BOUND,
-        "take one home: profiling-agent pick RUN --candidate NUMBER --output FOLDER",
-    )
+    return _stack(table, BY_BOUND, "take one home: profiling-agent pick RUN --candidate NUMBER --output FOLDER")
 
 
 def picked_table(picked: RunCandidate) -> Group:
     """Return a candidate's measurements, the contract's terms by them, and what was not measured."""
     result = picked.evaluation
-    images = f"{result.predictions.num_images:,} search images"
     judged = f"never judged on held-out images; by what was measured the contract {_holds_text(picked)}\n{BY_BOUND}"
-    if picked.is_judged:
+    if picked.is_judged and result.variant is Variant.BASELINE:
+        judged = "the run returned it, which is the model that it was given: against itself it loses nothing"
+    elif picked.is_judged:
         judged = "the run returned it: the contract's terms are of held-out images"
-        if result.variant is Variant.BASELINE:
-            judged = "the run returned it, which is the model that it was given: against itself it loses nothing"
-    unmeasured = ((name, "", "not measured", "") for name in picked.unmeasured)
+    lost = f", lost {drop(result.drop)}" if result.drop else ""
     return _stack(
         f"candidate {picked.number}: {picked.name}",
-        f"top-1 {percent(result.top1)} on {images}{f', lost {drop(result.drop)}' if result.drop else ''}",
+        f"top-1 {percent(result.top1)} on {result.predictions.num_images:,} search images{lost}",
         f"times as fast as the baseline: {speedup(picked.race_result)}" if picked.race_result else "",
-        _table("contract", CONTRACT_COLUMNS, [*_term_rows(picked.terms), *unmeasured]),
+        _contract("contract", picked.terms, picked.unmeasured),
         judged,
         *picked.notes,
     )
@@ -257,94 +216,83 @@ def measurement_table(measurements: Measurements) -> Table:
     """Return the measurements of models, each with its ratio to the first in brackets."""
     first = measurements.models[0].taken
     rates = {row.batch_size: row.images_per_s for row in first.throughput}
-
-    def rows() -> Rows:
-        for model in measurements.models:
-            own, memory = {row.batch_size: row.images_per_s for row in model.taken.throughput}, model.taken.memory
-            yield (
-                model.name,
-                *(f"{own[n]:.1f} ({own[n] / rates[n]:.2f}x)" if n in own else "can't" for n in rates),
-                f"{size(memory.peak_bytes)} ({memory.peak_bytes / first.memory.peak_bytes:.2f}x)",
-                f"{size(memory.size_bytes)} ({memory.size_bytes / first.memory.size_bytes:.2f}x)",
-            )
-
-    columns = ("model", *(f"images/s at {batch}" for batch in rates), "peak memory", "on disk")
-    return _table("measured", columns, rows())
+    table = _table("measured", "model", *(f"images/s at {batch}" for batch in rates), "peak memory", "on disk")
+    for model in measurements.models:
+        memory, own = model.taken.memory, {row.batch_size: row.images_per_s for row in model.taken.throughput}
+        table.add_row(
+            Text(model.name),
+            *(f"{own[n]:.1f} ({own[n] / rates[n]:.2f}x)" if n in own else "can't" for n in rates),
+            f"{size(memory.peak_bytes)} ({memory.peak_bytes / first.memory.peak_bytes:.2f}x)",
+            f"{size(memory.size_bytes)} ({memory.size_bytes / first.memory.size_bytes:.2f}x)",
+        )
+    return table
 
 
 def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
-    """Return the totals, the costliest layers and operators, the units that can be pruned, and what can't be, by cause."""
+    """Return the totals, the costliest layers and operators, what can be pruned, and what can't be, by cause."""
     latency = profile.headline.latency
+    interval = f"{ms(latency.median_ms)} [{ms(latency.low_ms)}, {ms(latency.high_ms)}]"
     totals = {
         "params": count(profile.params),
         "macs of one image": count(profile.macs),
         "on disk": size(profile.size_bytes),
         "in memory": size(profile.parameter_bytes),
-        f"latency of a batch of {profile.batch_size}": (
-            f"{ms(latency.median_ms)} [{ms(latency.low_ms)}, {ms(latency.high_ms)}]"
-        ),
+        f"latency of a batch of {profile.batch_size}": interval,
         "peak memory of the process": size(profile.headline.peak_memory_bytes),
         "forward passes that this took": str(profile.forward_passes),
     }
-    layers = (
-        (row.name, row.kind, count(row.params), count(row.macs), ms(row.latency_ms), size(row.activation_bytes))
-        for row in sorted(profile.layers, key=lambda layer: -layer.latency_ms)[:15]
-    )
-    operators = (
-        (row.name, str(row.calls), ms(row.time_ms), size(row.memory_bytes), row.input_shapes)
-        for row in profile.operators[:10]
-    )
-    units = [
-        (unit.name, unit.kind, str(unit.width), str(unit.step), count(unit.params_per_channel))
-        for unit in profile.units
-    ]
-    absent = [(reason, kind, "none", "", "") for kind, reason in profile.absent.items()]
-    refused = ((cause, str(len(names)), names[0]) for cause, names in by_cause(profile.refusals).items())
+    layers = _table("dearest layers", "layer", "kind", "params", "macs", "time", "activations")
+    for row in sorted(profile.layers, key=lambda layer: -layer.latency_ms)[:15]:
+        numbers = count(row.params), count(row.macs), ms(row.latency_ms), size(row.activation_bytes)
+        layers.add_row(Text(row.name), row.kind, *numbers)
+    operators = _table("dearest operators", "operator", "calls", "time", "memory", "shapes")
+    for row in profile.operators[:10]:
+        operators.add_row(row.name, str(row.calls), ms(row.time_ms), size(row.memory_bytes), Text(row.input_shapes))
+    units = _table("what can be pruned", "unit", "kind", "width", "step", "params each")
+    for unit in profile.units:
+        units.add_row(Text(unit.name), unit.kind, str(unit.width), str(unit.step), count(unit.params_per_channel))
+    for kind, reason in profile.absent.items():
+        units.add_row(Text(reason), kind, "none", "", "")
+    stay = [(cause, str(len(names)), names[0]) for cause, names in by_cause(profile.refusals).items()]
     return (
-        _table(profile.architecture, ("", ""), totals.items()),
-        _table("dearest layers", ("layer", "kind", "params", "macs", "time", "activations"), layers),
-        _table("dearest operators", ("operator", "calls", "time", "memory", "shapes"), operators),
-        _table("what can be pruned", ("unit", "kind", "width", "step", "params each"), [*units, *absent]),
-        _table("what stays as it is", ("cause", "layers", "the first of them"), refused),
+        _table(profile.architecture, "total", "", rows=totals.items()),
+        layers,
+        operators,
+        units,
+        _table("what stays as it is", "cause", "layers", "the first of them", rows=stay),
     )
 
 
 def sweep_table(rows: Sequence["SweepRow"]) -> Table:
     """Return a row for each run: its verdict and what was measured, or the failure that ended it."""
-
-    def cells(row: "SweepRow") -> Sequence[str]:
-        run_id, report = str(row.request.run_id), row.report
-        if report is None:
-            return run_id, "failed", "", "", "", row.failure
-        ratio = percent(report.best.size_bytes / report.baseline.size_bytes)
-        return run_id, _outcome(report), _lost(report), _speed(report), ratio, ""
-
-    columns = ("run", "verdict", "accuracy lost", "times as fast", "bytes", "failure")
-    return _table("sweep", columns, map(cells, rows))
+    table = _table("sweep", "run", "verdict", "accuracy lost", "times as fast", "bytes", "failure")
+    for row in rows:
+        cells, report = ("failed", "", "", "", row.failure), row.report
+        if report is not None:
+            ratio = percent(report.best.size_bytes / report.baseline.size_bytes)
+            cells = (_outcome(report), _lost(report.heldout), _faster(report.race_result), ratio, "")
+        table.add_row(str(row.request.run_id), *map(Text, cells))
+    return table
 
 
 def model_tables(prunable: Prunable, rows: Sequence[Deployability], left_out: Sequence[str]) -> Group:
     """Return what can be cut of a model, its deployments that work, and the runtimes that were not tried."""
     spec = prunable.input
-    units = [
-        *((kind, str(number), "can be cut") for kind, number in prunable.units.items()),
-        *((kind, "none", reason) for kind, reason in prunable.absent.items()),
-        *((code, str(number), f"stay, as {prunable.examples[code]}") for code, number in prunable.refused.items()),
-    ]
-    deployments = (
-        (row.deployment.name, "no", "", "", row.refused)
-        if row.refused
-        else (row.deployment.name, "yes", percent(row.size_ratio), f"{row.distance:.1g}", str(row.num_layers))
-        for row in rows
-    )
-    shape = f"{spec.channels}x{spec.height}x{spec.width}"
-    cut = f"a quarter off every unit: {percent(prunable.cut_share)} of the params"
+    units = [(kind, str(number), "can be cut") for kind, number in prunable.units.items()]
+    units += [(kind, "none", reason) for kind, reason in prunable.absent.items()]
+    units += [(code, str(number), f"stay, as {prunable.examples[code]}") for code, number in prunable.refused.items()]
     columns = ("deployment", "works", "bytes", "distance", "layers not in float32")
+    deployments = _table("what can be deployed here", *columns)
+    for row in rows:
+        cells = ("yes", percent(row.size_ratio), f"{row.distance:.1g}", str(row.num_layers))
+        deployments.add_row(row.deployment.name, *map(Text, ("no", "", "", row.refused) if row.refused else cells))
+    cut = f"a quarter off every unit: {percent(prunable.cut_share)} of the params"
+    shape = f"{spec.channels}x{spec.height}x{spec.width}"
     return _stack(
         f"{prunable.architecture}, {count(prunable.params)} params, images of {shape}",
-        _table("what can be cut", ("kind or reason", "number", "of it"), units),
+        _table("what can be cut", "kind or reason", "number", "of it", rows=units),
         cut if prunable.units else "no unit can be cut; it is deployed whole",
-        _table("what can be deployed here", columns, deployments),
+        deployments,
         "bytes: of the unpruned float32 model's; distance: of the logits from float32's, relative, on noise",
         *(f"not tried: {line}" for line in left_out),
     )
@@ -352,5 +300,5 @@ def model_tables(prunable: Prunable, rows: Sequence[Deployability], left_out: Se
 
 def findings_table(findings: Sequence[Finding]) -> Table:
     """Return what each check of `doctor` has seen, and what to do about it."""
-    rows = ((row.name, Text(row.state, style=COLORS[row.state]), row.seen, row.advice) for row in findings)
-    return _table("doctor", ("what", "state", "seen", "what to do"), rows)
+    rows = [(row.name, Text(row.state, style=COLORS[row.state]), row.seen, row.advice) for row in findings]
+    return _table("doctor", "what", "state", "seen", "what to do", rows=rows)
