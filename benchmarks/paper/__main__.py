@@ -31,7 +31,7 @@ from benchmarks.paper.numbers import (
     family_of,
 )
 from benchmarks.paper.tables import KINDS, Runs, Subject, make_table, markdown
-from profiling_agent.cli.terminal import errors, Display
+from profiling_agent.cli.terminal import Display, errors
 from profiling_agent.data.hub import fetch_model, is_local, local_folder
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
 from profiling_agent.jobs.runner import check_match, scratch_jobs
