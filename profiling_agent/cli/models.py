@@ -1,21 +1,11 @@
 """Commands on models and this machine: `race`, `measure`, `compare`, `pick`, `export`, `push`, `doctor`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from profiling_agent.cli.terminal import (
-    Display,
-    JsonOption,
-    RunArgument,
-    errors,
-    exit_on_errors,
-    print_line,
-    print_result,
-    run_folder,
-    takes_request,
-)
+from profiling_agent.cli import terminal
 from profiling_agent.errors import RequestError
 
 if TYPE_CHECKING:
@@ -24,30 +14,21 @@ if TYPE_CHECKING:
 
 SourcesArgument = Annotated[
     list[Path],
-    typer.Argument(parser=run_folder, metavar="RUN_OR_FOLDER...", help="runs (their models), or saved models"),
+    typer.Argument(parser=terminal.run_folder, metavar="RUN_OR_FOLDER...", help="runs (their models), or saved models"),
 ]
+DeviceOption = Annotated[Literal["cpu", "cuda"], typer.Option(help="where to measure")]
 SourceArgument = Annotated[
     Path,
-    typer.Argument(parser=run_folder, metavar="RUN_OR_FOLDER", help="run (its best model), or a saved model"),
+    typer.Argument(parser=terminal.run_folder, metavar="RUN_OR_FOLDER", help="run (its best model), or a saved model"),
 ]
 
 
-def _parse_device(name: str) -> str:
-    name = {"gpu": "cuda"}.get(name, name)
-    if name not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"{name[:80]!r} is no device: use cpu or cuda")
-    return name
-
-
-DeviceOption = Annotated[str, typer.Option(parser=_parse_device, metavar="cpu|cuda", help="where to measure")]
-
-
-@takes_request("batch_size", "num_sessions")
+@terminal.takes_request("batch_size", "num_sessions")
 def race(
     request: "Request",
     sources: SourcesArgument,
     device: DeviceOption = "cpu",
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
+    json_: terminal.JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Race saved models on this machine: samples are interleaved, a process each; speed-ups are over the first.
 
@@ -59,7 +40,7 @@ def race(
     from profiling_agent.measure.throughput import race_saved
     from profiling_agent.reporting.results import models_of_all
 
-    with exit_on_errors(), Display(errors) as display:
+    with terminal.exit_on_errors(), terminal.Display(terminal.errors) as display:
         names, result = race_saved(
             models_of_all(sources),
             batch_size=request.batch_size,
@@ -67,13 +48,13 @@ def race(
             device=device,
             progress=display.stage("race"),
         )
-    print_result(result, lambda: race_table(names, result), is_json=json_)
+    terminal.print_result(result, lambda: race_table(names, result), is_json=json_)
 
 
 def measure(
     sources: SourcesArgument,
     device: DeviceOption = "cpu",
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
+    json_: terminal.JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Measure what saved models take: images per second at batch sizes 1, 8 and 32, peak memory, bytes on disk.
 
@@ -85,17 +66,17 @@ def measure(
     from profiling_agent.measure.throughput import measure_saved
     from profiling_agent.reporting.results import before_and_after
 
-    with exit_on_errors(), Display(errors) as display:
+    with terminal.exit_on_errors(), terminal.Display(terminal.errors) as display:
         models = [model for source in sources for model in before_and_after(source)]
         measurements = measure_saved(models, device=device, progress=display.stage("measure"))
-    print_result(measurements, lambda: measurement_table(measurements), is_json=json_)
+    terminal.print_result(measurements, lambda: measurement_table(measurements), is_json=json_)
 
 
 def compare(
     runs: Annotated[
-        list[Path], typer.Argument(parser=run_folder, metavar="RUN...", help="finished runs, or forks of one")
+        list[Path], typer.Argument(parser=terminal.run_folder, metavar="RUN...", help="finished runs, or forks of one")
     ],
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
+    json_: terminal.JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Show finished runs side by side: contract, verdict, accuracy, speed, size, plans.
 
@@ -104,20 +85,20 @@ def compare(
     from profiling_agent.cli.tables import compare_table
     from profiling_agent.reporting.results import read_report
 
-    with exit_on_errors():
+    with terminal.exit_on_errors():
         reports = {str(run): read_report(run) for run in runs}
-    print_result(reports, lambda: compare_table(reports), is_json=json_)
+    terminal.print_result(reports, lambda: compare_table(reports), is_json=json_)
 
 
 def pick(
-    run: RunArgument,
+    run: terminal.RunArgument,
     candidate: Annotated[
         str | None, typer.Option(metavar="NUMBER|NAME", help="one of the list, or `openvino static`")
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="folder to write; nothing is overwritten, the run stays as it is")
     ] = None,
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
+    json_: terminal.JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Take another model of a finished run than the one it returned; nothing is measured again.
 
@@ -131,19 +112,19 @@ def pick(
     from profiling_agent.exporting.pick import candidates
     from profiling_agent.exporting.pick import pick as take
 
-    with exit_on_errors():
+    with terminal.exit_on_errors():
         if candidate is None and output is None:
             measured = candidates(run)
-            print_result(measured, lambda: candidates_table(measured), is_json=json_)
+            terminal.print_result(measured, lambda: candidates_table(measured), is_json=json_)
             return
         if output is None:
             raise typer.BadParameter("name a folder to write it to: --output small")
         if candidate is None:
             raise typer.BadParameter("name a candidate of the list: --candidate 2")
         picked = take(run, output, candidate=candidate)
-    print_result(picked, lambda: picked_table(picked), is_json=json_)
+    terminal.print_result(picked, lambda: picked_table(picked), is_json=json_)
     if not json_:
-        print_line(f"wrote {output}")
+        terminal.print_line(f"wrote {output}")
 
 
 def export(
@@ -171,9 +152,9 @@ def export(
     """
     from profiling_agent.exporting.export import export as write
 
-    with exit_on_errors():
+    with terminal.exit_on_errors():
         line = write(source, format_, output, batch_size=batch_size)
-    print_line(line)
+    terminal.print_line(line)
 
 
 def push(
@@ -196,9 +177,9 @@ def push(
     """
     from profiling_agent.exporting.push import push as put
 
-    with exit_on_errors():
+    with terminal.exit_on_errors():
         pushed = put(source, repo_id, private=private, update=update)
-    print_line(f"{pushed.url} holds {', '.join(pushed.files)} (commit {pushed.commit[:12]})")
+    terminal.print_line(f"{pushed.url} holds {', '.join(pushed.files)} (commit {pushed.commit[:12]})")
 
 
 def _look_at_model(request: "Request", *, is_json: bool) -> None:
@@ -206,13 +187,13 @@ def _look_at_model(request: "Request", *, is_json: bool) -> None:
     from profiling_agent.cli.tables import model_tables
     from profiling_agent.jobs.runner import ModelCheck
 
-    with exit_on_errors():
+    with terminal.exit_on_errors():
         names, left_out = _installed(request)
-        with Display(errors) as display, ModelCheck(display.stage("doctor")) as look:
+        with terminal.Display(terminal.errors) as display, ModelCheck(display.stage("doctor")) as look:
             prunable = look.prunable(request.model, request.revision)
             rows = list(look.deployable("pruned" if prunable.cut_share else "whole", names))
     document = {"prunable": prunable, "deployable": rows, "left_out": left_out}
-    print_result(document, lambda: model_tables(prunable, rows, left_out), is_json=is_json)
+    terminal.print_result(document, lambda: model_tables(prunable, rows, left_out), is_json=is_json)
     raise typer.Exit(0 if any(not row.refused for row in rows) else 1)
 
 
@@ -233,21 +214,18 @@ def _installed(request: "Request") -> tuple[list["RuntimeName"], list[str]]:
     return names, left_out
 
 
-@takes_request("output", "llm", "base_url", "advisor", "revision", "runtimes")
+@terminal.takes_request("output", "llm", "base_url", "advisor", "device", "revision", "runtimes")
 def doctor(
     request: "Request",
-    device: Annotated[  # noqa: ARG001 - a field of the request
-        str, typer.Option(help="device to test: cpu, cuda, or auto for a CUDA device where there is one")
-    ] = "auto",
     model: Annotated[
         str | None,
         typer.Option(help="look at this model instead: what can be cut of it and deployed here, found by doing it"),
     ] = None,
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
+    json_: terminal.JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Look at this machine: versions, CPU, memory, disk, noise, each runtime by running a model, the language model's server, a CUDA device.
 
-    The device is tested by a small model that is profiled, pruned and evaluated on it; what failed is shown.
+    The device, with auto a CUDA device if there is one, is tested by a small model that is profiled, pruned and evaluated on it.
 
     With --model the model is looked at instead. A quarter is cut off every part of it that can be cut, that is brought into
     every deployment that is installed here and opened again elsewhere, and what is refused has its reason. No data set is needed;
@@ -261,7 +239,7 @@ def doctor(
     from profiling_agent.cli.doctor import examine
     from profiling_agent.cli.tables import findings_table
 
-    with exit_on_errors(), Display(errors) as display:
+    with terminal.exit_on_errors(), terminal.Display(terminal.errors) as display:
         findings = list(examine(request, display.stage("doctor")))
-    print_result(findings, lambda: findings_table(findings), is_json=json_)
+    terminal.print_result(findings, lambda: findings_table(findings), is_json=json_)
     raise typer.Exit(1 if any(row.state == "problem" for row in findings) else 0)

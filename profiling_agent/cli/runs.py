@@ -11,28 +11,8 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from profiling_agent.cli.terminal import (
-    EXIT_MET,
-    EXIT_NOT_MET,
-    EXIT_WAITING,
-    GOES_ON,
-    AddressOption,
-    Display,
-    EventsOption,
-    JsonOption,
-    QuietOption,
-    RunArgument,
-    console,
-    errors,
-    exit_on_errors,
-    exit_stopped,
-    print_line,
-    print_result,
-    refuse,
-    takes_request,
-    with_flags,
-)
-from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError, RequestError, RunError
+from profiling_agent.cli import terminal
+from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError, RequestError
 from profiling_agent.lib.io import DocumentError, expanded, read_json
 from profiling_agent.lib.logs import keep_stdout
 
@@ -55,7 +35,7 @@ def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = Fal
     if is_json:
         keep_stdout()
     try:
-        with Display(console, is_quiet=is_quiet, is_json=is_json) as display:
+        with terminal.Display(terminal.console, is_quiet=is_quiet, is_json=is_json) as display:
 
             def approver(question: "ApprovalQuestion") -> "Approval":
                 with display.paused():
@@ -63,24 +43,24 @@ def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = Fal
 
             report = work(display.show, approver if is_answered_here() and not is_json else None)
     except ApprovalPendingError as error:
-        print_line(str(error), errors)
-        raise typer.Exit(EXIT_WAITING) from None
+        terminal.print_line(str(error), terminal.errors)
+        raise typer.Exit(terminal.EXIT_WAITING) from None
     except ProfilingAgentError as error:
-        refuse(with_flags(str(error)))
+        terminal.refuse(str(error))
     except (KeyboardInterrupt, EOFError) as stop:
-        exit_stopped(stop, f"; go on with: profiling-agent resume {root}")
+        terminal.exit_stopped(stop, f"; go on with: profiling-agent resume {root}")
     if is_json:
         fields = report.verdict.model_dump(mode="json")
         typer.echo(json.dumps({"event": "verdict", "run": str(root), **fields}))
     else:
         summary = Text(f"{report.verdict.outcome}: {report.verdict.explanation} ({root})")
-        console.print(summary if is_quiet else verdict_table(report, root))
-    raise typer.Exit(EXIT_MET if report.verdict.outcome == "MET" else EXIT_NOT_MET)
+        terminal.console.print(summary if is_quiet else verdict_table(report, root))
+    raise typer.Exit(terminal.EXIT_MET if report.verdict.outcome == "MET" else terminal.EXIT_NOT_MET)
 
 
 def is_answered_here() -> bool:
     """Return whether a person can answer at this terminal."""
-    return console.is_terminal and sys.stdin.isatty()
+    return terminal.console.is_terminal and sys.stdin.isatty()
 
 
 def ask(question: "ApprovalQuestion") -> "Approval":
@@ -90,18 +70,20 @@ def ask(question: "ApprovalQuestion") -> "Approval":
     from profiling_agent.cli.tables import approval_table
     from profiling_agent.search.attempt import read_answer
 
-    console.print(approval_table(question))
+    terminal.console.print(approval_table(question))
     while True:
-        choice = Prompt.ask("decision", console=console, choices=list(question.choices), default="accept")
+        choice = Prompt.ask("decision", console=terminal.console, choices=list(question.choices), default="accept")
         try:
             if choice == "reject":
-                return read_answer({"decision": choice, "reason": Prompt.ask("why", console=console)})
+                return read_answer({"decision": choice, "reason": Prompt.ask("why", console=terminal.console)})
             if choice == "edit":
-                path = Prompt.ask("file with the changes (see `profiling-agent approve --help`)", console=console)
+                path = Prompt.ask(
+                    "file with the changes (see `profiling-agent approve --help`)", console=terminal.console
+                )
                 return read_edit(Path(path))
             return read_answer(choice)
         except RequestError as error:
-            console.print(Text(str(error), style="red"))
+            terminal.console.print(Text(str(error), style="red"))
 
 
 def read_edit(path: Path) -> "Approval":
@@ -119,12 +101,12 @@ def read_edit(path: Path) -> "Approval":
 
 
 def approve(
-    run: RunArgument,
+    run: terminal.RunArgument,
     accept: Annotated[bool, typer.Option("--accept", help="carry the plan out")] = False,  # noqa: FBT002 - a flag
     edit: Annotated[Path | None, typer.Option(help="JSON file with changes to make first")] = None,
     reject: Annotated[str | None, typer.Option(metavar="REASON", help="ask for another plan, and say why")] = None,
-    base_url: AddressOption = None,
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
+    base_url: terminal.AddressOption = None,
+    json_: terminal.JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Answer a run that was started with --approve plan or each, and go on with it; without an answer, show what it asks.
 
@@ -138,14 +120,14 @@ def approve(
     from profiling_agent.api import pending
     from profiling_agent.cli.tables import approval_table
 
-    with exit_on_errors():
+    with terminal.exit_on_errors():
         answer = _parse_answer(accept=accept, edit=edit, reject=reject)
         question = pending(run)
     if question is None:
-        refuse(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
+        terminal.refuse(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
     if answer is None and (json_ or not is_answered_here()):
-        print_result(question, lambda: approval_table(question), is_json=json_)
-        raise typer.Exit(EXIT_WAITING)
+        terminal.print_result(question, lambda: approval_table(question), is_json=json_)
+        raise typer.Exit(terminal.EXIT_WAITING)
     decision = answer or ask(question)
     watch(lambda listener, approver: go_on(run, decision, listener, base_url=base_url, approver=approver), run)
 
@@ -163,8 +145,8 @@ def _parse_answer(**options: Any) -> "Approval | None":
     return read_answer("accept") if given else None
 
 
-@takes_request()
-def run(request: "Request", *, quiet: QuietOption = False, json_: EventsOption = False) -> None:
+@terminal.takes_request()
+def run(request: "Request", *, quiet: terminal.QuietOption = False, json_: terminal.EventsOption = False) -> None:
     """Run a request to its verdict; with no flags, the embedded model and data: no network, no key, minutes.
 
     Writes the run folder under the output folder: report.html, report.md, report.json and the model to deploy in best/.
@@ -172,10 +154,10 @@ def run(request: "Request", *, quiet: QuietOption = False, json_: EventsOption =
     from profiling_agent.api import make_run_id, optimize
 
     named_request = request.model_copy(update={"run_id": request.run_id or make_run_id()})
-    with exit_on_errors():
+    with terminal.exit_on_errors():
         root = named_request.output_dir / str(named_request.run_id)
     if not quiet and not json_:
-        print_line(f"run folder {root}")
+        terminal.print_line(f"run folder {root}")
     watch(
         lambda listener, approver: optimize(named_request, listener, approver=approver),
         root,
@@ -185,7 +167,11 @@ def run(request: "Request", *, quiet: QuietOption = False, json_: EventsOption =
 
 
 def resume(
-    run: RunArgument, *, base_url: AddressOption = None, quiet: QuietOption = False, json_: EventsOption = False
+    run: terminal.RunArgument,
+    *,
+    base_url: terminal.AddressOption = None,
+    quiet: terminal.QuietOption = False,
+    json_: terminal.EventsOption = False,
 ) -> None:
     """Go on with a run that was cut, from its last checkpoint."""
     from profiling_agent.api import resume as go_on
@@ -199,58 +185,48 @@ def resume(
 
 
 def show(
-    run: RunArgument,
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
+    run: terminal.RunArgument,
+    json_: terminal.JsonOption = False,  # noqa: FBT002 - a flag
     plan: Annotated[bool, typer.Option("--plan", help="why each layer was changed or left alone")] = False,  # noqa: FBT002
 ) -> None:
     """Show a finished run: the verdict, before and after, every attempt."""
     from profiling_agent.cli.tables import plan_table, verdict_table
     from profiling_agent.reporting.results import read_report
 
-    with exit_on_errors():
+    with terminal.exit_on_errors():
         report = read_report(run)
-    print_result(report, lambda: plan_table(report) if plan else verdict_table(report, run), is_json=json_)
+    terminal.print_result(report, lambda: plan_table(report) if plan else verdict_table(report, run), is_json=json_)
 
 
-def report(run: RunArgument) -> None:
+def report(run: terminal.RunArgument) -> None:
     """Write the report of a finished run again, and show it."""
     from rich.markdown import Markdown
 
     from profiling_agent.reporting.render import write_report
     from profiling_agent.reporting.results import read_report
 
-    with exit_on_errors():
-        run_report = read_report(run)
+    with terminal.exit_on_errors():
         try:
-            write_report(run_report, run)
+            write_report(read_report(run), run)
         except OSError as error:
-            problem = f"the report can't be written to {str(run)!r} ({error.strerror})"
-            raise RunError(
-                f"{problem}: copy the run to where you may write, or read it with `profiling-agent show {run}`"
-            ) from error
-    console.print(Markdown((run / "report.md").read_text(encoding="utf-8")))
+            terminal.refuse(f"the report can't be written to {str(run)!r} ({error.strerror}): copy the run elsewhere")
+    terminal.console.print(Markdown((run / "report.md").read_text(encoding="utf-8")))
 
 
-@takes_request("revision", "batch_size", "device")
-def profile(
-    request: "Request",
-    model: Annotated[  # noqa: ARG001 - a field of the request
-        str, typer.Option(help="Hub id or local folder of an image classifier, or reference:NAME")
-    ],
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
-) -> None:
+@terminal.takes_request("model", "revision", "batch_size", "device")
+def profile(request: "Request", json_: terminal.JsonOption = False) -> None:  # noqa: FBT002 - a flag
     """Profile a model: where its time, memory, MACs and parameters are, and what can be pruned."""
     from profiling_agent.cli.tables import profile_tables
     from profiling_agent.jobs.runner import profile_source
 
     with (
-        exit_on_errors(),
+        terminal.exit_on_errors(),
         tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder,
-        Display(errors) as display,
+        terminal.Display(terminal.errors) as display,
     ):
         progress = display.stage("profiling")
         measured = profile_source(request, Path(folder), batch_size=request.batch_size, progress=progress)
-    print_result(measured, lambda: Group(*profile_tables(measured)), is_json=json_)
+    terminal.print_result(measured, lambda: Group(*profile_tables(measured)), is_json=json_)
 
 
 # Fields of a run that `--json` prints; its report has the rest.
@@ -273,7 +249,7 @@ def sweep(
         str | None,
         typer.Option(metavar="ADDRESS", help="with --engine ray: HOST:PORT of the cluster; by default this machine's"),
     ] = None,
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
+    json_: terminal.JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Run every combination of the models, data sets, contracts and seeds in a file; the same command resumes it.
 
@@ -298,19 +274,19 @@ def sweep(
     from profiling_agent.sweep import PAGE, optimize_many, read_sweep
 
     if ray_address and engine == "local":
-        refuse(f"--ray-address is {ray_address!r} but --engine is 'local': use --engine ray")
+        terminal.refuse(f"--ray-address is {ray_address!r} but --engine is 'local': use --engine ray")
     if json_:
         keep_stdout()
-    with exit_on_errors(GOES_ON):
+    with terminal.exit_on_errors(terminal.GOES_ON):
         root = Request.model_validate({"output": output}).output_dir
-        with Display(errors) as display:
+        with terminal.Display(terminal.errors) as display:
             requests = read_sweep(file, str(root))
             check_matches(requests, display.stage("models and data"))
             address = (ray_address or "auto") if engine == "ray" else None
             rows = optimize_many(requests, display.show, ray_address=address)
     document = [row.model_dump(mode="json", include=JSON_FIELDS) for row in rows]
-    print_result(document, lambda: sweep_table(rows), is_json=json_)
+    terminal.print_result(document, lambda: sweep_table(rows), is_json=json_)
     if not json_:
-        print_line(str(root / PAGE))
+        terminal.print_line(str(root / PAGE))
     is_met = all(row.report is not None and row.report.verdict.outcome == "MET" for row in rows)
-    raise typer.Exit(EXIT_MET if is_met else EXIT_NOT_MET)
+    raise typer.Exit(terminal.EXIT_MET if is_met else terminal.EXIT_NOT_MET)

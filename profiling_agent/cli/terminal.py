@@ -7,13 +7,12 @@ import contextlib
 import inspect
 import json
 import math
-import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, get_args
@@ -70,7 +69,7 @@ def print_line(line: str, to: Console = console) -> None:
 def print_result(document: Any, show: Callable[[], RenderableType], *, is_json: bool) -> None:
     """Print a command's result: one JSON document for programs, in ASCII, or what `show` returns for people."""
     if is_json:
-        typer.echo(json.dumps(to_jsonable_python(document), indent=1))
+        typer.echo(json.dumps(to_jsonable_python(document, by_alias=False), indent=1))
     else:
         console.print(show())
 
@@ -132,20 +131,6 @@ def escape_unencodable() -> None:
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue] - not every stream has it
 
 
-def with_flags(message: str) -> str:
-    """Return a message about fields of a request, with each field as the flag that sets it."""
-    return _field_pattern().sub(lambda match: f"--{match[0].replace('_', '-')}", message)
-
-
-@cache
-def _field_pattern() -> re.Pattern[str]:
-    """Return the pattern of fields' names; one without an underscore is also a word, and a field only if a value follows."""
-    from profiling_agent.request import Request
-
-    words, names = ("|".join(name for name in Request.model_fields if ("_" in name) is long) for long in (False, True))
-    return re.compile(rf"^(?:{words})(?=: )|(?<![\w./'-])(?:(?:{names})\b(?![./'])|(?:{words})(?==| is '| names '))")
-
-
 def print_error(message: str) -> None:
     """Print in one line what was wrong."""
     line = clean(" ".join(message.split()))
@@ -167,7 +152,9 @@ def exit_on_errors(next_step: str = "") -> Generator[None]:
     except ProfilingAgentError as error:
         refuse(str(error))
     except ValidationError as error:
-        refuse(with_flags(first_problem(error)))
+        field, separator, problem = first_problem(error).partition(": ")
+        is_flag = separator and field.isidentifier()
+        refuse(f"--{field.replace('_', '-')}: {problem}" if is_flag else f"{field}{separator}{problem}")
     except KeyboardInterrupt as stop:
         exit_stopped(stop, next_step)
 
@@ -208,9 +195,9 @@ def takes_request(*fields: str) -> Callable[[Callable[..., None]], Callable[...,
             from profiling_agent.request import OLD_NAMES, Request, current_names
 
             own_values = {parameter.name: values.pop(parameter.name) for parameter in own}
-            shared = {name: value for name, value in own_values.items() if name in Request.model_fields and value}
+            shared = {name: own_values[name] for name in own_values.keys() & Request.model_fields.keys()}
             old = {name: values.pop(name) for name in OLD_NAMES if name in values}
-            given = values | shared | {name: value for name, value in old.items() if value is not None}
+            given = values | {name: value for name, value in (shared | old).items() if value is not None}
             current, lines = current_names(given, are_flags=True)
             for line in lines:
                 print_line(line, errors)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from commands import call
 from conftest import World
+from full_disk import at_most
 from rich.console import Console
 
 from profiling_agent.cli.tables import compare_table, measurement_table, profile_tables
@@ -30,10 +31,11 @@ HEAVY = {"torch", "transformers", "langgraph", "langchain_core", "datasets", "nu
 def test_a_runtime_that_is_not_installed_is_refused_before_anything_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # What Python's import system takes for "not there".
+    # What Python's import system takes for "not there". A number with a unit gets past its flag.
     monkeypatch.setitem(sys.modules, "openvino", None)
+    contract = ("--max-accuracy-drop", "1%", "--max-size-ratio", "50%", "--min-speedup", "2x")
 
-    said = call("run", "--runtimes", "eager,openvino", "--output", tmp_path / "runs", "--quiet")
+    said = call("run", *contract, "--runtimes", "torch,openvino", "--output", tmp_path / "runs", "--quiet")
 
     assert is_refused(said, "runtimes asks for openvino", "pip install profiling-agent[openvino]")
     assert not list((tmp_path / "runs").iterdir())
@@ -116,11 +118,11 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("run", "--max-size-ratio", "50"), "--max-size-ratio: give a fraction above 0, up to 2: 0.5 is half, or 50%"),
         (
             ("run", "--quantize-dtype", "fp32", "--quantize-layers", "fc1"),
-            "--quantize-dtype is 'none' but --quantize-layers is 'fc1': drop one of them\n",
+            "quantize_dtype is 'none' but quantize_layers is 'fc1': drop one of them\n",
         ),
         (
             ("doctor", "--model", "max_size_ratio", "--runtimes", "tensorrt"),
-            "--runtimes names 'tensorrt': use auto, or some of eager, graphed, inductor, onnxruntime, openvino\n",
+            "runtimes names 'tensorrt': use auto, or some of eager, graphed, inductor, onnxruntime, openvino\n",
         ),
     ],
 )
@@ -140,15 +142,6 @@ def test_help_is_shown_without_importing_what_only_a_run_needs(arguments: tuple[
 
     assert word in said
     assert said.splitlines()[-1] == "imported:"
-
-
-def test_a_number_with_a_unit_gets_past_the_flags(tmp_path: Path):
-    contract = ("--max-accuracy-drop", "1%", "--max-size-ratio", "50%", "--min-speedup", "2x", "--runtimes", "torch")
-
-    said = call("run", *contract, "--output", tmp_path / "runs", "--model", tmp_path / "nowhere", "--quiet")
-
-    assert is_refused(said, "nowhere")
-    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def is_refused(said, *words: str) -> bool:
@@ -254,18 +247,16 @@ def test_a_finished_run_is_raced_again_at_another_batch_size_without_what_can_no
 
 
 def test_models_of_a_run_are_known_by_the_numbers_of_pick_and_by_their_run(finished: Path, tmp_path: Path):
-    returned = read_report(finished).heldout.model
     names = [model.name for model in models_of_all([finished])]
     # As `scp -r` and `aws s3 sync` copy a run: `best` is no link there.
     copy = shutil.copytree(finished, tmp_path / "copy")
-    both = before_and_after(copy)
 
     assert names[0].startswith("0 baseline ")
     assert len(set(names)) == len(names)
     assert [model.name for model in models_of_all([finished, copy])] == [
         f"{run}: {name}" for run in (finished, copy) for name in names
     ]
-    assert [model.folder for model in both][1:] == [(copy / returned.path).resolve()]
+    assert before_and_after(copy)[1].folder == (copy / read_report(finished).heldout.model.path).resolve()
 
 
 def test_a_fork_is_handed_over_as_its_run_is(run: Path):
@@ -283,24 +274,19 @@ def test_a_fork_is_handed_over_as_its_run_is(run: Path):
 
 
 def test_a_report_that_can_not_be_written_is_one_line(run: Path):
-    (run / "report.md").unlink()
-    (run / "report.md").mkdir()
-
-    assert is_refused(call("report", run), "the report can't be written to")
+    with at_most(10):
+        assert is_refused(call("report", run), "the report can't be written to", "File too large")
 
 
 @pytest.mark.slow
 def test_what_models_take_is_measured(finished: Path):
     said = call("measure", str(finished / "best"), "--json")
     measured = Measurements.model_validate_json(said.stdout)
-
-    assert len(measured.models) == 1
-    assert [row.batch_size for row in measured.models[0].taken.throughput] == [1, 8, 32]
     with Console(width=200, record=True, file=io.StringIO()) as console:
         console.print(measurement_table(measured))
-    shown = console.export_text()
-    assert "images/s at 32" in shown
-    assert shown.count("(1.00x)") == 5
+
+    assert [[row.batch_size for row in model.taken.throughput] for model in measured.models] == [[1, 8, 32]]
+    assert console.export_text().count("(1.00x)") == 5
 
 
 def test_runs_are_compared_side_by_side_or_in_one_json_document(finished: Path, tmp_path: Path):
