@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 from checks import Check, finish
 
-from profiling_agent.lib.third_party import quiet
+from profiling_agent.lib.logs import quiet
 from profiling_agent.reporting.results import read_report
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from profiling_agent.lib.logs import muted
 from profiling_agent.lib.machine import available_threads
-from profiling_agent.lib.third_party import muted
 from profiling_agent.measure.worker import WorkerSetup, serve
 from profiling_agent.runtimes.registry import noise_batch
 

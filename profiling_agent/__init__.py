@@ -11,16 +11,16 @@ iterative_pruning repeat until nothing is left to try; verdict chooses the winne
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.lib.third_party import silence_torchao
-from profiling_agent.request import Request
-from profiling_agent.schemas import Approval, ApprovalQuestion, Goal, Plan
+from profiling_agent.lib.logs import silence_torchao
 
 if TYPE_CHECKING:
     from profiling_agent.api import approve, optimize, pending, resume
     from profiling_agent.exporting.pick import pick
     from profiling_agent.exporting.push import push
     from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
+    from profiling_agent.request import Request
     from profiling_agent.runtimes.load import load
+    from profiling_agent.schemas import Approval, ApprovalQuestion, Goal, Plan
     from profiling_agent.sweep import optimize_many
 
 __all__ = [
@@ -43,8 +43,13 @@ __all__ = [
 
 silence_torchao()
 
-# Importing torch takes seconds and LangGraph one: neither is loaded before it is needed.
+# Importing torch takes seconds, LangGraph one, and building our records a fifth: none is loaded before it is needed.
 _LAZY = {
+    "Approval": "profiling_agent.schemas",
+    "ApprovalQuestion": "profiling_agent.schemas",
+    "Goal": "profiling_agent.schemas",
+    "Plan": "profiling_agent.schemas",
+    "Request": "profiling_agent.request",
     "approve": "profiling_agent.api",
     "build_graph": "profiling_agent.graphs.optimization",
     "load": "profiling_agent.runtimes.load",

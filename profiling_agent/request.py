@@ -41,18 +41,6 @@ def unknown_field(names: Iterable[object], known: Collection[str]) -> str | None
     return None
 
 
-def _check_run_id(value: str | None) -> str | None:
-    if value is not None and not RUN_ID.fullmatch(value):
-        raise ValueError(f"{value!r} is no run id: use letters, digits, '.', '_' and '-', at most 100")
-    return value
-
-
-def _check_reason(value: str | None) -> str | None:
-    if value is not None and (not value.strip() or not value.isprintable()):
-        raise ValueError("a reason of one printable line is needed, which the report prints")
-    return value
-
-
 def parse_duration(text: str) -> float:
     """Return the seconds of a duration such as 90s or 1h30m; ValueError if it isn't 1 minute to 30 days."""
     match = DURATION.fullmatch(text.strip())
@@ -64,10 +52,10 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-def _check_duration(value: str | None) -> str | None:
-    if value is not None:
-        parse_duration(value)
-    return value
+def _check_duration(text: str | None) -> str | None:
+    if text is not None:
+        parse_duration(text)
+    return text
 
 
 def holds_more_than_an_address(url: str) -> bool:
@@ -96,10 +84,8 @@ def current_names(options: dict[str, Any], *, are_flags: bool = False) -> tuple[
 
     fields = {name: value for name, value in options.items() if name not in OLD_NAMES}
     lines: list[str] = []
-    for old, new in OLD_NAMES.items():
-        if old not in options:
-            continue
-        value = options[old]
+    for old in [name for name in OLD_NAMES if name in options]:
+        new, value = OLD_NAMES[old], options[old]
         if old == "advisor":
             # 0.1.0's auto needed only a key in the environment.
             value = {"rules": "none", "auto": "openai" if options.get("base_url") else "none"}.get(value, value)
@@ -109,8 +95,7 @@ def current_names(options: dict[str, Any], *, are_flags: bool = False) -> tuple[
             fields[new] = value
             lines.append(f"{spell(old)} is now {spell(new)}: write {spell(new)}{' ' if are_flags else '='}{value}")
     if 0 in (options.get("advisor_tokens"), options.get("advisor_requests")):
-        fields.pop("llm_tokens", None)
-        fields["llm"] = "none"
+        fields = {name: value for name, value in fields.items() if name != "llm_tokens"} | {"llm": "none"}
     return fields, lines
 
 
@@ -134,136 +119,93 @@ class Request(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str = Field(
-        default="reference:vit",
-        min_length=1,
-        description="Hub id or local folder of an image classifier, or reference:vit|deit|swin|resnet",
+        "reference:vit", min_length=1, description="Hub id, local folder, or reference:vit|deit|swin|resnet"
     )
-    revision: str | None = Field(default=None, description="branch, tag or commit of the model on the Hub")
-    dataset: str = Field(
-        default="reference:digits",
-        min_length=1,
-        description="Hub id or local folder of a labelled image data set, or reference:digits",
-    )
-    dataset_config: str | None = Field(default=None, description="configuration of the data set, where it has several")
-    dataset_revision: str | None = Field(default=None, description="branch, tag or commit of the data set on the Hub")
-    split: str | None = Field(
-        default=None, description="split to measure on; by default one the model was not trained on"
-    )
-    image_column: str | None = Field(default=None, description="column of images; found by type when not named")
-    label_column: str | None = Field(default=None, description="column of labels; found by type when not named")
+    revision: str | None = Field(None, description="branch, tag or commit of the model on the Hub")
+    dataset: str = Field("reference:digits", min_length=1, description="Hub id, local folder, or reference:digits")
+    dataset_config: str | None = Field(None, description="configuration of the data set, where it has several")
+    dataset_revision: str | None = Field(None, description="branch, tag or commit of the data set on the Hub")
+    split: str | None = Field(None, description="split to measure on; by default one the model was not trained on")
+    image_column: str | None = Field(None, description="column of images; found by type when not named")
+    label_column: str | None = Field(None, description="column of labels; found by type when not named")
     label_match: MatchBy = Field(
-        default="auto",
+        "auto",
         description="how labels become the model's classes. auto: by names, or by what the model's answers fit best. number: "
-        "label 3 is class 3. from-1: label 1 is class 0. place: the order of the data set's list. natural: folders as timm sorts them",
+        "label 3 is class 3. from-1: label 1 is class 0. place: the order of the list. natural: folders as timm sorts them",
     )
-    max_accuracy_drop: DropLimit = Field(
-        default=0.01, description="top-1 that may be lost: 0.01, 1% or 1pt is one point"
-    )
-    min_speedup: SpeedupLimit = Field(
-        default=1.0, description="least speedup over the baseline, such as 1.5 or 1.5x; 1 is not slower"
-    )
-    max_size_ratio: RatioLimit = Field(
-        default=0.5, description="most bytes on disk, relative to the baseline: 0.5 or 50% is half; at most 2"
-    )
-    max_memory_ratio: RatioLimit | None = Field(
-        default=None,
-        description="most peak memory of a process that runs it, relative to the baseline: 0.5 or 50% is half",
-    )
+    max_accuracy_drop: DropLimit = Field(0.01, description="top-1 that may be lost: 0.01, 1% or 1pt is one point")
+    min_speedup: SpeedupLimit = Field(1.0, description="least speedup over the baseline: 1.5 or 1.5x; 1 is not slower")
+    max_size_ratio: RatioLimit = Field(0.5, description="most bytes on disk, over the baseline's: 0.5 or 50% is half")
+    max_memory_ratio: RatioLimit | None = Field(None, description="most peak memory of a process, over the baseline's")
     objective: Literal["speed", "size", "memory"] = Field(
-        default="speed", description="what to optimize among the models that keep the contract"
+        "speed", description="what to optimize among the models that keep the contract"
     )
     selection: Literal["contract", "paper"] = Field(
-        default="contract",
-        description="contract: the cheapest that keeps the accuracy; paper: fp32 that beats the baseline by accuracy, then params, then latency",
+        "contract",
+        description="contract: the cheapest that keeps the accuracy; paper: fp32 that beats the baseline by accuracy, then "
+        "params, then latency",
     )
     calibrate: bool = Field(
         default=True,
-        description="let calibration images choose what is cut, make up for it and tune int8; without, weights alone decide, as in the paper",
+        description="let images choose what is cut, make up for it and tune int8; without, weights alone do",
     )
     iterate: bool = Field(default=True, description="plan again after the first evaluation")
-    max_iterations: int = Field(default=5, ge=1, le=100, description="plans to measure, the first one included")
-    plan: str | None = Field(default=None, description="JSON file with a plan of your own, used instead of analysis")
-    recover_epochs: int = Field(
-        default=0,
-        ge=0,
-        le=100,
-        description="epochs of distillation from the unpruned model after pruning; 0 is training-free",
-    )
-    quantize_layers: str = Field(
-        default="all", min_length=1, max_length=300, description="layers to quantize where no plan says: all, or RE2"
-    )
+    max_iterations: int = Field(5, ge=1, le=100, description="plans to measure, the first one included")
+    plan: str | None = Field(None, description="JSON file with a plan of your own, used instead of analysis")
+    recover_epochs: int = Field(0, ge=0, le=100, description="epochs of distillation after pruning; 0: training-free")
+    quantize_layers: str = Field("all", min_length=1, max_length=300, description="layers to quantize: all, or RE2")
     quantize_dtype: Literal["auto", "qint8", "float8", "float16", "bfloat16", "none"] = Field(
-        default="auto",
+        "auto",
         description="dtype to quantize to (or int8, fp8, fp16, bf16, fp32) when no plan names one; auto: the best",
     )
     runtimes: str = Field(
-        default="auto",
+        "auto",
         min_length=1,
         max_length=100,
         description="runtimes that may execute the result, separated by commas: auto for all that are installed, or some of "
         "eager (torch), graphed (CUDA graphs), inductor, onnxruntime (onnx, ort), openvino",
     )
     num_samples: int | None = Field(
-        default=None,
-        ge=50,
-        le=1_000_000,
-        description="images to search on, with up to four times as many held out; by default half of the split, at most "
-        "2000. An image's content says for which of the two it is",
+        None, ge=50, le=1_000_000, description="images to search on; by default half of the split, at most 2000"
     )
-    fresh_ledger: Annotated[str | None, AfterValidator(_check_reason)] = Field(
-        default=None,
+    fresh_ledger: str | None = Field(
+        None,
+        pattern=r"^\P{C}*[^\s\pC]\P{C}*$",
         max_length=300,
-        description="why earlier openings of the held-out images are not to count against this run, such as: these are new "
-        "photographs; the report prints it",
+        description="why earlier openings of the held-out images don't count, such as: these are new photographs",
     )
-    num_sessions: int = Field(
-        default=NUM_SESSIONS,
-        ge=2,
-        le=100,
-        description="times that the baseline and the winner start anew and take turns; fewer are quicker and prove less",
-    )
+    num_sessions: int = Field(NUM_SESSIONS, ge=2, le=100, description="times that models start anew; fewer prove less")
     time_budget: Annotated[str | None, AfterValidator(_check_duration)] = Field(
-        default=None,
-        max_length=20,
-        description="time that the run may take, such as 30m or 1h30m; it then does what is worth most of it, and settles the best so far",
+        None, description="time that the run may take, such as 30m or 1h30m: it does what is worth most of that"
     )
-    cache: bool = Field(
-        default=True,
-        description="use what an earlier run measured of the same model, images and machine: how much each unit is missed",
-    )
-    batch_size: int = Field(default=32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure; auto is the CPU")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="draws the images and everything else that is random")
+    cache: bool = Field(default=True, description="reuse an earlier run's evidence on the same model and images")
+    batch_size: int = Field(32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to measure; auto is the CPU")
+    seed: int = Field(0, ge=0, lt=2**32, description="draws the images and everything else that is random")
     approve: Literal["never", "plan", "each"] = Field(
-        default="never",
-        description="wait for a person before pruning: never, for the first plan, or for each; a graph of your own needs a checkpointer for it",
+        "never", description="wait for a person before pruning: never, for the first plan, or for each"
     )
     llm: str = Field(
-        default="none",
+        "none",
         min_length=1,
         max_length=500,
-        description="language model that plans beside the built-in rules: none, openai:MODEL (any OpenAI-compatible server with base_url), or "
-        "recorded:FILE for the answers in the llm.jsonl of an earlier run",
+        description="language model that plans beside the built-in rules: none, openai:MODEL (any OpenAI-compatible server with "
+        "base_url), or recorded:FILE for the answers in the llm.jsonl of an earlier run",
     )
     base_url: str | None = Field(
-        default=None,
-        max_length=500,
-        description="address of an OpenAI-compatible server (vLLM, Ollama, llama.cpp, ...); keys go into the environment",
+        None, max_length=500, description="address of an OpenAI-compatible server, without keys"
     )
     planner: Literal["hybrid", "llm", "rules"] = Field(
-        default="hybrid",
-        description="hybrid: a language model where it promises as much as the rules, whose own plan is measured beside it; llm: it alone, as in the paper",
+        "hybrid", description="hybrid: a language model next to the rules; llm: it alone, as in the paper"
     )
-    llm_tokens: int = Field(
-        default=500_000, ge=1, le=10**9, description="tokens that a run may use up, read and written"
-    )
+    llm_tokens: int = Field(500_000, ge=1, le=10**9, description="tokens that a run may use up, read and written")
     llm_timeout_s: float = Field(
-        default=120.0, gt=0, le=3600, description="seconds for one request, and for the repairs of one answer"
+        120.0, gt=0, le=3600, description="seconds for one request and the repairs of its answer"
     )
-    run_id: Annotated[str | None, AfterValidator(_check_run_id)] = Field(
-        default=None, description="name of the run folder; by default one is made up"
+    run_id: str | None = Field(
+        None, pattern=f"^{RUN_ID.pattern}$", description="name of the run folder; by default one is made up"
     )
-    output: str = Field(default="runs", min_length=1, description="folder that holds the run folders")
+    output: str = Field("runs", min_length=1, description="folder that holds the run folders")
 
     @model_validator(mode="before")
     @classmethod
@@ -294,17 +236,14 @@ class Request(BaseModel):
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> Self:
-        for rule, name, refinements in (
-            ("reference models have no revision", self.model, {"revision": self.revision}),
-            (
-                "the reference data has no configuration and no revision",
-                self.dataset,
-                {"dataset_config": self.dataset_config, "dataset_revision": self.dataset_revision},
-            ),
-        ):
-            field = next((key for key, value in refinements.items() if value is not None), None)
-            if field and name.startswith("reference:"):
-                raise ValueError(f"{rule}: drop {field}, or name another than {name!r}")
+        refined = next(
+            (name for name in ("dataset_config", "dataset_revision") if getattr(self, name) is not None), None
+        )
+        if self.revision is not None and self.model.startswith("reference:"):
+            raise ValueError(f"reference models have no revision: drop revision, or name another than {self.model!r}")
+        if refined and self.dataset.startswith("reference:"):
+            rule = "the reference data has no configuration and no revision"
+            raise ValueError(f"{rule}: drop {refined}, or name another than {self.dataset!r}")
         if unknown := [name for name in self.runtimes.split(",") if name not in ("auto", *RUNTIMES)]:
             raise ValueError(f"runtimes names {unknown[0]!r}: use auto, or some of {', '.join(RUNTIMES)}")
         if self.quantize_dtype == "none" and self.quantize_layers != "all":

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 from profiling_agent.api import Listener, complete, ignore
 from profiling_agent.errors import ProfilingAgentError, RequestError, StorageError
 from profiling_agent.graph.node import ProgressEvent
-from profiling_agent.lib.io import first_line, first_problem, make_folders, write_text
+from profiling_agent.lib.io import first_line, first_problem, make_folders, parse_record, write_text
 from profiling_agent.reporting.render import render_sweep
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
@@ -50,11 +50,10 @@ class SweepRow(Record):
 def read_sweep(path: Path, output: str) -> tuple[Request, ...]:
     """Return the requests of a sweep file, each with its run id; raises RequestError for an invalid file."""
     try:
-        sweep = SweepFile.model_validate_json(json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))))
+        sweep = parse_record(SweepFile, json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))), quotes=True)
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        problem = first_problem(error) if isinstance(error, ValidationError) else error
-        raise RequestError(f"sweep file {str(path)!r} can't be used: {problem}") from error
-    requests: dict[str, Request] = {}
+        raise RequestError(f"sweep file {str(path)!r} can't be used: {error}") from error
+    requests: dict[str | None, Request] = {}
     for model, dataset, contract, seed in itertools.product(sweep.models, sweep.datasets, sweep.contracts, sweep.seeds):
         fields = {**sweep.request, **contract, "seed": seed}
         for name, entry in (("model", model), ("dataset", dataset)):
@@ -66,7 +65,7 @@ def read_sweep(path: Path, output: str) -> tuple[Request, ...]:
             request = with_run_id(Request.model_validate({**fields, "output": output}))
         except ValidationError as error:
             raise RequestError(f"{label} can't be requested: {first_problem(error)}") from error
-        if requests.setdefault(str(request.run_id), request) is not request:
+        if requests.setdefault(request.run_id, request) is not request:
             raise RequestError(f"{label} is requested twice: leave one out")
     return tuple(requests.values())
 
@@ -88,11 +87,15 @@ def optimize_many(
     cells = {cell.run_id: cell for cell in map(with_run_id, requests)}
     if len(cells) < len(requests) or len({cell.output for cell in requests}) != 1:
         raise RequestError("the runs of a sweep lie in one output, each with a run_id of its own")
-    rows: dict[str | None, SweepRow] = {}
-    _write_page(requests[0].output_dir, [], len(cells))
+    root, rows = requests[0].output_dir, dict[str | None, SweepRow]()
+    try:
+        make_folders(root)
+        write_text(root / PAGE, render_sweep([], len(cells)))
+    except OSError as error:
+        raise StorageError(f"sweep folder {str(root)!r} can't be written ({error.strerror}): choose another") from error
     for row in _on_ray(cells, ray_address) if ray_address else (run_cell(cell, listener) for cell in cells.values()):
         rows[row.request.run_id] = row
-        _write_page(requests[0].output_dir, [rows[run_id] for run_id in cells if run_id in rows], len(cells))
+        write_text(root / PAGE, render_sweep([rows[run_id] for run_id in cells if run_id in rows], len(cells)))
         message = f"{row.request.run_id}: {row.report.verdict.outcome if row.report else row.failure}"
         listener(ProgressEvent(stage="sweep", message=message, done=len(rows), total=len(cells)))
     return tuple(rows[run_id] for run_id in cells)
@@ -102,10 +105,9 @@ def run_cell(request: Request, listener: Listener = ignore) -> SweepRow:
     """Complete one run; any error becomes the row's failure."""
     try:
         return SweepRow(request=request, report=complete(request, listener))
-    except ProfilingAgentError as error:
-        return SweepRow(request=request, failure=str(error))
-    except Exception:  # noqa: BLE001 - the other runs go on
-        return SweepRow(request=request, failure=traceback.format_exc())
+    except Exception as error:  # noqa: BLE001 - the other runs go on
+        is_ours = isinstance(error, ProfilingAgentError)
+        return SweepRow(request=request, failure=str(error) if is_ours else traceback.format_exc())
 
 
 def _on_ray(cells: dict[str | None, Request], address: str) -> Iterator[SweepRow]:
@@ -144,11 +146,3 @@ def _on_node(request_json: str, folder: str) -> str:
     if not (request.output_dir / PAGE).exists():
         raise RequestError(f"node {os.uname().nodename} does not see {request.output!r}: name a folder that all share")
     return run_cell(request).model_dump_json()
-
-
-def _write_page(root: Path, rows: list[SweepRow], number: int) -> None:
-    try:
-        make_folders(root)
-        write_text(root / PAGE, render_sweep(rows, number))
-    except OSError as error:
-        raise StorageError(f"sweep folder {str(root)!r} can't be written ({error.strerror}): choose another") from error

@@ -19,7 +19,7 @@ from profiling_agent.data.images import write_rows
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.tasks import TABLE, JobContext, JobRow, Table, Task
 from profiling_agent.lib.io import file_sha256, write_text
-from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.runtimes.torch_artifact import save_model
 from profiling_agent.schemas import ArtifactRef, SplitInfo
 from profiling_agent.workspace import Workspace

@@ -1,14 +1,11 @@
 """Records made by hand, small enough to check in the head."""
 
-import copy
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from scipy import stats
-from torch import nn
+from zoo import left_alone as unchanged  # noqa: F401 - by this name for profiles
 
 from profiling_agent.measure.predictions import Answers
 from profiling_agent.pruning.widths import aligned_widths
@@ -217,18 +214,3 @@ def judged(
     found = profile(num_layers)
     rows = {unit.name: (kls or {}).get(index, each) for index, unit in enumerate(found.units)}
     return found.model_copy(update={"evidence": evidence(found.units, rows)})
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Generator[None]:
-    """Fail if attributes, hooks, weights or gradients of the model are others afterwards."""
-    state = copy.deepcopy(model.state_dict())
-    attributes = [dict(vars(module)) for module in model.modules()]
-    needed = [parameter.requires_grad for parameter in model.parameters()]
-    yield
-    assert [vars(module) for module in model.modules()] == attributes
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    assert [parameter.requires_grad for parameter in model.parameters()] == needed
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.is_grad_enabled()

@@ -141,8 +141,6 @@ RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     # Options and terms of the contract.
     "unknown option": (lambda _: ("--modle", "x"), "--modle"),
     "word for a number": (lambda _: ("--batch-size", "many"), "--batch-size"),
-    "batch of none": (lambda _: ("--batch-size", "0"), "batch"),
-    "negative seed": (lambda _: ("--seed", "-1"), "seed"),
     "few samples": (lambda _: ("--num-samples", "3"), "50"),
     "pattern that is none": (lambda _: ("--quantize-layers", "fc1("), "fc1("),
     # Plans.
@@ -197,7 +195,6 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "show without a run": (lambda _: ("show",), "RUN"),
     "show of nothing": (lambda _: ("show", "/nowhere/at/all"), "/nowhere/at/all"),
     "resume of a link to itself": (lambda place: ("resume", link_to_itself(place)), "is no path"),
-    "race of a link to itself": (lambda place: ("race", link_to_itself(place)), "is no path"),
     "resume of no run": (lambda place: ("resume", empty_folder(place)), "run"),
     "approve a run that waits for nothing": (lambda place: ("approve", str(place.finished)), "waits for no"),
     "export of nothing": (lambda _: ("export", "/nowhere/at/all", "--output", "x"), "/nowhere"),
@@ -205,14 +202,10 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
         lambda place: ("export", str(place.finished), "--format", "tflite", "--output", "x"),
         "onnx",
     ),
-    "race of nothing": (lambda _: ("race", "/nowhere/at/all"), "/nowhere/at/all"),
     "race of a folder of folders": (lambda place: ("race", str(place.scratch)), "is no saved model"),
     "race of one model": (lambda place: ("race", str(place.finished / "best")), "takes two models"),
     "race of a run without a report": (lambda place: ("race", without_report(place)), "has no report yet"),
     "race of a run without its models": (lambda place: ("race", without_jobs(place)), "there is no such folder"),
-    "measure a run without its models": (lambda place: ("measure", without_jobs(place)), "there is no such folder"),
-    "compare with no run": (lambda place: ("compare", str(place.finished), str(place.scratch)), "is no run folder"),
-    "measure nothing": (lambda _: ("measure", "/nowhere/at/all"), "/nowhere/at/all"),
     "compare with nothing": (lambda place: ("compare", str(place.finished), "/nowhere/at/all"), "/nowhere/at/all"),
     "pick what was not measured": (
         lambda place: ("pick", str(place.finished), "--candidate", "999", "--output", str(place.scratch / "picked")),
@@ -228,7 +221,6 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
         "use --engine ray",
     ),
     "doctor of an unnamed language model": (lambda _: ("doctor", "--llm", ""), "llm"),
-    "doctor of a long address": (lambda _: ("doctor", "--base-url", "http://" + 500 * "x"), "base-url"),
     "doctor of an unknown device": (lambda _: ("doctor", "--device", "tpu"), "Input should be 'auto', 'cpu' or 'cuda'"),
     "doctor of no model": (lambda _: ("doctor", "--model", "/nowhere/at/all"), "/nowhere/at/all"),
 }

@@ -23,13 +23,10 @@ from profiling_agent.lib.io import (
     cache_folder,
     cached,
     clean,
-    expanded,
     inert,
     inside,
     parse_json,
     parse_record,
-    read_json,
-    read_record,
     storage_problem,
     sweep,
     write_text,
@@ -43,22 +40,15 @@ from profiling_agent.workspace import storage_errors
 def test_what_is_written_is_read_and_nothing_else_stays(tmp_path: Path):
     write_text(tmp_path / "a", "one")
     write_text(tmp_path / "a", "zwei \udcff")
-    append_line(tmp_path / "log", "first")
-    append_line(tmp_path / "log", "second")
+    (tmp_path / "log").write_text('{"cut')
+    append_line(tmp_path / "log", "next")
 
     assert (tmp_path / "a").read_text() == "zwei \\udcff"
-    assert (tmp_path / "log").read_text() == "first\nsecond\n"
+    # A line that was cut off doesn't take the next one with it.
+    assert (tmp_path / "log").read_text() == '{"cut\nnext\n'
     assert {path.name for path in tmp_path.iterdir()} == {"a", "log"}
     # As any file that a program makes, and readable for others where the user's mask allows it.
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "log").stat().st_mode
-
-
-def test_a_line_that_was_cut_off_does_not_take_the_next_one_with_it(tmp_path: Path):
-    (tmp_path / "log").write_text('{"cut')
-
-    append_line(tmp_path / "log", "next")
-
-    assert (tmp_path / "log").read_text() == '{"cut\nnext\n'
 
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "link", "folder/../../secret", "nul\0"])
@@ -69,25 +59,6 @@ def test_a_path_stays_in_its_folder(tmp_path: Path, path: str):
 
     with pytest.raises(FileRefusedError):
         inside(tmp_path / "run" / path, tmp_path / "run")
-
-
-@pytest.mark.parametrize("named", ["~nosuchuserhere/x", "a\0b"])
-def test_a_path_that_is_none_is_refused(named: str):
-    with pytest.raises(FileRefusedError):
-        expanded(named)
-
-
-def test_a_folder_that_is_named_by_a_link_is_written_to(tmp_path: Path):
-    (tmp_path / "real").mkdir()
-    link = tmp_path / "link"
-    link.symlink_to("real")
-
-    write_text(link / "file", "text")
-    with appearing(link / "folder") as folder:
-        (folder / "inner").touch()
-
-    assert (tmp_path / "real" / "file").read_text() == "text"
-    assert (tmp_path / "real" / "folder" / "inner").exists()
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path):
@@ -166,10 +137,8 @@ def test_what_the_disk_has_against_it_is_one_line_with_the_way_on(tmp_path: Path
 
 
 def test_an_error_that_says_nothing_of_the_disk_goes_on(tmp_path: Path):
-    for error in (FileNotFoundError(errno.ENOENT, "none"), FileRefusedError(tmp_path, "it is no path")):
-        assert storage_problem(error) is None
-        with pytest.raises(type(error)), storage_errors(tmp_path):
-            raise error
+    with pytest.raises(FileRefusedError), storage_errors(tmp_path):
+        raise FileRefusedError(tmp_path, "it is no path")
 
 
 def test_what_sqlite_says_of_the_disk_is_told_from_damage(tmp_path: Path):
@@ -178,16 +147,11 @@ def test_what_sqlite_says_of_the_disk_is_told_from_damage(tmp_path: Path):
         connection.execute("PRAGMA max_page_count = 3")
         with pytest.raises(sqlite3.Error) as full:
             connection.executemany("INSERT INTO t VALUES (?)", [("x" * 4000,)] * 20)
-        connection.rollback()
-        connection.execute("PRAGMA query_only = 1")
-        with pytest.raises(sqlite3.Error) as readonly:
-            connection.execute("INSERT INTO t VALUES (1)")
     (tmp_path / "bad").write_bytes(b"no database" * 100)
     with closing(sqlite3.connect(tmp_path / "bad")) as connection, pytest.raises(sqlite3.Error) as damaged:
         connection.execute("SELECT * FROM t")
 
     assert storage_problem(full.value) == "there is no space left: free some"
-    assert storage_problem(readonly.value) == "it is read-only: choose a folder that can be written"
     assert storage_problem(damaged.value) is None
 
 
@@ -202,13 +166,6 @@ def test_what_is_no_json_is_one_line(text: str | bytes):
         parse_json(text)
     with pytest.raises(DocumentError, match=r"^it is no JSON \(.+\)$"):
         parse_record(Named, text)
-
-
-def test_a_document_is_read(tmp_path: Path):
-    (tmp_path / "d.json").write_text('{"name": "a", "count": 3}')
-
-    assert read_json(tmp_path / "d.json") == {"name": "a", "count": 3}
-    assert read_record(Named, tmp_path / "d.json") == Named(name="a", count=3)
 
 
 def test_a_value_is_quoted_for_its_owner_alone():
@@ -264,24 +221,19 @@ def test_without_a_home_folder_there_is_an_error_of_the_systems_that_says_what_t
 
 
 @pytest.mark.usefixtures("_homeless")
-@pytest.mark.parametrize(("variable", "folder"), FOLDERS)
-def test_a_folder_that_is_named_needs_no_home_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, folder: Callable[[], Path]
-):
-    monkeypatch.setenv(variable, str(tmp_path / "own"))
-
-    assert folder() == tmp_path / "own"
-
-
-@pytest.mark.usefixtures("_homeless")
 def test_what_would_be_kept_is_not_made_where_the_cache_folder_is_not_known():
-    with pytest.raises(AcquisitionError, match=f"the cache folder isn't known .*set {CACHE_VARIABLE}"):
+    with pytest.raises(AcquisitionError, match=f"cache folder .* can't be written .*set {CACHE_VARIABLE}"):
         cached("thing", lambda folder: (folder / "whole").touch())
 
 
 @pytest.mark.usefixtures("_homeless")
-def test_by_default_they_lie_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
+@pytest.mark.parametrize(("variable", "folder"), FOLDERS)
+def test_a_folder_is_the_named_one_or_lies_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, folder: Callable[[], Path]
+):
+    monkeypatch.setenv(variable, str(tmp_path / "own"))
+    assert folder() == tmp_path / "own"
 
-    assert cache_folder().is_relative_to(tmp_path)
-    assert data_folder().is_relative_to(tmp_path)
+    monkeypatch.delenv(variable)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert folder().is_relative_to(tmp_path / "home")

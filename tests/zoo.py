@@ -118,13 +118,14 @@ def halved(units) -> tuple[Cut, ...]:
 def left_alone(*models: nn.Module) -> Iterator[None]:
     """Assert that a block changes no weight, statistic, mode, flag, gradient, attribute or hook of these models."""
     tensors = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
-    parts = [_parts(model) for model in models]
+    parts, computes_gradients = [_parts(model) for model in models], torch.is_grad_enabled()
     yield
     for model, held, before in zip(models, tensors, parts, strict=True):
         after = model.state_dict()
         assert after.keys() == held.keys()
         assert all(torch.equal(after[name], tensor) for name, tensor in held.items())
         assert _parts(model) == before
+    assert torch.is_grad_enabled() == computes_gradients
 
 
 def _parts(model: nn.Module) -> list[Any]:

@@ -31,11 +31,11 @@ from benchmarks.paper.numbers import (
     family_of,
 )
 from benchmarks.paper.tables import KINDS, Runs, Subject, make_table, markdown
-from profiling_agent.cli.terminal import errors, open_display
+from profiling_agent.cli.terminal import Display, errors
 from profiling_agent.data.hub import fetch_model, is_local, local_folder
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
 from profiling_agent.jobs.runner import check_match, scratch_jobs
-from profiling_agent.lib.third_party import keep_stdout
+from profiling_agent.lib.logs import keep_stdout
 from profiling_agent.request import Request
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +182,7 @@ def make_tables(given: argparse.Namespace) -> list[Study]:
         raise RequestError("table5 compares language models: name one with --llm for the others")
     options = {name: getattr(given, name) for name in OPTIONS}
     output = Request(output=given.output).output_dir
-    with open_display(errors) as display:
+    with Display(errors) as display:
         runs = Runs(output, options, given.llm, given.base_url, display.show)
         for llm, kind in itertools.product((None, *given.llm), KINDS):
             runs.request(Subject(model="checked", family=FAMILIES[0], data=DATA["Imagenette"]), kind, llm)

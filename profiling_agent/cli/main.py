@@ -13,20 +13,8 @@ from profiling_agent.cli import models, runs, terminal
 # Typer's error for arguments that it can't parse has no public name.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 COMMANDS = (
-    runs.run,
-    runs.resume,
-    runs.show,
-    runs.report,
-    runs.profile,
-    runs.sweep,
-    runs.approve,
-    models.doctor,
-    models.pick,
-    models.export,
-    models.push,
-    models.race,
-    models.measure,
-    models.compare,
+    *(runs.run, runs.resume, runs.show, runs.report, runs.profile, runs.sweep, runs.approve),
+    *(models.doctor, models.pick, models.export, models.push, models.race, models.measure, models.compare),
 )
 
 app = typer.Typer(
@@ -44,6 +32,7 @@ def _print_version(is_requested: bool) -> None:  # noqa: FBT001 - a flag's callb
         raise typer.Exit
 
 
+@app.callback()
 def common(
     *,
     version: Annotated[
@@ -53,29 +42,28 @@ def common(
     """Measure, prune and quantize a vision model until a contract is met."""
 
 
-app.callback()(common)
 for command in COMMANDS:
-    app.command()(terminal.stoppable(command))
+    kind = terminal.RequestCommand if hasattr(command, "fields") else None
+    app.command(cls=kind)(terminal.stoppable(command))
 
 
 def main() -> None:
     """Run the command line; exit with 2 on a usage error as on every bad request, with 70 on a bug of ours."""
-    terminal.write_what_can_be_written()
+    terminal.escape_unencodable()
     terminal.listen_to_signals()
     try:
         # Without arguments the error is the help, which only standalone mode prints over several lines.
         sys.exit(app(standalone_mode=len(sys.argv) == 1))
     except USAGE_ERROR as error:
-        terminal.print_error(
-            f"{getattr(error, 'format_message', error.__str__)()} (`profiling-agent --help` lists all)"
-        )
+        message = getattr(error, "format_message", error.__str__)()
+        terminal.print_error(f"{message} (`profiling-agent --help` lists all)")
         sys.exit(terminal.EXIT_BAD_REQUEST)
     except typer.Abort:
         sys.exit(terminal.SIGNALLED + signal.SIGINT)
     except Exception:  # noqa: BLE001 - the boundary: an unexpected error is no verdict on a model
         traceback.print_exc()
-        terminal.errors.print(
-            "profiling-agent: this is a bug of ours: please report it, with the lines above", soft_wrap=True
+        terminal.print_line(
+            "profiling-agent: this is a bug of ours: please report it, with the lines above", terminal.errors
         )
         sys.exit(terminal.EXIT_CRASHED)
 

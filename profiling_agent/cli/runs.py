@@ -1,47 +1,28 @@
 """Commands on runs and sweeps, with live progress."""
 
-import inspect
 import json
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Group
 from rich.text import Text
 
-from profiling_agent.cli.terminal import (
-    EXIT_MET,
-    EXIT_NOT_MET,
-    EXIT_WAITING,
-    GOES_ON,
-    AddressOption,
-    EventsOption,
-    JsonOption,
-    QuietOption,
-    RunArgument,
-    console,
-    errors,
-    exit_on_errors,
-    exit_stopped,
-    open_display,
-    print_result,
-    refuse,
-    with_flags,
-)
-from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError, RequestError, RunError
+from profiling_agent.cli import terminal
+from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError, RequestError
 from profiling_agent.lib.io import DocumentError, expanded, read_json
-from profiling_agent.lib.third_party import keep_stdout
-from profiling_agent.request import OLD_NAMES, Request, current_names
-from profiling_agent.schemas import Approval, ApprovalQuestion
+from profiling_agent.lib.logs import keep_stdout
 
 if TYPE_CHECKING:
     from profiling_agent.reporting.report import RunReport
+    from profiling_agent.request import Request
+    from profiling_agent.schemas import Approval, ApprovalQuestion
 
-
-Work = Callable[[Any, Callable[[ApprovalQuestion], Approval] | None], "RunReport"]
+# Takes a listener and an approver, and returns the report.
+Work = Callable[[Any, Any], "RunReport"]
 
 
 def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = False) -> NoReturn:
@@ -54,56 +35,58 @@ def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = Fal
     if is_json:
         keep_stdout()
     try:
-        with open_display(console, is_quiet=is_quiet, is_json=is_json) as display:
+        with terminal.Display(terminal.console, is_quiet=is_quiet, is_json=is_json) as display:
 
-            def approver(question: ApprovalQuestion) -> Approval:
+            def approver(question: "ApprovalQuestion") -> "Approval":
                 with display.paused():
                     return ask(question)
 
             report = work(display.show, approver if is_answered_here() and not is_json else None)
     except ApprovalPendingError as error:
-        errors.print(str(error), markup=False, soft_wrap=True)
-        raise typer.Exit(EXIT_WAITING) from None
+        terminal.print_line(str(error), terminal.errors)
+        raise typer.Exit(terminal.EXIT_WAITING) from None
     except ProfilingAgentError as error:
-        refuse(with_flags(str(error)))
+        terminal.refuse(str(error))
     except (KeyboardInterrupt, EOFError) as stop:
-        exit_stopped(stop, f"; go on with: profiling-agent resume {root}")
+        terminal.exit_stopped(stop, f"; go on with: profiling-agent resume {root}")
     if is_json:
         fields = report.verdict.model_dump(mode="json")
         typer.echo(json.dumps({"event": "verdict", "run": str(root), **fields}))
     else:
         summary = Text(f"{report.verdict.outcome}: {report.verdict.explanation} ({root})")
-        console.print(summary if is_quiet else verdict_table(report, root))
-    raise typer.Exit(EXIT_MET if report.verdict.outcome == "MET" else EXIT_NOT_MET)
+        terminal.console.print(summary if is_quiet else verdict_table(report, root))
+    raise typer.Exit(terminal.EXIT_MET if report.verdict.outcome == "MET" else terminal.EXIT_NOT_MET)
 
 
 def is_answered_here() -> bool:
     """Return whether a person can answer at this terminal."""
-    return console.is_terminal and sys.stdin.isatty()
+    return terminal.console.is_terminal and sys.stdin.isatty()
 
 
-def ask(question: ApprovalQuestion) -> Approval:
+def ask(question: "ApprovalQuestion") -> "Approval":
     """Show a plan and return the typed decision; ask again until it can be parsed."""
     from rich.prompt import Prompt
 
     from profiling_agent.cli.tables import approval_table
     from profiling_agent.search.attempt import read_answer
 
-    console.print(approval_table(question))
+    terminal.console.print(approval_table(question))
     while True:
-        choice = Prompt.ask("decision", console=console, choices=list(question.choices), default="accept")
+        choice = Prompt.ask("decision", console=terminal.console, choices=list(question.choices), default="accept")
         try:
             if choice == "reject":
-                return read_answer({"decision": choice, "reason": Prompt.ask("why", console=console)})
+                return read_answer({"decision": choice, "reason": Prompt.ask("why", console=terminal.console)})
             if choice == "edit":
-                path = Prompt.ask("file with the changes (see `profiling-agent approve --help`)", console=console)
+                path = Prompt.ask(
+                    "file with the changes (see `profiling-agent approve --help`)", console=terminal.console
+                )
                 return read_edit(Path(path))
             return read_answer(choice)
         except RequestError as error:
-            console.print(Text(str(error), style="red"))
+            terminal.console.print(Text(str(error), style="red"))
 
 
-def read_edit(path: Path) -> Approval:
+def read_edit(path: Path) -> "Approval":
     """Return the edit in a JSON file (parts of a plan, stricter limits), or raise RequestError if it can't be read."""
     from profiling_agent.search.attempt import read_answer
 
@@ -118,12 +101,12 @@ def read_edit(path: Path) -> Approval:
 
 
 def approve(
-    run: RunArgument,
+    run: terminal.RunArgument,
     accept: Annotated[bool, typer.Option("--accept", help="carry the plan out")] = False,  # noqa: FBT002 - a flag
     edit: Annotated[Path | None, typer.Option(help="JSON file with changes to make first")] = None,
     reject: Annotated[str | None, typer.Option(metavar="REASON", help="ask for another plan, and say why")] = None,
-    base_url: AddressOption = None,
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
+    base_url: terminal.AddressOption = None,
+    json_: terminal.JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Answer a run that was started with --approve plan or each, and go on with it; without an answer, show what it asks.
 
@@ -137,19 +120,19 @@ def approve(
     from profiling_agent.api import pending
     from profiling_agent.cli.tables import approval_table
 
-    with exit_on_errors():
+    with terminal.exit_on_errors():
         answer = _parse_answer(accept=accept, edit=edit, reject=reject)
         question = pending(run)
     if question is None:
-        refuse(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
+        terminal.refuse(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
     if answer is None and (json_ or not is_answered_here()):
-        print_result(question.model_dump(mode="json"), approval_table(question), is_json=json_)
-        raise typer.Exit(EXIT_WAITING)
+        terminal.print_result(question, lambda: approval_table(question), is_json=json_)
+        raise typer.Exit(terminal.EXIT_WAITING)
     decision = answer or ask(question)
     watch(lambda listener, approver: go_on(run, decision, listener, base_url=base_url, approver=approver), run)
 
 
-def _parse_answer(**options: Any) -> Approval | None:
+def _parse_answer(**options: Any) -> "Approval | None":
     from profiling_agent.search.attempt import read_answer
 
     given = {name: value for name, value in options.items() if value not in (None, False)}
@@ -162,57 +145,8 @@ def _parse_answer(**options: Any) -> Approval | None:
     return read_answer("accept") if given else None
 
 
-# Numbers whose flags take a unit, such as 1%, 1pt and 2x.
-WITH_UNIT = ("max_accuracy_drop", "min_speedup", "max_size_ratio", "max_memory_ratio")
-
-
-def _request_flag(name: str) -> inspect.Parameter:
-    """Return the flag of one field of Request, made from the field so that the two can't differ."""
-    field, flag = Request.model_fields[name], f"--{name.replace('_', '-')}"
-    kind, text, metavar = field.annotation, field.description, None
-    if kind is bool:
-        flag = f"{flag}/--no-{flag.removeprefix('--')}"
-    if get_args(kind) and all(isinstance(choice, str) for choice in get_args(kind)):
-        # A Literal: pydantic's error lists the choices, so the help lists them as well.
-        kind, text = str, f"{text} [{'|'.join(get_args(kind))}]"
-    elif name in WITH_UNIT:
-        kind, metavar = str | None, "NUMBER"
-    option = typer.Option(flag, help=text, metavar=metavar, show_default=field.default is not None)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, option]
-    )
-
-
-def _old_flag(name: str) -> inspect.Parameter:
-    kind = Request.model_fields[OLD_NAMES[name] or "llm_tokens"].annotation
-    option = typer.Option(f"--{name.replace('_', '-')}", hidden=True)
-    annotation = Annotated[kind | None, option] if kind else Annotated[str | None, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def with_request_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that takes a Request one flag for each of its fields, before the command's own flags."""
-    _, *own_flags = inspect.signature(command).parameters.values()
-
-    def wrapper(**values: Any) -> None:
-        own_values = {flag.name: values.pop(flag.name) for flag in own_flags}
-        fields = {name: value for name, value in values.items() if name not in OLD_NAMES or value is not None}
-        values, lines = current_names(fields, are_flags=True)
-        for line in lines:
-            errors.print(line, markup=False, soft_wrap=True)
-        with exit_on_errors():
-            request = Request.model_validate(values)
-        command(request, **own_values)
-
-    flags = [*(_request_flag(name) for name in Request.model_fields), *map(_old_flag, OLD_NAMES), *own_flags]
-    wrapper.__signature__ = inspect.Signature(flags)
-    wrapper.__annotations__ = {flag.name: flag.annotation for flag in flags}
-    wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
-    return wrapper
-
-
-@with_request_flags
-def run(request: Request, *, quiet: QuietOption = False, json_: EventsOption = False) -> None:
+@terminal.takes_request()
+def run(request: "Request", *, quiet: terminal.QuietOption = False, json_: terminal.EventsOption = False) -> None:
     """Run a request to its verdict; with no flags, the embedded model and data: no network, no key, minutes.
 
     Writes the run folder under the output folder: report.html, report.md, report.json and the model to deploy in best/.
@@ -220,81 +154,79 @@ def run(request: Request, *, quiet: QuietOption = False, json_: EventsOption = F
     from profiling_agent.api import make_run_id, optimize
 
     named_request = request.model_copy(update={"run_id": request.run_id or make_run_id()})
-    with exit_on_errors():
+    with terminal.exit_on_errors():
         root = named_request.output_dir / str(named_request.run_id)
     if not quiet and not json_:
-        console.print(f"run folder {root}", markup=False, soft_wrap=True)
-    work: Work = lambda listener, approver: optimize(named_request, listener, approver=approver)  # noqa: E731
-    watch(work, root, is_quiet=quiet, is_json=json_)
+        terminal.print_line(f"run folder {root}")
+    watch(
+        lambda listener, approver: optimize(named_request, listener, approver=approver),
+        root,
+        is_quiet=quiet,
+        is_json=json_,
+    )
 
 
 def resume(
-    run: RunArgument,
+    run: terminal.RunArgument,
     *,
-    base_url: AddressOption = None,
-    quiet: QuietOption = False,
-    json_: EventsOption = False,
+    base_url: terminal.AddressOption = None,
+    quiet: terminal.QuietOption = False,
+    json_: terminal.EventsOption = False,
 ) -> None:
     """Go on with a run that was cut, from its last checkpoint."""
     from profiling_agent.api import resume as go_on
 
-    work: Work = lambda listener, approver: go_on(run, listener, base_url=base_url, approver=approver)  # noqa: E731
-    watch(work, run, is_quiet=quiet, is_json=json_)
+    watch(
+        lambda listener, approver: go_on(run, listener, base_url=base_url, approver=approver),
+        run,
+        is_quiet=quiet,
+        is_json=json_,
+    )
 
 
 def show(
-    run: RunArgument,
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
+    run: terminal.RunArgument,
+    json_: terminal.JsonOption = False,  # noqa: FBT002 - a flag
     plan: Annotated[bool, typer.Option("--plan", help="why each layer was changed or left alone")] = False,  # noqa: FBT002
 ) -> None:
     """Show a finished run: the verdict, before and after, every attempt."""
     from profiling_agent.cli.tables import plan_table, verdict_table
     from profiling_agent.reporting.results import read_report
 
-    with exit_on_errors():
+    with terminal.exit_on_errors():
         report = read_report(run)
-    table = plan_table(report) if plan else verdict_table(report, run)
-    print_result(report.model_dump(mode="json"), table, is_json=json_)
+    terminal.print_result(report, lambda: plan_table(report) if plan else verdict_table(report, run), is_json=json_)
 
 
-def report(run: RunArgument) -> None:
+def report(run: terminal.RunArgument) -> None:
     """Write the report of a finished run again, and show it."""
     from rich.markdown import Markdown
 
     from profiling_agent.reporting.render import write_report
     from profiling_agent.reporting.results import read_report
 
-    with exit_on_errors():
-        run_report = read_report(run)
+    with terminal.exit_on_errors():
         try:
-            write_report(run_report, run)
+            write_report(read_report(run), run)
         except OSError as error:
-            problem = f"the report can't be written to {str(run)!r} ({error.strerror})"
-            raise RunError(
-                f"{problem}: copy the run to where you may write, or read it with `profiling-agent show {run}`"
-            ) from error
-    console.print(Markdown((run / "report.md").read_text(encoding="utf-8")))
+            terminal.refuse(f"the report can't be written to {str(run)!r} ({error.strerror}): copy the run elsewhere")
+    terminal.console.print(Markdown((run / "report.md").read_text(encoding="utf-8")))
 
 
-def profile(
-    model: Annotated[str, typer.Option(help=Request.model_fields["model"].description or "")],
-    revision: Annotated[str | None, typer.Option(help="branch, tag or commit on the Hub")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, max=4096, help="images in a forward pass")] = 32,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
-) -> None:
+@terminal.takes_request("model", "revision", "batch_size", "device")
+def profile(request: "Request", json_: terminal.JsonOption = False) -> None:  # noqa: FBT002 - a flag
     """Profile a model: where its time, memory, MACs and parameters are, and what can be pruned."""
     from profiling_agent.cli.tables import profile_tables
     from profiling_agent.jobs.runner import profile_source
 
     with (
-        exit_on_errors(),
+        terminal.exit_on_errors(),
         tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder,
-        open_display(errors) as display,
+        terminal.Display(terminal.errors) as display,
     ):
-        request = Request.model_validate({"model": model, "revision": revision, "device": device})
-        measured = profile_source(request, Path(folder), batch_size=batch_size, progress=display.stage("profiling"))
-    print_result(measured.model_dump(mode="json"), Group(*profile_tables(measured)), is_json=json_)
+        progress = display.stage("profiling")
+        measured = profile_source(request, Path(folder), batch_size=request.batch_size, progress=progress)
+    terminal.print_result(measured, lambda: Group(*profile_tables(measured)), is_json=json_)
 
 
 # Fields of a run that `--json` prints; its report has the rest.
@@ -317,7 +249,7 @@ def sweep(
         str | None,
         typer.Option(metavar="ADDRESS", help="with --engine ray: HOST:PORT of the cluster; by default this machine's"),
     ] = None,
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
+    json_: terminal.JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Run every combination of the models, data sets, contracts and seeds in a file; the same command resumes it.
 
@@ -338,22 +270,23 @@ def sweep(
     """
     from profiling_agent.cli.tables import sweep_table
     from profiling_agent.jobs.runner import check_matches
+    from profiling_agent.request import Request
     from profiling_agent.sweep import PAGE, optimize_many, read_sweep
 
     if ray_address and engine == "local":
-        refuse(f"--ray-address is {ray_address!r} but --engine is 'local': use --engine ray")
+        terminal.refuse(f"--ray-address is {ray_address!r} but --engine is 'local': use --engine ray")
     if json_:
         keep_stdout()
-    with exit_on_errors(GOES_ON):
+    with terminal.exit_on_errors(terminal.GOES_ON):
         root = Request.model_validate({"output": output}).output_dir
-        with open_display(errors) as display:
+        with terminal.Display(terminal.errors) as display:
             requests = read_sweep(file, str(root))
             check_matches(requests, display.stage("models and data"))
             address = (ray_address or "auto") if engine == "ray" else None
             rows = optimize_many(requests, display.show, ray_address=address)
     document = [row.model_dump(mode="json", include=JSON_FIELDS) for row in rows]
-    print_result(document, sweep_table(rows), is_json=json_)
+    terminal.print_result(document, lambda: sweep_table(rows), is_json=json_)
     if not json_:
-        console.print(str(root / PAGE), markup=False, soft_wrap=True)
+        terminal.print_line(str(root / PAGE))
     is_met = all(row.report is not None and row.report.verdict.outcome == "MET" for row in rows)
-    raise typer.Exit(EXIT_MET if is_met else EXIT_NOT_MET)
+    raise typer.Exit(terminal.EXIT_MET if is_met else terminal.EXIT_NOT_MET)

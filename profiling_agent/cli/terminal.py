@@ -1,12 +1,12 @@
-"""Terminal: console, progress displays, exit codes, signals, and run folders by name.
+"""Terminal: console, exit codes, signals, options shared by commands, and the display of progress.
 
-The command line imports the libraries of a run in the commands that need them, so that `--help` is quick.
+The command line imports the libraries of a run, and pydantic's models, in the commands that need them, so that `--help` is quick.
 """
 
 import contextlib
+import inspect
 import json
 import math
-import re
 import signal
 import sys
 import time
@@ -15,29 +15,18 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, get_args
 
 import typer
-from pydantic import ValidationError
+from pydantic_core import ValidationError, to_jsonable_python
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.markup import escape
 from rich.segment import Segment
-from rich.text import Text
+from typer.core import TyperCommand
 
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.lib.io import clean, expanded, first_problem
-from profiling_agent.lib.progress import Progress as ProgressCallback
-from profiling_agent.lib.progress import request_stop
-from profiling_agent.request import Request
+from profiling_agent.lib.logs import Progress, request_stop
 
 if TYPE_CHECKING:
     from profiling_agent.graph.node import ProgressEvent
@@ -49,13 +38,14 @@ EXIT_CRASHED = 70
 SIGNALLED = 128
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_MESSAGE = 2000
-# Fields' names without and with an underscore; one without is also an ordinary word, and a field only if a value follows.
-WORDS, NAMES = ("|".join(name for name in Request.model_fields if ("_" in name) is long) for long in (False, True))
-FIELD = re.compile(rf"^(?:{WORDS})(?=: )|(?<![\w./'-])(?:(?:{NAMES})\b(?![./'])|(?:{WORDS})(?==| is '| names '))")
 # For commands that keep their completed work.
 GOES_ON = "; the same command goes on with what is complete"
 # `timeout` signals the program and then its whole group, so that one signal arrives twice; a person's second one takes longer.
 SAME_SIGNAL_S = 1.0
+# Shorter times are shown in tens of seconds.
+MINUTES_FROM_S = 90
+# Fields whose flags take a unit, such as 1%, 1pt and 2x.
+WITH_UNIT = ("max_accuracy_drop", "min_speedup", "max_size_ratio", "max_memory_ratio")
 
 
 class _CleanConsole(Console):
@@ -71,17 +61,17 @@ console = _CleanConsole()
 errors = _CleanConsole(stderr=True)
 
 
-def echo_json(document: Any) -> None:
-    """Write one JSON document to standard output, in ASCII, which no terminal interprets as a command."""
-    typer.echo(json.dumps(document, indent=1))
+def print_line(line: str, to: Console = console) -> None:
+    """Print a line as it is, unwrapped."""
+    to.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_result(document: Any, shown: RenderableType, *, is_json: bool) -> None:
-    """Print a command's result: one JSON document for programs, or what is shown to people."""
+def print_result(document: Any, show: Callable[[], RenderableType], *, is_json: bool) -> None:
+    """Print a command's result: one JSON document for programs, in ASCII, or what `show` returns for people."""
     if is_json:
-        echo_json(document)
+        typer.echo(json.dumps(to_jsonable_python(document, by_alias=False), indent=1))
     else:
-        console.print(shown)
+        console.print(show())
 
 
 class Stopped(KeyboardInterrupt):
@@ -117,7 +107,7 @@ def exit_stopped(stop: BaseException, next_step: str = "") -> NoReturn:
     """Print that the program was stopped and how to continue; exit with the signal's code."""
     # After a hang-up there is no terminal to print to.
     with contextlib.suppress(OSError):
-        errors.print(f"stopped{next_step}", markup=False, soft_wrap=True)
+        print_line(f"stopped{next_step}", errors)
     raise typer.Exit(SIGNALLED + (stop.number if isinstance(stop, Stopped) else signal.SIGINT))
 
 
@@ -134,16 +124,11 @@ def stoppable(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def write_what_can_be_written() -> None:
+def escape_unencodable() -> None:
     """Write characters that a terminal's encoding lacks (LC_ALL=C) as escapes, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue] - not every stream has it
-
-
-def with_flags(message: str) -> str:
-    """Return a message about fields of a request, with each field as the flag that sets it."""
-    return FIELD.sub(lambda match: f"--{match[0].replace('_', '-')}", message)
 
 
 def print_error(message: str) -> None:
@@ -159,17 +144,7 @@ def refuse(message: str) -> NoReturn:
     raise typer.Exit(EXIT_BAD_REQUEST)
 
 
-def run_folder(name: str) -> Path:
-    """Return a run's folder from its path, or from its id if it lies in the default place."""
-    try:
-        folder, default = expanded(name), Request().output_dir / name
-        return default if not folder.exists() and default.exists() else folder
-    # A name that is no path: too long, with a NUL, or of an unknown user.
-    except (OSError, ValueError, RuntimeError) as error:
-        raise typer.BadParameter(f"{clean(name[:80])!r} is no folder ({clean(str(error))[:200]})") from error
-
-
-@contextlib.contextmanager
+@contextmanager
 def exit_on_errors(next_step: str = "") -> Generator[None]:
     """Exit with one line on a bad request, or on a stop, whose line ends with `next_step`."""
     try:
@@ -177,9 +152,21 @@ def exit_on_errors(next_step: str = "") -> Generator[None]:
     except ProfilingAgentError as error:
         refuse(str(error))
     except ValidationError as error:
-        refuse(with_flags(first_problem(error)))
+        field, separator, problem = first_problem(error).partition(": ")
+        is_flag = separator and field.isidentifier()
+        refuse(f"--{field.replace('_', '-')}: {problem}" if is_flag else f"{field}{separator}{problem}")
     except KeyboardInterrupt as stop:
         exit_stopped(stop, next_step)
+
+
+def run_folder(name: str) -> Path:
+    """Return a run's folder from its path, or from its id if it lies in the default place."""
+    try:
+        folder, default = expanded(name), Path("runs", name)
+        return default if not folder.exists() and default.exists() else folder
+    # A name that is no path: too long, with a NUL, or of an unknown user.
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{clean(name[:80])!r} is no folder ({clean(str(error))[:200]})") from error
 
 
 RunArgument = Annotated[
@@ -194,8 +181,89 @@ EventsOption = Annotated[bool, typer.Option("--json", help="a JSON line for each
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 
 
-# Shorter times are shown in tens of seconds.
-MINUTES_FROM_S = 90
+def takes_request(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the valid Request as its first argument, with a flag for each of these fields, by default for all.
+
+    Parameters of the command with a field's name are part of the request too, unless they are None.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(command).parameters.values()
+
+        @wraps(command)
+        def wrapper(**values: Any) -> None:
+            from profiling_agent.request import OLD_NAMES, Request, current_names
+
+            own_values = {parameter.name: values.pop(parameter.name) for parameter in own}
+            shared = {name: own_values[name] for name in own_values.keys() & Request.model_fields.keys()}
+            old = {name: values.pop(name) for name in OLD_NAMES if name in values}
+            given = values | {name: value for name, value in (shared | old).items() if value is not None}
+            current, lines = current_names(given, are_flags=True)
+            for line in lines:
+                print_line(line, errors)
+            with exit_on_errors():
+                request = Request.model_validate(current)
+            command(request, **own_values)
+
+        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in own}
+        vars(wrapper).update(__signature__=inspect.Signature(own), fields=fields)
+        return wrapper
+
+    return decorate
+
+
+class RequestCommand(TyperCommand):
+    """A command with flags for fields of Request, which are made when first needed: pydantic's models take long to build."""
+
+    _fields: tuple[str, ...] | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # Typer's own wrapper refuses options that it hasn't made.
+        self.callback = getattr(self.callback, "__wrapped__", self.callback)
+        self._fields = vars(self.callback)["fields"]
+
+    @property
+    def params(self) -> list[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return the options: the fields', then the command's own."""
+        if (fields := self._fields) is not None:
+            self._fields, self._params = None, [*_field_options(fields), *self._params]
+        return self._params
+
+    @params.setter
+    def params(self, params: list[Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._params = params
+
+
+def _field_options(names: tuple[str, ...]) -> list[Any]:
+    """Return Typer's options of these fields of Request, by default of all, made from the fields so that they can't differ."""
+    from profiling_agent.request import OLD_NAMES, Request
+
+    parameters: list[inspect.Parameter] = []
+    for name in names or (*Request.model_fields, *OLD_NAMES):
+        is_old, flag, metavar = name in OLD_NAMES, f"--{name.replace('_', '-')}", None
+        field = Request.model_fields[(OLD_NAMES[name] or "llm_tokens") if is_old else name]
+        kind: Any = field.annotation
+        text, default = field.description, None if is_old else field.default
+        if kind is bool:
+            flag = f"{flag}/--no-{flag.removeprefix('--')}"
+        elif choices := [choice for choice in get_args(kind) if isinstance(choice, str)]:
+            # A Literal: pydantic's error lists the choices, so the help lists them as well.
+            kind, text = str, f"{text} [{'|'.join(choices)}]"
+        elif name in WITH_UNIT:
+            kind, metavar = str, "NUMBER"
+        option = typer.Option(flag, help=text, metavar=metavar, show_default=default is not None, hidden=is_old)
+        annotation = Annotated[kind | None, option]
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+
+    def command(**_: Any) -> None: ...
+
+    vars(command).update(__signature__=inspect.Signature(parameters))
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return typer.main.get_command(app).params
 
 
 def clock(seconds: float) -> str:
@@ -223,8 +291,7 @@ def status_text(event: "ProgressEvent") -> str:
         parts.append(f"{about(event.stage_left_s)} left of this stage, {about(event.left_s)} of the run")
     elif event.budget_s and event.spent_s:
         parts.append(f"{clock(max(event.budget_s - event.spent_s, 0))} left")
-    if event.best is not None:
-        best = event.best
+    if (best := event.best) is not None:
         parts.append(
             f"best so far: attempt {best.attempt}, {points(best.drop)} of top-1 lost, {percent(best.macs_saved)} of the MACs "
             f"saved, {percent(best.size_ratio)} of the bytes"
@@ -233,129 +300,53 @@ def status_text(event: "ProgressEvent") -> str:
 
 
 class Display:
-    """Display that shows nothing, the base of those that show a run's events on a console."""
+    """Events of a run on a console: a line for each stage and each new message, on a terminal with a counter below.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    Nothing if `is_quiet`; a line of JSON for each event if `is_json`.
+    """
+
+    def __init__(self, console: Console, *, is_quiet: bool = False, is_json: bool = False) -> None:
+        self._console, self._is_quiet, self._is_json = console, is_quiet, is_json
+        self._last = ("", "")
+        self._counter = console.status("") if console.is_terminal and not (is_quiet or is_json) else None
 
     def __enter__(self) -> Self:
+        if self._counter:
+            self._counter.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Leave the output in place."""
-
-    def show(self, event: "ProgressEvent") -> None:
-        """Show an event."""
+    def __exit__(self, *_: object) -> None:
+        if self._counter:
+            self._counter.stop()
 
     @contextmanager
     def paused(self) -> Generator[None]:
         """Release the terminal for a while."""
-        yield
-
-    def stage(self, name: str) -> ProgressCallback:
-        """Return a callback that shows under one stage's name."""
-        from profiling_agent.graph.node import ProgressEvent
-
-        def progress(message: str, done: int, total: int) -> None:
-            self.show(ProgressEvent(stage=name, message=message, done=done, total=total))
-
-        return progress
-
-
-class JsonLines(Display):
-    """Display of one JSON line per event."""
-
-    def show(self, event: "ProgressEvent") -> None:
-        """Write an event."""
-        line = json.dumps({"event": "progress", **event.model_dump(mode="json", exclude_none=True)})
-        print(line, file=self._console.file, flush=True)
-
-
-class Lines(Display):
-    """Display of a plain line when a stage begins, and when its message changes."""
-
-    _last = ("", "")
-
-    def show(self, event: "ProgressEvent") -> None:
-        """Write a line if there is something new."""
-        if event.message == "started":
-            status = status_text(event)
-            self._console.print(f"{event.stage}{f' ({status})' if status else ''}", markup=False, soft_wrap=True)
-        elif (event.stage, event.message) != self._last:
-            self._console.print(f"  {event.message}", markup=False, soft_wrap=True)
-        self._last = (event.stage, event.message)
-
-
-class _HeadedProgress(Progress):
-    """Progress bars under a line with the run's status."""
-
-    head = ""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        if self.head:
-            yield Text(self.head, style="bold")
-        yield from super().get_renderables()
-
-
-class Bars(Display):
-    """Display of one line per stage, with its message, progress and time."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
-        self._tasks: dict[str, TaskID] = {}
-        self._bars = _HeadedProgress(
-            SpinnerColumn(finished_text="✓"),
-            TextColumn("{task.fields[stage]:<22}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=console,
-        )
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._complete(error[0] is None)
-        self._bars.stop()
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Hide the bars while other output is written."""
-        self._bars.stop()
+        self.__exit__()
         try:
             yield
         finally:
-            self._bars.start()
+            self.__enter__()
 
-    def _complete(self, is_done: bool) -> None:  # noqa: FBT001 - two states of one line
-        if is_done and self._tasks:
-            self._bars.update(list(self._tasks.values())[-1], total=1, completed=1)
+    def stage(self, name: str) -> Progress:
+        """Return a callback that shows under one stage's name."""
+        from profiling_agent.graph.node import ProgressEvent
+
+        return lambda message, done, total: self.show(
+            ProgressEvent(stage=name, message=message, done=done, total=total)
+        )
 
     def show(self, event: "ProgressEvent") -> None:
         """Show an event."""
-        is_new = event.message == "started"
-        self._bars.head = status_text(event) or self._bars.head
-        if is_new or event.stage not in self._tasks:
-            self._complete(is_done=True)
-            # A stage that is repeated moves to the bottom line.
-            if event.stage in self._tasks:
-                self._bars.remove_task(self._tasks.pop(event.stage))
-            self._tasks[event.stage] = self._bars.add_task("", total=None, stage=event.stage)
-        if not is_new:
-            self._bars.update(
-                self._tasks[event.stage],
-                description=event.message,
-                completed=event.done,
-                total=event.total or None,
-            )
-
-
-def open_display(console: Console, *, is_quiet: bool = False, is_json: bool = False) -> Display:
-    """Return the display that shows a run on `console`."""
-    kind = JsonLines if is_json else Display if is_quiet else Bars if console.is_terminal else Lines
-    return kind(console)
+        if self._is_json:
+            line = json.dumps({"event": "progress", **event.model_dump(mode="json", exclude_none=True)})
+            print(line, file=self._console.file, flush=True)
+        elif not self._is_quiet and event.message == "started":
+            status = status_text(event)
+            print_line(f"{event.stage}{f' ({status})' if status else ''}", self._console)
+        elif not self._is_quiet and (event.stage, event.message) != self._last:
+            print_line(f"  {event.message}", self._console)
+        if self._counter:
+            counted = f"{event.done}/{event.total}" if event.total else ""
+            self._counter.update(escape(f"{event.stage}: {event.message} {counted}"))
+        self._last = (event.stage, event.message)

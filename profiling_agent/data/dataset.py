@@ -23,7 +23,7 @@ from profiling_agent.data.labels import Matching, match_labels, match_numbers
 from profiling_agent.data.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.io import files_root
-from profiling_agent.lib.progress import Progress
+from profiling_agent.lib.logs import Progress
 from profiling_agent.schemas import MatchBy, Record
 
 IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 )
 
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError
-from profiling_agent.lib.third_party import third_party_errors
+from profiling_agent.lib.logs import third_party_errors
 
 MODEL_FILES = [
     "config.json",

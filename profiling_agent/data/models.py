@@ -16,8 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 from profiling_agent.data.hub import did_you_mean, fetch_model, is_local, library_errors, local_folder
 from profiling_agent.data.reference import PREFIX, reference_model
 from profiling_agent.errors import AcquisitionError, RequestError
-from profiling_agent.lib.progress import Progress, silent
-from profiling_agent.lib.third_party import quiet
+from profiling_agent.lib.logs import Progress, quiet, silent
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import check_timm, is_timm, make_plain_, normalize_config, processor_of_timm
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save
 
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import replacing, write_bytes
-from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.lib.logs import Progress, silent
 
 if TYPE_CHECKING:
     from PIL.Image import Image

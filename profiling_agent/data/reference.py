@@ -31,8 +31,7 @@ from transformers import (
 from profiling_agent.data.images import decode_rgb
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.io import cached
-from profiling_agent.lib.progress import Progress, silent
-from profiling_agent.lib.third_party import quiet
+from profiling_agent.lib.logs import Progress, quiet, silent
 
 PREFIX = "reference:"
 DIGITS = "reference:digits"

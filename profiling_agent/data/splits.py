@@ -28,8 +28,7 @@ from profiling_agent.data.hub import did_you_mean
 from profiling_agent.data.images import FORMATS, decode_rgb, write_rows
 from profiling_agent.data.labels import Matching, format_names, order_match_note
 from profiling_agent.errors import AcquisitionError, CorruptImageError
-from profiling_agent.lib.progress import Progress, silent
-from profiling_agent.lib.third_party import quiet
+from profiling_agent.lib.logs import Progress, quiet, silent
 from profiling_agent.schemas import LabelMatch
 
 TRAIN = ("train", "training")

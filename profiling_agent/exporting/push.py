@@ -18,7 +18,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.exporting.pick import MANIFEST, ExportManifest, model_folder, read_exported
 from profiling_agent.lib.io import DocumentError, read_record, write_text
-from profiling_agent.lib.third_party import third_party_errors
+from profiling_agent.lib.logs import third_party_errors
 from profiling_agent.runtimes.artifact import CARD, RECIPE, Recipe, named_folder, open_current, read_card
 from profiling_agent.schemas import Record
 

@@ -15,7 +15,7 @@ from profiling_agent.errors import FieldError
 from profiling_agent.graph.run import Run, seconds_left
 from profiling_agent.graph.state import RunResult, RunState
 from profiling_agent.lib.io import first_problem
-from profiling_agent.lib.progress import raise_if_stopped
+from profiling_agent.lib.logs import raise_if_stopped
 from profiling_agent.request import Request, unknown_field
 from profiling_agent.schemas import Record
 from profiling_agent.search.selection import ranked, size_ratio

@@ -14,7 +14,7 @@ from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.jobs.store import RESULT, TASK, Message, Order, write_hashes
 from profiling_agent.jobs.tasks import JobContext
 from profiling_agent.lib.io import NO_SPACE, appearing, first_line, storage_problem, write_text
-from profiling_agent.lib.third_party import is_out_of_memory
+from profiling_agent.lib.logs import is_out_of_memory
 from profiling_agent.processes.child import Parent
 from profiling_agent.workspace import storage_error
 

@@ -10,8 +10,8 @@ from profiling_agent.errors import JobError, KilledError, ProfilingAgentError, R
 from profiling_agent.jobs.store import ERRORS, Message, Order, is_finished_job
 from profiling_agent.jobs.tasks import MODULES, JobRow
 from profiling_agent.lib.io import storage_problem, sweep
+from profiling_agent.lib.logs import Progress, raise_if_stopped
 from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY, available_bytes, is_busy
-from profiling_agent.lib.progress import Progress, raise_if_stopped
 from profiling_agent.processes.child import (
     Child,
     ForkServer,

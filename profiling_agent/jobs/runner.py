@@ -29,8 +29,8 @@ from profiling_agent.jobs.tasks import (
     TryTask,
 )
 from profiling_agent.lib.io import read_record
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes, environment
-from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.request import Request
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import (

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from profiling_agent.data.prepared import PreparedImages
 from profiling_agent.lib.io import file_sha256
-from profiling_agent.lib.progress import Progress
+from profiling_agent.lib.logs import Progress
 from profiling_agent.processes.child import HUB
 from profiling_agent.runtimes.artifact import RECIPE, model_bytes, processor_text
 from profiling_agent.schemas import (

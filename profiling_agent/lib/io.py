@@ -1,7 +1,4 @@
-"""Files: atomic writes, paths confined to a folder, JSON records, and the cache.
-
-An error quotes a value only if the document is the user's own.
-"""
+"""Files: atomic writes, paths confined to a folder, JSON records, and the cache."""
 
 import errno
 import glob
@@ -15,37 +12,42 @@ import unicodedata
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
-import platformdirs
-from filelock import FileLock
-from pydantic import BaseModel, ValidationError
+# Not from pydantic, whose import takes a fifth of a second that `--help` doesn't need.
+from pydantic_core import ValidationError
 
 from profiling_agent.errors import AcquisitionError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+ModelT = TypeVar("ModelT", bound="BaseModel")
 
 # Prefix of half-written files; one that exists once the folder's lock is taken was left by a killed process.
 TEMPORARY = ".tmp-"
 # The disk is full, the user's quota is, or the file exceeds the size limit.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# Why the disk can't be written, and the remedy, by errno and by SQLite's primary code.
-DISK_FULL = "there is no space left: free some"
-READ_ONLY = "it is read-only: choose a folder that can be written"
+# Why the disk can't be written, and the remedy.
 NO_PERMISSION = "it isn't yours to write: take it over, or choose another folder"
-IO_FAILURE = "the disk reports an input/output error: look at the disk"
-ERRNO_REASONS = {
-    **dict.fromkeys(NO_SPACE, DISK_FULL),
-    errno.EROFS: READ_ONLY,
+STORAGE_PROBLEMS = {
+    **dict.fromkeys(NO_SPACE, "there is no space left: free some"),
+    errno.EROFS: "it is read-only: choose a folder that can be written",
     errno.EACCES: NO_PERMISSION,
     errno.EPERM: NO_PERMISSION,
-    errno.EIO: IO_FAILURE,
+    errno.EIO: "the disk reports an input/output error: look at the disk",
 }
-SQLITE_REASONS = {
-    sqlite3.SQLITE_FULL: DISK_FULL,
-    sqlite3.SQLITE_READONLY: READ_ONLY,
-    sqlite3.SQLITE_CANTOPEN: NO_PERMISSION,
-    sqlite3.SQLITE_IOERR: IO_FAILURE,
+SQLITE_ERRNO = {
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_READONLY: errno.EROFS,
+    sqlite3.SQLITE_CANTOPEN: errno.EACCES,
+    sqlite3.SQLITE_IOERR: errno.EIO,
 }
+MAX_QUOTED = 80
+# Unicode categories that move a terminal's cursor or reverse the text.
+HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+CACHE_VARIABLE = "PROFILING_AGENT_CACHE"
 
 
 class FileRefusedError(OSError):
@@ -53,6 +55,19 @@ class FileRefusedError(OSError):
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(errno.EPERM, reason, str(path))
+
+
+class DocumentError(ValueError):
+    """JSON that can't be read; the message follows "the file is damaged: "."""
+
+
+def storage_problem(error: BaseException) -> str | None:
+    """Return why the disk can't be written, and the remedy; None for other errors."""
+    number = None if isinstance(error, FileRefusedError) else getattr(error, "errno", None)
+    if isinstance(error, sqlite3.Error):
+        # The low byte of an extended code is the primary one.
+        number = SQLITE_ERRNO.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+    return STORAGE_PROBLEMS.get(number) if isinstance(error, OSError | sqlite3.Error) and number else None
 
 
 def expanded(text: str) -> Path:
@@ -64,16 +79,6 @@ def expanded(text: str) -> Path:
         return path.expanduser()
     except RuntimeError as error:
         raise FileRefusedError(path, f"it names a home folder that can't be found ({error})") from error
-
-
-def storage_problem(error: BaseException) -> str | None:
-    """Return why the disk can't be written, and the remedy; None for other errors."""
-    if isinstance(error, FileRefusedError):
-        return None
-    if isinstance(error, sqlite3.Error):
-        # The low byte of an extended code is the primary one.
-        return SQLITE_REASONS.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
-    return ERRNO_REASONS.get(error.errno or 0) if isinstance(error, OSError) else None
 
 
 def resolved(path: Path) -> Path:
@@ -142,10 +147,9 @@ def append_line(path: Path, line: str) -> None:
     """Append a line to a file, created if missing; a line that doesn't fit on the disk is removed."""
     with path.open("a+b", buffering=0) as stream:
         size = stream.seek(0, os.SEEK_END)
-        data = line.encode("utf-8", errors="backslashreplace") + b"\n"
         # A line that a kill cut off must not take this one with it.
-        if size and os.pread(stream.fileno(), 1, size - 1) != b"\n":
-            data = b"\n" + data
+        start = b"\n" if size and os.pread(stream.fileno(), 1, size - 1) != b"\n" else b""
+        data = start + line.encode("utf-8", errors="backslashreplace") + b"\n"
         if stream.write(data) != len(data):
             stream.truncate(size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -161,10 +165,8 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
     """
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
-    try:
+    if not folder.parent.exists():
         make_folders(folder.parent)
-    except FileExistsError as error:
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder.parent)) from error
     temporary = _temporary_path(folder)
     temporary.mkdir()
     try:
@@ -184,24 +186,11 @@ def sweep(folder: Path, name: str = "") -> None:
             leftover.unlink(missing_ok=True)
 
 
-MAX_QUOTED = 80
-# Unicode categories that move a terminal's cursor or reverse the text; a line break and a tab are layout.
-LAYOUT_CHARACTERS = frozenset("\n\t")
-HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-
-ModelT = TypeVar("ModelT", bound=BaseModel)
-
-
-class DocumentError(ValueError):
-    """JSON that can't be read; the message follows "the file is damaged: "."""
-
-
 def parse_json(text: str | bytes) -> Any:
     """Return the content of a JSON document; DocumentError if it is none."""
     try:
         return json.loads(text)
-    # JSONDecodeError, UnicodeDecodeError, and an integer of thousands of digits.
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DocumentError(f"it is no JSON ({error})") from None
 
 
@@ -210,18 +199,19 @@ def first_problem(error: ValidationError, *, quotes: bool = True) -> str:
     problem = error.errors(include_url=False, include_context=False)[0]
     if problem["type"] == "json_invalid":
         return f"it is no JSON ({problem['msg'].removeprefix('Invalid JSON: ')})"
-    message = problem["msg"].removeprefix("Value error, ")
-    if not problem["loc"] and problem["type"] == "value_error" and quotes:
+    message, is_ours = problem["msg"].removeprefix("Value error, "), problem["type"] == "value_error"
+    if is_ours and quotes and not problem["loc"]:
         # From our validator of several fields, which names them and their values.
         return message
     location = clean(".".join(str(part) for part in problem["loc"])[:MAX_QUOTED]) or "document"
+    if quotes:
+        return f"{location}: {message} (got {str(problem['input'])[:MAX_QUOTED]!r})"
     # Only our own validators put values into their messages.
-    reason = message if quotes or problem["type"] != "value_error" else "not a value that is allowed"
-    return f"{location}: {reason} (got {str(problem['input'])[:MAX_QUOTED]!r})" if quotes else f"{location}: {reason}"
+    return f"{location}: {'not a value that is allowed' if is_ours else message}"
 
 
 def parse_record(kind: type[ModelT], text: str | bytes, *, strict: bool | None = None, quotes: bool = False) -> ModelT:
-    """Return the record in a JSON document; DocumentError if it holds none."""
+    """Return the record in a JSON document, DocumentError if it holds none; the error `quotes` a user's own document only."""
     try:
         return kind.model_validate_json(text, strict=strict)
     except ValidationError as error:
@@ -245,15 +235,13 @@ def first_line(error: BaseException) -> str:
 
 def clean(text: str, *, layout: bool = False) -> str:
     """Escape control, format and unassigned characters; `layout` keeps \\n and \\t."""
+
+    def is_hidden(character: str) -> bool:
+        return unicodedata.category(character) in HIDDEN_CATEGORIES and not (layout and character in "\n\t")
+
     if text.isprintable():
         return text
-    allowed = LAYOUT_CHARACTERS if layout else frozenset[str]()
-    return "".join(
-        character
-        if character in allowed or unicodedata.category(character) not in HIDDEN_CATEGORIES
-        else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
+    return "".join(char.encode("unicode_escape").decode("ascii") if is_hidden(char) else char for char in text)
 
 
 def inert(text: str) -> str:
@@ -261,28 +249,11 @@ def inert(text: str) -> str:
     return clean(text, layout=True).replace("](", "] (").replace("![", "! [").replace("<", "&lt;")
 
 
-CACHE_VARIABLE = "PROFILING_AGENT_CACHE"
-
-
-def cache_folder() -> Path:
-    """Return the folder named by PROFILING_AGENT_CACHE, or the user's cache folder; OSError as in `user_folder`."""
-    return user_folder(CACHE_VARIABLE, platformdirs.user_cache_path)
-
-
-def cache_subfolder(name: str) -> Path | None:
-    """Return the cache's folder for what later runs reuse; None if the cache folder is unknown, and nothing is stored."""
-    try:
-        return cache_folder() / name
-    except OSError:
-        return None
-
-
 def user_folder(variable: str, default: Callable[[str], Path]) -> Path:
     """Return the folder that an environment variable names, or the `default` one for our program's name.
 
     Raises:
-        OSError: it lies in an unknown home folder, as in a container whose user has neither HOME nor an entry among the system's users;
-            `strerror` names the variable.
+        OSError: the home folder is unknown, as for a container's user without HOME; `strerror` names the variable.
     """
     value = os.environ.get(variable)
     try:
@@ -290,6 +261,20 @@ def user_folder(variable: str, default: Callable[[str], Path]) -> Path:
     except RuntimeError as error:
         reason = f"the home folder can't be found: set {variable} to an absolute path"
         raise FileRefusedError(Path(value or "~"), reason) from error
+
+
+def cache_folder() -> Path:
+    """Return the folder named by PROFILING_AGENT_CACHE, or the user's cache folder; OSError as in `user_folder`."""
+    import platformdirs
+
+    return user_folder(CACHE_VARIABLE, platformdirs.user_cache_path)
+
+
+def cache_subfolder(name: str) -> Path | None:
+    """Return the cache's folder for what later runs reuse; None if the cache folder is unknown, and nothing is stored."""
+    with suppress(OSError):
+        return cache_folder() / name
+    return None
 
 
 def cached(name: str, build: Callable[[Path], None]) -> Path:
@@ -300,27 +285,22 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
     Raises:
         AcquisitionError: the cache can't be written.
     """
+    from filelock import FileLock
+
     try:
-        folder = cache_folder() / name
-    except OSError as error:
-        raise AcquisitionError(f"the cache folder isn't known ({error.strerror})") from error
-    if folder.is_dir():
-        return folder
-    try:
-        make_folders(folder.parent)
-        with FileLock(folder.parent / f"{name}.lock"):
-            if not folder.is_dir():
-                sweep(folder.parent, name)
-                with appearing(folder) as temporary:
-                    build(temporary)
+        root = cache_folder()
+        if not (root / name).is_dir():
+            make_folders(root)
+            with FileLock(root / f"{name}.lock"):
+                if not (root / name).is_dir():
+                    sweep(root, name)
+                    with appearing(root / name) as temporary:
+                        build(temporary)
     except OSError as error:
         raise AcquisitionError(
-            f"cache folder {str(folder.parent)!r} can't be written ({error.strerror}): set {CACHE_VARIABLE} to another"
+            f"cache folder {error.filename or name!r} can't be written ({error.strerror}): set {CACHE_VARIABLE} to another"
         ) from error
-    return folder
-
-
-MAX_HOLDER_CHARACTERS = 300
+    return root / name
 
 
 def note_holder(path: Path, what: str) -> None:
@@ -331,8 +311,7 @@ def note_holder(path: Path, what: str) -> None:
 
 def read_holder(path: Path) -> str:
     """Return the line about a lock's holder, or "another process" if there is none."""
-    try:
-        line = path.read_text(encoding="utf-8")[:MAX_HOLDER_CHARACTERS]
-    except (OSError, UnicodeDecodeError):
-        return "another process"
-    return "another graph of this process" if f"(process {os.getpid()}, " in line else line
+    with suppress(OSError, UnicodeDecodeError):
+        line = path.read_text(encoding="utf-8")[:300]
+        return "another graph of this process" if f"(process {os.getpid()}, " in line else line
+    return "another process"

@@ -4,7 +4,6 @@ Busy cores: next to one spinning process, on two cores, a batch of 32 small imag
 wait take only twice as long there, but slightly longer on a quiet machine too, so nothing that is timed waits like that.
 """
 
-import contextlib
 import hashlib
 import json
 import math
@@ -16,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -29,7 +29,46 @@ from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
 from profiling_agent.schemas import Environment, Gpu
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-FILES = ("inactive_file", "active_file")
+# The kernel's description of each logical processor.
+CPU_FOLDER = Path("/sys/devices/system/cpu")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
+# Without one of these files there is no NVIDIA driver; the last is for Linux on Windows (WSL).
+DRIVER_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+PROBE_S = 120.0
+# torch describes the GPU without NVML, but only in a process that then holds a context on it.
+PROBE = """
+import json, torch
+if torch.cuda.is_available():
+    found = torch.cuda.get_device_properties(0)
+    print(json.dumps([found.name, f"{found.major}.{found.minor}", found.total_memory, None]))
+"""
+LIBRARIES = (
+    "datasets",
+    "google-re2",
+    "langgraph",
+    "numpy",
+    "pillow",
+    "ptflops",
+    "pydantic",
+    "safetensors",
+    "scipy",
+    "torch",
+    "torch-pruning",
+    "transformers",
+)
+# Optional libraries that a runtime's speed depends on.
+RUNTIME_LIBRARIES = ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf", "torchao")
+# What idle OpenMP threads do, torch's among them; if it is set, we set the same for ONNX Runtime.
+WAIT_POLICY, PASSIVE = "OMP_WAIT_POLICY", "PASSIVE"
+# Samples of the load and the pause between them: a process that wakes up now and then isn't in all of them.
+NUM_SAMPLES, PAUSE_S = 3, 0.01
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file of the kernel's, empty if there is none."""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    return ""
 
 
 def total_bytes(groups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
@@ -45,49 +84,56 @@ def available_bytes(groups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
 
 def _memory_limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
     """Yield (limit, used) in bytes of this process's control group and its parents; droppable file caches aren't used."""
-    for group in own_groups(groups, own):
-        limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
-        if limit is not None and used is not None:
-            pairs = (line.split() for line in _read_lines(group / "memory.stat"))
-            files = sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in FILES and pair[1].isdecimal())
-            yield limit, max(used - files, 0)
+    for group in _own_groups(groups, own):
+        limit, used = _read(group / "memory.max"), _read(group / "memory.current")
+        if limit.isdecimal() and used.isdecimal():
+            rows = (line.split() for line in _read(group / "memory.stat").splitlines())
+            files = sum(int(row[1]) for row in rows if row[0] in ("inactive_file", "active_file"))
+            yield int(limit), max(int(used) - files, 0)
 
 
-def own_groups(groups: Path, own: Path) -> Iterator[Path]:
+def _own_groups(groups: Path, own: Path) -> Iterator[Path]:
     """Yield the folders of this process's control group, of version 2, and of its parents.
 
     A folder may be missing: in a container only the last one exists, which is its own group.
     """
-    name = next((line.removeprefix("0::") for line in _read_lines(own) if line.startswith("0::")), "")
+    name = next((line.removeprefix("0::") for line in _read(own).splitlines() if line.startswith("0::")), "")
     folder = groups / name.strip("/")
-    for group in (folder, *folder.parents):
-        yield group
-        if group == groups:
-            break
+    yield from (group for group in (folder, *folder.parents) if group.is_relative_to(groups))
 
 
-def _read_number(path: Path) -> int | None:
-    text = "".join(_read_lines(path)).strip()
-    return int(text) if text.isdecimal() else None
+def cpu_quota(groups: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
+    """Return the CPU quota of this process's control group and its parents, in processors; None if unlimited."""
+    rows = (_read(group / "cpu.max").split() for group in _own_groups(groups, own))
+    # The quota and its period, or "max" and the period.
+    return min((int(row[0]) / int(row[1]) for row in rows if row and row[0].isdecimal()), default=None)
 
 
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
+def available_cores(cpus: Path = CPU_FOLDER) -> int:
+    """Return how many physical cores this process may use, regardless of quotas."""
+
+    def core(cpu: int) -> tuple[str, str]:
+        topology = cpus / f"cpu{cpu}" / "topology"
+        return _read(topology / "physical_package_id"), _read(topology / "core_id") or f"cpu {cpu}"
+
+    return len({core(cpu) for cpu in os.sched_getaffinity(0)})
 
 
-# Without one of these files there is no NVIDIA driver; the last is for Linux on Windows (WSL).
-DRIVER_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
-PROBE_S = 120.0
-# torch describes the GPU without NVML, but only in a process that then holds a context on it.
-PROBE = """
-import json, torch
-if torch.cuda.is_available():
-    found = torch.cuda.get_device_properties(0)
-    print(json.dumps([found.name, f"{found.major}.{found.minor}", found.total_memory]))
-"""
+def available_threads(cpus: Path = CPU_FOLDER, groups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
+    """Return the number of threads for a model's work: one per usable physical core, within a container's CPU quota.
+
+    ONNX Runtime and torch (with MKL) use one a core by default: a second thread of a core shares its multipliers, and gains nothing. More
+    threads than the quota's processors use it up early in each period, and then all of them stall. `OMP_NUM_THREADS` is ignored: Ray sets
+    it, and a run that is resumed without it would count as another machine's.
+    """
+    cores, quota = available_cores(cpus), cpu_quota(groups, own)
+    return cores if quota is None else min(cores, math.ceil(quota))
+
+
+def quota_threads(cpus: Path = CPU_FOLDER, groups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | None:
+    """Return how many threads a container's quota allows, if fewer than the cores that libraries count; else None."""
+    threads = available_threads(cpus, groups, own)
+    return threads if threads < available_cores(cpus) else None
 
 
 @cache
@@ -109,28 +155,28 @@ def nvml() -> tuple[Any, Any] | None:
 @cache
 def find_gpu() -> Gpu | None:
     """Return the GPU that torch calls "cuda"; None if torch is built without CUDA or there is no driver."""
-    cuda = _torch_cuda_version()
-    if cuda is None or not any(Path(driver).exists() for driver in DRIVER_FILES):
-        return None
-    properties = _query_nvml() or _query_torch()
-    if properties is None:
+    spec = find_spec("torch")
+    folders = spec.submodule_search_locations if spec else None
+    cuda = runpy.run_path(str(Path(folders[0]) / "version.py")).get("cuda") if folders else None
+    has_driver = any(Path(driver).exists() for driver in DRIVER_FILES)
+    properties = (_query_nvml() or _query_torch()) if cuda and has_driver else None
+    if cuda is None or properties is None:
         return None
     name, capability, memory_bytes, driver = properties
-    # In whole GiB, since drivers reserve different shares of it.
-    memory_bytes = -(-memory_bytes // 2**30) * 2**30
+    cudnn = f"nvidia-cudnn-cu{cuda.partition('.')[0]}"
     return Gpu(
         name=name,
         compute_capability=capability,
-        memory_bytes=memory_bytes,
+        # In whole GiB, since drivers reserve different shares of it.
+        memory_bytes=-(-memory_bytes // 2**30) * 2**30,
         driver=driver,
         cuda=cuda,
-        cudnn=_cudnn_version(cuda),
+        cudnn=_installed_versions([cudnn]).get(cudnn),
     )
 
 
 def _query_nvml() -> tuple[str, str, int, str | None] | None:
-    library = nvml()
-    if library is None:
+    if (library := nvml()) is None:
         return None
     module, handle = library
     try:
@@ -143,50 +189,15 @@ def _query_nvml() -> tuple[str, str, int, str | None] | None:
 
 def _query_torch() -> tuple[str, str, int, str | None] | None:
     command = [sys.executable, "-P", "-c", PROBE]
-    try:
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
         completed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_S)
-        name, capability, memory_bytes = json.loads(completed.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return name, capability, memory_bytes, None
-
-
-def _torch_cuda_version() -> str | None:
-    spec = find_spec("torch")
-    folders = spec.submodule_search_locations if spec else None
-    return runpy.run_path(str(Path(folders[0]) / "version.py")).get("cuda") if folders else None
-
-
-def _cudnn_version(cuda: str) -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(f"nvidia-cudnn-cu{cuda.partition('.')[0]}")
+        name, capability, memory_bytes, driver = json.loads(completed.stdout)
+        return name, capability, memory_bytes, driver
     return None
 
 
-LIBRARIES = (
-    "datasets",
-    "google-re2",
-    "langgraph",
-    "numpy",
-    "pillow",
-    "ptflops",
-    "pydantic",
-    "safetensors",
-    "scipy",
-    "torch",
-    "torch-pruning",
-    "transformers",
-)
-# Optional libraries that a runtime's speed depends on.
-RUNTIME_LIBRARIES = ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf", "torchao")
-# The kernel's description of each logical processor.
-CPU_FOLDER = Path("/sys/devices/system/cpu")
-CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
-
-
 def _read_cpuinfo(field: str) -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_bytes().decode(errors="replace").splitlines() if path.exists() else []
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
 
 
@@ -206,58 +217,11 @@ def code_version() -> str:
     return digest.hexdigest()[:16]
 
 
-def available_threads(cpus: Path = CPU_FOLDER, groups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
-    """Return the number of threads for a model's work: one per usable physical core, within a container's CPU quota.
-
-    ONNX Runtime and torch (with MKL) use one a core by default: a second thread of a core shares its multipliers, and gains nothing. More
-    threads than the quota's processors use it up early in each period, and then all of them stall. `OMP_NUM_THREADS` is ignored: Ray sets
-    it, and a run that is resumed without it would count as another machine's.
-    """
-    cores, quota = available_cores(cpus), cpu_quota(groups, own)
-    return cores if quota is None else min(cores, math.ceil(quota))
-
-
-def quota_threads(cpus: Path = CPU_FOLDER, groups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | None:
-    """Return how many threads a container's quota allows, if fewer than the cores that libraries count; else None."""
-    threads = available_threads(cpus, groups, own)
-    return threads if threads < available_cores(cpus) else None
-
-
-def available_cores(cpus: Path = CPU_FOLDER) -> int:
-    """Return how many physical cores this process may use, regardless of quotas."""
-    return len({_core_id(cpus / f"cpu{cpu}" / "topology", cpu) for cpu in os.sched_getaffinity(0)})
-
-
-def _core_id(topology: Path, cpu: int) -> tuple[str, ...]:
-    try:
-        return tuple(
-            (topology / name).read_text(encoding="utf-8").strip() for name in ("physical_package_id", "core_id")
-        )
-    except (OSError, UnicodeDecodeError):
-        return (str(cpu),)
-
-
-def cpu_quota(groups: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
-    """Return the CPU quota of this process's control group and its parents, in processors; None if unlimited."""
-    quotas = (_read_quota(group / "cpu.max") for group in own_groups(groups, own))
-    return min((quota for quota in quotas if quota is not None), default=None)
-
-
-def _read_quota(file: Path) -> float | None:
-    """Return the quota of a cpu.max file in processors, or None, as for "max 100000"."""
-    try:
-        words = file.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError):
-        return None
-    numbers = [int(word) for word in words if word.isdecimal()]
-    # The kernel accepts 0 for neither.
-    return numbers[0] / numbers[1] if len(numbers) == len(words) == 2 and all(numbers) else None
-
-
 @cache
 def environment(device: str = "cpu") -> Environment:
     """Return the fingerprint of this machine and installation, for measurements on `device`."""
     flags = set(_read_cpuinfo("flags").split())
+    timm = _installed_versions(TIMM_PACKAGES)
     return Environment(
         cpu=_read_cpuinfo("model name") or platform.processor() or platform.machine(),
         cpu_flags=tuple(flag for flag in CPU_FLAGS if flag in flags),
@@ -267,7 +231,8 @@ def environment(device: str = "cpu") -> Environment:
         system=f"{platform.system()} {platform.machine()}",
         device=device,
         python=platform.python_version(),
-        libraries={name: metadata.version(name) for name in LIBRARIES} | _timm_versions(),
+        # Without timm, torchvision affects nothing.
+        libraries={name: metadata.version(name) for name in LIBRARIES} | (timm if "timm" in timm else {}),
         runtimes=_installed_versions(RUNTIME_LIBRARIES),
         code_version=code_version(),
         gpu=None if device == "cpu" else find_gpu(),
@@ -277,15 +242,9 @@ def environment(device: str = "cpu") -> Environment:
 def _installed_versions(names: Sequence[str]) -> dict[str, str]:
     versions: dict[str, str] = {}
     for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
-
-
-def _timm_versions() -> dict[str, str]:
-    """Return the versions of timm's libraries; none without timm, since torchvision then affects nothing."""
-    versions = _installed_versions(TIMM_PACKAGES)
-    return versions if "timm" in versions else {}
 
 
 def peak_memory_bytes(pid: int | None = None) -> int:
@@ -300,27 +259,16 @@ def peak_memory_bytes(pid: int | None = None) -> int:
         line = next(line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
     if pid is not None:
-        raise JobError("what another process held at most is told by Linux alone (/proc): measure memory there")
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        raise JobError("only Linux (/proc) reports the peak memory of another process: measure memory there")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def own_memory_bytes(pid: int) -> int:
-    """Return the bytes that a process holds resident and shares with no other.
-
-    Raises:
-        JobError: it is gone.
-    """
+    """Return the bytes that a process holds resident and shares with no other; JobError if it is gone."""
     try:
         return psutil.Process(pid).memory_full_info().uss
     except psutil.Error as error:
-        raise JobError(f"what process {pid} held can't be told: it is gone") from error
-
-
-# What idle OpenMP threads do, torch's among them; if it is set, we set the same for ONNX Runtime.
-WAIT_POLICY, PASSIVE = "OMP_WAIT_POLICY", "PASSIVE"
-# Samples of the load and the pause between them: a process that wakes up now and then isn't in all of them.
-NUM_SAMPLES, PAUSE_S = 3, 0.01
+        raise JobError(f"the memory of process {pid} can't be read: it is gone") from error
 
 
 def is_busy() -> bool:
@@ -334,7 +282,9 @@ def is_busy() -> bool:
     for sample in range(NUM_SAMPLES):
         if sample:
             time.sleep(PAUSE_S)
-        if _count_running_threads() - 1 <= num_free:
+        # Running and runnable threads of the whole machine, this one included.
+        running = _read(Path("/proc/loadavg")).split()[3:4] or ["1"]
+        if int(running[0].partition("/")[0]) - 1 <= num_free:
             return False
     return True
 
@@ -347,15 +297,6 @@ def num_spare(num_all: int, num_allowed: int, num_cores: int, num_threads: int) 
     """
     num_ours = num_allowed * num_threads // num_cores
     return num_all - num_ours + (num_ours - num_threads) // 2
-
-
-def _count_running_threads() -> int:
-    """Return how many threads of the whole machine run or are runnable, this one included."""
-    try:
-        running, _, _ = Path("/proc/loadavg").read_text(encoding="utf-8").split()[3].partition("/")
-        return int(running)
-    except (OSError, IndexError, ValueError):
-        return 1
 
 
 def waits_passively() -> bool:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from profiling_agent.errors import ArtifactError, JobError
-from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.measure.session import RaceSession, SessionLimits, Timed, TimedProcess, run_session, worker_command
 from profiling_agent.measure.statistics import Score, detectable, latency_stats, score
 from profiling_agent.measure.worker import WorkerSetup

@@ -11,8 +11,8 @@ from typing import IO, Protocol, Self
 import numpy as np
 
 from profiling_agent.errors import JobError, KilledError
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes, own_memory_bytes, peak_memory_bytes, total_bytes
-from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.measure.statistics import NUM_RESAMPLES, Ratios, log_ratios, score_one_session
 from profiling_agent.measure.worker import NO_NVML, Reply, SampleRequest, WorkerSetup, gpu_free_bytes, gpu_runs
 from profiling_agent.processes.child import Child, ForkServer, Started, Wording, child_command, child_environment, start

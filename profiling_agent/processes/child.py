@@ -29,9 +29,8 @@ import psutil
 from pydantic import ValidationError
 
 from profiling_agent.errors import JobError, KilledError
+from profiling_agent.lib.logs import private_stdout, raise_if_stopped
 from profiling_agent.lib.machine import total_bytes
-from profiling_agent.lib.progress import raise_if_stopped
-from profiling_agent.lib.third_party import private_stdout
 from profiling_agent.processes.forking import MAX_BYTES, OWN_PREFIX, ForkRequest, control
 from profiling_agent.schemas import Record
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.io import DocumentError, make_folders, read_record, sweep, write_text
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes
 from profiling_agent.lib.modules import device_of, following_norms, has_bias, mean_kl, preserving_state
 from profiling_agent.lib.progress import Progress, silent

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from profiling_agent.data.pixels import upright_rgb
 from profiling_agent.data.prepared import to_processor_channels
 from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError
+from profiling_agent.lib.logs import third_party_errors
 from profiling_agent.lib.machine import environment
-from profiling_agent.lib.third_party import third_party_errors
 from profiling_agent.runtimes.artifact import Recipe, check_golden, named_folder, open_folder
 from profiling_agent.runtimes.registry import ModelSession, check_images, open_session, runtime
 from profiling_agent.runtimes.torch_artifact import load_processor

@@ -13,7 +13,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnxscript import ir, optimizer
 
-from profiling_agent.lib.third_party import import_onnxruntime
+from profiling_agent.lib.logs import import_onnxruntime
 from profiling_agent.runtimes.base import MODULE
 from profiling_agent.runtimes.onnx_runtime import one_thread
 

@@ -21,7 +21,7 @@ from onnxscript.rewriter.ort_fusions import attention, mha, mha_bias, sdpa
 
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.io import first_line
-from profiling_agent.lib.third_party import muted
+from profiling_agent.lib.logs import muted
 from profiling_agent.quantization.quantize import chosen_layers
 from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, QuantizedLayer
 from profiling_agent.runtimes.base import INPUT, Batch, Source

@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any
 
 from profiling_agent.errors import ArtifactError
+from profiling_agent.lib.logs import import_openvino, third_party_errors
 from profiling_agent.lib.machine import quota_threads
-from profiling_agent.lib.third_party import import_openvino, third_party_errors
 from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, PreparedFiles, Recipe
 from profiling_agent.runtimes.base import (
     MODULE,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import first_line
+from profiling_agent.lib.logs import compiled_code, muted
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.lib.modules import floating_dtype
 from profiling_agent.lib.third_party import compiled_code, muted

@@ -20,7 +20,7 @@ from tradeoff_methods import (
     vbp_plan,
 )
 from tradeoff_statistics import against, cell, checks, holm, summaries, two_way
-from tradeoff_subject import Draw, Subject, nearest
+from tradeoff_subject import Draw, Subject
 
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.modules import random_batch
@@ -42,14 +42,6 @@ class TinySubject(Subject):
 
 def draw_of(family: str) -> Draw:
     return Draw(TinySubject(family, zoo.FAMILIES[family](), None, Path()), 0)
-
-
-def test_what_cuts_nothing_at_any_ratio_is_refused():
-    def never(_ratio):
-        raise PruningError("it cuts no channel")
-
-    with pytest.raises(PruningError, match="no ratio"):
-        nearest(never, lambda _: 0.0, 0.1)
 
 
 def test_scores_are_ranked_over_all_units_and_the_best_of_each_stays():
@@ -81,9 +73,8 @@ def test_the_mean_of_what_is_gone_by_hand():
     assert lost_mean(layer, unit, [0], moments).tolist() == [3.5, 8.0]
 
 
-@pytest.mark.parametrize("family", ["vit", "resnet"])
-def test_shifting_keeps_the_mean_of_what_the_readers_give(family):
-    draw = draw_of(family)
+def test_shifting_keeps_the_mean_of_what_the_readers_give():
+    draw = draw_of("vit")
     plan = vbp_plan(draw, 0.2)
     pruned = shifted(draw, plan)
     first = plan.cuts[0].unit.consumer
@@ -94,20 +85,9 @@ def test_shifting_keeps_the_mean_of_what_the_readers_give(family):
         with torch.inference_mode():
             model(pixel_values=draw.images[0])
         hook.remove()
-        return seen[0].mean((0, 2, 3) if seen[0].dim() == 4 else (0, 1))
+        return seen[0].mean((0, 1))
 
-    kept = next((plan.keep[cut.unit.name] for cut in plan.cuts if first in cut.unit.producers), slice(None))
-    found, expected = mean_of(pruned), mean_of(draw.subject.model)[kept]
-    if family == "resnet":
-        # What the convolution has lost, its batch norm expects as much less.
-        norms = (
-            model.get_submodule(first.replace("convolution", "normalization")) for model in (pruned, draw.subject.model)
-        )
-        found, expected = (
-            mean - norm.running_mean[index]
-            for mean, norm, index in zip((found, expected), norms, (slice(None), kept), strict=True)
-        )
-    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.allclose(mean_of(pruned), mean_of(draw.subject.model), atol=1e-4)
 
 
 @pytest.mark.slow
@@ -157,8 +137,11 @@ def test_torch_pruning_ranks_channels_of_all_layers_together():
 
 def test_torch_pruning_ranks_heads_apart_from_channels_and_structures_apart_where_isomorphic():
     model, (images, labels) = zoo.vit(), labelled()
-    units = find_units(model, zoo.SPEC, {}).units
-    with torch_pruning_ranking(model, units, zoo.SPEC, images, labels, "hessian", isomorphic=True) as ranking:
+    units = zoo.units_of(model)
+    with (
+        zoo.left_alone(model),
+        torch_pruning_ranking(model, units, zoo.SPEC, images, labels, "hessian", isomorphic=True) as ranking,
+    ):
         quarter, half, again = ranking(0.25), ranking(0.5), ranking(0.25)
 
     gone = {kind: sum(u.width - len(half[u.name]) for u in units if u.kind is kind) for kind in UnitKind}
@@ -179,18 +162,6 @@ def test_squared_gradients_are_those_of_single_images():
         set_gradients_(model, [image], [label])
         squares.append(model.classifier.weight.grad.square())
     assert torch.allclose(found, torch.stack(squares).mean(0), atol=1e-7)
-
-
-def test_a_ranking_leaves_the_model_as_it_was_given():
-    model, (images, labels) = zoo.deit(), labelled()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with torch_pruning_ranking(
-        model, find_units(model, zoo.SPEC, {}).units, zoo.SPEC, images, labels, "taylor"
-    ) as ranking:
-        ranking(0.5)
-
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 NUM_DRAWS, NUM_IMAGES, WORLDS = 5, 400, 400
@@ -216,27 +187,6 @@ def test_intervals_cover_the_mean_of_worlds_whose_draws_share_their_images(of_dr
         covered += interval.low <= 0.01 <= interval.high
 
     assert covered / WORLDS >= 0.93
-
-
-def test_equal_methods_are_called_different_in_one_of_twenty_worlds():
-    rng = np.random.default_rng(2)
-    shared = [rng.normal(0, 0.3, (1, NUM_IMAGES)) + rng.normal(0, 0.01, (NUM_DRAWS, 1)) for _ in range(WORLDS)]
-    called = [two_way(world + rng.normal(0, 0.1, (NUM_DRAWS, NUM_IMAGES))).p_value < 0.05 for world in shared]
-
-    assert np.mean(called) <= 0.07
-
-
-def test_one_draw_has_the_interval_of_its_images():
-    values = np.random.default_rng(3).normal(0.1, 0.3, (1, 2000))
-    interval = two_way(values).estimate
-    error = values.std(ddof=1) / np.sqrt(2000)
-
-    assert (interval.high - interval.low) / 2 == pytest.approx(1.961 * error, rel=0.06)
-
-
-def test_what_never_differs_has_no_width():
-    assert two_way(np.zeros((5, 10))).p_value == 1.0
-    assert two_way(np.ones((5, 10))).estimate.low == pytest.approx(1.0)
 
 
 def row(method: str, share: float, seed: int | None, right: list[int], saved: float = 0.1) -> dict:

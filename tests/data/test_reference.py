@@ -13,7 +13,7 @@ from profiling_agent.data.models import load_model
 from profiling_agent.data.reference import RECIPES, accuracy, distort, reference_dataset, reference_model, train
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.io import cache_folder, cached
-from profiling_agent.lib.progress import silent
+from profiling_agent.lib.logs import silent
 
 DIGITS = [str(digit) for digit in range(10)]
 

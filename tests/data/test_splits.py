@@ -30,7 +30,7 @@ from profiling_agent.data.splits import (
     stratified_order,
 )
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.lib.progress import silent
+from profiling_agent.lib.logs import silent
 
 NAMES = ["ant", "bee", "cow"]
 

@@ -90,7 +90,7 @@ def test_the_hubs_token_is_for_the_jobs_that_read_a_model_where_it_was_found():
 # The C library's own buffer is what a solver in C prints into; it is flushed when the process ends.
 NOISY = """
 import ctypes
-from profiling_agent.lib.third_party import keep_stdout
+from profiling_agent.lib.logs import keep_stdout
 print("before")
 keep_stdout()
 ctypes.CDLL(None).puts(b"from C")

@@ -20,8 +20,8 @@ from profiling_agent.jobs.tasks import (
     RaceTask,
     SessionTask,
 )
+from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads
-from profiling_agent.lib.progress import Progress
 from profiling_agent.measure import race as races
 from profiling_agent.measure import throughput as throughputs
 from profiling_agent.measure.predictions import Answers, answers_of, concatenate, note_opening, write_predictions

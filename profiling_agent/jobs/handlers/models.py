@@ -45,6 +45,7 @@ from profiling_agent.jobs.tasks import (
 from profiling_agent.lib.costs import count_complexity
 from profiling_agent.lib.inference import fuse_norms_, quick_products
 from profiling_agent.lib.io import DocumentError, cache_subfolder, read_record, write_bytes, write_text
+from profiling_agent.lib.logs import third_party_errors
 from profiling_agent.lib.machine import available_threads, environment
 from profiling_agent.lib.modules import device_of, logits_of, mean_kl, on_device, random_batch, relative_distance
 from profiling_agent.lib.third_party import third_party_errors

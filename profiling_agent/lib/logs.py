@@ -1,5 +1,6 @@
-"""Third-party code: its logs and telemetry silenced, its exceptions turned into ours.
+"""Logs, progress and stops of long work, and third-party code: muted, its exceptions turned into ours.
 
+Only the main thread receives signals. Threads that wait, such as LangGraph's nodes, poll for a stop, which holds for the process.
 Importing this imports no torch: runtimes without torch use it too.
 """
 
@@ -8,12 +9,13 @@ import importlib
 import io
 import logging
 import os
+import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from profiling_agent.errors import ProfilingAgentError
@@ -22,13 +24,65 @@ from profiling_agent.lib.io import NO_SPACE
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+# Called by long work with a message, how much is done, and the total, which is 0 if unknown.
+Progress = Callable[[str, int, int], None]
+# Makes our exception of a description of a third party's.
+Refuse = Callable[[str], ProfilingAgentError]
 
 # CUDA libraries that no CPU has, and a deprecation between torchao and torch: users can mend neither.
 UNWANTED = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass and is now natively supported"}
+HUGGING_FACE = ("datasets", "huggingface_hub", "transformers")
 TELEMETRY, ORT_SWITCH = "openvino_telemetry", "ORT_DISABLE_TELEMETRY"
+# The message of the plain RuntimeError that torch's CPU allocator raises.
+CPU_ALLOCATOR_FAILURE = "DefaultCPUAllocator: can't allocate memory"
+MAX_TEXT = 200
 # Held while process-wide settings are changed temporarily: of two threads that overlap, the second would save the first's change and
 # restore it for good. A fork server has no other thread, so its copies find it free.
 SETTINGS_LOCK = threading.RLock()
+
+
+def silent(message: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+class _Stop:
+    """Whether the process has to stop; no Events, as a handler interrupted by another signal can't take a lock twice."""
+
+    requested = interrupted = False
+
+
+def request_stop() -> None:
+    """Make everything that waits in this process end; this can't be undone."""
+    _Stop.requested = True
+
+
+def raise_if_stopped() -> None:
+    """Raise KeyboardInterrupt in this thread if the process has to stop."""
+    if _Stop.requested or _Stop.interrupted:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def interruptible() -> Generator[None]:
+    """Let an interrupt of the main thread, such as a notebook's, end waits in other threads too.
+
+    The previous SIGINT handler still runs; after the block the process continues as before. Does nothing outside the main thread.
+    """
+    previous_handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous_handler):
+        yield
+        return
+
+    def handle_interrupt(number: int, frame: FrameType | None) -> None:
+        _Stop.interrupted = True
+        previous_handler(number, frame)
+
+    signal.signal(signal.SIGINT, handle_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous_handler)
+        _Stop.interrupted = False
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
@@ -36,61 +90,9 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 
 def silence_torchao() -> None:
-    """Filter out two messages that torchao logs on every import; call once, before torch is imported.
-
-    transformers imports torchao if it is installed.
-    """
+    """Filter out two messages that torchao logs when transformers imports it; call once, before torch is imported."""
     for name in UNWANTED:
-        logger = logging.getLogger(name)
-        if _is_wanted not in logger.filters:
-            logger.addFilter(_is_wanted)
-
-
-@contextmanager
-def quiet() -> Generator[None]:
-    """Turn off the logs and progress bars of Hugging Face's libraries, and restore them after the block."""
-    import datasets
-    import transformers
-    from huggingface_hub import logging as hub_logging
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    libraries = (transformers.logging, datasets.logging, hub_logging)
-    levels = [library.get_verbosity() for library in libraries]
-    bars = transformers.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
-    hub_bars_off = are_progress_bars_disabled()
-    for library in libraries:
-        library.set_verbosity(logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        for library, level in zip(libraries, levels, strict=True):
-            library.set_verbosity(level)
-        if bars[0]:
-            transformers.logging.enable_progress_bar()
-        if not bars[1]:
-            datasets.enable_progress_bars()
-        if not hub_bars_off:
-            enable_progress_bars()
-
-
-def hide_telemetry() -> None:
-    """Hide the package through which OpenVINO and NNCF report their import and each call; both fall back on stubs."""
-    sys.modules[TELEMETRY] = None  # pyright: ignore[reportArgumentType] - the import system's own way to say "not there"
-
-
-def import_openvino() -> ModuleType:
-    """Import `openvino` without telemetry."""
-    hide_telemetry()
-    return importlib.import_module("openvino")
-
-
-def import_onnxruntime() -> ModuleType:
-    """Import `onnxruntime` without telemetry: from 1.31 on, importing it stores a machine id in the user's cache."""
-    os.environ.setdefault(ORT_SWITCH, "1")
-    return importlib.import_module("onnxruntime")
+        logging.getLogger(name).addFilter(_is_wanted)
 
 
 @contextmanager
@@ -114,11 +116,26 @@ def muted(*loggers: str) -> Generator[None]:
                 logger.setLevel(level)
 
 
-MAX_TEXT = 200
-# The message of the plain RuntimeError that torch's CPU allocator raises.
-CPU_ALLOCATOR_FAILURE = "DefaultCPUAllocator: can't allocate memory"
+def quiet() -> contextlib.AbstractContextManager[None]:
+    """Mute the logs and progress bars of Hugging Face's libraries."""
+    return muted(*HUGGING_FACE)
 
-Refuse = Callable[[str], ProfilingAgentError]
+
+def hide_telemetry() -> None:
+    """Hide the package through which OpenVINO and NNCF report their import and each call; both fall back on stubs."""
+    sys.modules[TELEMETRY] = None  # pyright: ignore[reportArgumentType] - the import system's own way to say "not there"
+
+
+def import_openvino() -> ModuleType:
+    """Import `openvino` without telemetry."""
+    hide_telemetry()
+    return importlib.import_module("openvino")
+
+
+def import_onnxruntime() -> ModuleType:
+    """Import `onnxruntime` without telemetry: from 1.31 on, importing it stores a machine id in the user's cache."""
+    os.environ.setdefault(ORT_SWITCH, "1")
+    return importlib.import_module("onnxruntime")
 
 
 @contextmanager
@@ -147,7 +164,10 @@ def compiled_code(refuse: Refuse) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        cause = _innermost(error)
+        cause, seen = error, {id(error)}
+        while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) and id(inner) not in seen:
+            seen.add(id(inner))
+            cause = inner
         lacks_resources = isinstance(cause, OSError) or is_out_of_memory(cause) or CPU_ALLOCATOR_FAILURE in str(cause)
         if lacks_resources or isinstance(cause, ProfilingAgentError):
             raise cause from (None if cause is error else error)
@@ -156,14 +176,6 @@ def compiled_code(refuse: Refuse) -> Generator[None]:
 
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__} ({' '.join(str(error).split())[:MAX_TEXT]!r})"
-
-
-def _innermost(error: BaseException) -> BaseException:
-    seen = {id(error)}
-    while (inner := getattr(error, "inner_exception", None) or error.__cause__) and id(inner) not in seen:
-        seen.add(id(inner))
-        error = inner
-    return error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
