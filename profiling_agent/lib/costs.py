@@ -1,24 +1,29 @@
-"""Cost of each module: parameters and multiply-accumulates (MACs), time, and activations.
+"""Cost of each module: parameters and multiply-accumulates (MACs) by ptflops, time, and activations.
 
-MACs are those of linear and convolution layers, as ptflops counts them (one for each bias addition too: 17.58 G for ViT-B/16), and
-of attention's two matrix products, which ptflops misses. Activations, norms, pools, softmax and additions are not counted.
+ptflops misses attention, which is added here. Counted are linear and convolution layers, as ptflops counts them (one MAC for each
+bias addition too: 17.58 G for ViT-B/16), and attention's two matrix products. Activations, norms, pools, softmax and additions
+are not counted.
 """
 
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from ptflops import get_model_complexity_info  # noqa: TID251 (the only use)
+from ptflops.pytorch_ops import MODULES_MAPPING  # noqa: TID251
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from profiling_agent.errors import RequestError
 from profiling_agent.lib.modules import device_of, preserving_state, tensors, watching
 from profiling_agent.schemas import InputSpec
 
@@ -74,8 +79,7 @@ def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
         yield counter.macs
 
 
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-COUNTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
+COUNTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,34 +96,81 @@ def count_complexity(model: nn.Module, spec: InputSpec) -> dict[str, Complexity]
 
     One forward pass of one image. A tensor that several modules share is counted at the first, so the rows add up to
     `sum(p.numel() for p in model.parameters())`. The model may be on the meta device.
+
+    Raises:
+        RequestError: ptflops can't run the model on `spec`.
     """
+    names = {module: name for name, module in model.named_modules()}
     params, macs = Counter[str](), Counter[str]()
     # `named_parameters` yields a shared one once.
     for name, parameter in model.named_parameters():
         params[name.rpartition(".")[0]] += parameter.numel()
-    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, COUNTED)}
 
-    def count(name: str, inputs: Any, output: Any) -> None:
-        layer = layers[name]
-        positions = inputs if isinstance(layer, TRANSPOSED) else output
-        macs[name] += positions.numel() * layer.weight[0].numel()
-        macs[name] += output.numel() if layer.bias is not None else 0
+    def add(module: Any, inputs: Any, output: Any, *, formula: Callable[..., None]) -> None:
+        before = module.__flops__
+        formula(module, inputs, output)
+        macs[names[module]] += module.__flops__ - before
 
-    with (
-        preserving_state(model),
-        torch.inference_mode(),
-        counted_matmuls(model) as matmuls,
-        watching(model, layers, after=count),
-    ):
-        weight = next(model.parameters(), None)
-        dtype = torch.float32 if weight is None else weight.dtype
-        model.eval()(pixel_values=torch.zeros(spec.batch(1), device=device_of(model), dtype=dtype))
+    def image(shape: Any) -> Any:
+        # ptflops declares a dict here, but prints a warning for every model given a dict.
+        return torch.zeros(shape, device=device_of(model))
+
+    # Without its own hook, ptflops would skip a subclass of `nn.Linear`.
+    kinds = {type(module): [kind for kind in COUNTED if isinstance(module, kind)] for module in names}
+    with preserving_state(model), torch.inference_mode(), counted_matmuls(model) as matmuls:
+        total, _ = get_model_complexity_info(
+            model,
+            spec.batch(1),
+            input_constructor=image,
+            print_per_layer_stat=False,
+            as_strings=False,
+            backend="pytorch",
+            ignore_modules=[kind for kind in MODULES_MAPPING if kind not in COUNTED],
+            custom_modules_hooks={
+                kind: partial(add, formula=MODULES_MAPPING[counted[0]]) for kind, counted in kinds.items() if counted
+            },
+            # ptflops adds patched functions to the total only; counted_matmuls counts them at their module.
+            backend_specific_config={"count_functional": False},
+        )
+    if total is None:
+        raise RequestError(
+            f"ptflops can't count {type(model).__name__!r} on an image of {spec.batch(1)[1:]!r}; check the input shape"
+        )
     macs += matmuls
     return {
         name: Complexity(kind=type(module).__name__, params=params[name], macs=macs[name])
         for name, module in model.named_modules()
         if params[name] or macs[name]
     }
+
+
+class Stopwatch:
+    """Hooks that mark the beginning and end of every module's calls, each by one call of `mark`."""
+
+    def __init__(self, mark: Callable[[], Any]) -> None:
+        self._mark = mark
+        self._open: list[tuple[str, Any]] = []
+        # The name of each call, its marks, and the name of the call around it.
+        self._spans: list[tuple[str, Any, Any, str | None]] = []
+
+    def enter(self, name: str, _input: Any) -> None:
+        """Mark the beginning of a module's call."""
+        self._open.append((name, self._mark()))
+
+    def leave(self, _name: str, _input: Any, _output: Any) -> None:
+        """Mark the end of a module's call."""
+        name, begin = self._open.pop()
+        self._spans.append((name, begin, self._mark(), self._open[-1][0] if self._open else None))
+
+    def own_ms(self, ms_between: Callable[[Any, Any], float]) -> dict[str, float]:
+        """Return the milliseconds of each module, summed over its calls, without those of its children."""
+        total_ms: dict[str, float] = {}
+        for name, begin, end, parent in self._spans:
+            span_ms = ms_between(begin, end)
+            total_ms[name] = total_ms.get(name, 0.0) + span_ms
+            if parent is not None:
+                total_ms[parent] = total_ms.get(parent, 0.0) - span_ms
+        return total_ms
 
 
 def layer_latency(model: nn.Module, batch: Tensor, *, passes: int) -> dict[str, float]:
@@ -137,36 +188,21 @@ def layer_latency(model: nn.Module, batch: Tensor, *, passes: int) -> dict[str, 
         event.record()
         return event
 
-    def synchronize() -> None:
-        if batch.is_cuda:
-            torch.cuda.synchronize(batch.device)
-
-    open_calls: list[tuple[str, Any]] = []
-    # The name of each call, its beginning and end, and the name of the call around it.
-    calls: list[tuple[str, Any, Any, str | None]] = []
-
-    def leave(_name: str, _input: Any, _output: Any) -> None:
-        name, begin = open_calls.pop()
-        calls.append((name, begin, mark(), open_calls[-1][0] if open_calls else None))
+    def ms_between(begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) if batch.is_cuda else (end - begin) / 1e6
 
     samples_ms: dict[str, list[float]] = {}
-    for _ in range(passes):
-        calls.clear()
-        synchronize()
-        with (
-            torch.inference_mode(),
-            watching(model, before=lambda name, _: open_calls.append((name, mark())), after=leave),
-        ):
-            model(pixel_values=batch)
-        synchronize()
-        own_ms: dict[str, float] = defaultdict(float)
-        for name, begin, end, parent in calls:
-            call_ms = begin.elapsed_time(end) if batch.is_cuda else (end - begin) / 1e6
-            own_ms[name] += call_ms
-            if parent is not None:
-                own_ms[parent] -= call_ms
-        for name, module_ms in own_ms.items():
-            samples_ms.setdefault(name, []).append(module_ms)
+    with torch.inference_mode():
+        for _ in range(passes):
+            stopwatch = Stopwatch(mark)
+            if batch.is_cuda:
+                torch.cuda.synchronize(batch.device)
+            with watching(model, before=stopwatch.enter, after=stopwatch.leave):
+                model(pixel_values=batch)
+            if batch.is_cuda:
+                torch.cuda.synchronize(batch.device)
+            for name, own_ms in stopwatch.own_ms(ms_between).items():
+                samples_ms.setdefault(name, []).append(own_ms)
     # Events resolve half a microsecond at best, so a child may seem to take longer than its parent.
     return {name: max(median(own_ms), 0.0) for name, own_ms in samples_ms.items()}
 

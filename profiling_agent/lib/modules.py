@@ -58,7 +58,8 @@ def tensors(output: Any) -> Iterator[Tensor]:
 def preserving_state(model: nn.Module) -> Generator[nn.Module]:
     """Restore the plain attributes of every module at the end: train or eval mode, and what forward passes change.
 
-    Swin shrinks its window permanently when given a small image. Tensors changed in place are not restored.
+    Swin shrinks its window permanently when given a small image, and ptflops leaves methods on the model. Tensors changed in
+    place are not restored.
     """
     saved = [(module, dict(vars(module))) for module in model.modules()]
     try:

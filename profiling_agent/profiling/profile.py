@@ -90,6 +90,9 @@ def profile_model(  # noqa: PLR0913 (each is a separate input of the profile)
     because quantized operators have no formulas; times and activations are those of `model`. There is a row for every module that owns parameters,
     multiplies, or runs, named as in `model`. The chrome trace is written to `trace_path`; the profile's own `trace` stays None. At most 60 forward
     passes are run, those of `headline` included; fewer if `headline` shows that a pass is slow.
+
+    Raises:
+        RequestError: the model doesn't run on `spec`.
     """
     counted_model = skeleton if skeleton is not None else model
     pass_ms = headline.latency.median_ms

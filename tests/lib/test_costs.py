@@ -1,6 +1,5 @@
 """Parameters and multiply-accumulates, those of attention included; time and activations of each module."""
 
-import time
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import ViTConfig, ViTForImageClassification
 
+from profiling_agent.errors import RequestError
 from profiling_agent.lib.costs import (
     Complexity,
+    Stopwatch,
     activation_bytes,
     count_complexity,
     counted_matmuls,
@@ -140,6 +141,11 @@ def test_counting_leaves_no_trace(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_model_that_can_not_run_is_named():
+    with pytest.raises(RequestError, match="ptflops can't count 'ViTForImageClassification'"):
+        count_complexity(zoo.vit(), InputSpec(channels=3, height=48, width=48, source="wrong"))
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 3, 4), (2, 4, 5)), ((6, 1, 3, 4), (2, 4, 5))],
@@ -249,22 +255,16 @@ def test_hooks_are_gone_afterwards_even_if_the_model_fails():
                 measure(model, torch.ones(1, 3, 48, 48))
 
 
-class Sleeps(nn.Module):
-    """A module that takes 20 ms itself, and 40 ms in two calls of a child."""
+def test_own_times_are_those_between_marks_without_the_children():
+    clock = iter([0, 1, 4, 6, 7, 10, 20, 30])
+    watch = Stopwatch(lambda: next(clock))
+    watch.enter("", None)
+    watch.enter("block", None)
+    for _ in range(2):
+        watch.enter("block.fc", None)
+        watch.leave("block.fc", None, None)
+    watch.leave("block", None, None)
+    watch.leave("", None, None)
 
-    def __init__(self, children: int = 2):
-        super().__init__()
-        self.children_called = children
-        self.child = Sleeps(0) if children else None
-
-    def forward(self, pixel_values):
-        time.sleep(0.02)
-        for _ in range(self.children_called):
-            self.child(pixel_values)
-
-
-def test_a_modules_time_is_that_of_all_its_calls_without_its_childrens():
-    times_ms = layer_latency(Sleeps(), torch.ones(1), passes=3)
-
-    assert times_ms["child"] >= 40
-    assert 20 <= times_ms[""] < times_ms["child"]
+    # The layer runs from 4 to 6 and 7 to 10, its block from 1 to 20, the model from 0 to 30.
+    assert watch.own_ms(lambda begin, end: end - begin) == {"block.fc": 5, "block": 14, "": 11}
