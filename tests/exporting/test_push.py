@@ -195,7 +195,7 @@ def test_exported_files_replace_what_was_pushed_before_and_nothing_else(world):
         ("not ours", "holds notes.txt, which were not pushed by profiling-agent: push to another name"),
         ("alike", "holds recipe.json, which were not pushed by profiling-agent: push to another name"),
         ("public", "'me/based' exists on the Hub and is public: make it private there, or leave --private out"),
-        ("to another", "you may not write to 'other/new' on the Hub: name a repository of yours instead of 'other'"),
+        ("to another", "you may not write to 'other/new' on the Hub: name a repository of yours, or log in"),
         ("over another's", "you may not write to 'acme/theirs' on the Hub"),
         ("bad token", "doesn't accept the token for 'me/new'"),
         ("no id", "'a b/c' is no repository on the Hub: give it as owner/name"),
