@@ -32,7 +32,6 @@ from profiling_agent.lib.third_party import SETTINGS_LOCK, quiet, third_party_er
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
 from profiling_agent.modules.inference import logits_of, random_batch, relative_distance
-from profiling_agent.quantization.layers import DynamicLinear
 from profiling_agent.runtimes.artifact import (
     CARD,
     ONNX,
@@ -347,19 +346,9 @@ def save_plain(
 def _plain_config(model: nn.Module, cuts: Sequence[Cut]) -> Fields | str:
     """Return the config from which transformers itself builds `model`, or a phrase on why there is none.
 
-    `cuts` have the widths before pruning. Fields of the original config that count heads or widths are scaled as the cuts
-    were. A config is accepted if the model built from it (without weights) has a state dict of the same names, shapes and
-    shared tensors.
+    Fields of the original config that count heads or widths are scaled as the cuts were. A config is accepted if the model
+    built from it (without weights) has a state dict of the same names, shapes and shared tensors.
     """
-    if any(isinstance(module, DynamicLinear) for module in model.modules()):
-        return "the model is quantized, and only float32 models can be exported"
-    # A config has one number for all layers of one width.
-    keeps: dict[tuple[UnitKind, int], int] = {}
-    for cut in cuts:
-        first = keeps.setdefault((cut.unit.kind, cut.unit.width), cut.keep)
-        if first != cut.keep:
-            what = "attention heads" if cut.unit.kind is UnitKind.HEADS else "channels"
-            return f"layers of {cut.unit.width} {what} keep different numbers of them ({first} and {cut.keep})"
     expected = _structure(model)
     nearest: list[str] | None = None
     for fields in _candidate_configs(model, cuts):

@@ -1,17 +1,11 @@
 """Push of a saved or exported model, with its card and nothing else of the run, to a repository on the Hugging Face Hub."""
 
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo, constants, get_token
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  the transport library's root; its name differs by version
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from profiling_agent.errors import RequestError
@@ -49,15 +43,20 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
     folder = named_folder(model_folder(Path(source)))
     if not (token := get_token()):
         raise RequestError(f"a push to the Hub needs a token, and there is none: {LOGIN}")
+    if "/" not in repo_id:
+        raise RequestError(f"{repo_id!r} names no owner: give the repository as owner/name")
     if (folder / MANIFEST).is_file():
         origin, document = read_exported(folder), MANIFEST
     else:
         origin, document = open_current(folder), RECIPE
     api, existing = HfApi(token=token), None
     disable_progress_bars()
-    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch, _hub_errors(repo_id):
-        if "/" not in repo_id:
-            raise HFValidationError("no owner")
+
+    def refuse(message: str) -> RequestError:
+        problem = f"{repo_id!r} can't be pushed to {constants.ENDPOINT} ({message}), and nothing was committed"
+        return RequestError(f"{problem}: check the name, the network and that your token may write there; {LOGIN}")
+
+    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch, third_party_errors(refuse):
         with suppress(RepositoryNotFoundError):
             existing = api.model_info(repo_id)
         if existing and private and not existing.private:
@@ -103,32 +102,9 @@ def _licensed_card(api: HfApi, text: str, base: str, revision: str | None) -> st
     if revision is None:
         return text
     card = ModelCard(text, ignore_metadata_errors=True)
-    with suppress(HfHubHTTPError, HFValidationError, HTTPError):
+    with suppress(HfHubHTTPError, HFValidationError):
         found = api.model_info(base, revision=revision).card_data or {}
         for name in ("license", "license_name", "license_link"):
             if isinstance(value := found.get(name), str):
                 setattr(card.data, name, value)
     return str(card)
-
-
-@contextmanager
-def _hub_errors(repo_id: str) -> Generator[None]:
-    """Turn the Hub's refusals into one line with advice."""
-    problem = f"{repo_id!r} can't be pushed to {constants.ENDPOINT}"
-    advice = {
-        401: f"the Hub doesn't accept the token for {repo_id!r}: {LOGIN}",
-        403: f"you may not write to {repo_id!r} on the Hub: name a repository of yours, or {LOGIN}",
-    }
-    with third_party_errors(lambda message: RequestError(f"{problem} ({message}): nothing was committed")):
-        try:
-            yield
-        except HFValidationError as error:
-            form = "give it as owner/name, of letters, digits, '-', '_' and '.'"
-            raise RequestError(f"{repo_id!r} is no repository on the Hub: {form}") from error
-        except HfHubHTTPError as error:
-            if error.response.status_code not in advice:
-                raise
-            raise RequestError(advice[error.response.status_code]) from error
-        except (HTTPError, ConnectionError) as error:
-            reason = f"{constants.ENDPOINT} can't be reached for {repo_id!r} ({type(error).__name__})"
-            raise RequestError(f"{reason}: check the network, and that HF_HUB_OFFLINE isn't set") from error

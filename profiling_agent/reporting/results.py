@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from profiling_agent.data.hub import is_local
 from profiling_agent.errors import RunError
@@ -32,13 +32,11 @@ def read_report(folder: Path) -> RunReport:
         raise RunError(f"run {str(folder)!r} has no report yet: finish it with `profiling-agent resume {folder}`")
     try:
         text = path.read_bytes()
-        document = parse_json(text)
+        document: Any = parse_json(text)
         if isinstance(document, dict) and "schema_version" in document:
-            check_version(path, cast("dict[str, Any]", document)["schema_version"])
+            check_version(path, document["schema_version"])
         return parse_record(RunReport, text)
-    except OSError as error:
-        raise RunError(f"{str(path)!r} can't be read ({error.strerror}): run again") from error
-    except DocumentError as error:
+    except (OSError, DocumentError) as error:
         raise RunError(f"{str(path)!r} is damaged ({error}): run again") from error
 
 

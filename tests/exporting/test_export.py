@@ -232,11 +232,9 @@ def test_a_preparation_that_numbers_can_not_express_is_left_to_transformers(sour
 def test_a_format_that_can_not_hold_a_model_is_refused_with_what_can(
     saved: Saved, tmp_path: Path, name: str, format_: str | None, reason: str
 ):
-    with pytest.raises(ArtifactError) as caught:
+    with pytest.raises(ArtifactError, match=rf"is for {name}, .*{reason}") as caught:
         export(saved(name), format_, tmp_path / "home")
 
-    assert f"is for {name}, " in str(caught.value)
-    assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -288,13 +286,9 @@ def test_a_processor_is_read_as_it_prepares(name: str):
     assert np.abs(prepare([image], read) - expected).max() < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("processor", "spec"),
-    [
-        # It crops before it resizes; images of one channel.
-        (hf.PerceiverImageProcessorPil(), square(224)),
-        (hf.ViTImageProcessorPil(), InputSpec(channels=1, height=28, width=28, source="test")),
-    ],
-)
-def test_what_is_no_resize_crop_and_scale_of_colors_has_no_numbers(processor: Any, spec: InputSpec):
-    assert preprocessing_of(processor, spec) is None
+@pytest.mark.parametrize("name", ["Perceiver", "ViT"])
+def test_what_is_no_resize_crop_and_scale_of_colors_has_no_numbers(name: str):
+    # It crops before it resizes; images of one channel.
+    spec = {"Perceiver": square(224), "ViT": InputSpec(channels=1, height=28, width=28, source="test")}[name]
+
+    assert preprocessing_of(getattr(hf, f"{name}ImageProcessorPil")(), spec) is None
