@@ -4,26 +4,34 @@ Preprocessing is exported as plain numbers. Part of it is in a processor's code,
 tried on images: the first that prepares all of them as the processor does is used.
 """
 
+import itertools
 import json
+import math
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+import torch
 from huggingface_hub import ModelCard
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import Field
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageClassification
+from transformers.initialization import no_init_weights
 
 from profiling_agent.data import pixels
 from profiling_agent.data.pixels import RESAMPLE, prepare
 from profiling_agent.errors import ArtifactError, RequestError
-from profiling_agent.exporting.hugging_face import save_plain
-from profiling_agent.exporting.pick import MANIFEST, ExportManifest, model_folder
+from profiling_agent.exporting.pick import MANIFEST, ExportManifest, model_folder, new_folder
 from profiling_agent.lib.io import file_sha256, write_text
+from profiling_agent.lib.third_party import SETTINGS_LOCK, quiet, third_party_errors
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
+from profiling_agent.modules.inference import logits_of, random_batch, relative_distance
 from profiling_agent.runtimes.artifact import (
     CARD,
     ONNX,
@@ -39,131 +47,75 @@ from profiling_agent.runtimes.artifact import (
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import open_session, runtime
 from profiling_agent.runtimes.save import HALVES
-from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_skeleton
-from profiling_agent.schemas import InputSpec, Record
+from profiling_agent.runtimes.torch_artifact import config_of, load_module, load_processor, load_skeleton
+from profiling_agent.schemas import Cut, InputSpec, UnitKind
 
 # Absolute, in prepared images, where a step of an 8-bit channel is 0.004 to 0.02.
 TOLERANCE = 1e-5
 # Height and width of test images in multiples of the model's: wide, high, small, and the model's own.
 PROBE_SCALES = ((1.3, 1.9), (1.7, 1.2), (0.6, 0.5), (1.0, 1.0))
-# Significant digits of measured numbers: float32 has no more.
-DIGITS = 7
 # LeViT crops 256 pixels to 224, which only its code states.
 OVER_CROP = 256 / 224
 
-Size = tuple[int, int]
 
+def preprocessing_of(processor: Any, spec: InputSpec) -> dict[str, Any] | None:
+    """Return the arguments of `pixels.prepare` that reproduce `processor` on test images, or None if there are none.
 
-class Preprocessing(Record):
-    """Operations on an RGB image, in this order."""
+    `resize`: height and width, the length of the shorter edge, or None; `crop`: height and width of the middle that is kept, or None.
+    """
 
-    resize: Size | int | None = Field(
-        description="height and width, or the length of the shorter edge; null: not resized"
-    )
-    resample: Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
-    crop: Size | None = Field(description="height and width of the middle that is kept; null: all of it")
-    channels: Literal["RGB", "BGR"] = Field(description="the order in which the model takes them")
-    mean: tuple[float, float, float] = Field(description="taken from each channel, which goes from 0 to 1")
-    std: tuple[float, float, float] = Field(description="what divides what is left")
+    def prepare_with(image: Image.Image) -> NDArray[Any]:
+        return np.asarray(processor(images=[image], return_tensors="pt")["pixel_values"])
 
-
-def preprocessing_of(processor: Any, spec: InputSpec) -> Preprocessing | None:
-    """Return preprocessing that reproduces `processor` on test images, or None if resize, center crop and scaling can't."""
-    if spec.channels != 3:
+    scaling = _measure_scaling(prepare_with, spec) if spec.channels == 3 else None
+    if scaling is None:
         return None
-    probes = list(_test_images(spec))
-    expected = [_prepare_with(processor, image) for image in probes]
-    scaling = _measure_scaling(processor, spec)
-    for guess in _candidates(processor, spec):
-        if scaling is None:
-            break
-        result = Preprocessing(**guess, **scaling)
-        settings = result.model_dump()
-        if all(_is_close(prepare([image], settings), target) for image, target in zip(probes, expected, strict=True)):
-            return result
-    return None
-
-
-def _test_images(spec: InputSpec) -> Iterator[Image.Image]:
-    """Yield noise images, coarse and fine, on which ways of resizing differ."""
     rng = np.random.default_rng(0)
-    for height, width in PROBE_SCALES:
-        size = max(2, round(spec.height * height)), max(2, round(spec.width * width))
-        yield Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8))
-
-
-def _prepare_with(processor: Any, image: Image.Image) -> NDArray[Any]:
-    return np.asarray(processor(images=[image], return_tensors="pt")["pixel_values"])
+    sizes = [(max(2, round(spec.height * high)), max(2, round(spec.width * wide))) for high, wide in PROBE_SCALES]
+    probes = [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+    expected = [prepare_with(probe) for probe in probes]
+    for guess in _guesses(processor.to_dict(), spec):
+        how = guess | scaling
+        if all(_is_close(prepare([probe], how), target) for probe, target in zip(probes, expected, strict=True)):
+            return how
+    return None
 
 
 def _is_close(actual: NDArray[Any], expected: NDArray[Any]) -> bool:
     return actual.shape == expected.shape and bool(np.abs(actual - expected).max() <= TOLERANCE)
 
 
-def _measure_scaling(processor: Any, spec: InputSpec) -> dict[str, Any] | None:
+def _measure_scaling(prepare_with: Callable[[Image.Image], NDArray[Any]], spec: InputSpec) -> dict[str, Any] | None:
     """Return order, mean and std of the channels, measured on black, white and red, or None if it isn't plain scaling."""
-
-    def prepare_color(*value: int) -> NDArray[Any]:
-        image = Image.new("RGB", (spec.width, spec.height), value)
-        return _prepare_with(processor, image)[0].astype(np.float64)
-
-    black, white, red = prepare_color(0, 0, 0), prepare_color(255, 255, 255), prepare_color(255, 0, 0)
-    if black.shape != spec.batch(1)[1:]:
+    colors = ((0, 0, 0), (255, 255, 255), (255, 0, 0))
+    prepared = [prepare_with(Image.new("RGB", (spec.width, spec.height), color))[0] for color in colors]
+    if prepared[0].shape != spec.batch(1)[1:]:
         return None
-    low, high = (prepared[:, spec.height // 2, spec.width // 2] for prepared in (black, white))
-    gain = high - low
+    black, white, red = (image[:, spec.height // 2, spec.width // 2].astype(np.float64) for image in prepared)
+    gain = white - black
     if not (np.isfinite(gain).all() and (gain > 0).all()):
         return None
-    is_red = (red - black)[:, spec.height // 2, spec.width // 2] > gain / 2
-    return {
-        "channels": "BGR" if is_red[2] else "RGB",
-        "mean": tuple(_round_digits(value) for value in -low / gain),
-        "std": tuple(_round_digits(value) for value in 1 / gain),
-    }
+    # Seven digits are what float32 has; adding zero removes its sign.
+    mean, std = (tuple(float(f"{value:.7g}") + 0.0 for value in values) for values in (-black / gain, 1 / gain))
+    return {"channels": "BGR" if (red - black > gain / 2)[2] else "RGB", "mean": mean, "std": std}
 
 
-def _round_digits(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}") + 0.0
-
-
-def _candidates(processor: Any, spec: InputSpec) -> Generator[dict[str, Any]]:
-    resample_names = {int(number): name for name, number in RESAMPLE.items()}
-    resample = resample_names.get(_integer(processor, "resample") or 0, "bilinear")
-    size, crop_size = (getattr(processor, name, None) for name in ("size", "crop_size"))
-    model_size, resized, crop = (spec.height, spec.width), _height_and_width(size), _height_and_width(crop_size)
-    resizes: list[Size | int | None] = [None, *([resized] if resized else [])]
-    if length := _integer(size, "shortest_edge") or min(model_size):
-        crop_pct = getattr(processor, "crop_pct", None)
-        crop_share = crop_pct if isinstance(crop_pct, float) and 0 < crop_pct <= 1 else 1.0
-        resizes += [length, int(length / crop_share), int(OVER_CROP * length), (length, length)]
-    for resize in dict.fromkeys(resizes):
-        for center in dict.fromkeys((None, crop, model_size)):
+def _guesses(settings: dict[str, Any], spec: InputSpec) -> Generator[dict[str, Any]]:
+    """Yield ways to resize and crop by a processor's settings, which the test images tell apart."""
+    sizes = [settings.get(name) or {} for name in ("size", "crop_size")]
+    resized, crop = ((size["height"], size["width"]) if size.get("height") else None for size in sizes)
+    length = sizes[0].get("shortest_edge") or min(spec.height, spec.width)
+    cropped = int(length / (settings.get("crop_pct") or 1.0))
+    names = {int(number): name for name, number in RESAMPLE.items()}
+    resample = names.get(settings.get("resample") or 0, "bilinear")
+    for resize in dict.fromkeys((None, resized, length, cropped, int(OVER_CROP * length), (length, length))):
+        for center in dict.fromkeys((None, crop, (spec.height, spec.width))):
             yield {"resize": resize, "resample": resample, "crop": center}
-
-
-def _integer(settings: Any, name: str) -> int | None:
-    value = settings.get(name) if hasattr(settings, "get") else getattr(settings, name, None)
-    return int(value) if isinstance(value, int) else None
-
-
-def _height_and_width(size: Any) -> Size | None:
-    height, width = _integer(size, "height"), _integer(size, "width")
-    return (height, width) if height and width else None
 
 
 FORMATS = ("onnx", "openvino", "hf")
 SCRIPT, PREPARE, PREPROCESSING, LABELS = "run.py", "prepare.py", "preprocessing.json", "labels.json"
-FILE_DESCRIPTIONS = {
-    ONNX: "the graph with its weights, for ONNX Runtime",
-    "model.xml": "the graph, for OpenVINO",
-    "model.bin": "its weights",
-    "model.safetensors": "the weights",
-    PREPROCESSING: "how an image becomes pixel values",
-    LABELS: "the names of the classes, in the order of the logits",
-    PREPARE: "images to pixel values, by numpy and pillow",
-    SCRIPT: "the lines that print the class of an image",
-    MANIFEST: "what this is, and the sha256 of each file",
-}
+PICK = "pick another candidate (`profiling-agent pick RUN`)"
 
 
 def export(source: Path, format_: str | None, output: Path, *, batch_size: int | None = None) -> str:
@@ -192,34 +144,32 @@ def export(source: Path, format_: str | None, output: Path, *, batch_size: int |
         raise RequestError("batch_size is for models of torch in the format onnx: leave it out")
     if refusal := _refusal(recipe, format_):
         raise ArtifactError(f"{str(folder)!r} is for {recipe.deployment.name}, {refusal}")
-    try:
-        with appearing(output) as temporary:
-            if format_ == "hf":
-                summary = _write_hf(folder, recipe, temporary)
-            else:
-                summary, batch_size = _write_graph(folder, recipe, format_, temporary, batch_size)
-            _write_card(folder, recipe, format_, temporary, batch_size)
-    except OSError as error:
-        raise ArtifactError(
-            f"{str(output)!r} can't be written ({error.strerror or error}): choose another place"
-        ) from error
+    with new_folder(output) as temporary:
+        if format_ == "hf":
+            summary = _write_hf(folder, recipe, temporary)
+        else:
+            summary, batch_size = _write_graph(folder, recipe, format_, temporary, batch_size)
+        _write_card(folder, recipe, format_, temporary, batch_size)
     return f"wrote {output}; {summary}. Run it without profiling-agent: python {output / SCRIPT} image.png"
 
 
 def _refusal(recipe: Recipe, format_: str) -> str | None:
     """Return why a format can't hold a deployment and what to do, or None if it can."""
-    executor, hint = runtime(recipe.deployment.runtime), "pick another candidate (`profiling-agent pick RUN`)"
-    if not executor.is_torch:
-        graph = executor.graph_format
-        if graph is None:
-            return f"and no export format holds its graph: {hint}"
-        return None if format_ == graph else f"whose graph has only one format: use --format {graph}, or {hint}"
-    if any(layer.dtype == "qint8" or layer.kind == "rowwise" for layer in recipe.quantized):
-        return f"and no export format holds quantized layers of torch: {hint}, or run it with `profiling_agent.load`"
-    if format_ == "openvino":
-        return f"and only models for OpenVINO are exported to openvino: use --format onnx or hf, or {hint}"
-    if format_ == "onnx" and (recipe.quantized or recipe.deployment.scheme != "float32"):
-        return f"and an export to onnx has to be float32: use --format hf, or {hint}"
+    executor = runtime(recipe.deployment.runtime)
+    graph = executor.graph_format
+    if executor.is_torch:
+        if any(layer.dtype == "qint8" or layer.kind == "rowwise" for layer in recipe.quantized):
+            return (
+                f"and no export format holds quantized layers of torch: {PICK}, or run it with `profiling_agent.load`"
+            )
+        if format_ == "openvino":
+            return f"and only models for OpenVINO are exported to openvino: use --format onnx or hf, or {PICK}"
+        if format_ == "onnx" and (recipe.quantized or recipe.deployment.scheme != "float32"):
+            return f"and an export to onnx has to be float32: use --format hf, or {PICK}"
+    elif graph is None:
+        return f"and no export format holds its graph: {PICK}"
+    elif format_ != graph:
+        return f"whose graph has only one format: use --format {graph}, or {PICK}"
     return None
 
 
@@ -244,7 +194,7 @@ def _write_graph(
     if preprocessing is None:
         processor.save_pretrained(temporary)
     else:
-        write_text(temporary / PREPROCESSING, preprocessing.model_dump_json(indent=1) + "\n")
+        write_text(temporary / PREPROCESSING, json.dumps(preprocessing, indent=1) + "\n")
         shutil.copyfile(pixels.__file__, temporary / PREPARE)
     labels = [label_names[str(number)] for number in range(len(label_names))]
     write_text(temporary / LABELS, json.dumps(labels, indent=1, ensure_ascii=False) + "\n")
@@ -265,25 +215,24 @@ def _write_graph(
 def _write_hf(folder: Path, recipe: Recipe, temporary: Path) -> str:
     """Write a Hugging Face model; a model with half-precision layers in half precision as a whole, if its logits allow it."""
     scheme = recipe.deployment.scheme
-    is_half = scheme in HALVES
-    plain_folder = temporary / "plain"
+    half = HALVES.get(scheme)
     reason = save_plain(
-        load_skeleton(folder) if is_half else load_module(folder),
-        plain_folder,
+        load_skeleton(folder) if half else load_module(folder),
+        temporary / "plain",
         spec=recipe.input,
         processor=load_processor(folder),
         cuts=recipe.cuts,
-        half=HALVES.get(scheme),
-        golden=(lambda run: golden_distance(run, folder)) if is_half else None,
+        half=half,
+        saved=folder,
     )
     if reason:
-        hint = "pick another candidate (`profiling-agent pick RUN`)" if is_half else "use --format onnx"
+        hint = PICK if half else "use --format onnx"
         raise ArtifactError(f"{str(folder)!r} is no ordinary Hugging Face model: {reason}; {hint}")
-    for path in plain_folder.iterdir():
+    for path in (temporary / "plain").iterdir():
         path.rename(temporary / path.name)
-    plain_folder.rmdir()
+    (temporary / "plain").rmdir()
     write_text(temporary / SCRIPT, _render("run.py.jinja", format="hf"))
-    return f"from_pretrained loads it{f', in {scheme} as a whole' if is_half else ''}, with the saved model's logits"
+    return f"from_pretrained loads it{f', in {scheme} as a whole' if half else ''}, with the saved model's logits"
 
 
 def _write_card(folder: Path, recipe: Recipe, format_: str, temporary: Path, batch_size: int | None) -> None:
@@ -298,30 +247,172 @@ def _write_card(folder: Path, recipe: Recipe, format_: str, temporary: Path, bat
         files={path.name: file_sha256(path) for path in sorted(temporary.iterdir())},
     )
     write_text(temporary / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
-    if format_ == "hf":
-        is_timm = recipe.config.get("model_type") == TIMM
-        packages = ("pillow", "torch", "transformers", *(TIMM_PACKAGES if is_timm else ()))
-    else:
-        processor_packages = () if PREPARE in manifest.files else ("torch", "transformers")
-        packages = ("numpy", "pillow", "onnxruntime" if format_ == "onnx" else "openvino", *processor_packages)
+    packages = ["pillow"]
+    if format_ != "hf":
+        packages += ["numpy", "onnxruntime" if format_ == "onnx" else "openvino"]
+    if PREPARE not in manifest.files:
+        packages += ["torch", "transformers"]
+    if format_ == "hf" and recipe.config.get("model_type") == TIMM:
+        packages += TIMM_PACKAGES
     # Package indexes have no local versions such as 2.13.0+cpu.
-    versions = {name: version.partition("+")[0] for name, version in recipe.libraries.items()}
+    versions = {name: f"=={version.partition('+')[0]}" for name, version in recipe.libraries.items()}
     usage = _render(
         "run.md.jinja",
-        requirements=tuple(f"{name}=={versions[name]}" if name in versions else name for name in packages),
+        requirements=[f"{name}{versions.get(name, '')}" for name in packages],
         script=(temporary / SCRIPT).read_text(encoding="utf-8"),
         batch_size=batch_size,
         instructions=runtime(recipe.deployment.runtime).needed_instructions(recipe.quantized),
         runtime=recipe.deployment.runtime,
-        files={name: FILE_DESCRIPTIONS.get(name, "what transformers reads") for name in (*manifest.files, MANIFEST)},
     )
     labels_file = "`config.json`." if format_ == "hf" else f"`{LABELS}`."
     card = ModelCard(f"{card_head(folder).replace('`recipe.json`.', labels_file)}{usage}", ignore_metadata_errors=True)
     metadata: Any = card.data
-    # The Hub has its own names for the libraries.
-    metadata.library_name = {"hf": "transformers"}.get(format_, format_)
+    # The Hub has its own name for the library.
+    metadata.library_name = "transformers" if format_ == "hf" else format_
     write_text(temporary / CARD, str(card))
 
 
 def _render(template: str, **values: Any) -> str:
     return text_templates("profiling_agent.exporting").get_template(template).render(values)
+
+
+# Parts of field names over all model families; trying finds the field that counts.
+HEAD_FIELDS = ("heads",)
+WIDTH_FIELDS = ("intermediate_size", "ratio", "expan", "ffn_multiplier")
+# Relative distance of the logits: weights and layers are the same, at most the attention kernel is another.
+SAME_TOLERANCE = 1e-6
+# The same if everything between layers is rounded to half precision as well; bfloat16 has steps of 0.8%.
+HALF_TOLERANCE = 2e-2
+
+Fields = dict[str, Any]
+
+
+def save_plain(
+    model: nn.Module,
+    folder: Path,
+    *,
+    spec: InputSpec,
+    processor: Any,
+    cuts: Sequence[Cut] = (),
+    half: torch.dtype | None = None,
+    saved: Path | None = None,
+) -> str | None:
+    """Write `model` so that `AutoModelForImageClassification.from_pretrained(folder)` loads it; None if written.
+
+    If no config can express the cuts, nothing is written and the reason is returned as a phrase. The folder appears complete or
+    not at all, after it was loaded and gave the model's logits for two images. With `half` the whole model is in that precision;
+    `model` then has the weights of the one in `saved`, of which only layers are in it, and whose golden logits count.
+
+    Raises:
+        ArtifactError: `folder` exists, transformers can't write and load the model, or the loaded model's logits are more than
+            1e-6 apart (relative), in half precision more than 2e-2.
+    """
+    fields = _plain_config(model, cuts)
+    if isinstance(fields, str):
+        return fields
+    plain_model: Any = _build(fields)
+    tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    if half is not None:
+        tensors = {name: tensor.to(half) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    plain_model.load_state_dict(tensors, assign=True)
+    plain_model.tie_weights()
+
+    def refuse(cause: str) -> ArtifactError:
+        return ArtifactError(f"transformers can't write and load the model ({cause}): deploy the saved folder instead")
+
+    # While loading, transformers disables initialisers in all threads.
+    with appearing(folder) as temporary, quiet(), SETTINGS_LOCK:
+        with third_party_errors(refuse):
+            plain_model.save_pretrained(temporary)
+            processor.save_pretrained(temporary)
+            loaded = AutoModelForImageClassification.from_pretrained(
+                temporary, local_files_only=True, trust_remote_code=False, use_safetensors=True
+            )
+        if half is None or saved is None:
+            batch, tolerance = random_batch(spec, 2), SAME_TOLERANCE
+            distance = relative_distance(logits_of(loaded, batch), logits_of(model, batch))
+        else:
+            tolerance = HALF_TOLERANCE
+            distance = golden_distance(lambda images: logits_of(loaded, torch.from_numpy(images)).numpy(), saved)
+        # `not <=` so that a NaN fails.
+        if not distance <= tolerance:
+            raise ArtifactError(
+                f"the model that transformers loads from its config computes logits {distance:.2g} apart (relative), "
+                f"{tolerance:g} is allowed: run it with `profiling_agent.load`, or pick another candidate"
+            )
+    return None
+
+
+def _plain_config(model: nn.Module, cuts: Sequence[Cut]) -> Fields | str:
+    """Return the config from which transformers itself builds `model`, or a phrase on why there is none.
+
+    Fields of the original config that count heads or widths are scaled as the cuts were. A config is accepted if the model
+    built from it (without weights) has a state dict of the same names, shapes and shared tensors.
+    """
+    expected = _structure(model)
+    nearest: list[str] | None = None
+    for fields in _candidate_configs(model, cuts):
+        with suppress(ArtifactError), third_party_errors(ArtifactError):
+            structure = _structure(_build(fields))
+            if structure == expected:
+                return fields
+            mismatches = [name for name in expected | structure if expected.get(name) != structure.get(name)]
+            nearest = min(nearest or mismatches, mismatches, key=len)
+    example = f" (of {nearest[0]!r}, for one)" if nearest else ""
+    return f"no {type(model.config).__name__} has fields for the widths of this model{example}"
+
+
+def _build(fields: Fields) -> nn.Module:
+    """Build the model of a config on the meta device: names and shapes without weights."""
+    settings = {name: value for name, value in fields.items() if name != "model_type"}
+    with SETTINGS_LOCK, torch.random.fork_rng(devices=[]), torch.device("meta"), no_init_weights(), quiet():
+        config = AutoConfig.for_model(fields["model_type"], **settings)
+        return AutoModelForImageClassification.from_config(config, trust_remote_code=False)
+
+
+def _structure(model: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return the shape of every saved tensor, and the first of the names that share it."""
+    first_names: dict[int, str] = {}
+    tensors = model.state_dict(keep_vars=True)
+    return {name: (tuple(tensor.shape), first_names.setdefault(id(tensor), name)) for name, tensor in tensors.items()}
+
+
+def _candidate_configs(model: nn.Module, cuts: Sequence[Cut]) -> Generator[Fields]:
+    """Yield every config that may express the cuts: each field of heads with each field of widths."""
+    original, tensors = config_of(model), dict(model.named_parameters())
+    head_cuts = [cut for cut in cuts if cut.unit.kind is UnitKind.HEADS]
+    width_cuts = [cut for cut in cuts if cut.unit.kind is not UnitKind.HEADS]
+    head_sizes = {tensors[f"{cut.unit.consumer}.weight"].shape[1] // cut.keep for cut in head_cuts}
+    # Heads keep their size, which transformers otherwise derives from the number of heads.
+    head_dims = [{"head_dim": head_sizes.pop()}, {}] if len(head_sizes) == 1 else [{}]
+    sections = [name for name, value in original.items() if isinstance(value, dict) and "model_type" in value]
+    for section in (None, *sections):
+        fields = original[section] if section else original
+        for changes in itertools.product(
+            _scaled_fields(fields, HEAD_FIELDS, head_cuts), head_dims, _scaled_fields(fields, WIDTH_FIELDS, width_cuts)
+        ):
+            changed = {name: value for part in (fields, *changes) for name, value in part.items()}
+            yield original | {section: changed} if section else changed
+
+
+def _scaled_fields(fields: Fields, words: Sequence[str], cuts: Sequence[Cut]) -> Generator[Fields]:
+    """Yield changes of each field whose name contains one of `words`, a number or one for each stage, scaled as the cuts scaled widths.
+
+    Each is tried as integers, as floats, and as the next floats above: transformers truncates ratio times width to an integer.
+    """
+    if not cuts:
+        yield {}
+    # In network order, to fit lists of one entry per stage.
+    shares = list({cut.unit.width: Fraction(cut.keep, cut.unit.width) for cut in cuts}.values())
+    for name, value in fields.items():
+        entries = value if isinstance(value, list) else [value]
+        fitting = shares if len(shares) == len(entries) else shares[:1] * len(entries) if len({*shares}) == 1 else []
+        if not fitting or not any(word in name for word in words) or not all(type(e) in (int, float) for e in entries):
+            continue
+        exact = [Fraction(entry) * share for entry, share in zip(entries, fitting, strict=True)]
+        for scaled in (
+            [int(entry) for entry in exact],
+            [float(entry) for entry in exact],
+            [math.nextafter(float(entry), math.inf) for entry in exact],
+        ):
+            yield {name: scaled if isinstance(value, list) else scaled[0]}

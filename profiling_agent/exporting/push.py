@@ -1,18 +1,11 @@
 """Push of a saved or exported model, with its card and nothing else of the run, to a repository on the Hugging Face Hub."""
 
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo, constants, get_token
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  the transport library's root; its name differs by version
-    RepositoryNotFoundError,
-)
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from profiling_agent.errors import ProfilingAgentError, RequestError
@@ -25,7 +18,6 @@ from profiling_agent.schemas import Record
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
 # Files that the Hub itself adds to a new repository.
 HUB_FILES = frozenset({".gitattributes"})
-MAX_NAMED_FILES = 5
 
 
 class Pushed(Record):
@@ -48,26 +40,36 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
         RunError: the run has no model yet.
         ArtifactError: the model is damaged.
     """
-    _check_id(repo_id)
     folder = named_folder(model_folder(Path(source)))
     if not (token := get_token()):
         raise RequestError(f"a push to the Hub needs a token, and there is none: {LOGIN}")
-    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch, _hub_errors(repo_id):
-        files, base, revision = _stage(folder, Path(scratch))
-        disable_progress_bars()
-        api = HfApi(token=token)
-        existing: ModelInfo | None = None
+    if "/" not in repo_id:
+        raise RequestError(f"{repo_id!r} names no owner: give the repository as owner/name")
+    if (folder / MANIFEST).is_file():
+        origin, document = read_exported(folder), MANIFEST
+    else:
+        origin, document = open_current(folder), RECIPE
+    api, existing = HfApi(token=token), None
+    disable_progress_bars()
+
+    def refuse(message: str) -> RequestError:
+        problem = f"{repo_id!r} can't be pushed to {constants.ENDPOINT} ({message}), and nothing was committed"
+        return RequestError(f"{problem}: check the name, the network and that your token may write there; {LOGIN}")
+
+    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch, third_party_errors(refuse):
         with suppress(RepositoryNotFoundError):
             existing = api.model_info(repo_id)
         if existing and private and not existing.private:
             raise RequestError(
                 f"{repo_id!r} exists on the Hub and is public: make it private there, or leave --private out"
             )
-        previous = _pushed_files(api, repo_id, existing, Path(scratch), update=update) if existing else frozenset[str]()
-        _add_license(api, files[CARD], base, revision)
+        previous = _pushed_files(api, existing, Path(scratch), update=update) if existing else set[str]()
+        card = Path(scratch) / CARD
+        write_text(card, _licensed_card(api, read_card(folder), origin.base_model, origin.base_revision))
+        # Weights go up from where they lie: the system's temporary folder may be too small for a copy.
+        files = {name: folder / name for name in sorted((document, *origin.files))} | {CARD: card}
         if existing is None:
             api.create_repo(repo_id, private=private or None)
-        # Weights go up from where they lie: the system's temporary folder may be too small for a copy.
         additions = [CommitOperationAdd(name, path) for name, path in files.items()]
         deletions = [CommitOperationDelete(name) for name in sorted(previous - files.keys())]
         message = "A model by profiling-agent"
@@ -75,90 +77,34 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
     return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=commit.oid, files=tuple(files))
 
 
-def _check_id(repo_id: str) -> None:
-    """Require owner and name; the Hub's client also takes a name only, and then the token's owner."""
-    with suppress(HFValidationError):
-        validate_repo_id(repo_id)
-        if "/" in repo_id:
-            return
-    raise RequestError(
-        f"{repo_id!r} is no repository on the Hub: give it as owner/name, of letters, digits, '-', '_' and '.'"
-    )
-
-
-def _stage(folder: Path, scratch: Path) -> tuple[dict[str, Path], str, str | None]:
-    """Check a saved model or an exported folder, and write its card to `scratch`; return its files, base model and revision."""
-    if (folder / MANIFEST).is_file():
-        manifest = read_exported(folder)
-        names, base, revision = (MANIFEST, *manifest.files), manifest.base_model, manifest.base_revision
-    else:
-        recipe = open_current(folder)
-        names, base, revision = (RECIPE, *recipe.files), recipe.base_model, recipe.base_revision
-    card = scratch / CARD
-    write_text(card, read_card(folder))
-    return {name: folder / name for name in sorted(names)} | {CARD: card}, base, revision
-
-
-def _pushed_files(api: HfApi, repo_id: str, existing: ModelInfo, scratch: Path, *, update: bool) -> frozenset[str]:
+def _pushed_files(api: HfApi, existing: ModelInfo, scratch: Path, *, update: bool) -> set[str]:
     """Return the files of a repository that earlier pushes put there, as its recipe or manifest names them.
 
     Raises:
         RequestError: it has files and none was pushed, or they are not to be replaced.
     """
-    existing_files = frozenset(file.rfilename for file in existing.siblings or ()) - HUB_FILES
-    if not existing_files:
-        return existing_files
-    pushed_files = frozenset[str]()
-    for name, kind in ((RECIPE, Recipe), (MANIFEST, ExportManifest)):
-        if name in existing_files:
-            document = Path(api.hf_hub_download(repo_id, name, local_dir=scratch / "fetched"))
-            with suppress(DocumentError):
-                pushed_files |= {name, CARD, *read_record(kind, document).files} & existing_files
-    names = ", ".join(sorted(existing_files)[:MAX_NAMED_FILES])
-    rest = f" and {len(existing_files) - MAX_NAMED_FILES} more" if len(existing_files) > MAX_NAMED_FILES else ""
-    contents = f"{repo_id!r} exists on the Hub and holds {names}{rest}"
-    if not pushed_files:
+    repo_id, files = existing.id, {file.rfilename for file in existing.siblings or ()} - HUB_FILES
+    pushed = set[str]()
+    for name in files & {RECIPE, MANIFEST}:
+        document = read_json(Path(api.hf_hub_download(repo_id, name, local_dir=scratch / "fetched")))
+        if {"deployment", "files"} <= document.keys():
+            pushed |= {name, CARD, *document["files"]} & files
+    contents = f"{repo_id!r} exists on the Hub and holds {', '.join(sorted(files)[:5])}"
+    if files and not pushed:
         raise RequestError(f"{contents}, which were not pushed by profiling-agent: push to another name")
-    if not update:
+    if files and not update:
         raise RequestError(f"{contents}: push to another name, or replace them with --update (earlier commits stay)")
-    return pushed_files
+    return pushed
 
 
-def _add_license(api: HfApi, path: Path, base: str, revision: str | None) -> None:
-    """Add the base model's license to the card at `path`, if the Hub has one."""
+def _licensed_card(api: HfApi, text: str, base: str, revision: str | None) -> str:
+    """Return a card with the base model's license, if that has a commit on the Hub which names one."""
     if revision is None:
-        return
-    try:
-        base_card = api.model_info(base, revision=revision).card_data
-    except (HfHubHTTPError, HFValidationError, HTTPError):
-        return
-    card = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
-    for name in ("license", "license_name", "license_link"):
-        if base_card is not None and isinstance(value := base_card.get(name), str):
-            setattr(card.data, name, value)
-    write_text(path, str(card))
-
-
-@contextmanager
-def _hub_errors(repo_id: str) -> Generator[None]:
-
-    def refuse(message: str) -> ProfilingAgentError:
-        return RequestError(f"{repo_id!r} can't be pushed to {constants.ENDPOINT} ({message}): nothing was committed")
-
-    with third_party_errors(refuse):
-        try:
-            yield
-        except HfHubHTTPError as error:
-            if error.response.status_code == 401:
-                raise RequestError(f"the Hub doesn't accept the token for {repo_id!r}: {LOGIN}") from error
-            if error.response.status_code == 403:
-                owner = repo_id.partition("/")[0]
-                raise RequestError(
-                    f"you may not write to {repo_id!r} on the Hub: name a repository of yours instead of {owner!r}'s, or {LOGIN}"
-                ) from error
-            raise
-        except (HTTPError, ConnectionError) as error:
-            raise RequestError(
-                f"{constants.ENDPOINT} can't be reached for {repo_id!r} ({type(error).__name__}): check the network, and "
-                "that HF_HUB_OFFLINE isn't set"
-            ) from error
+        return text
+    card = ModelCard(text, ignore_metadata_errors=True)
+    with suppress(HfHubHTTPError, HFValidationError):
+        found = api.model_info(base, revision=revision).card_data or {}
+        for name in ("license", "license_name", "license_link"):
+            if isinstance(value := found.get(name), str):
+                setattr(card.data, name, value)
+    return str(card)

@@ -21,7 +21,7 @@ from profiling_agent.planning.allocation import apply_demands, dry_run
 from profiling_agent.planning.llm_planner import UNKNOWN, advised_shape
 from profiling_agent.planning.rules import analyse, read_plan
 from profiling_agent.reporting.render import write_report
-from profiling_agent.reporting.report import ReportInputs, build_report
+from profiling_agent.reporting.report import build_report
 from profiling_agent.reporting.results import card_judged, card_notes, card_rows, results_folder
 from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
@@ -328,19 +328,17 @@ def report(state: RunState, run: Run) -> Update:
     document = build_report(
         state.request,
         final,
-        ReportInputs(
-            acquired=state.acquired,
-            input=state.resolved.input,
-            deployment_search=journal.deployment_search,
-            peak_memory_bytes=(evaluator.peak_memory(evaluator.baseline), evaluator.peak_memory(best)),
-            attempts=journal.attempts,
-            stopped=state.stopped,
-            planned_by=state.advisor_note,
-            spent=Transcript(workspace.root / FILE).spent if state.has_advisor else None,
-            decisions=state.decisions,
-            profiles=profiles,
-            times=run.jobs.timesheet.by_kind(),
-        ),
+        acquired=state.acquired,
+        input=state.resolved.input,
+        deployment_search=journal.deployment_search,
+        peak_memory_bytes=(evaluator.peak_memory(evaluator.baseline), evaluator.peak_memory(best)),
+        attempts=journal.attempts,
+        stopped=state.stopped,
+        planned_by=state.advisor_note,
+        spent=Transcript(workspace.root / FILE).spent if state.has_advisor else None,
+        decisions=state.decisions,
+        profiles=profiles,
+        times=run.jobs.timesheet.by_kind(),
     )
     folder = results_folder(workspace.root, document)
     make_folders(folder)

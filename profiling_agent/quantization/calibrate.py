@@ -6,9 +6,9 @@ each on the outputs of the corrected ones before it.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,51 +32,17 @@ SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 Images = Callable[[], Iterable[Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """A layer's inputs: the exact ends of their range, and sampled values, each weighted by how many it represents."""
-
-    low: float
-    high: float
-    values: Tensor
-    weights: Tensor
-
-    def range(self, levels: int = LEVELS) -> tuple[float, float]:
-        """Return the ends of the grid that includes zero and has the least mean squared error on the sample.
-
-        It tries the whole range, then each end shrunk to one of `SHARES`, the upper first: the search of Choukroun et al. (2019, "Low-bit
-        quantization of neural networks for efficient inference"), with separate ends because outputs of GELU and ReLU aren't symmetric.
-        """
-        if not len(self.values) or not math.isfinite(self.high - self.low):
-            return self.low, self.high
-
-        def error(low: float, high: float) -> float:
-            rounded = Grid.spanning(low, high, levels).rounded(self.values)
-            return float((self.weights * (rounded - self.values).square()).sum())
-
-        low, high, least_error = self.low, self.high, error(self.low, self.high)
-        for share in SHARES:
-            if (candidate := error(self.low, self.high * share)) < least_error:
-                high, least_error = self.high * share, candidate
-        for share in SHARES:
-            if (candidate := error(self.low * share, high)) < least_error:
-                low, least_error = self.low * share, candidate
-        return low, high
-
-
 class Sampler:
-    """A sample of a layer's inputs, gathered call by call.
+    """A layer's inputs, gathered call by call: the exact ends of their range, and sampled values, each weighted by how many it represents.
 
     Its memory is allocated before the first call. A small tensor per call would lie between activations of megabytes, and none of their memory
     could be freed: 16 batches of a ViT-B/16 held 7 GB for a sample of 40 MB.
     """
 
     def __init__(self) -> None:
-        self._low = self._high = 0.0
-        self._values = torch.empty(CAPACITY)
-        self._size = 0
-        # (number of consecutive values, weight of each).
-        self._weights: list[tuple[int, float]] = []
+        self.low = self.high = 0.0
+        self.size = 0
+        self._values, self._weights = torch.empty(CAPACITY), torch.empty(CAPACITY)
 
     def add(self, x: Tensor, generator: torch.Generator) -> None:
         """Add the input of one call, (b, ...).
@@ -86,42 +52,49 @@ class Sampler:
         if not x.numel():
             return
         rows = x.detach().float().cpu().reshape(len(x), -1)
+        low, high = float(rows.min()), float(rows.max())
+        # Comparisons ignore a NaN, which is the least and the greatest.
+        self.low, self.high = min(self.low, low), math.inf if math.isnan(high) else max(self.high, high)
         tail = min(TAIL, rows.shape[1] // 4)
         if not tail:
             self._store(rows.flatten(), 1.0)
             return
         top, bottom = rows.topk(tail, dim=1).values, rows.topk(tail, dim=1, largest=False).values
-        self._extend_range(bottom.min(), top.max())
-        if self._size + top.numel() + bottom.numel() + BODY > CAPACITY:
+        if self.size + top.numel() + bottom.numel() + BODY > CAPACITY:
             return
         self._store(top.flatten(), 1.0)
         self._store(bottom.flatten(), 1.0)
         indices = torch.randint(rows.numel(), (min(BODY, rows.numel()),), generator=generator)
         body, image_index = rows.flatten()[indices], indices // rows.shape[1]
         body_values = body[(body < top[image_index, -1]) & (body > bottom[image_index, -1])]
-        if len(body_values):
-            self._store(body_values, rows.numel() / len(indices))
-
-    def observed(self) -> Observed:
-        """Return the sample and its range."""
-        weights = [torch.full((size,), weight) for size, weight in self._weights]
-        return Observed(self._low, self._high, self._values[: self._size], torch.cat([torch.empty(0), *weights]))
+        self._store(body_values, rows.numel() / len(indices))
 
     def _store(self, values: Tensor, weight: float) -> None:
-        self._extend_range(values.min(), values.max())
-        stored = values[: CAPACITY - self._size]
-        self._values[self._size : self._size + len(stored)] = stored
-        self._size += len(stored)
-        self._weights.append((len(stored), weight))
+        end = min(self.size + len(values), CAPACITY)
+        self._values[self.size : end] = values[: end - self.size]
+        self._weights[self.size : end] = weight
+        self.size = end
 
-    def _extend_range(self, low: Tensor, high: Tensor) -> None:
-        self._low, self._high = min(self._low, float(low)), max(self._high, float(high))
-        # Comparisons ignore a NaN, which `topk` counts among the largest.
-        if high.isnan():
-            self._high = math.inf
+    def range(self, levels: int = LEVELS) -> tuple[float, float]:
+        """Return the ends of the grid that includes zero and has the least mean squared error on the sample.
+
+        It tries the whole range, then each end shrunk to one of `SHARES`, the upper first: the search of Choukroun et al. (2019, "Low-bit
+        quantization of neural networks for efficient inference"), with separate ends because outputs of GELU and ReLU aren't symmetric.
+        """
+        low, high = self.low, self.high
+        if not self.size or not math.isfinite(high - low):
+            return low, high
+        values, weights = self._values[: self.size], self._weights[: self.size]
+
+        def error(ends: tuple[float, float]) -> float:
+            return float((weights * (Grid.spanning(*ends, levels).rounded(values) - values).square()).sum())
+
+        # The first of equals: clipping has to pay.
+        _, high = min([(low, high), *((low, high * share) for share in SHARES)], key=error)
+        return min([(low, high), *((low * share, high) for share in SHARES)], key=error)
 
 
-def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[str, Observed]:
+def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[str, Sampler]:
     """Return the observed inputs of each named layer of `model` on the images; a layer that isn't called is left out.
 
     Raises:
@@ -136,12 +109,7 @@ def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[st
         samplers[name].add(x, generator)
 
     num_images = 0
-    with (
-        preserving_state(model),
-        torch.inference_mode(),
-        quick_products(),
-        watching(model.eval(), names, before=add_sample),
-    ):
+    with watching(model, names, before=add_sample), _running(model):
         for batch in images():
             run(model, batch)
             num_images += len(batch)
@@ -150,7 +118,15 @@ def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[st
             f"static quantization needs at least {MIN_IMAGES} calibration images, {num_images} were given: "
             "raise num_samples"
         )
-    return {name: sampler.observed() for name, sampler in samplers.items() if name in called}
+    return {name: sampler for name, sampler in samplers.items() if name in called}
+
+
+@contextmanager
+def _running(model: nn.Module) -> Generator[None]:
+    """Run `model` in eval mode, without gradients and quickly; its state is restored."""
+    with preserving_state(model), torch.inference_mode(), quick_products():
+        model.eval()
+        yield
 
 
 def run(model: nn.Module, images: Tensor) -> Tensor:
@@ -185,11 +161,10 @@ def output_means(model: nn.Module, names: Iterable[str], images: Images) -> Mean
     def add(name: str, _input: Any, output: Tensor) -> None:
         means[name].append(output.mean(dim=(0, 2, 3)))
 
-    if not means:
-        return means
-    with preserving_state(model), torch.inference_mode(), quick_products(), watching(model.eval(), means, after=add):
-        for batch in first_images(images()):
-            run(model, batch)
+    if means:
+        with watching(model, means, after=add), _running(model):
+            for batch in first_images(images()):
+                run(model, batch)
     return means
 
 
@@ -200,37 +175,35 @@ def correct_biases_(quantized: nn.Module, expected: Means, images: Images) -> di
     no bias stay unchanged, and so do linear layers: on a ViT that wouldn't lower the KL to float32, on a MobileNet the correction makes it 0.4 of
     what it was (docs/decisions/LOG.md, 2026-11-25).
     """
-    shifts: dict[str, _Shift] = {}
-    with preserving_state(quantized), torch.inference_mode(), quick_products(), ExitStack() as hooks:
-        for name, means in expected.items():
+    means = {name: iter(means) for name, means in expected.items() if means}
+    # The mean difference of `expected` and a layer's channel means over its calls so far, and the number of images in them.
+    shifts: dict[str, tuple[Tensor, int]] = {}
+
+    def shift(_module: nn.Module, _args: Any, output: Tensor, *, name: str) -> Tensor:
+        target = next(means[name])
+        mean, num_images = shifts.get(name, (torch.zeros_like(target), 0))
+        num_images += len(output)
+        difference = target - output.mean(dim=(0, 2, 3))
+        mean = mean + (difference - mean) * (len(output) / num_images)
+        shifts[name] = mean, num_images
+        return output + mean.view(-1, 1, 1)
+
+    layers: dict[str, Any] = {}
+    with ExitStack() as hooks:
+        for name in means:
             layer = quantized.get_submodule(name)
-            if isinstance(layer, StaticLayer) and layer.geometry and layer.bias is not None and means:
-                shifts[name] = _Shift(means)
-                hooks.callback(layer.register_forward_hook(shifts[name].apply).remove)
-        if shifts:
-            for batch in first_images(images()):
-                run(quantized.eval(), batch)
-    mean_shifts = {name: shift.mean.clone() for name, shift in shifts.items()}
-    for name, shift in mean_shifts.items():
-        layer: Any = quantized.get_submodule(name)
-        layer.bias = layer.bias + shift
+            if isinstance(layer, StaticLayer) and layer.border is not None and layer.bias is not None:
+                layers[name] = layer
+                hooks.callback(layer.register_forward_hook(partial(shift, name=name)).remove)
+        if layers:
+            with _running(quantized):
+                for batch in first_images(images()):
+                    run(quantized, batch)
+    # Clones, as tensors of inference mode can't be used in training.
+    mean_shifts = {name: shifts[name][0].clone() for name in layers if name in shifts}
+    for name, mean in mean_shifts.items():
+        layers[name].bias = layers[name].bias + mean
     return mean_shifts
-
-
-class _Shift:
-    """The mean difference of `expected` and a layer's channel means, over its calls so far, weighted by their images."""
-
-    def __init__(self, expected: Sequence[Tensor]) -> None:
-        self.mean = torch.zeros_like(expected[0])
-        self._expected = iter(expected)
-        self._num_images = 0
-
-    def apply(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        """Update the mean with a call's output (b, c, h, w), and return that output shifted by it."""
-        difference, count = next(self._expected) - output.mean(dim=(0, 2, 3)), len(output)
-        self._num_images += count
-        self.mean = self.mean + (difference - self.mean) * (count / self._num_images)
-        return output + self.mean.view(-1, 1, 1)
 
 
 def first_images(batches: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -254,39 +227,27 @@ def fold_norms_(model: nn.Module, convolutions: Collection[str], images: Tensor)
     that nothing else reads it is checked by the logits of `images` (b, c, h, w): a pair that changes them isn't folded.
     """
     expected = run(model, images)
-    count = module_counts(model)
+    count, modules = module_counts(model), dict(model.named_modules())
     # Modules that are used in several places are left out.
-    pairs = {
-        convolution: norm
+    pairs = [
+        (convolution, norm)
         for convolution, norm in following_norms(model, convolutions, images[:1]).items()
-        if isinstance(model.get_submodule(norm), nn.BatchNorm2d) and count[norm] == count[convolution] == 1
-    }
-    originals = {name: model.get_submodule(name) for pair in pairs.items() for name in pair}
-    _fold_pairs_(model, pairs)
-    if is_near(run(model, images), expected):
-        return tuple(pairs.values())
-    for name, module in originals.items():
-        model.set_submodule(name, module)
-    folded = list[str]()
-    for convolution, norm in pairs.items():
-        _fold_pairs_(model, {convolution: norm})
-        if is_near(run(model, images), expected):
-            folded.append(norm)
-            continue
-        for name in (convolution, norm):
-            model.set_submodule(name, originals[name])
-    return tuple(folded)
+        if isinstance(modules[norm], nn.BatchNorm2d) and count[norm] == count[convolution] == 1
+    ]
 
+    def are_folded(chosen: Sequence[tuple[str, str]]) -> bool:
+        """Fold these pairs, and return whether the logits stay; else undo it."""
+        for convolution, norm in chosen:
+            layer, norm_layer = modules[convolution], modules[norm]
+            model.set_submodule(convolution, fuse_conv_bn_eval(layer, norm_layer))  # pyright: ignore[reportArgumentType]
+            model.set_submodule(norm, Folded(norm_layer))
+        # `<=` is false for a NaN.
+        if relative_distance(run(model, images), expected) <= TOLERANCE:
+            return True
+        for name in (name for pair in chosen for name in pair):
+            model.set_submodule(name, modules[name])
+        return False
 
-def _fold_pairs_(model: nn.Module, pairs: Mapping[str, str]) -> None:
-    for convolution, norm in pairs.items():
-        layer: Any = model.get_submodule(convolution)
-        norm_layer: Any = model.get_submodule(norm)
-        model.set_submodule(convolution, fuse_conv_bn_eval(layer, norm_layer))
-        model.set_submodule(norm, Folded(norm_layer))
-
-
-def is_near(logits: Tensor, expected: Tensor) -> bool:
-    """Return whether logits are those of the same function: at most 1e-4 apart, relative to their norm."""
-    # `<=` is false for a NaN.
-    return bool(torch.linalg.vector_norm(logits - expected) <= TOLERANCE * torch.linalg.vector_norm(expected))
+    if are_folded(pairs):
+        return tuple(norm for _, norm in pairs)
+    return tuple(norm for convolution, norm in pairs if are_folded([(convolution, norm)]))

@@ -15,20 +15,14 @@ from profiling_agent.lib.modules import module_counts, preserving_state
 from profiling_agent.quantization.calibrate import (
     MIN_IMAGES,
     Images,
-    Observed,
+    Sampler,
     correct_biases_,
     fold_norms_,
     observe,
     output_means,
 )
-from profiling_agent.quantization.kinds import MULTIPLE, Float8Linear, Int8Linear, has_float8, supports
-from profiling_agent.quantization.layers import (
-    CastLayer,
-    DynamicLinear,
-    QuantizedModule,
-    StaticLayer,
-    num_levels,
-)
+from profiling_agent.quantization.kinds import MULTIPLE, RowwiseLinear, has_float8, supports
+from profiling_agent.quantization.layers import CastLayer, DynamicLinear, QuantizedModule, StaticLayer, num_levels
 from profiling_agent.schemas import EVERYTHING, QuantizationRecommendation
 
 # Images on which folding must not change the logits.
@@ -75,28 +69,26 @@ def quantize_model(
     folded, observed = _fold_and_observe_(quantized, static, calibration) if static else ((), {})
     layers: dict[str, QuantizedModule] = {}
     for name, choice in choices.items():
-        if choice.quantization_type == "static" and name not in observed:
-            continue
         layer: Any = quantized.get_submodule(name)
         with _naming(name):
-            if choice.quantization_type == "static":
-                low, high = observed[name].range(num_levels(reduce_range=reduce_range))
-                layers[name] = StaticLayer.from_float(layer, low, high, reduce_range=reduce_range)
-            elif choice.quantization_type == "cast":
+            if choice.quantization_type == "cast":
                 layers[name] = CastLayer.from_float(layer)
-            else:
+            elif choice.quantization_type == "dynamic":
                 dtype = "float16" if choice.dtype == "float16" else "qint8"
                 layers[name] = DynamicLinear.from_linear(layer, dtype, reduce_range=reduce_range)
-    # A layer used in two places becomes two layers, while its means cover both.
-    num_places = module_counts(quantized)
-    convolutions = [
-        name
-        for name, layer in layers.items()
-        if isinstance(layer, StaticLayer) and layer.geometry is not None and num_places[name] == 1
-    ]
-    expected = output_means(quantized, convolutions, calibration) if calibration else {}
-    for name, layer in layers.items():
-        quantized.set_submodule(name, layer.train(model.get_submodule(name).training))
+            elif name in observed:
+                low, high = observed[name].range(num_levels(reduce_range=reduce_range))
+                layers[name] = StaticLayer.from_float(layer, low, high, reduce_range=reduce_range)
+    expected = {}
+    if calibration:
+        # A layer used in two places becomes two layers, while its means cover both.
+        num_places = module_counts(quantized)
+        is_static = {
+            name: isinstance(layer, StaticLayer) and layer.border is not None for name, layer in layers.items()
+        }
+        corrected = [name for name in layers if is_static[name] and num_places[name] == 1]
+        expected = output_means(quantized, corrected, calibration)
+    _replace_(quantized, layers, model)
     shifts = correct_biases_(quantized, expected, calibration) if calibration else {}
     return Quantized(model=quantized, layers=tuple(layers), folded=folded, shifts=shifts)
 
@@ -111,25 +103,29 @@ def quantize_rowwise(model: nn.Module, recommendations: Sequence[QuantizationRec
         QuantizationError: no layer is left to quantize, a weight isn't finite, or the device can't multiply float8.
     """
     choices = chosen_layers(model, recommendations)
-    dtypes = {choice.dtype for choice in choices.values()}
-    if "float8" in dtypes and torch.cuda.is_available() and not has_float8():
+    if any(choice.dtype == "float8" for choice in choices.values()) and torch.cuda.is_available() and not has_float8():
         raise QuantizationError("float8 needs a GPU of compute capability 8.9 or higher (H100, L40S, RTX 4090)")
     quantized = copy.deepcopy(model).cpu()
-    classifiers = _classifiers(quantized)
+    last = [name for name, layer in quantized.named_modules() if isinstance(layer, nn.Linear)][-1:]
+    num_classes = getattr(getattr(model, "config", None), "num_labels", None)
     layers: dict[str, QuantizedModule] = {}
     for name, choice in choices.items():
         layer: Any = quantized.get_submodule(name)
-        is_linear = type(layer) is nn.Linear and name not in classifiers
-        if choice.dtype in ("qint8", "float8") and is_linear and not any(n % MULTIPLE for n in layer.weight.shape):
+        is_inner = type(layer) is nn.Linear and name not in last and layer.out_features != num_classes
+        if choice.dtype in ("qint8", "float8") and is_inner and not any(n % MULTIPLE for n in layer.weight.shape):
             with _naming(name):
-                layers[name] = (Int8Linear if choice.dtype == "qint8" else Float8Linear).from_float(layer)
+                layers[name] = RowwiseLinear.from_linear(layer, choice.dtype)
     if not layers:
         raise QuantizationError(
             f"no nn.Linear that is chosen, besides the classifier, has widths that are multiples of {MULTIPLE}, which alone int8 and float8 take on CUDA"
         )
-    for name, layer in layers.items():
-        quantized.set_submodule(name, layer.train(model.get_submodule(name).training))
+    _replace_(quantized, layers, model)
     return quantized
+
+
+def _replace_(quantized: nn.Module, layers: Mapping[str, QuantizedModule], original: nn.Module) -> None:
+    for name, layer in layers.items():
+        quantized.set_submodule(name, layer.train(original.get_submodule(name).training))
 
 
 @contextmanager
@@ -139,12 +135,6 @@ def _naming(name: str) -> Generator[None]:
         yield
     except QuantizationError as error:
         raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
-
-
-def _classifiers(model: nn.Module) -> set[str]:
-    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    num_classes = getattr(getattr(model, "config", None), "num_labels", None)
-    return {*[*linear][-1:], *(name for name, layer in linear.items() if layer.out_features == num_classes)}
 
 
 def chosen_layers(
@@ -189,7 +179,7 @@ def _no_match_error(
 
 def _fold_and_observe_(
     model: nn.Module, names: Sequence[str], calibration: Images | None
-) -> tuple[tuple[str, ...], dict[str, Observed]]:
+) -> tuple[tuple[str, ...], dict[str, Sampler]]:
     """Fold the batch norms that follow the convolutions in `names`; return their names, and the observed inputs."""
     first_batch = next(iter(calibration()), None) if calibration else None
     if calibration is None or first_batch is None:

@@ -15,7 +15,6 @@ from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.lib.replay import Replay, find_prefixes, in_order
 from profiling_agent.quantization.calibrate import first_images, fold_norms_, run
 from profiling_agent.quantization.kinds import quantized_modules
-from profiling_agent.quantization.layers import QuantizedModule
 from profiling_agent.quantization.quantize import NUM_CHECKED, Quantized, quantize_model
 from profiling_agent.schemas import EVERYTHING, InputSpec, LayerCost, QuantizationRecommendation
 
@@ -81,54 +80,44 @@ def measure_layers(
     `quantized` was made from `model` on the CPU; both are unchanged. `images` (b, c, h, w) run through the whole model once, and for each layer from
     there on. Rows are in the model's order; a layer that isn't called has none.
     """
-    float_model, made = copy.deepcopy(model).eval(), quantized_modules(quantized.model)
+    float_model, layers = copy.deepcopy(model).eval(), quantized_modules(quantized.model)
     with torch.no_grad():
         if quantized.folded:
-            convolutions = [name for name in made if isinstance(float_model.get_submodule(name), nn.Conv2d)]
+            convolutions = [name for name in layers if isinstance(float_model.get_submodule(name), nn.Conv2d)]
             fold_norms_(float_model, convolutions, images[:NUM_CHECKED])
-        called = in_order(float_model, [name for name, _ in float_model.named_modules() if name in made], images[:1])
-        layers = {name: _undo_shift(made[name], quantized.shifts.get(name)) for name in made if name in called}
-        expected, logits = _logits_of_each(float_model, layers, images, progress)
+        names = [name for name, _ in float_model.named_modules() if name in layers]
+        called = in_order(float_model, names, images[:1])
+        layers = {name: layer for name, layer in layers.items() if name in called}
+        for name in layers.keys() & quantized.shifts.keys():
+            # Without its bias correction: with only one layer quantized no earlier one needs it.
+            unshifted: Any = copy.deepcopy(layers[name])
+            unshifted.bias = unshifted.bias - quantized.shifts[name]
+            layers[name] = unshifted
+        # One full pass of each chunk computes all before the layers.
+        prefixes = find_prefixes(float_model, {name: [name] for name in layers}, images[:1])
+        expected, logits = list[Tensor](), {name: list[Tensor]() for name in layers}
+        chunks = images.split(CHUNK)
+        for index, chunk in enumerate(chunks):
+            replay = Replay(float_model, prefixes, chunk)
+            expected.append(replay.logits)
+            for number, (name, layer) in enumerate(layers.items()):
+                progress("layers", index * len(layers) + number, len(chunks) * len(layers))
+                original = float_model.get_submodule(name)
+                float_model.set_submodule(name, layer)
+                logits[name].append(replay.run_from(name))
+                float_model.set_submodule(name, original)
     counts, shares = count_complexity(float_model, _spec_of(images)), latency_shares or {}
     macs, params = sum(row.macs for row in counts.values()), sum(row.params for row in counts.values())
     return tuple(
         LayerCost(
             layer=name,
-            kl=mean_kl(expected, logits[name]),
+            kl=mean_kl(torch.cat(expected), torch.cat(logits[name])),
             macs_share=counts[name].macs / macs if name in counts and macs else 0.0,
             params_share=counts[name].params / params if name in counts and params else 0.0,
             latency_share=shares.get(name),
         )
         for name in layers
     )
-
-
-def _undo_shift(layer: QuantizedModule, shift: Tensor | None) -> QuantizedModule:
-    """Return the layer without its bias correction: with only one layer quantized no earlier one needs it."""
-    if shift is None:
-        return layer
-    unshifted: Any = copy.deepcopy(layer)
-    unshifted.bias = unshifted.bias - shift
-    return unshifted
-
-
-def _logits_of_each(
-    model: nn.Module, layers: Mapping[str, nn.Module], images: Tensor, progress: Progress
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the logits of `model`, and by name those with one of `layers` in its place; one full pass computes all before them."""
-    prefixes = find_prefixes(model, {name: [name] for name in layers}, images[:1])
-    expected, logits = list[Tensor](), {name: list[Tensor]() for name in layers}
-    chunks = images.split(CHUNK)
-    for index, chunk in enumerate(chunks):
-        replay = Replay(model, prefixes, chunk)
-        expected.append(replay.logits)
-        for number, (name, layer) in enumerate(layers.items()):
-            progress("layers", index * len(layers) + number, len(chunks) * len(layers))
-            original = model.get_submodule(name)
-            model.set_submodule(name, layer)
-            logits[name].append(replay.run_from(name))
-            model.set_submodule(name, original)
-    return torch.cat(expected), {name: torch.cat(parts) for name, parts in logits.items()}
 
 
 def _spec_of(images: Tensor) -> InputSpec:

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +13,30 @@ from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
 from profiling_agent.lib.io import inert, write_text
-from profiling_agent.reporting.report import (
-    RunReport,
-    Sensitivity,
-    VariantRow,
-    final_attempt,
-    omissions,
-    predictions,
-    unit_decisions,
-)
+from profiling_agent.reporting.report import RunReport, final_attempt, omissions, predictions, unit_decisions
 from profiling_agent.reporting.units import FORMATS
 from profiling_agent.request import Request
-from profiling_agent.schemas import DeploymentOption, Evaluation
+from profiling_agent.schemas import Evaluation
 
-INK, MUTED, ACCENT, SECOND, WARN = "#1f2933", "#9aa5b1", "#0b7285", "#e8590c", "#c92a2a"
+INK, MUTED, ACCENT, SECOND, WARN, BEFORE = "#1f2933", "#9aa5b1", "#0b7285", "#e8590c", "#c92a2a", "#cbd2d9"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 # More bars or rows are unreadable; the tables and report.json have all of them.
-MAX_GROUPS, MAX_UNITS = 14, 80
+MAX_GROUPS, MAX_UNITS, MAX_ROWS = 14, 80, 160
 SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 
-
-def escape_for_plotly(text: object) -> str:
-    """Replace angle brackets in third-party text, because Plotly interprets some tags; return at most 120 characters."""
-    return str(text).replace("<", "\u2039").replace(">", "\u203a")[:120]
+# A model: x, top-1, hover text.
+Points = list[tuple[float, float, str]]
 
 
 def charts(report: RunReport) -> dict[str, str]:
     """Return each chart as HTML by its name; a chart without data is left out."""
     figures = {
-        "speed": against_speed(report),
-        "size": against_size(report),
-        "time": by_group(report, "latency_ms", "milliseconds, as profiled"),
-        "memory": by_group(report, "params", "parameters"),
-        "sensitivity": heat_map(report.sensitivity),
-        "runtimes": runtime_race(report),
+        "speed": _against_speed(report),
+        "size": _against_size(report),
+        "time": _by_group(report, "Where the time goes", "milliseconds, as profiled", "latency_ms", "latency_after_ms"),
+        "memory": _by_group(report, "Where the parameters are", "parameters", "params", "params_after"),
+        "sensitivity": _sensitivity(report),
+        "runtimes": _runtime_race(report),
     }
     config = {"displayModeBar": False, "responsive": True}
     return {
@@ -56,8 +46,12 @@ def charts(report: RunReport) -> dict[str, str]:
     }
 
 
-def new_figure(title: str, x: str, y: str, height: int = 380) -> go.Figure:
-    """Return an empty figure in the report's style, with axis titles `x` and `y`."""
+def _inert_label(text: object) -> str:
+    """Replace angle brackets in third-party text, because Plotly interprets some tags; return at most 120 characters."""
+    return str(text).replace("<", "\u2039").replace(">", "\u203a")[:120]
+
+
+def _new_figure(title: str, x: str, y: str, height: int = 380) -> go.Figure:
     figure = go.Figure()
     figure.update_layout(
         title={"text": title, "font": {"size": 15}},
@@ -70,43 +64,8 @@ def new_figure(title: str, x: str, y: str, height: int = 380) -> go.Figure:
         hoverlabel={"bgcolor": "white"},
     )
     for axis, label in ((figure.update_xaxes, x), (figure.update_yaxes, y)):
-        axis(title_text=label, gridcolor="#e4e7eb", zerolinecolor="#cbd2d9", automargin=True)
+        axis(title_text=label, gridcolor="#e4e7eb", zerolinecolor=BEFORE, automargin=True)
     return figure
-
-
-def add_points(
-    figure: go.Figure, name: str, color: str, rows: Sequence[tuple[float, float, str]], **marker: Any
-) -> None:
-    """Add a marker for each model, given as (x, top-1, hover text)."""
-    if not rows:
-        return
-    figure.add_scatter(
-        x=[x for x, _, _ in rows],
-        y=[y for _, y, _ in rows],
-        text=[escape_for_plotly(text) for _, _, text in rows],
-        name=name,
-        mode="markers",
-        marker={"size": 11, "color": color, "line": {"width": 1, "color": "white"}} | marker,
-        hovertemplate="%{text}<br>%{x:.4g}, top-1 %{y:.2%}<extra></extra>",
-    )
-
-
-def add_front(figure: go.Figure, rows: Sequence[tuple[float, float, str]]) -> go.Figure:
-    """Add the Pareto front (least x, most y) as a stepped line, and return the figure."""
-    xs, ys = list[float](), list[float]()
-    for x, y, _ in sorted(rows, key=lambda row: (row[0], -row[1])):
-        if not ys or y > ys[-1]:
-            xs.append(x)
-            ys.append(y)
-    line = {"color": MUTED, "dash": "dot", "shape": "hv"}
-    figure.add_scatter(x=xs, y=ys, mode="lines", name="front", line=line, hoverinfo="skip")
-    figure.update_yaxes(tickformat=".1%")
-    return figure
-
-
-def _add_accuracy_floor(figure: go.Figure, report: RunReport) -> None:
-    floor = _top1(report.variants[0].evaluation, report) - report.goal.max_accuracy_drop
-    figure.add_hline(y=floor, line={"color": WARN, "width": 1, "dash": "dash"}, annotation_text="accuracy floor")
 
 
 def _top1(evaluation: Evaluation, report: RunReport) -> float:
@@ -114,88 +73,101 @@ def _top1(evaluation: Evaluation, report: RunReport) -> float:
     return report.variants[0].evaluation.top1 - (evaluation.drop.drop if evaluation.drop else 0.0)
 
 
-def _label(row: VariantRow) -> str:
-    return f"{row.evaluation.variant}, {row.evaluation.deployment.name}"
+def _front(report: RunReport, title: str, x: str, series: Sequence[tuple[str, Points, dict[str, Any]]]) -> go.Figure:
+    """Return top-1 on the search images against `x`, of several series, with the accuracy floor and the Pareto front."""
+    figure = _new_figure(title, x, "top-1, search images")
+    for name, points, marker in series:
+        if points:
+            figure.add_scatter(
+                x=[x for x, _, _ in points],
+                y=[y for _, y, _ in points],
+                text=[_inert_label(text) for _, _, text in points],
+                name=name,
+                mode="markers",
+                marker={"size": 11, "line": {"width": 1, "color": "white"}} | marker,
+                hovertemplate="%{text}<br>%{x:.4g}, top-1 %{y:.2%}<extra></extra>",
+            )
+    floor = report.variants[0].evaluation.top1 - report.goal.max_accuracy_drop
+    figure.add_hline(y=floor, line={"color": WARN, "width": 1, "dash": "dash"}, annotation_text="accuracy floor")
+    front: Points = []
+    for point in sorted((point for _, points, _ in series for point in points), key=lambda row: (row[0], -row[1])):
+        if not front or point[1] > front[-1][1]:
+            front.append(point)
+    xs, ys = [x for x, _, _ in front], [y for _, y, _ in front]
+    line = {"color": MUTED, "dash": "dot", "shape": "hv"}
+    figure.add_scatter(x=xs, y=ys, mode="lines", name="front", line=line, hoverinfo="skip")
+    figure.update_yaxes(tickformat=".1%")
+    return figure
 
 
-def against_speed(report: RunReport) -> go.Figure | None:
-    """Return top-1 on the search images against milliseconds a batch of all raced models, or None without a raced baseline."""
+def _against_speed(report: RunReport) -> go.Figure | None:
+    """Return top-1 against milliseconds a batch of all raced models, or None without a raced baseline."""
     base = next((row.race_result for row in report.variants if row.race_result and row.race_result.speedup == 1), None)
     if base is None:
         return None
-    base_ms = base.latency.median_ms
-    variants = [
-        (base_ms / row.race_result.speedup, _top1(row.evaluation, report), _label(row))
-        for row in report.variants
-        if row.race_result
-    ]
-    deployments = [
-        (base_ms / option.race_result.speedup, _top1(option.evaluation, report), f"baseline, {option.deployment.name}")
-        for option in _deployments(report)
-        if option.race_result and option.evaluation
-    ]
-    figure = new_figure("Accuracy against latency", "milliseconds a batch", "top-1, search images")
-    add_points(figure, "baseline, other deployments", SECOND, deployments, symbol="diamond")
-    add_points(figure, "raced", ACCENT, variants)
-    _add_accuracy_floor(figure, report)
-    return add_front(figure, [*variants, *deployments])
+
+    def points(rows: Any, label: str) -> Points:
+        return [
+            (
+                base.latency.median_ms / row.race_result.speedup,
+                _top1(row.evaluation, report),
+                f"{label or row.evaluation.variant}, {row.evaluation.deployment.name}",
+            )
+            for row in rows
+            if row.race_result and row.evaluation
+        ]
+
+    options = report.deployment_search.options if report.deployment_search else ()
+    series = (
+        ("baseline, other deployments", points(options, "baseline"), {"color": SECOND, "symbol": "diamond"}),
+        ("raced", points(report.variants, ""), {"color": ACCENT}),
+    )
+    return _front(report, "Accuracy against latency", "milliseconds a batch", series)
 
 
-def _deployments(report: RunReport) -> tuple[DeploymentOption, ...]:
-    return report.deployment_search.options if report.deployment_search else ()
+def _against_size(report: RunReport) -> go.Figure:
+    def point(evaluation: Evaluation, text: str) -> tuple[float, float, str]:
+        return evaluation.footprint.size_bytes / 1e6, _top1(evaluation, report), text
 
-
-def against_size(report: RunReport) -> go.Figure:
-    """Return top-1 on the search images against megabytes on disk."""
-    variants = [
-        (row.evaluation.footprint.size_bytes / 1e6, _top1(row.evaluation, report), _label(row))
-        for row in report.variants
-    ]
+    rows = [row.evaluation for row in report.variants]
+    variants = [point(row, f"{row.variant}, {row.deployment.name}") for row in rows]
     attempts = [
-        (
-            attempt.deployed.footprint.size_bytes / 1e6,
-            _top1(attempt.deployed, report),
-            f"attempt {attempt.number}: {attempt.reason[:60]}",
-        )
+        point(attempt.deployed, f"attempt {attempt.number}: {attempt.reason[:60]}")
         for attempt in report.attempts
         if attempt.deployed
     ]
-    figure = new_figure("Accuracy against size", "MB on disk", "top-1, search images")
-    add_points(figure, "attempts", MUTED, attempts, symbol="circle-open", line={"width": 2, "color": MUTED})
-    add_points(figure, "variants", ACCENT, variants)
-    _add_accuracy_floor(figure, report)
-    return add_front(figure, [*variants, *attempts])
+    open_circle = {"color": MUTED, "symbol": "circle-open", "line": {"width": 2, "color": MUTED}}
+    series = (("attempts", attempts, open_circle), ("variants", variants, {"color": ACCENT}))
+    return _front(report, "Accuracy against size", "MB on disk", series)
 
 
-def by_group(report: RunReport, field: str, label: str) -> go.Figure | None:
-    """Return bars of a field of the largest layer groups, before and after, or None without groups."""
-    after_field = {"latency_ms": "latency_after_ms", "params": "params_after"}[field]
-    groups = sorted(report.layers, key=lambda group: -getattr(group, field))[:MAX_GROUPS][::-1]
+def _by_group(report: RunReport, title: str, label: str, before: str, after: str) -> go.Figure | None:
+    """Return bars of the largest layer groups by two fields, before and after, or None without groups."""
+    groups = sorted(report.layers, key=lambda group: -getattr(group, before))[:MAX_GROUPS][::-1]
     if not groups:
         return None
-    title = "Where the time goes" if field == "latency_ms" else "Where the parameters are"
-    figure = new_figure(title, label, "", height=120 + 26 * len(groups))
-    names = [escape_for_plotly(group.name) for group in groups]
-    for name, color, attribute in (("after", ACCENT, after_field), ("before", "#cbd2d9", field)):
-        values = [getattr(group, attribute) for group in groups]
+    figure = _new_figure(title, label, "", height=120 + 26 * len(groups))
+    names = [_inert_label(group.name) for group in groups]
+    for name, color, field in (("after", ACCENT, after), ("before", BEFORE, before)):
+        values = [getattr(group, field) for group in groups]
         hover = "%{y}<br>%{x:.4s} " + name + "<extra></extra>"
         figure.add_bar(y=names, x=values, name=name, orientation="h", marker_color=color, hovertemplate=hover)
     figure.update_layout(barmode="group", bargap=0.25)
     return figure
 
 
-def heat_map(rows: Sequence[Sensitivity]) -> go.Figure | None:
+def _sensitivity(report: RunReport) -> go.Figure | None:
     """Return the KL in log10 nats of each unit cut alone, by the kept share of its width, or None without units."""
-    units = rows[:MAX_UNITS][::-1]
+    units = report.sensitivity[:MAX_UNITS][::-1]
     if not units:
         return None
-    figure = new_figure("Sensitivity of each unit, cut alone", "width kept", "", height=140 + 15 * len(units))
+    figure = _new_figure("Sensitivity of each unit, cut alone", "width kept", "", height=140 + 15 * len(units))
     options = [[row.at(share) for share in SHARES] for row in units]
     figure.add_heatmap(
         z=[[math.log10(max(option.kl, 1e-6)) for option in row] for row in options],
         customdata=[[[option.kl, option.keep] for option in row] for row in options],
         x=[f"{share:.0%}" for share in SHARES],
-        y=[escape_for_plotly(row.unit) for row in units],
+        y=[_inert_label(row.unit) for row in units],
         colorscale="YlOrRd",
         colorbar={"title": "nats", "tickvals": [-5, -4, -3, -2, -1, 0], "ticktext": [f"1e{n}" for n in range(-5, 1)]},
         hovertemplate="%{y}<br>%{customdata[1]} kept: %{customdata[0]:.2g} nats<extra></extra>",
@@ -204,21 +176,24 @@ def heat_map(rows: Sequence[Sensitivity]) -> go.Figure | None:
     return figure
 
 
-def runtime_race(report: RunReport) -> go.Figure | None:
+def _runtime_race(report: RunReport) -> go.Figure | None:
     """Return the speedup of each baseline deployment over eager float32 with its interval, or None if none raced."""
-    results = [(option.deployment.name, option.race_result) for option in _deployments(report) if option.race_result]
+    options = report.deployment_search.options if report.deployment_search else ()
+    results = sorted(
+        ((option.race_result, option.deployment.name) for option in options if option.race_result),
+        key=lambda row: row[0].speedup,
+    )
     if not results:
         return None
-    results.sort(key=lambda row: row[1].speedup)
-    figure = new_figure("The race of the baseline's deployments", "times as fast", "", height=120 + 30 * len(results))
+    figure = _new_figure("The race of the baseline's deployments", "times as fast", "", height=120 + 30 * len(results))
     figure.add_bar(
-        y=[escape_for_plotly(name) for name, _ in results],
-        x=[race_result.speedup for _, race_result in results],
+        y=[_inert_label(name) for _, name in results],
+        x=[result.speedup for result, _ in results],
         error_x={
             "type": "data",
             "symmetric": False,
-            "array": [race_result.speedup_high - race_result.speedup for _, race_result in results],
-            "arrayminus": [race_result.speedup - race_result.speedup_low for _, race_result in results],
+            "array": [result.speedup_high - result.speedup for result, _ in results],
+            "arrayminus": [result.speedup - result.speedup_low for result, _ in results],
         },
         orientation="h",
         marker_color=ACCENT,
@@ -238,64 +213,47 @@ def cell(text: object) -> str:
     return prose(text).replace("|", "\\|")
 
 
-def _inert_text(value: Any) -> Any:
-    return inert(value) if isinstance(value, str) else value
+def _templates(**options: Any) -> Environment:
+    loader = PackageLoader("profiling_agent.reporting", "")
+    jinja = Environment(loader=loader, undefined=StrictUndefined, **options)
+    jinja.filters |= FORMATS | {"prose": prose, "cell": cell, "predictions": predictions, "omissions": omissions}
+    return jinja
+
+
+def _page(template: str, **values: Any) -> str:
+    """Return an HTML page, in which third-party text is escaped; style and script are ours."""
+    jinja = _templates(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    style, script = (Markup(Path(__file__).with_name(f"report.{kind}").read_text("utf-8")) for kind in ("css", "js"))
+    return jinja.get_template(template).render(style=style, script=script, **values)
 
 
 def render_markdown(report: RunReport) -> str:
     """Return the report as Markdown."""
     # Autoescape would mangle Markdown. `finalize` applies to every inserted value, so that a template can't forget a filter.
-    jinja = templates(autoescape=False, finalize=_inert_text)
+    jinja = _templates(autoescape=False, finalize=lambda value: inert(value) if isinstance(value, str) else value)
     return jinja.get_template("report.md.jinja").render(r=report)
-
-
-# Drawing of the network, in SVG user units: height of a unit's row, left margin, length of every bar.
-ROW, LEFT, SPAN = 16, 250, 520
-MAX_ROWS = 160
-FILTERS: dict[str, Callable[..., Any]] = FORMATS | {
-    "prose": prose,
-    "cell": cell,
-    "predictions": predictions,
-    "omissions": omissions,
-}
-
-
-def templates(**options: Any) -> Environment:
-    """Return the environment of the templates next to this file, which format numbers; HTML escapes third-party text."""
-    html: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
-    loader = PackageLoader("profiling_agent.reporting", "")
-    jinja = Environment(loader=loader, undefined=StrictUndefined, **(options or html))
-    jinja.filters.update(FILTERS)
-    return jinja
-
-
-def source(name: str) -> str:
-    """Return the text of a file next to this one: the style or the script of the pages."""
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def render_sweep(rows: Sequence[Any], number: int) -> str:
     """Return the HTML page of a sweep: its rows so far, of `number` runs."""
-    style, script = Markup(source("report.css")), Markup(source("report.js"))
-    template = templates().get_template("sweep.html.jinja")
-    return template.render(rows=rows, number=number, style=style, script=script)
+    return _page("sweep.html.jinja", rows=rows, number=number)
 
 
 def render_html(report: RunReport) -> str:
     """Return the report as one HTML page."""
-    subject, template = final_attempt(report), templates().get_template("report.html.jinja")
-    return template.render(
+    subject = final_attempt(report)
+    return _page(
+        "report.html.jinja",
         r=report,
-        # Safe without escaping: Plotly escapes what it writes into a script; style and script are ours, the library is Plotly's.
+        # Safe without escaping: Plotly escapes what it writes into a script.
         charts={name: Markup(chart) for name, chart in charts(report).items()},
         library=Markup(get_plotlyjs()),
-        style=Markup(source("report.css")),
-        script=Markup(source("report.js")),
         subject=subject,
         units=unit_decisions(report, subject)[:MAX_ROWS] if subject else (),
-        row=ROW,
-        left=LEFT,
-        span=SPAN,
+        # In SVG user units: height of a unit's row, left margin, length of every bar.
+        row=16,
+        left=250,
+        span=520,
         command=command(report.request),
         race_result=report.race_result,
     )

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pydantic import Field, model_validator
 
@@ -19,7 +19,6 @@ from profiling_agent.schemas import (
     Cut,
     Decided,
     Deployment,
-    DeploymentOption,
     DeploymentSearch,
     Environment,
     Evaluation,
@@ -40,9 +39,6 @@ from profiling_agent.schemas import (
 )
 from profiling_agent.search.finalize import FinalChoice
 from profiling_agent.workspace import SCHEMA_VERSION
-
-# An index that is a whole segment of a layer's name: in `layers.3`, but not in `fc1`.
-INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Summary(Record):
@@ -160,62 +156,6 @@ class RunReport(Record):
         return next((row.race_result for row in self.variants if row.evaluation.model == self.heldout.model), None)
 
 
-SUMS = [name for name in LayerGroup.model_fields if name != "name"]
-
-
-def compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGroup, ...]:
-    """Return the layers of both profiles, merged if only their index differs; most MACs first."""
-    totals: defaultdict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SUMS, 0.0))
-    for suffix, profile in (("", before), ("_after", after)):
-        for row in profile.layers:
-            sums = totals[INDEX.sub("#", row.name) or "(the model itself)"]
-            sums[f"params{suffix}"] += row.params
-            sums[f"macs{suffix}"] += row.macs
-            sums[f"latency{suffix}_ms"] += row.latency_ms
-    groups = [LayerGroup.model_validate({"name": name, **sums}) for name, sums in totals.items()]
-    return tuple(sorted(groups, key=lambda group: (-group.macs, -group.latency_ms)))
-
-
-def summarise(
-    evaluation: Evaluation,
-    profiled: Profiled,
-    results: Mapping[str, RaceResult],
-    peak_memory_bytes: int,
-    *,
-    attempt: int | None,
-) -> Summary:
-    """Return a model's summary; latency is that of its race in `results` (by SHA-256), else that of its own process."""
-    race_result = results.get(evaluation.model.sha256)
-    return Summary(
-        variant=evaluation.variant,
-        deployment=evaluation.deployment,
-        attempt=attempt,
-        top1=evaluation.top1,
-        num_images=evaluation.predictions.num_images,
-        latency_ms=race_result.latency.median_ms if race_result else profiled.latency_ms,
-        peak_memory_bytes=peak_memory_bytes,
-        **evaluation.footprint.model_dump(),
-    )
-
-
-class ReportInputs(Record):
-    """Inputs of the report other than the final choice; `profiles` has `baseline` and, if another won, `best`."""
-
-    acquired: Acquired
-    input: InputSpec
-    deployment_search: DeploymentSearch | None = None
-    peak_memory_bytes: tuple[int, int] = Field(
-        description="of a fresh process that only loads and runs the baseline, and of one with the winner"
-    )
-    attempts: tuple[Attempt, ...]
-    stopped: StopReason
-    planned_by: str
-    spent: Spent | None
-    decisions: tuple[Decided, ...]
-    profiles: dict[str, tuple[Profiled, ModelProfile]]
-    times: dict[str, tuple[int, float]] = Field(default={}, description="jobs of each kind, and their seconds")
-
-
 def evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
     """Return warnings on the evidence: that there is none, or that a busy machine timed it."""
     if profile.evidence_note is not None:
@@ -241,15 +181,31 @@ def gpu_lines(profiles: Mapping[str, ModelProfile]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def build_report(request: Request, final: FinalChoice, sources: ReportInputs) -> RunReport:
-    """Build the report of a run from its request, final choice and other sources."""
-    race, winner, acquired, profiles = final.race, final.winner, sources.acquired, sources.profiles
-    peaks = sources.peak_memory_bytes
-    baseline, best = profiles["baseline"], profiles.get("best", profiles["baseline"])
+def build_report(  # noqa: PLR0913 (a report has a part of every stage)
+    request: Request,
+    final: FinalChoice,
+    *,
+    acquired: Acquired,
+    input: InputSpec,
+    deployment_search: DeploymentSearch | None,
+    peak_memory_bytes: tuple[int, int],
+    attempts: tuple[Attempt, ...],
+    stopped: StopReason,
+    planned_by: str,
+    spent: Spent | None,
+    decisions: tuple[Decided, ...],
+    profiles: Mapping[str, tuple[Profiled, ModelProfile]],
+    times: Mapping[str, tuple[int, float]],
+) -> RunReport:
+    """Build the report of a run from its final choice and what each stage found.
+
+    `peak_memory_bytes` are of a fresh process that only loads and runs the baseline, and of one with the winner. `profiles` has
+    `baseline` and, if another won, `best`. `times` has the number of jobs of each kind, and their seconds.
+    """
+    before, after = profiles["baseline"], profiles.get("best", profiles["baseline"])
     # The final sessions come last, because they replace a model's result of the screening session.
-    race_results = [result for timing in (final.screening, race) if timing for result in timing.results]
-    results = {race_result.model.sha256: race_result for race_result in race_results}
-    kept_path = final.kept_beside.evaluation.model.path if final.kept_beside else None
+    races = [race for race in (final.screening, final.race) if race]
+    results = {result.model.sha256: result for race in races for result in race.results}
     artifacts = {"best": "best", "report": "report.html", "text": "report.md", "json": "report.json"}
     artifacts |= {f"{name} profile": profiled.profile.path for name, (profiled, _) in profiles.items()}
     # Several attempts may share a deployment, so each has its number for `pick`.
@@ -257,47 +213,61 @@ def build_report(request: Request, final: FinalChoice, sources: ReportInputs) ->
         f"candidate {number}, {row.variant} ({row.deployment.name})": row.model.path
         for number, row in enumerate(final.variants)
     }
+
+    def summarise(evaluation: Evaluation, profiled: Profiled, peak_bytes: int, attempt: int | None) -> Summary:
+        # Latency is that of the race, else that of the model's own process.
+        result = results.get(evaluation.model.sha256)
+        return Summary(
+            variant=evaluation.variant,
+            deployment=evaluation.deployment,
+            attempt=attempt,
+            top1=evaluation.top1,
+            num_images=evaluation.predictions.num_images,
+            latency_ms=result.latency.median_ms if result else profiled.latency_ms,
+            peak_memory_bytes=peak_bytes,
+            **evaluation.footprint.model_dump(),
+        )
+
     # Without the orders of the channels.
-    evidence = {row.unit: row.options for row in baseline[1].evidence.units} if baseline[1].evidence else {}
-    sensitivity = tuple(
-        Sensitivity(unit=unit.name, kind=unit.kind, width=unit.width, options=options)
-        for unit in baseline[1].units
-        if (options := evidence.get(unit.name))
-    )
+    evidence = {row.unit: row.options for row in before[1].evidence.units} if before[1].evidence else {}
     return RunReport(
         run_id=request.run_id or "",
         verdict=final.verdict,
         goal=request.goal,
-        stopped=sources.stopped,
-        planned_by=sources.planned_by,
-        spent=sources.spent,
-        decisions=sources.decisions,
-        deployment_search=sources.deployment_search,
-        baseline=summarise(final.heldout_baseline, baseline[0], results, peaks[0], attempt=None),
-        best=summarise(final.heldout_winner, best[0], results, peaks[1], attempt=winner.attempt),
+        stopped=stopped,
+        planned_by=planned_by,
+        spent=spent,
+        decisions=decisions,
+        deployment_search=deployment_search,
+        baseline=summarise(final.heldout_baseline, before[0], peak_memory_bytes[0], None),
+        best=summarise(final.heldout_winner, after[0], peak_memory_bytes[1], final.winner.attempt),
         heldout=final.heldout_winner,
         screening=final.screening,
-        race=race,
+        race=final.race,
         variants=tuple(VariantRow(evaluation=row, race_result=results.get(row.model.sha256)) for row in final.variants),
-        attempts=sources.attempts,
-        kept_beside=kept_path,
+        attempts=attempts,
+        kept_beside=final.kept_beside.evaluation.model.path if final.kept_beside else None,
         notes=(
             *acquired.notes,
-            *(f"no {kind} can be cut: {reason}" for kind, reason in baseline[1].absent.items()),
-            *evidence_notes(baseline[1]),
-            *(sources.deployment_search.notes if sources.deployment_search else ()),
+            *(f"no {kind} can be cut: {reason}" for kind, reason in before[1].absent.items()),
+            *evidence_notes(before[1]),
+            *(deployment_search.notes if deployment_search else ()),
             *final.notes,
-            *(race.notes if race else ()),
+            *(final.race.notes if final.race else ()),
         ),
         acquired=acquired,
-        input=sources.input,
+        input=input,
         profiles={name: profiled for name, (profiled, _) in profiles.items()},
-        layers=compare_layers(baseline[1], best[1]),
+        layers=_compare_layers(before[1], after[1]),
         on_gpu=gpu_lines({name: profile for name, (_, profile) in profiles.items()}),
-        sensitivity=sensitivity,
+        sensitivity=tuple(
+            Sensitivity(unit=unit.name, kind=unit.kind, width=unit.width, options=evidence[unit.name])
+            for unit in before[1].units
+            if evidence.get(unit.name)
+        ),
         times=tuple(
-            TimeRow(kind=kind, count=count, seconds=seconds, passes=seconds / baseline[1].headline.pass_s)
-            for kind, (count, seconds) in sources.times.items()
+            TimeRow(kind=kind, count=count, seconds=seconds, passes=seconds / before[1].headline.pass_s)
+            for kind, (count, seconds) in times.items()
         ),
         artifacts=artifacts,
         request=request,
@@ -305,62 +275,70 @@ def build_report(request: Request, final: FinalChoice, sources: ReportInputs) ->
     )
 
 
+def _compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGroup, ...]:
+    """Return the layers of both profiles, merged if only their index differs; most MACs first."""
+    names = [name for name in LayerGroup.model_fields if name != "name"]
+    totals: defaultdict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(names, 0.0))
+    for suffix, profile in (("", before), ("_after", after)):
+        for row in profile.layers:
+            # An index is a whole segment of a name: in `layers.3`, but not in `fc1`.
+            sums = totals[re.sub(r"(?<=\.)\d+(?=\.|$)", "#", row.name) or "(the model itself)"]
+            sums[f"params{suffix}"] += row.params
+            sums[f"macs{suffix}"] += row.macs
+            sums[f"latency{suffix}_ms"] += row.latency_ms
+    groups = [LayerGroup.model_validate({"name": name, **sums}) for name, sums in totals.items()]
+    return tuple(sorted(groups, key=lambda group: (-group.macs, -group.latency_ms)))
+
+
 def omissions(report: RunReport) -> tuple[str, ...]:
     """Return what was left out for lack of time, by the time budget or in proportion to the model, in run order."""
     options = report.deployment_search.options if report.deployment_search else ()
-    untried = [option for option in options if option.wants_time and option.deployed is None]
-    unmeasured = [option for option in options if option.wants_time and option.deployed is not None]
-    num_attempts, max_attempts = len(report.attempts), report.request.max_iterations
+    waiting = [option for option in options if option.wants_time]
+    untried = ", ".join(option.deployment.name for option in waiting if option.deployed is None)
+    unmeasured = ", ".join(option.deployment.name for option in waiting if option.deployed is not None)
     num_seen, num_all = report.heldout.predictions.num_images, report.acquired.heldout.num_images
     accuracy = next(term for term in report.verdict.terms if term.name == "accuracy")
     is_cut = accuracy.holds and accuracy.bound is not None and accuracy.bound > accuracy.required and num_seen < num_all
+    plans = f"{len(report.attempts)} of up to {report.request.max_iterations}"
     cases = (
-        (bool(untried), f"deployments that were not tried: {_join_names(untried)}"),
-        (bool(unmeasured), f"deployments that were made and not measured: {_join_names(unmeasured)}"),
-        (report.stopped is StopReason.TIME_SPENT, f"plans: {num_attempts} of up to {max_attempts} were measured"),
+        (bool(untried), f"deployments that were not tried: {untried}"),
+        (bool(unmeasured), f"deployments that were made and not measured: {unmeasured}"),
+        (report.stopped is StopReason.TIME_SPENT, f"plans: {plans} were measured"),
         (is_cut, f"held-out images: {num_seen:,} of {num_all:,} were looked at"),
     )
     return tuple(text for applies, text in cases if applies)
 
 
-def _join_names(options: list[DeploymentOption]) -> str:
-    return ", ".join(option.deployment.name for option in options)
-
-
 def differences(reports: Mapping[str, RunReport]) -> tuple[str, ...]:
     """Return a line for each difference that makes the runs' times incomparable; empty if there is none."""
     lines: list[str] = []
-    machines: dict[str, str] = {}
-    for name, report in reports.items():
+
+    def compare(what: str, value_of: Callable[[RunReport], str], advice: str = "") -> None:
+        runs: defaultdict[str, list[str]] = defaultdict(list)
+        for name, report in reports.items():
+            runs[value_of(report)].append(name)
+        if len(runs) > 1:
+            values = "; ".join(f"{', '.join(names)}: {value}" for value, names in runs.items())
+            lines.append(f"{what}: {values}{advice}")
+
+    def machine(report: RunReport) -> str:
+        # All that times depend on, except software.
         here = report.environment
         flags = ", ".join(here.cpu_flags) or "no vector extensions of note"
-        # All that times depend on, except software.
-        machines[name] = f"{here.machine} ({flags}; {here.system}, {here.device})"
-    if _differ(machines):
-        lines.append(
-            f"runs of different machines, whose times and speed-ups aren't compared: {_group_by_value(machines)}; "
-            "race their models on one of them (profiling-agent race)"
+        return f"{here.machine} ({flags}; {here.system}, {here.device})"
+
+    compare(
+        "runs of different machines, whose times and speed-ups aren't compared",
+        machine,
+        "; race their models on one of them (profiling-agent race)",
+    )
+    compare("times are of batches of different sizes", lambda report: f"{report.request.batch_size}")
+    for library in sorted({library for report in reports.values() for library in report.environment.versions}):
+        compare(
+            f"times are of different versions of {library}",
+            lambda report, library=library: report.environment.versions.get(library, "none"),
         )
-    batch_sizes = {name: f"{report.request.batch_size}" for name, report in reports.items()}
-    if _differ(batch_sizes):
-        lines.append(f"times are of batches of different sizes: {_group_by_value(batch_sizes)}")
-    versions = {name: report.environment.versions for name, report in reports.items()}
-    for library in sorted({library for installed in versions.values() for library in installed}):
-        installed = {name: libraries.get(library, "none") for name, libraries in versions.items()}
-        if _differ(installed):
-            lines.append(f"times are of different versions of {library}: {_group_by_value(installed)}")
     return tuple(lines)
-
-
-def _differ(values: Mapping[str, str]) -> bool:
-    return len({*values.values()}) > 1
-
-
-def _group_by_value(values: Mapping[str, str]) -> str:
-    runs: dict[str, list[str]] = {}
-    for name, value in values.items():
-        runs.setdefault(value, []).append(name)
-    return "; ".join(f"{', '.join(names)}: {value}" for value, names in runs.items())
 
 
 # A prediction that differs from the measurement by more than this factor is marked.
@@ -395,27 +373,26 @@ def is_off(predicted: float, measured: float, floor: float) -> bool:
 
 def predictions(attempt: Attempt, report: RunReport) -> tuple[ForecastCheck, ...]:
     """Return what was predicted of an attempt next to what was measured; empty if it was not pruned."""
-    dry_run, rows = attempt.dry_run, []
+    dry_run, rows = attempt.dry_run, list[ForecastCheck]()
     if dry_run is None or attempt.pruned_model is None:
         return ()
+
+    def add(what: str, predicted: float, measured: float, floor: float, show: Callable[[float], str]) -> None:
+        off = is_off(predicted, measured, floor)
+        rows.append(ForecastCheck(what=what, predicted=show(predicted), measured=show(measured), is_off=off))
+
     if attempt.deployed is not None:
-        for name in ("params", "macs"):
-            expected, actual = getattr(dry_run, name), getattr(attempt.deployed.footprint, name)
-            rows.append((name, count(expected), count(actual), is_off(expected, actual, 0)))
+        add("params", dry_run.params, attempt.deployed.footprint.params, 0, count)
+        add("macs", dry_run.macs, attempt.deployed.footprint.macs, 0, count)
     if dry_run.kl is not None and attempt.calibration_kl is not None:
-        off = is_off(dry_run.kl, attempt.calibration_kl, MIN_NATS)
-        rows.append(("KL", f"{dry_run.kl:.2g} nats", f"{attempt.calibration_kl:.2g} nats", off))
+        add("KL", dry_run.kl, attempt.calibration_kl, MIN_NATS, lambda nats: f"{nats:.2g} nats")
     # The time of its float32 deployment, in torch as the prediction is.
     sha256 = attempt.pruned_model.sha256
     race_result = next((row.race_result for row in report.variants if row.evaluation.model.sha256 == sha256), None)
     if dry_run.latency_saved is not None and race_result is not None:
         saved = 1 - 1 / race_result.speedup
-        off = is_off(dry_run.latency_saved, saved, MIN_SHARE)
-        rows.append(("time in float32", f"{percent(dry_run.latency_saved)} less", f"{percent(saved)} less", off))
-    return tuple(
-        ForecastCheck(what=what, predicted=forecast, measured=actual, is_off=off)
-        for what, forecast, actual, off in rows
-    )
+        add("time in float32", dry_run.latency_saved, saved, MIN_SHARE, lambda share: f"{percent(share)} less")
+    return tuple(rows)
 
 
 def final_attempt(report: RunReport) -> Attempt | None:
@@ -438,27 +415,26 @@ def unit_decisions(report: RunReport, attempt: Attempt) -> tuple[Choice, ...]:
 
 
 def _cut_reason(cut: Cut, row: Sensitivity | None, plan: Plan) -> str:
-    recommended = next((rec for rec in plan.pruning if _matches(rec.layer, (cut.unit.name, *cut.unit.members))), None)
     cost = _format_cost(row, cut.keep) if row else ""
-    if recommended is not None:
-        justification = f": {recommended.justification}" if recommended.justification else ""
-        return f"the plan cuts {recommended.pruning_ratio:.0%} of it{justification}{f' ({cost})' if cost else ''}"
+    for rec in plan.pruning:
+        if _matches(rec.layer, (cut.unit.name, *cut.unit.members)):
+            justification = f": {rec.justification}" if rec.justification else ""
+            return f"the plan cuts {rec.pruning_ratio:.0%} of it{justification}{f' ({cost})' if cost else ''}"
     return f"the allocator's choice{f': {cost}' if cost else ''}"
 
 
 def _uncut_reason(name: str, row: Sensitivity | None, attempt: Attempt) -> str:
-    notes = [note for note in (attempt.dry_run.notes if attempt.dry_run else ()) if repr(name) in note]
-    if notes:
-        return notes[0]
-    cap = next((cap for cap in attempt.plan.caps if cap.max_ratio == 0 and _matches(cap.layer, (name,))), None)
-    if cap is not None:
-        return f"the plan leaves {cap.layer!r} alone"
+    for note in attempt.dry_run.notes if attempt.dry_run else ():
+        if repr(name) in note:
+            return note
+    for cap in attempt.plan.caps:
+        if cap.max_ratio == 0 and _matches(cap.layer, (name,)):
+            return f"the plan leaves {cap.layer!r} alone"
     if row is None:
         return "there is no evidence on it"
     if attempt.plan.target is None:
         return "the plan doesn't name it"
-    widest = max(row.options, key=lambda option: option.keep)
-    return f"the same is saved for less elsewhere: {_format_cost(row, widest.keep)}"
+    return f"the same is saved for less elsewhere: {_format_cost(row, max(option.keep for option in row.options))}"
 
 
 def _format_cost(row: Sensitivity, keep: int) -> str:

@@ -4,13 +4,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from profiling_agent.data.hub import is_local
 from profiling_agent.errors import RunError
 from profiling_agent.lib.io import DocumentError, parse_json, parse_record
 from profiling_agent.measure.throughput import SavedModel, saved_model
-from profiling_agent.reporting.report import RunReport, Summary
+from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.units import count, drop, ms, percent, size, speedup
 from profiling_agent.runtimes.artifact import CardRow, HeldOutAccuracy
 from profiling_agent.schemas import ArtifactRef
@@ -32,13 +32,11 @@ def read_report(folder: Path) -> RunReport:
         raise RunError(f"run {str(folder)!r} has no report yet: finish it with `profiling-agent resume {folder}`")
     try:
         text = path.read_bytes()
-        document = parse_json(text)
+        document: Any = parse_json(text)
         if isinstance(document, dict) and "schema_version" in document:
-            check_version(path, cast("dict[str, Any]", document)["schema_version"])
+            check_version(path, document["schema_version"])
         return parse_record(RunReport, text)
-    except OSError as error:
-        raise RunError(f"{str(path)!r} can't be read ({error.strerror}): run again") from error
-    except DocumentError as error:
+    except (OSError, DocumentError) as error:
         raise RunError(f"{str(path)!r} is damaged ({error}): run again") from error
 
 
@@ -62,36 +60,32 @@ def run_of(folder: Path) -> Path:
     return folder if (folder / MANIFEST).is_file() or folder.parent.name != FORKS else folder.parents[1]
 
 
-def models_of(source: Path) -> list[SavedModel]:
-    """Return the models behind a run's verdict, numbered as in `pick`, the baseline first; of a saved model, itself.
+def models_of_all(sources: Sequence[Path]) -> list[SavedModel]:
+    """Return the models behind runs' verdicts, numbered as in `pick`, the baseline first, and saved models themselves.
+
+    The models of one of several runs have its path before their names.
 
     Raises:
-        ArtifactError: `source` is neither a run nor a saved model.
-        RunError: the run has no report yet.
+        ArtifactError: a source is neither a run nor a saved model.
+        RunError: a run has no report yet.
     """
-    if not is_run(source):
-        return [saved_model(source)]
-    models = (model for _, model in _measured_models(source))
-    return [replace(model, name=f"{number} {model.name}") for number, model in enumerate(models)]
-
-
-def models_of_all(sources: Sequence[Path]) -> list[SavedModel]:
-    """Return the models of several runs and saved models; a run's models have its path before their names."""
-    if len(sources) == 1:
-        return models_of(sources[0])
-    return [
-        replace(model, name=f"{source}: {model.name}") if is_run(source) else model
-        for source in sources
-        for model in models_of(source)
-    ]
+    models: list[SavedModel] = []
+    for source in sources:
+        if is_run(source):
+            origin = f"{source}: " if len(sources) > 1 else ""
+            measured = enumerate(_measured_models(source))
+            models += [replace(model, name=f"{origin}{number} {model.name}") for number, (_, model) in measured]
+        else:
+            models.append(saved_model(source))
+    return models
 
 
 def before_and_after(source: Path) -> list[SavedModel]:
-    """Return a run's baseline and the model that it returned; of a saved model, itself. Raises what `models_of` does."""
+    """Return a run's baseline and the model that it returned; of a saved model, itself. Raises what `models_of_all` does."""
     if not is_run(source):
         return [saved_model(source)]
-    models, returned_ref = _measured_models(source), read_report(source).heldout.model
-    return [models[0][1], *(model for ref, model in models[1:] if ref == returned_ref)]
+    models, returned = _measured_models(source), read_report(source).heldout.model
+    return [models[0][1], *(model for ref, model in models[1:] if ref == returned)]
 
 
 def is_run(source: Path) -> bool:
@@ -100,13 +94,11 @@ def is_run(source: Path) -> bool:
 
 
 def _measured_models(source: Path) -> list[tuple[ArtifactRef, SavedModel]]:
-    rows, workspace = [row.evaluation for row in read_report(source).variants], Workspace(run_of(source))
+    workspace, rows = Workspace(run_of(source)), [row.evaluation for row in read_report(source).variants]
+    names = [f"{row.variant} ({row.deployment.name})" for row in rows]
     return [
-        (
-            row.model,
-            SavedModel(f"{row.variant} ({row.deployment.name})", row.variant, workspace.path(row.model).resolve()),
-        )
-        for row in rows
+        (row.model, SavedModel(name, row.variant, workspace.path(row.model).resolve()))
+        for name, row in zip(names, rows, strict=True)
     ]
 
 
@@ -121,28 +113,31 @@ def _request_and_plans(report: RunReport) -> tuple[str, ...]:
 
 def card_rows(report: RunReport) -> tuple[CardRow, ...]:
     """Return the model card's rows, before and after, formatted as in the report."""
-    rows: tuple[tuple[str, Callable[[Summary], str]], ...] = (
-        (f"top-1 on {report.best.num_images:,} held-out images", lambda s: percent(s.top1)),
-        (f"latency of a batch of {report.request.batch_size}", lambda s: ms(s.latency_ms)),
-        ("params", lambda s: count(s.params)),
-        ("MACs of one image", lambda s: count(s.macs)),
-        ("on disk", lambda s: size(s.size_bytes)),
-        ("peak memory of a process", lambda s: size(s.peak_memory_bytes)),
+    rows: tuple[tuple[str, Callable[[Any], str], str], ...] = (
+        (f"top-1 on {report.best.num_images:,} held-out images", percent, "top1"),
+        (f"latency of a batch of {report.request.batch_size}", ms, "latency_ms"),
+        ("params", count, "params"),
+        ("MACs of one image", count, "macs"),
+        ("on disk", size, "size_bytes"),
+        ("peak memory of a process", size, "peak_memory_bytes"),
     )
-    return tuple(CardRow(name=name, before=show(report.baseline), after=show(report.best)) for name, show in rows)
+    before, after = report.baseline, report.best
+    return tuple(
+        CardRow(name=name, before=show(getattr(before, field)), after=show(getattr(after, field)))
+        for name, show, field in rows
+    )
 
 
 def card_notes(report: RunReport) -> tuple[str, ...]:
     """Return the verdict, its intervals, and where they were measured."""
-    race_result = report.race_result
-    environment = report.environment
+    result, env = report.race_result, report.environment
     notes = [f"{report.verdict.outcome}: {report.verdict.explanation}."]
     if report.heldout.drop:
         notes.append(f"Top-1 lost: {drop(report.heldout.drop)}.")
-    if race_result:
-        sessions = f"{len(race_result.turns)} sessions on one machine"
-        notes.append(f"Times as fast as the baseline in eager float32, in {sessions}: {speedup(race_result)}.")
-    notes.append(f"Measured on {environment.machine}, {environment.system}, device {report.acquired.source.device}.")
+    if result:
+        sessions = f"{len(result.turns)} sessions on one machine"
+        notes.append(f"Times as fast as the baseline in eager float32, in {sessions}: {speedup(result)}.")
+    notes.append(f"Measured on {env.machine}, {env.system}, device {report.acquired.source.device}.")
     return tuple(notes)
 
 

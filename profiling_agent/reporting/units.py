@@ -91,19 +91,5 @@ def origin(name: str) -> str:
 
 
 # Filters of the report's templates, by the names that they use.
-FORMATS: dict[str, Callable[..., str]] = {
-    format_.__name__: format_
-    for format_ in (
-        format_requirement,
-        count,
-        drop,
-        format_measurement,
-        ms,
-        origin,
-        percent,
-        points,
-        sessions,
-        size,
-        speedup,
-    )
-}
+_FILTERS = (count, size, ms, percent, points, drop, speedup, sessions, origin, format_requirement, format_measurement)
+FORMATS: dict[str, Callable[..., str]] = {format_.__name__: format_ for format_ in _FILTERS}

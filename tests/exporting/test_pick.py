@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import sample_records
+from commands import call
 from rich.console import Console, RenderableType
-from typer.testing import CliRunner
 
 from profiling_agent import pick
-from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import candidates_table, picked_table
 from profiling_agent.errors import ArtifactError, RequestError
-from profiling_agent.exporting.pick import RunCandidate, candidates, candidates_of, find_candidate
+from profiling_agent.exporting.pick import FAILED, RunCandidate, candidates, candidates_of, find_candidate
 from profiling_agent.reporting.results import read_report
 from profiling_agent.runtimes.load import load
 from profiling_agent.schemas import Term, Variant
@@ -39,27 +38,20 @@ def drawn(table: RenderableType) -> str:
     return capture.get()
 
 
+def missed(name: Any, required: float, value: float) -> Term:
+    return Term(name=name, required=required, measured=value, holds=False)
+
+
 @pytest.mark.parametrize(
     ("refused", "says"),
     [
-        ({"notes": ("it failed on the held-out images, and was refused",)}, "doesn't hold (held-out images)"),
-        (
-            {
-                "terms": (
-                    Term(name="accuracy", required=0.01, measured=0.0, holds=True),
-                    Term(name="speed", required=1.0, measured=0.5, holds=False),
-                    Term(name="size", required=0.5, measured=0.9, holds=False),
-                )
-            },
-            "doesn't hold (speed, size)",
-        ),
+        ({"notes": (FAILED,)}, "doesn't hold (held-out images)"),
+        ({"terms": (missed("speed", 1.0, 0.5), missed("size", 0.5, 0.9))}, "doesn't hold (speed, size)"),
     ],
 )
 def test_a_contract_that_does_not_hold_is_listed_with_what_refused_it(refused: dict[str, Any], says: str):
     assert says in drawn(candidates_table((FOUND[0], FOUND[1].model_copy(update=refused))))
-
-
-def test_a_returned_baseline_is_not_said_to_be_judged():
+    # A returned baseline isn't judged.
     assert "held-out" not in drawn(picked_table(FOUND[0].model_copy(update={"is_judged": True})))
 
 
@@ -70,10 +62,6 @@ def test_a_candidate_is_named_by_number_or_by_what_only_one_is():
         find_candidate("3", FOUND)
     with pytest.raises(RequestError, match="'eager float32' names several"):
         find_candidate("eager float32", FOUND)
-
-
-def call(*arguments: object):
-    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "500", "TERM": "dumb"})
 
 
 def test_every_candidate_of_a_run_can_be_taken_and_loads(finished: Path, tmp_path: Path):
@@ -96,20 +84,13 @@ def test_every_candidate_of_a_run_can_be_taken_and_loads(finished: Path, tmp_pat
 def test_a_refusal_is_told_of_the_attempt_that_it_names(finished: Path):
     report = read_report(finished)
     made_by = {each.deployed.model: each.number for each in report.attempts if each.deployed}
-    row, number = next(
-        (row, made_by[row.evaluation.model]) for row in report.variants if row.evaluation.model in made_by
-    )
-    deployment = row.evaluation.deployment.name
+    row = next(row.evaluation for row in report.variants if row.evaluation.model in made_by)
 
-    def told(of: int) -> tuple[str, ...]:
-        notes = (f"attempt {of} ({deployment}) lost 2.00 points of held-out images and was refused",)
-        found = candidates_of(report.model_copy(update={"notes": notes, "kept_beside": None}))
-        return next(one.notes for one in found if one.evaluation.model == row.evaluation.model)
-
-    assert told(number + 1) == ()
-    assert told(number) == (
-        f"the run says: attempt {number} ({deployment}) lost 2.00 points of held-out images and was refused",
-    )
+    for number, is_told in ((made_by[row.model], True), (made_by[row.model] + 1, False)):
+        note = f"attempt {number} ({row.deployment.name}) lost 2.00 points of held-out images and was refused"
+        found = candidates_of(report.model_copy(update={"notes": (note,), "kept_beside": None}))
+        (told,) = (one.notes for one in found if one.evaluation.model == row.model)
+        assert told == ((f"the run says: {note}",) if is_told else ())
 
 
 def test_what_was_never_judged_says_so_in_its_card_and_on_the_terminal(finished: Path, tmp_path: Path):
@@ -119,23 +100,21 @@ def test_what_was_never_judged_says_so_in_its_card_and_on_the_terminal(finished:
 
     card = (tmp_path / "other" / "README.md").read_text()
     assert ended.exit_code == 0
-    assert "never judged on held-out images" in card
     assert f"{other.evaluation.predictions.num_images:,} search images" in card
-    assert "never judged on held-out images" in ended.stdout
-    assert f"wrote {tmp_path / 'other'}" in ended.stdout
+    assert f"wrote {tmp_path / 'other'}" in ended.stdout.replace("\n", "")
+    for text in (card, ended.stdout):
+        assert "never judged on held-out images" in text
     assert {"accuracy", "size"} <= {term.name for term in other.terms}
 
 
 def test_the_list_has_all_that_was_measured_and_a_front(finished: Path):
-    found = candidates_of(read_report(finished))
-
-    listed = json.loads(call("pick", finished, "--json").stdout)
-    shown = " ".join(call("pick", finished).stdout.split())
+    found = candidates(finished)
     table = drawn(candidates_table(found))
 
+    listed = json.loads(call("pick", finished, "--json").stdout)
+
     assert [one["number"] for one in listed] == list(range(len(found)))
-    # However wide the terminal is that another test has left.
-    assert "what the run measured, on search images" in shown
+    assert "what the run measured, on search images" in " ".join(call("pick", finished).stdout.split())
     assert all(one.name in table for one in found)
     least = min(one.evaluation.footprint.size_bytes for one in found)
     assert any(one.is_on_front for one in found if one.evaluation.footprint.size_bytes == least)

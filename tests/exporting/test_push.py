@@ -37,26 +37,18 @@ SECRET = "/home/somebody/models/my-vit"
 USERS = {"hf_mine": "me"}
 
 
-def environment(endpoint, home, **settings):
+def child(code, endpoint, home, **settings):
+    """Return how a child process ended that has this Hub, and none of our own settings for it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    told = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
-    return kept | told | settings
+    hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
+    arguments = [sys.executable, *map(str, code)]
+    return subprocess.run(arguments, env=kept | hub | settings, capture_output=True, text=True, check=False)
 
 
 def ask(endpoint, home, *questions):
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, json.dumps(questions, default=str)],
-        env=environment(endpoint, home), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = child(["-c", ASK, json.dumps(questions, default=str)], endpoint, home)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-def command(endpoint, home, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "profiling_agent.cli.main", "push", *map(str, arguments)],
-        env=environment(endpoint, home, HF_TOKEN="hf_mine"), capture_output=True, text=True, check=False,
-    )  # fmt: skip
 
 
 def write_models(models, source):
@@ -105,6 +97,7 @@ def world(tmp_path_factory, sources):
     shutil.copy(models / "local" / "recipe.json", root / "models/acme/theirs")
     (root / "models/me/alike").mkdir()
     (root / "models/me/alike/recipe.json").write_text("{}")
+    cli = ("-m", "profiling_agent.cli.main", "push", run, "me/commanded")
     with fake_hub.serve(root, USERS) as hub:
         hub.made["acme/vit"] = {"cardData": {"license": "apache-2.0"}}
         answers = ask(
@@ -133,9 +126,9 @@ def world(tmp_path_factory, sources):
             ("unfinished", "hf_mine", models / "unfinished", "me/new", {}),
             ("no model", "hf_mine", models, "me/new", {}),
         )  # fmt: skip
-        commands = {name: command(hub.address, home, run, "me/commanded") for name in ("command", "refused command")}
-    unreachable = ask(hub.address, home, ("unreachable", "hf_mine", run, "me/new", {}))
-    return root / "models", answers | unreachable | commands, hub
+        commands = [child(cli, hub.address, home, HF_TOKEN="hf_mine") for _ in range(2)]
+    answers |= ask(hub.address, home, ("unreachable", "hf_mine", run, "me/new", {}))
+    return root / "models", answers, hub, commands
 
 
 def names_in(folder):
@@ -148,7 +141,7 @@ def metadata_of(folder):
 
 @pytest.mark.slow
 def test_a_runs_model_goes_up_whole_without_a_path_of_the_machine_and_loads_from_there(world):
-    root, answers, hub = world
+    root, answers, hub, _ = world
 
     assert answers["run"]["url"] == f"{hub.address}/me/small"
     assert answers["run"]["commit"] == fake_hub.COMMIT
@@ -162,28 +155,21 @@ def test_a_runs_model_goes_up_whole_without_a_path_of_the_machine_and_loads_from
     assert "Made from `my-vit`" in (root / "me/small/README.md").read_text()
 
 
-def test_the_card_tells_the_hub_base_license_data_and_accuracy(world):
-    root, _, _ = world
+def test_exported_files_replace_what_was_pushed_before_and_nothing_else_with_a_card_for_the_hub(world):
+    root, answers, _, _ = world
 
-    told = metadata_of(root / "me/based")
-
-    assert (told["base_model"], told["base_model_relation"], told["license"]) == ("acme/vit", "quantized", "apache-2.0")
-    assert told["datasets"] == ["acme/insects"]
-    assert told["pipeline_tag"] == "image-classification"
-    assert told["tags"] == ["profiling-agent", "onnxruntime", "dynamic"]
-    (result,) = told["model-index"][0]["results"]
-    assert result["dataset"] == {"name": "acme/insects", "type": "acme/insects", "config": "small", "split": "test"}
-    assert result["metrics"] == [{"type": "accuracy", "value": 0.875}]
-
-
-def test_exported_files_replace_what_was_pushed_before_and_nothing_else(world):
-    root, answers, _ = world
+    card = metadata_of(root / "me/based")
 
     assert names_in(root / "me/based") == sorted([".gitattributes", "LICENSE", *answers["exported"]["files"]])
     assert "run.py" in answers["exported"]["files"]
     assert "recipe.json" not in answers["exported"]["files"]
-    assert metadata_of(root / "me/based")["library_name"] == "onnx"
-    assert metadata_of(root / "me/small")["library_name"] == "profiling-agent"
+    assert (card["library_name"], metadata_of(root / "me/small")["library_name"]) == ("onnx", "profiling-agent")
+    assert (card["base_model"], card["base_model_relation"], card["license"]) == ("acme/vit", "quantized", "apache-2.0")
+    assert (card["datasets"], card["pipeline_tag"]) == (["acme/insects"], "image-classification")
+    assert card["tags"] == ["profiling-agent", "onnxruntime", "dynamic"]
+    (result,) = card["model-index"][0]["results"]
+    assert result["dataset"] == {"name": "acme/insects", "type": "acme/insects", "config": "small", "split": "test"}
+    assert result["metrics"] == [{"type": "accuracy", "value": 0.875}]
 
 
 @pytest.mark.parametrize(
@@ -195,40 +181,36 @@ def test_exported_files_replace_what_was_pushed_before_and_nothing_else(world):
         ("not ours", "holds notes.txt, which were not pushed by profiling-agent: push to another name"),
         ("alike", "holds recipe.json, which were not pushed by profiling-agent: push to another name"),
         ("public", "'me/based' exists on the Hub and is public: make it private there, or leave --private out"),
-        ("to another", "you may not write to 'other/new' on the Hub: name a repository of yours instead of 'other'"),
-        ("over another's", "you may not write to 'acme/theirs' on the Hub"),
-        ("bad token", "doesn't accept the token for 'me/new'"),
-        ("no id", "'a b/c' is no repository on the Hub: give it as owner/name"),
-        ("no owner", "'small' is no repository on the Hub: give it as owner/name"),
+        ("to another", "You don't have the rights to create a model under 'other'"),
+        ("over another's", "You don't have the rights to write to acme/theirs"),
+        ("bad token", "Invalid username or password"),
+        ("bad token", "check the name, the network and that your token may write there; log in with `hf auth login`"),
+        ("no id", "'a b/c' can't be pushed to "),
+        ("no id", "Repo id must "),
+        ("no owner", "'small' names no owner: give the repository as owner/name"),
         # Nothing is hashed and copied that can't go up.
         ("no token for what is damaged", "needs a token, and there is none"),
         ("damaged", "isn't the file that was saved"),
         ("changed", "run.py' isn't the file that was exported"),
         ("unfinished", "has no model yet: finish it with"),
         ("no model", "is no saved model"),
-        ("unreachable", "can't be reached for 'me/new' (ConnectError): check the network"),
+        ("unreachable", "(ConnectError ('[Errno 111] Connection refused')), and nothing was committed: check"),
     ],
 )
 def test_what_can_not_be_pushed_is_one_line(world, what, says):
-    _, answers, _ = world
+    _, answers, _, _ = world
 
     assert says in answers[what]
     assert len(answers[what].splitlines()) == 1
     assert "hf_" not in answers[what]
 
 
-def test_what_was_refused_made_no_repository(world):
-    root, _, _ = world
+def test_what_was_refused_made_no_repository_and_the_command_ends_with_code_2_and_one_line(world):
+    root, _, hub, (done, refused) = world
 
-    assert sorted(path.name for path in (root / "me").iterdir()) == ["alike", "based", "commanded", "notes", "small"]
+    assert names_in(root / "me") == ["alike", "based", "commanded", "notes", "small"]
     assert not (root / "other").exists()
     assert names_in(root / "me/notes") == ["notes.txt"]
-
-
-def test_the_command_says_where_it_lies_or_ends_with_code_2_and_one_line(world):
-    _, answers, hub = world
-    done, refused = answers["command"], answers["refused command"]
-
     assert (done.returncode, refused.returncode) == (0, 2)
     assert done.stdout.startswith(f"{hub.address}/me/commanded holds golden.safetensors, ")
     assert "with --update" in refused.stderr

@@ -1,6 +1,7 @@
 """Linear layers in int8 and float8 with a scale per row: error, rows, and which layers a model has in them."""
 
 from pathlib import Path
+from typing import Any
 
 import deployments
 import pytest
@@ -9,7 +10,7 @@ import zoo
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.quantization.kinds import Float8Linear, Int8Linear, RowwiseLinear
+from profiling_agent.quantization.kinds import RowwiseLinear
 from profiling_agent.quantization.quantize import quantize_rowwise
 from profiling_agent.runtimes.artifact import write_artifact
 from profiling_agent.runtimes.registry import Source, open_session, recommend
@@ -18,7 +19,7 @@ from profiling_agent.runtimes.torch_artifact import load_module, load_processor,
 from profiling_agent.schemas import Deployment, Scheme
 
 # Each with its largest error.
-KINDS: dict[type[RowwiseLinear], float] = {Int8Linear: 0.02, Float8Linear: 0.06}
+DTYPES: dict[Any, float] = {"qint8": 0.02, "float8": 0.06}
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
@@ -34,12 +35,12 @@ def layer(num_inputs: int = 192, num_outputs: int = 176, *, bias: bool = True) -
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 8, 17, 33])
-@pytest.mark.parametrize(("kind", "most"), KINDS.items())
-def test_a_layer_is_near_its_float_one(kind: type[RowwiseLinear], most: float, num_rows: int, bias: bool, device: str):
+@pytest.mark.parametrize(("dtype", "most"), DTYPES.items())
+def test_a_layer_is_near_its_float_one(dtype: Any, most: float, num_rows: int, bias: bool, device: str):
     linear = layer(bias=bias)
     # Rows of other sizes, each with its own scale.
     x = torch.randn(num_rows, 192) * torch.logspace(-2, 2, num_rows)[:, None]
-    quantized = kind.from_float(linear).to(device)
+    quantized = RowwiseLinear.from_linear(linear, dtype).to(device)
 
     found = quantized(x.to(device, torch.bfloat16))
 
@@ -52,50 +53,45 @@ def test_a_layer_is_near_its_float_one(kind: type[RowwiseLinear], most: float, n
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_more_dimensions_are_rows(kind: type[RowwiseLinear], device: str):
-    quantized, x = kind.from_float(layer()).to(device), torch.randn(2, 5, 192, device=device)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_dimensions_are_rows_and_zeros_and_the_largest_numbers_stay_numbers(dtype: Any, device: str):
+    linear = layer()
+    with torch.no_grad():
+        linear.weight[3] = 0
+    quantized, x = RowwiseLinear.from_linear(linear, dtype).to(device), torch.randn(2, 5, 192, device=device)
+    extreme = torch.zeros(40, 192, device=device, dtype=torch.bfloat16)
+    extreme[1], extreme[2] = 3e4, -3e4
 
     assert quantized(x).shape == (2, 5, 176)
     assert quantized(x).dtype == torch.float32
     torch.testing.assert_close(quantized(x)[1], quantized(x[1]))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_zeros_and_the_largest_numbers_stay_numbers(kind: type[RowwiseLinear], device: str):
-    linear = layer()
-    with torch.no_grad():
-        linear.weight[3] = 0
-    x = torch.zeros(40, 192)
-    x[1] = 3e4
-    x[2] = -3e4
-
-    assert kind.from_float(linear).to(device)(x.to(device, torch.bfloat16)).isfinite().all()
+    assert quantized(extreme).isfinite().all()
 
 
 @pytest.mark.parametrize(
-    ("scheme", "pattern", "kind"),
-    [("dynamic", "all", Int8Linear), ("float8", "all", Float8Linear), ("float8", "fc1", Float8Linear)],
+    ("scheme", "pattern", "dtype"),
+    [("dynamic", "all", "qint8"), ("float8", "all", "float8"), ("float8", "fc1", "float8")],
 )
 def test_linear_layers_that_a_pattern_hits_are_quantized_but_not_the_classifier(
-    scheme: Scheme, pattern: str, kind: type[RowwiseLinear]
+    scheme: Scheme, pattern: str, dtype: str
 ):
     model = zoo.vit()
 
     quantized = quantize_rowwise(model, recommend(scheme, pattern))
 
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and name != "classifier"]
-    made = [name for name, module in quantized.named_modules() if type(module) is kind]
-    assert made == [name for name in linear if pattern == "all" or name.endswith(pattern)] != []
+    made = {name: module.dtype for name, module in quantized.named_modules() if isinstance(module, RowwiseLinear)}
+    assert made == {name: dtype for name in linear if pattern == "all" or name.endswith(pattern)} != {}
     assert quantized.get_submodule("classifier").out_features == len(zoo.LABELS)
 
 
 def test_a_model_without_such_layers_is_refused_in_one_line():
-    with pytest.raises(QuantizationError, match="besides the classifier"):
-        quantize_rowwise(zoo.resnet(), recommend("dynamic"))
-    with pytest.raises(QuantizationError, match="multiples of 16"):
-        quantize_rowwise(zoo.vit(intermediate_size=250), recommend("float8", "fc1|fc2"))
+    for model, chosen in (
+        (zoo.resnet(), recommend("dynamic")),
+        (zoo.vit(intermediate_size=250), recommend("float8", "fc1")),
+    ):
+        with pytest.raises(QuantizationError, match="besides the classifier, has widths that are multiples of 16"):
+            quantize_rowwise(model, chosen)
 
 
 @pytest.mark.parametrize("scheme", ["dynamic", "float8", "bfloat16"])

@@ -47,17 +47,17 @@ def test_each_session_is_shown_with_the_machine_that_it_ran_on(report: RunReport
     assert report.race is not None
     assert report.race_result is not None
     number, sessions = report.race.num_sessions, ", ".join(f"{each:.2f}" for each in report.race_result.by_session)
+    place = f"on {report.environment.machine}"
     headline = re.search(r'<div class="card"><b>[^<]*</b><span>(as fast .*)</span>', page)
 
+    assert report.environment.cpu
     assert len(report.race_result.by_session) == number == report.request.num_sessions
     assert f'<tr data-field="sessions"><td>times as fast in each session</td><td></td><td>{sessions}</td></tr>' in page
-    assert report.environment.cpu
-    place = f"on {report.environment.machine}"
-    text = (finished / "report.md").read_text(encoding="utf-8")
-    assert f"{place}, in these {number} sessions of new processes: {sessions}" in text
     assert f"{place}, in these sessions</td>" in page
     assert headline is not None
     assert headline[1].endswith(f"{report.best.deployment.name}, {place}")
+    text = (finished / "report.md").read_text(encoding="utf-8")
+    assert f"{place}, in these {number} sessions of new processes: {sessions}" in text
 
 
 def test_every_chart_that_has_something_to_show_is_there(report: RunReport):
