@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from profiling_agent.exporting.pick import pick
     from profiling_agent.exporting.push import push
     from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
-    from profiling_agent.runtimes.load import load
+    from profiling_agent.runtimes.torch_artifact import load
     from profiling_agent.sweep import optimize_many
 
 __all__ = [
@@ -47,7 +47,7 @@ silence_torchao()
 _LAZY = {
     "approve": "profiling_agent.api",
     "build_graph": "profiling_agent.graphs.optimization",
-    "load": "profiling_agent.runtimes.load",
+    "load": "profiling_agent.runtimes.torch_artifact",
     "optimize": "profiling_agent.api",
     "optimize_many": "profiling_agent.sweep",
     "pending": "profiling_agent.api",

@@ -29,8 +29,7 @@ from transformers import ViTImageProcessorPil
 
 from profiling_agent.runtimes.artifact import model_bytes
 from profiling_agent.runtimes.registry import Source, missing, noise_batch, recommend, runtime
-from profiling_agent.runtimes.save import save_deployed
-from profiling_agent.runtimes.torch_artifact import load_recipe, save_model
+from profiling_agent.runtimes.torch_artifact import load_recipe, save_deployed, save_model
 from profiling_agent.schemas import Deployment, RuntimeName
 
 RUNTIMES: Sequence[RuntimeName] = ("eager", "graphed", "inductor")

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.measure.worker import energy_per_image
-from profiling_agent.runtimes.registry import noise_batch, open_session
+from profiling_agent.runtimes.artifact import open_session
+from profiling_agent.runtimes.registry import noise_batch
 from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
 from profiling_agent.runtimes.torch_session import TorchSession
 

@@ -34,12 +34,12 @@ from profiling_agent.runtimes.artifact import (
     golden_distance,
     named_folder,
     open_folder,
+    open_session,
     text_templates,
 )
 from profiling_agent.runtimes.onnx_export import export_onnx
-from profiling_agent.runtimes.registry import open_session, runtime
-from profiling_agent.runtimes.save import HALVES
-from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_skeleton
+from profiling_agent.runtimes.registry import runtime
+from profiling_agent.runtimes.torch_artifact import HALVES, load_module, load_processor, load_skeleton
 from profiling_agent.schemas import InputSpec, Record
 
 # Absolute, in prepared images, where a step of an 8-bit channel is 0.004 to 0.02.

@@ -19,7 +19,7 @@ from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.exporting.pick import MANIFEST, ExportManifest, model_folder, read_exported
 from profiling_agent.lib.io import DocumentError, read_record, write_text
 from profiling_agent.lib.third_party import third_party_errors
-from profiling_agent.runtimes.artifact import CARD, RECIPE, Recipe, named_folder, open_current, read_card
+from profiling_agent.runtimes.artifact import CARD, RECIPE, Recipe, named_folder, open_folder, read_card
 from profiling_agent.schemas import Record
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
@@ -92,7 +92,7 @@ def _stage(folder: Path, scratch: Path) -> tuple[dict[str, Path], str, str | Non
         manifest = read_exported(folder)
         names, base, revision = (MANIFEST, *manifest.files), manifest.base_model, manifest.base_revision
     else:
-        recipe = open_current(folder)
+        recipe = open_folder(folder, verify=True)
         names, base, revision = (RECIPE, *recipe.files), recipe.base_model, recipe.base_revision
     card = scratch / CARD
     write_text(card, read_card(folder))
