@@ -52,7 +52,7 @@ _LAZY = {
     "Request": "profiling_agent.request",
     "approve": "profiling_agent.api",
     "build_graph": "profiling_agent.graphs.optimization",
-    "load": "profiling_agent.runtimes.load",
+    "load": "profiling_agent.runtimes.torch_artifact",
     "optimize": "profiling_agent.api",
     "optimize_many": "profiling_agent.sweep",
     "pending": "profiling_agent.api",

@@ -16,8 +16,7 @@ from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import Source, noise_batch, runtime
-from profiling_agent.runtimes.save import read_source
-from profiling_agent.runtimes.torch_artifact import load_module, save_model
+from profiling_agent.runtimes.torch_artifact import load_module, read_source, save_model
 from profiling_agent.schemas import RUNTIMES, Cut, Deployment, UnitKind
 
 MODELS: dict[str, Callable[[], Any]] = {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests and measurements on one NVIDIA GPU, each step with its own time limit and its own file, so that a cut call leaves results.
-#   bash benchmarks/gpu/run.sh OUTPUT [--wheels DIR] STEP...      STEP: tests | verdicts
+#   bash benchmarks/gpu/run.sh OUTPUT [--wheels DIR] STEP...      STEP: tests | tables | verdicts
 # With --wheels, packages are installed from that folder beside the ones that are there.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -30,6 +30,7 @@ step() { # NAME SECONDS COMMAND...: the output goes to NAME.log and its end to t
 for each in "$@"; do
     case $each in
     tests) step tests "${TESTS_S:-240}" python3 -m pytest -m gpu -rA --tb=short -p no:cacheprovider -p no:randomly tests ;;
+    tables) step tables "${TABLES_S:-300}" python3 benchmarks/gpu/deployments.py --json "$output/gpu_deployments.json" ${TABLES:-} ;;
     verdicts) step verdicts "${VERDICTS_S:-220}" python3 benchmarks/full_run.py --models ViT-B/16 --device cuda --runtimes eager,graphed \
         --time-budget 3m --batch-size 32 --output "$output/runs" --json "$output/gpu_verdicts.json" ${VERDICTS:-} ;;
     esac

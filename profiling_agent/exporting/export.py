@@ -42,6 +42,7 @@ from profiling_agent.runtimes.artifact import (
     golden_distance,
     named_folder,
     open_folder,
+    open_session,
     text_templates,
 )
 from profiling_agent.runtimes.onnx_export import export_onnx

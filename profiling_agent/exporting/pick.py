@@ -15,7 +15,7 @@ from profiling_agent.lib.io import DocumentError, expanded, file_sha256, inside,
 from profiling_agent.reporting.report import RunReport, VariantRow
 from profiling_agent.reporting.results import is_run, read_report, run_of
 from profiling_agent.reporting.units import count, drop, percent, size, speedup
-from profiling_agent.runtimes.artifact import CARD, RECIPE, CardRow, appearing, open_current, write_card
+from profiling_agent.runtimes.artifact import CARD, RECIPE, CardRow, appearing, open_folder, write_card
 from profiling_agent.schemas import Deployment, Evaluation, Goal, InputSpec, RaceResult, Record, Term, Variant
 from profiling_agent.search.selection import keeps_accuracy, size_ratio
 from profiling_agent.workspace import Workspace

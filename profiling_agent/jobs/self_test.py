@@ -27,11 +27,17 @@ from profiling_agent.profiling.profile import profile_model
 from profiling_agent.pruning.compensation import MIN_IMAGES, compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.widths import snap
-from profiling_agent.runtimes.artifact import model_bytes
+from profiling_agent.runtimes.artifact import model_bytes, open_session
 from profiling_agent.runtimes.onnx_export import export_onnx
-from profiling_agent.runtimes.registry import Batch, noise_batch, open_session, reads_onnx, runtime
-from profiling_agent.runtimes.save import read_source, save_deployed
-from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_derived, save_model
+from profiling_agent.runtimes.registry import Batch, noise_batch, reads_onnx, runtime
+from profiling_agent.runtimes.torch_artifact import (
+    load_module,
+    load_recipe,
+    read_source,
+    save_deployed,
+    save_derived,
+    save_model,
+)
 from profiling_agent.schemas import Cut, Deployment, InputSpec, ModelProfile, RuntimeName
 
 SPEC = InputSpec(channels=3, height=32, width=32, source="probe")

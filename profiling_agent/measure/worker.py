@@ -22,8 +22,8 @@ from pydantic import Field
 
 from profiling_agent.lib.machine import available_threads, nvml
 from profiling_agent.processes.child import Parent
-from profiling_agent.runtimes.artifact import open_folder
-from profiling_agent.runtimes.registry import Batch, Enqueues, ModelSession, OnDevice, noise_batch, open_session
+from profiling_agent.runtimes.artifact import open_folder, open_session
+from profiling_agent.runtimes.registry import Batch, Enqueues, ModelSession, OnDevice, noise_batch
 from profiling_agent.schemas import Energy, Record
 
 # A GPU raises its clocks within tens of milliseconds of work, and lowers them between turns.

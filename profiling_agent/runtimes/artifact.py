@@ -1,18 +1,16 @@
-"""Saved models: recipe, folder layout, golden logits and model card. Imports no torch."""
+"""Saved models: recipe, folder layout, opening, golden logits and model card. Imports no torch."""
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
-from huggingface_hub import EvalResult, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
@@ -22,7 +20,6 @@ from safetensors.numpy import load_file, save_file
 from profiling_agent.errors import ArtifactError, StorageError
 from profiling_agent.lib import io
 from profiling_agent.lib.io import (
-    DocumentError,
     clean,
     file_sha256,
     files_root,
@@ -33,12 +30,10 @@ from profiling_agent.lib.io import (
     write_text,
 )
 from profiling_agent.lib.machine import environment
-from profiling_agent.runtimes.base import runtime
+from profiling_agent.runtimes.registry import MODULE, NUM_PASSES, ModelSession, OperatorTime, noise_batch, runtime
 from profiling_agent.schemas import Cut, Deployment, InputSpec, Record
 
 SCHEMA_VERSION = 3
-# Schema 2 can only be read: its folders have a config.json and model.safetensors, which transformers opens and misreads.
-OLD_SCHEMA, OLD_WEIGHTS = 2, "model.safetensors"
 RECIPE, PROCESSOR = "recipe.json", "preprocessor_config.json"
 WEIGHTS, GOLDEN = "weights.safetensors", "golden.safetensors"
 ONNX, IR, IR_WEIGHTS, CARD = "model.onnx", "model.xml", "model.bin", "README.md"
@@ -59,8 +54,8 @@ class QuantizedLayer(Record):
 class PreparedFiles:
     """What a conversion did to the layers, as the recipe records it; only torch's weights have `tied` and `folded`."""
 
-    quantized: tuple[QuantizedLayer, ...]
-    tied: dict[str, str]
+    quantized: tuple[QuantizedLayer, ...] = ()
+    tied: dict[str, str] = field(default_factory=dict[str, str])
     folded: tuple[str, ...] = ()
 
 
@@ -72,9 +67,10 @@ class ParentCounts(Record):
     parameter_bytes: int
 
 
-class Description(Record):
-    """A saved model before its files are written: origin, changes, and the deployment that executes it."""
+class Recipe(Record):
+    """Origin of a saved model, what was done to it, the deployment that executes it, and the sha256 of its other files."""
 
+    schema_version: int = SCHEMA_VERSION
     base_revision: str | None = Field(description="commit on the Hub, None for a folder or a reference")
     base_model: str = Field(description="id on the Hub, or the name of a folder without its path")
     architecture: str
@@ -82,6 +78,20 @@ class Description(Record):
     input: InputSpec
     cuts: tuple[Cut, ...]
     deployment: Deployment = Field(default=Deployment(), description="the runtime that executes it, and the scheme")
+    quantized: tuple[QuantizedLayer, ...] = ()
+    counts: ParentCounts | None = Field(
+        default=None, description="None where the weights are torch's and can be counted"
+    )
+    folded: tuple[str, ...] = Field(default=(), description="batch norms that went into the convolutions before them")
+    tied: dict[str, str] = Field(default_factory=dict, description="parameters stored under the name of another one")
+    files: dict[str, str] = Field(default_factory=dict)
+    libraries: dict[str, str] = Field(default_factory=dict)
+    cpu: str = ""
+
+    @property
+    def model_files(self) -> tuple[str, ...]:
+        """Return the files that the runtime reads."""
+        return runtime(self.deployment.runtime).files
 
     @field_validator("base_model")
     @classmethod
@@ -92,33 +102,6 @@ class Description(Record):
     @classmethod
     def _without_source(cls, config: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in config.items() if name != "_name_or_path"}
-
-
-class Recipe(Description):
-    """Description of a saved model, and the sha256 of every other file in its folder."""
-
-    schema_version: int = SCHEMA_VERSION
-    quantized: tuple[QuantizedLayer, ...]
-    counts: ParentCounts | None = Field(
-        default=None, description="None where the weights are torch's and can be counted"
-    )
-    folded: tuple[str, ...] = Field(default=(), description="batch norms that went into the convolutions before them")
-    tied: dict[str, str] = Field(description="parameters that are stored under the name of another one")
-    files: dict[str, str]
-    libraries: dict[str, str]
-    cpu: str
-
-    @property
-    def model_files(self) -> tuple[str, ...]:
-        """Return the files that the runtime reads."""
-        names = runtime(self.deployment.runtime).files
-        is_old = self.schema_version == OLD_SCHEMA
-        return tuple(OLD_WEIGHTS if is_old and name == WEIGHTS else name for name in names)
-
-    def deployed_as(self, deployment: Deployment) -> Description:
-        """Return the description of the same model in another deployment, before its files are written."""
-        fields = {name: getattr(self, name) for name in Description.model_fields if name != "deployment"}
-        return Description(**fields, deployment=deployment)
 
     @field_validator("files")
     @classmethod
@@ -132,66 +115,6 @@ class Recipe(Description):
         return files
 
 
-def read_recipe(folder: Path) -> Recipe:
-    """Return the recipe of a saved model.
-
-    Raises:
-        ArtifactError: it is missing or damaged, or another schema version wrote it.
-    """
-    path = folder / RECIPE
-    try:
-        raw = read_json(path)
-    except (FileNotFoundError, NotADirectoryError):
-        reason = f"it has no {RECIPE!r}" if folder.is_dir() else "there is no such folder"
-        raise ArtifactError(
-            f"{str(folder)!r} is no saved model: {reason}; give the `best` of a run, or a folder that `profiling-agent pick` wrote"
-        ) from None
-    except OSError as error:
-        raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): save the model again") from error
-    except DocumentError as error:
-        raise ArtifactError(f"{str(path)!r} is damaged and can't be read ({error}): save the model again") from None
-    version = raw.get("schema_version") if isinstance(raw, dict) else None
-    if version not in (OLD_SCHEMA, SCHEMA_VERSION):
-        raise ArtifactError(
-            f"{str(folder)!r} was saved with schema version {version}, this version reads {SCHEMA_VERSION}: load it with "
-            "the version that saved it"
-        )
-    try:
-        return Recipe.model_validate(raw)
-    except ValidationError as error:
-        raise ArtifactError(f"{str(path)!r} is no valid recipe: {first_problem(error)}; save the model again") from None
-
-
-@contextmanager
-def appearing(folder: Path) -> Generator[Path]:
-    """Yield a temporary sibling folder; rename it to `folder` when the block ends, or delete it if the block raises.
-
-    Raises:
-        ArtifactError: `folder` exists.
-        StorageError: there is no space for it.
-    """
-    try:
-        with io.appearing(folder) as temporary:
-            yield temporary
-    except FileExistsError as error:
-        raise ArtifactError(
-            f"{str(folder)!r} exists already: artifacts are never overwritten, choose another folder"
-        ) from error
-    except (OSError, SafetensorError) as error:
-        if _errno(error) not in io.NO_SPACE:
-            raise
-        raise StorageError(
-            f"there is no space for {str(folder)!r} ({error}): free some, or choose another disk; nothing was written"
-        ) from error
-
-
-def _errno(error: OSError | SafetensorError) -> int | None:
-    if isinstance(error, OSError):
-        return error.errno
-    match = re.search(r"os error (\d+)", str(error))
-    return int(match[1]) if match else None
-
-
 def named_folder(path: str | Path) -> Path:
     """Return the folder of a path with its links resolved; ArtifactError if the links form a loop."""
     try:
@@ -200,12 +123,29 @@ def named_folder(path: str | Path) -> Path:
         raise ArtifactError(f"{str(path)!r} {error.strerror}: give the folder of a saved model") from error
 
 
-def open_folder(folder: Path, *, verify: bool) -> Recipe:
-    """Return the recipe of a folder in which no file is missing; `verify` compares every hash.
+def read_recipe(folder: Path) -> Recipe:
+    """Return the recipe of a saved model; ArtifactError if it is missing, damaged, or of another schema version."""
+    path = folder / RECIPE
+    try:
+        raw = read_json(path)
+        version = raw.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ArtifactError(
+                f"{str(folder)!r} was saved with schema version {version}, this version reads {SCHEMA_VERSION}: save it again"
+            )
+        return Recipe.model_validate(raw)
+    except (FileNotFoundError, NotADirectoryError):
+        reason = f"it has no {RECIPE!r}" if folder.is_dir() else "there is no such folder"
+        raise ArtifactError(
+            f"{str(folder)!r} is no saved model: {reason}; give the `best` of a run, or a folder that `profiling-agent pick` wrote"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else error
+        raise ArtifactError(f"{str(path)!r} is damaged and can't be read ({reason}): save the model again") from None
 
-    Raises:
-        ArtifactError: a file is missing, leads out of the folder, or isn't the one that was saved.
-    """
+
+def open_folder(folder: Path, *, verify: bool) -> Recipe:
+    """Return the recipe of a folder; ArtifactError if a file is missing, leads out of it or, with `verify`, was changed."""
     recipe = read_recipe(folder)
     for name, sha256 in recipe.files.items():
         path = folder / name
@@ -222,45 +162,83 @@ def open_folder(folder: Path, *, verify: bool) -> Recipe:
     return recipe
 
 
-def open_current(folder: Path) -> Recipe:
-    """Return the recipe of a verified folder that may be distributed as it is.
-
-    Raises:
-        ArtifactError: as for `open_folder`, or earlier versions wrote the layout, which transformers misreads.
-    """
-    recipe = open_folder(folder, verify=True)
-    if recipe.schema_version == OLD_SCHEMA:
-        raise ArtifactError(
-            f"{str(folder)!r} was saved by an earlier version, and transformers misreads such a folder: "
-            "hand on what `profiling-agent export` writes of it, or run again"
-        )
-    return recipe
-
-
 def processor_text(folder: Path) -> str:
-    """Return the text that describes a saved model's image processor: equal texts prepare images alike.
-
-    Raises:
-        ArtifactError: it is missing, or can't be read.
-    """
-    try:
-        return (folder / PROCESSOR).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ArtifactError(
-            f"{str(folder)!r} has no image processor that can be read ({error.strerror}): save the model again"
-        ) from error
+    """Return the text that describes a saved model's image processor: equal texts prepare images alike."""
+    return (folder / PROCESSOR).read_text(encoding="utf-8")
 
 
 def model_bytes(folder: Path) -> int:
-    """Return the bytes of a saved model's weights and graph, without recipe, processor, golden logits and card.
+    """Return the bytes of a saved model's weights and graph; ArtifactError if a file is missing."""
+    return sum((folder / name).stat().st_size for name in open_folder(folder, verify=False).model_files)
+
+
+def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> ModelSession:
+    """Open a saved model in its runtime, unchecked; ArtifactError if a file can't be read, or no runtime is installed."""
+    recipe = open_folder(folder, verify=False)
+    deployment, executor = recipe.deployment, runtime(recipe.deployment.runtime)
+    if line := executor.missing(device):
+        raise ArtifactError(f"{str(folder)!r} was saved for {deployment.runtime}: {line}")
+    if device != "cpu" and deployment.scheme not in executor.schemes(device):
+        raise ArtifactError(
+            f"{str(folder)!r} is for {deployment.name}, which has no kernels on {device}: use device cpu"
+        )
+    return executor.open(folder, recipe, device=device, num_threads=num_threads)
+
+
+def layer_times(folder: Path, exported: Path | None, *, batch_size: int, num_threads: int) -> dict[str, float]:
+    """Return the milliseconds of each layer of a saved model in a pass on the CPU, by its name in the model.
+
+    `exported` is the ONNX file given to the runtime, whose nodes identify the layers; without it the runtime must.
+    ArtifactError if the runtime can't time operators, or can't run the model.
+    """
+    recipe = open_folder(folder, verify=False)
+    layer_by_node: dict[str, str] = {}
+    if exported is not None:
+        import onnx
+
+        from profiling_agent.runtimes.onnx_runtime import layers_by_name
+
+        layer_by_node = layers_by_name(onnx.load(exported, load_external_data=False))
+    operators = runtime(recipe.deployment.runtime).operator_times(
+        folder, recipe, noise_batch(recipe.input, batch_size), num_threads=num_threads, passes=NUM_PASSES
+    )
+    return by_layer(operators, layer_by_node)
+
+
+def by_layer(operators: Sequence[OperatorTime], known: Mapping[str, str]) -> dict[str, float]:
+    """Return the milliseconds of each layer; unknown operators, mostly fused with the layer before them, count with it."""
+    times: defaultdict[str, float] = defaultdict(float)
+    layer = ""
+    for operator in operators:
+        layers = (name.removeprefix(MODULE) if name.startswith(MODULE) else known.get(name) for name in operator.names)
+        layer = next((name for name in layers if name is not None), layer)
+        times[layer] += operator.ms
+    return dict(times)
+
+
+@contextmanager
+def appearing(folder: Path) -> Generator[Path]:
+    """Yield a temporary sibling folder that becomes `folder`, or is deleted if the block raises.
 
     Raises:
-        ArtifactError: the folder has no recipe that can be read, or lacks a file.
+        ArtifactError: `folder` exists.
+        StorageError: there is no space for it.
     """
     try:
-        return sum((folder / name).stat().st_size for name in read_recipe(folder).model_files)
-    except OSError as error:
-        raise ArtifactError(f"{str(folder)!r} can't be weighed ({error.strerror}): save the model again") from error
+        with io.appearing(folder) as temporary:
+            yield temporary
+    except FileExistsError as error:
+        raise ArtifactError(
+            f"{str(folder)!r} exists already: artifacts are never overwritten, choose another folder"
+        ) from error
+    except (OSError, SafetensorError) as error:
+        # safetensors names the system's error only in its text.
+        number = re.search(r"os error (\d+)", str(error))
+        if (error.errno if isinstance(error, OSError) else int(number[1]) if number else None) not in io.NO_SPACE:
+            raise
+        raise StorageError(
+            f"there is no space for {str(folder)!r} ({error}): free some, or choose another disk; nothing was written"
+        ) from error
 
 
 NUM_IMAGES = 2
@@ -283,7 +261,7 @@ class Golden:
 
 
 def write_artifact(
-    description: Description,
+    description: Recipe,
     folder: Path,
     *,
     processor: Any,
@@ -294,9 +272,9 @@ def write_artifact(
 ) -> Recipe:
     """Write a saved model to `folder`, complete or not at all; return its recipe.
 
-    `write_model` writes the runtime's files into a folder, and `ask` runs the model in it for the golden logits. The
-    processor, the recipe with all hashes and, if `has_card`, a card are added. `complexity` is params and MACs, for files
-    that torch can't count.
+    `description` has its origin, cuts and deployment. `write_model` writes the runtime's files into a folder, and `ask` runs
+    the model in it for the golden logits. The processor, the recipe with all hashes and, if `has_card`, a card are added.
+    `complexity` is params and MACs, for files that torch can't count.
 
     Raises:
         ArtifactError: `folder` exists, or there is no space for it; also the errors of `write_model` and `ask`.
@@ -306,40 +284,34 @@ def write_artifact(
     with appearing(folder) as temporary:
         prepared = write_model(temporary)
         processor.save_pretrained(temporary)
-        # The recipe, by which the runtime is opened, names the golden file.
-        (temporary / GOLDEN).touch()
         if complexity is not None:
-            files = (temporary / name for name in executor.files if not name.endswith(".xml"))
-            weights = sum(path.stat().st_size for path in files)
+            weights = sum((temporary / name).stat().st_size for name in executor.files if not name.endswith(".xml"))
             counts = ParentCounts(params=complexity[0], macs=complexity[1], parameter_bytes=weights)
-        draft = Recipe(
-            **dict(description),
-            quantized=prepared.quantized,
-            counts=counts,
-            folded=prepared.folded,
-            tied=prepared.tied,
-            # The card may be rewritten later; nothing is read from it.
-            files={path.name: file_sha256(path) for path in sorted(temporary.iterdir()) if path.name != CARD},
-            libraries=environment().libraries | versions,
-            cpu=environment().cpu,
-        )
+        changes = {
+            "quantized": prepared.quantized,
+            "counts": counts,
+            "folded": prepared.folded,
+            "tied": prepared.tied,
+            "files": {path.name: file_sha256(path) for path in sorted(temporary.iterdir())},
+            "libraries": environment().libraries | versions,
+            "cpu": environment().cpu,
+        }
+        draft = Recipe.model_validate(dict(description) | changes)
+        # The runtime opens the folder by it.
         write_text(temporary / RECIPE, draft.model_dump_json(indent=1) + "\n")
         golden = ask(temporary, draft)
-        logits = np.ascontiguousarray(golden.logits)
-        save_file({IMAGES: golden.pixel_values, LOGITS: logits}, temporary / GOLDEN)
+        tensors = {IMAGES: golden.pixel_values, LOGITS: np.ascontiguousarray(golden.logits)}
+        save_file(tensors, temporary / GOLDEN)
         recipe = draft.model_copy(update={"files": draft.files | {GOLDEN: file_sha256(temporary / GOLDEN)}})
         write_text(temporary / RECIPE, recipe.model_dump_json(indent=1) + "\n")
         if has_card:
+            # It may be rewritten later, so the recipe has no hash of it.
             write_card(temporary)
     return recipe
 
 
 def check_golden(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Path, recipe: Recipe) -> None:
-    """Compare the logits that `run` computes for the golden images of a saved folder with the saved ones.
-
-    Raises:
-        ArtifactError: they are further apart than `tolerance` allows, or NaN.
-    """
+    """Raise ArtifactError if `run`'s logits of a folder's golden images are NaN, or too far from the saved ones."""
     distance, allowed = golden_distance(run, folder), tolerance(recipe)
     # `not <=` so that a NaN fails.
     if not distance <= allowed:
@@ -365,23 +337,20 @@ def read_golden(folder: Path) -> Golden:
 
 def tolerance(recipe: Recipe) -> float:
     """Return the relative distance allowed between a saved model's logits on this machine and its golden ones."""
-    # Of a float16 layer only the weights are rounded; the activations stay float32.
-    has_steps = any(layer.dtype != "float16" for layer in recipe.quantized)
-    is_half = not recipe.quantized and recipe.deployment.scheme not in ("float32", "tf32")
-    if recipe.deployment.scheme == "tf32":
+    scheme, executor = recipe.deployment.scheme, runtime(recipe.deployment.runtime)
+    if scheme == "tf32":
         return STEP_TOLERANCE
-    if not (has_steps or is_half):
+    is_half = not recipe.quantized and scheme != "float32"
+    # Of a float16 layer only the weights are rounded; the activations stay float32.
+    if not is_half and all(layer.dtype == "float16" for layer in recipe.quantized):
         return FLOAT_TOLERANCE
     # Models in half precision as a whole come from CUDA, whose kernels sum in another way than those of any CPU.
     is_cuda = is_half or any(layer.kind == "rowwise" for layer in recipe.quantized)
-    executor = runtime(recipe.deployment.runtime)
-    if is_cuda and executor.is_torch:
-        return REDUCED_TOLERANCE
     # Another CPU may have other kernels, with 7-bit activations or sums that are rounded elsewhere. Its name isn't enough:
     # a cloud has one name for processors with different instructions.
-    uses_eight_bits = any(layer.dtype == "qint8" and not layer.reduce_range for layer in recipe.quantized)
-    is_same = recipe.cpu == environment().cpu and not (uses_eight_bits and executor.saturates())
-    return STEP_TOLERANCE if is_same else REDUCED_TOLERANCE
+    has_eight_bits = any(layer.dtype == "qint8" and not layer.reduce_range for layer in recipe.quantized)
+    is_other = recipe.cpu != environment().cpu or (has_eight_bits and executor.saturates())
+    return REDUCED_TOLERANCE if (is_cuda and executor.is_torch) or is_other else STEP_TOLERANCE
 
 
 # Heading in card.md.jinja.
@@ -418,24 +387,16 @@ class HeldOutAccuracy(Record):
 def write_card(
     folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] = (), *, judged: HeldOutAccuracy | None = None
 ) -> None:
-    """Write `README.md` into a saved folder, with a table of `rows` and a list of `notes`, if any.
-
-    Raises:
-        ArtifactError: the folder is no saved model.
-    """
+    """Write `README.md` into a saved folder, with a table of `rows` and a list of `notes`; ArtifactError if it is none."""
     write_text(folder / CARD, _render_card(read_recipe(folder), rows, notes, judged))
 
 
 def read_card(folder: Path) -> str:
-    """Return the card of a saved folder, or a new one if it has none.
-
-    Raises:
-        ArtifactError: the folder is no saved model, or its card leads out of it.
-    """
+    """Return the card of a saved folder, or a new one if it has none; ArtifactError if its card leads out of it."""
     try:
-        return (inside(folder / CARD, folder)).read_text(encoding="utf-8")
+        return inside(folder / CARD, folder).read_text(encoding="utf-8")
     except FileNotFoundError:
-        return _render_card(read_recipe(folder), (), (), None)
+        return _render_card(read_recipe(folder))
     except OSError as error:
         raise ArtifactError(
             f"{str(folder / CARD)!r} can't be read ({error.strerror}): remove it, it is made anew"
@@ -460,7 +421,9 @@ def text_templates(package: str) -> Environment:
     )
 
 
-def _render_card(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], judged: HeldOutAccuracy | None) -> str:
+def _render_card(
+    recipe: Recipe, rows: Sequence[CardRow] = (), notes: Sequence[str] = (), judged: HeldOutAccuracy | None = None
+) -> str:
     jinja = text_templates("profiling_agent.runtimes")
     # For third-party names.
     jinja.filters["plain"] = _plain_text
@@ -468,7 +431,7 @@ def _render_card(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], 
     names = ("torch", "transformers", *executor.packages)
     return jinja.get_template("card.md.jinja").render(
         r=recipe,
-        metadata=metadata_of(recipe, judged).to_yaml(),
+        judged=judged,
         scheme=SCHEMES[recipe.deployment.scheme],
         is_torch=executor.is_torch,
         files=recipe.model_files,
@@ -476,41 +439,6 @@ def _render_card(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], 
         rows=rows,
         notes=notes,
     )
-
-
-def metadata_of(recipe: Recipe, judged: HeldOutAccuracy | None = None) -> ModelCardData:
-    """Return the card's metadata for the Hub, without paths of this machine."""
-    fields: dict[str, Any] = {}
-    if recipe.base_revision is not None and _is_hub_id(recipe.base_model):
-        fields |= {"base_model": recipe.base_model}
-        fields |= {"base_model_relation": "quantized"} if recipe.deployment.scheme != "float32" else {}
-    if judged is not None:
-        fields |= {
-            "datasets": [judged.dataset],
-            "metrics": ["accuracy"],
-            "model_name": f"{clean(recipe.architecture)} for {recipe.deployment.name}",
-        }
-        evaluation = EvalResult(
-            task_type="image-classification",
-            dataset_type=judged.dataset,
-            dataset_name=judged.dataset,
-            dataset_config=judged.config,
-            dataset_split=judged.split,
-            metric_type="accuracy",
-            metric_value=judged.top1,
-        )
-        fields |= {"eval_results": [evaluation]}
-    tags = ["profiling-agent", recipe.deployment.runtime, recipe.deployment.scheme]
-    tags += ["pruned"] if recipe.cuts else []
-    return ModelCardData(library_name="profiling-agent", pipeline_tag="image-classification", tags=tags, **fields)
-
-
-def _is_hub_id(name: str) -> bool:
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
 
 
 def _plain_text(text: object) -> str:

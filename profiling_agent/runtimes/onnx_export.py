@@ -6,10 +6,13 @@ it and checks for NaN rows, which costs ONNX Runtime 12% on ViT-B. Images have n
 
 Patches are cut and joined by reshaping: the exporter would write gathers by computed indices, on which OpenVINO fails
 among int8 layers (MobileViTV2's).
+
+DINOv2 with registers resizes its position embeddings to the size of the images, bicubic with antialiasing. OpenVINO
+computes that without antialiasing and without a warning, its logits are 1 to 3% from torch's: resizes of weights are
+computed ahead.
 """
 
 import copy
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,9 +32,19 @@ from profiling_agent.lib.io import TEMPORARY
 from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
 from profiling_agent.lib.third_party import muted, third_party_errors
 from profiling_agent.quantization.kinds import quantized_modules
-from profiling_agent.runtimes.base import INPUT, OUTPUT
-from profiling_agent.runtimes.onnx_runtime import one_thread
+from profiling_agent.runtimes.onnx_runtime import one_thread, write_bare
+from profiling_agent.runtimes.registry import INPUT, OUTPUT, missing
 from profiling_agent.schemas import InputSpec
+
+# The first opset with Gelu as one operator.
+OPSET = 20
+# Relative distance of the logits. Float32 sums in another order are 1e-7 to 1e-6 apart on every family we tried.
+TOLERANCE = 1e-4
+# A trace of one image would fix the batch dimension at one.
+TRACED_IMAGES = 2
+CHECKED_BATCHES = (1, 3)
+# Name of our attention in transformers.
+PLAIN_ATTENTION = "profiling_agent_plain"
 
 
 class PlainPatches(TorchFunctionMode):
@@ -49,19 +62,18 @@ class PlainPatches(TorchFunctionMode):
             return func(*args, **keywords)
         bound = inspect.signature(func).bind(*args, **keywords)
         bound.apply_defaults()
-        arguments: dict[str, Any] = bound.arguments
-        image: Tensor = arguments["input"]
-        height, width = _as_pair(arguments["output_size"]) if func is fold else image.shape[-2:]
-        rows, columns = sides = _as_pair(arguments["kernel_size"])
-        is_plain = (
-            _as_pair(arguments["stride"]) == sides
-            and _as_pair(arguments["padding"]) == (0, 0)
-            and _as_pair(arguments["dilation"]) == (1, 1)
+        options: dict[str, Any] = bound.arguments
+        image: Tensor = options["input"]
+        kernel, stride, padding, dilation = (
+            _as_pair(options[name]) for name in ("kernel_size", "stride", "padding", "dilation")
         )
-        if not is_plain or height % rows or width % columns or image.dim() != (3 if func is fold else 4):
+        (rows, columns), is_fold = kernel, func is fold
+        height, width = _as_pair(options["output_size"]) if is_fold else image.shape[-2:]
+        is_plain = (stride, padding, dilation) == (kernel, (0, 0), (1, 1)) and image.dim() == (3 if is_fold else 4)
+        if not is_plain or height % rows or width % columns:
             return func(*args, **keywords)
         grid_height, grid_width = height // rows, width // columns
-        if func is fold:
+        if is_fold:
             channels = image.shape[1] // (rows * columns)
             parts = image.reshape(-1, channels, rows, columns, grid_height, grid_width).permute(0, 1, 4, 2, 5, 3)
             return parts.reshape(-1, channels, height, width)
@@ -73,18 +85,6 @@ class PlainPatches(TorchFunctionMode):
 def _as_pair(sides: Any) -> tuple[int, int]:
     first, second = (sides, sides) if isinstance(sides, int) else sides
     return first, second
-
-
-# The first opset with Gelu as one operator.
-OPSET = 20
-# Relative distance of the logits. Float32 sums in another order are 1e-7 to 1e-6 apart on every family we tried.
-TOLERANCE = 1e-4
-# A trace of one image would fix the batch dimension at one.
-TRACED_IMAGES = 2
-CHECKED_BATCHES = (1, 3)
-POOLS = (nn.AvgPool2d, nn.MaxPool2d)
-# Name of our attention in transformers.
-PLAIN_ATTENTION = "profiling_agent_plain"
 
 
 class _Logits(nn.Module):
@@ -116,15 +116,12 @@ def export_onnx(
         raise ArtifactError(
             "the model is quantized, and only float32 models can be exported: export its float32 parent"
         )
-    _check_installed()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid4().hex}"
     try:
         write_graph(model, temporary, spec=spec, batch_size=batch_size)
         if is_bare:
             import onnx
-
-            from profiling_agent.runtimes.onnx_graph import write_bare
 
             write_bare(onnx.load(temporary), temporary)
         checked = CHECKED_BATCHES if batch_size is None else (batch_size,)
@@ -141,29 +138,23 @@ def export_onnx(
     return distance
 
 
-def _check_installed() -> None:
-    for name in ("onnx", "onnxruntime", "onnxscript"):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ArtifactError(
-                f"an export to ONNX needs {name}, which isn't installed: pip install profiling-agent[onnx]"
-            ) from error
-
-
 def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None) -> None:
     """Write `model`, float32 or statically quantized, to the ONNX file `path` without comparing its output.
 
     Raises:
         ArtifactError: an extra isn't installed, or torch can't export the model; with the reason and, if known, the operator.
     """
-    _check_installed()
+    if line := missing("onnxruntime"):
+        raise ArtifactError(f"a model can't be exported to ONNX: {line}")
     wrapper, batch = _Logits(copy.deepcopy(model)).cpu().eval(), random_batch(spec, batch_size or TRACED_IMAGES)
-    with muted("transformers"):
-        attend_plainly(wrapper.model)
+    # A model without a choice of attention stays as it is.
+    if callable(set_attention := getattr(wrapper.model, "set_attn_implementation", None)):
+        with muted("transformers"):
+            set_attention(PLAIN_ATTENTION)
     _fit_pools_(wrapper, batch)
     is_dynamic = batch_size is None
-    try:
+    advice = "a fixed batch size may work" if is_dynamic else "deploy the saved folder instead"
+    with compiled_code(lambda message: ArtifactError(f"torch can't export the model to ONNX ({message}): {advice}")):
         # Models that call torch's fused attention themselves are traced as products and softmax too: its output has another
         # layout than its decomposition's, on which the exporter fails if the number of heads is odd.
         with muted("torch.onnx"), sdpa_kernel(SDPBackend.MATH), PlainPatches():
@@ -177,14 +168,32 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
                 output_names=[OUTPUT],
                 dynamic_shapes={INPUT: {0: "batch"}} if is_dynamic else None,
             )
-            from profiling_agent.runtimes.onnx_graph import fold_resizes_
-
-            fold_resizes_(program.model)
             program.save(str(path), external_data=False)
-    # A model above protobuf's 2 GB is a ValueError.
-    except (torch.onnx.OnnxExporterError, RuntimeError, ValueError) as error:
-        advice = "a fixed batch size may work" if is_dynamic else "deploy the saved folder instead"
-        raise ArtifactError(f"torch can't export the model to ONNX ({_innermost_cause(error)}): {advice}") from error
+        _fold_resizes(path)
+
+
+def _fold_resizes(path: Path) -> None:
+    """Replace every antialiased resize that depends on no image by its result."""
+    import onnx
+    from onnx.utils import Extractor
+    from onnxscript import optimizer
+
+    model = onnx.load(path)
+    resizes = [
+        node
+        for node in model.graph.node
+        if node.op_type == "Resize" and any(option.name == "antialias" and option.i for option in node.attribute)
+    ]
+    for node in resizes:
+        (name,) = node.output
+        part = Extractor(model).extract_model([], [name])
+        if not any(INPUT in inner.input for inner in part.graph.node):
+            (resized,) = one_thread(part.SerializeToString()).run([name], {})
+            model.graph.initializer.append(onnx.numpy_helper.from_array(resized, name))
+            model.graph.node.remove(node)
+    if resizes:
+        optimizer.remove_unused_nodes(model)
+        onnx.save(model, path)
 
 
 def _fit_pools_(model: nn.Module, batch: Tensor) -> None:
@@ -193,27 +202,21 @@ def _fit_pools_(model: nn.Module, batch: Tensor) -> None:
     transformers' EfficientNet ends with a window as wide as it has channels, which torch cuts to the image.
     """
 
-    def fit(pool: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        assert isinstance(pool, POOLS), "others aren't watched"
+    def fit(pool: Any, inputs: tuple[Tensor, ...]) -> None:
         kernel, sides = _as_pair(pool.kernel_size), inputs[0].shape[-2:]
         if _as_pair(pool.padding) == (0, 0) and any(window > side for window, side in zip(kernel, sides, strict=True)):
             pool.kernel_size = (min(kernel[0], sides[0]), min(kernel[1], sides[1]))
 
-    pools = [module for module in model.modules() if isinstance(module, POOLS)]
-    handles = [pool.register_forward_pre_hook(fit) for pool in pools]
-    if pools:
+    handles = [
+        module.register_forward_pre_hook(fit)
+        for module in model.modules()
+        if isinstance(module, (nn.AvgPool2d, nn.MaxPool2d))
+    ]
+    if handles:
         with torch.inference_mode():
             model(batch)
     for handle in handles:
         handle.remove()
-
-
-def _innermost_cause(error: BaseException) -> str:
-    """Return the first line of the innermost cause: the outer ones are the exporter's advice to its developers."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
 def _logits_distance(model: nn.Module, path: Path, batch: Tensor) -> float:
@@ -259,9 +262,3 @@ def _mask(
 
 AttentionInterface.register(PLAIN_ATTENTION, _attend)
 AttentionMaskInterface.register(PLAIN_ATTENTION, _mask)
-
-
-def attend_plainly(model: nn.Module) -> None:
-    """Make a transformers model compute plain attention; a model without a choice of attention stays as it is."""
-    if callable(set_attention := getattr(model, "set_attn_implementation", None)):
-        set_attention(PLAIN_ATTENTION)

@@ -1,10 +1,15 @@
-"""OpenVINO sessions on the CPU: float32, bfloat16, and static int8 by our own layers or by NNCF. Imports no torch."""
+"""OpenVINO on the CPU: float32, bfloat16, and static int8 by our own layers or by NNCF. Imports no torch."""
 
+import importlib
+import tempfile
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.logs import import_openvino, third_party_errors
@@ -17,9 +22,14 @@ from profiling_agent.runtimes.base import (
     Runtime,
     Source,
     check_fixed_batch,
+    missing_packages,
+    recommended,
     timed,
 )
 from profiling_agent.schemas import Deployment, Scheme
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Precision of the parts that aren't int8. Without a hint OpenVINO takes bfloat16 wherever the CPU has it.
 PRECISIONS: dict[Scheme, str] = {"bfloat16": "bf16"}
@@ -27,29 +37,31 @@ PRECISIONS: dict[Scheme, str] = {"bfloat16": "bf16"}
 # small convnet at batch 1). Not the graphs of our int8 layers: with all shapes known OpenVINO splits up their
 # quantization, and a ViT is 1.6 to 1.9 times slower for it (2026.4.1).
 ANY_SIZE_KEY = 0
-# Compiled sizes to keep, at least and at most; in between as many as fit, each with its own copy of the weights.
-MIN_SIZES, MAX_SIZES, MAX_KEPT_BYTES = 2, 8, 2**31
 ANY_SIZE_SCHEMES: frozenset[Scheme] = frozenset({"static"})
+# Compiled sizes to keep, each with its own copy of the weights; the bytes that all copies may have.
+MAX_SIZES, MAX_KEPT_BYTES = 8, 2**31
 # Layers in its graphs, operators between a layer and its weights, and the key under which a fused operator lists its originals.
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
 WEIGHT_OPS = ("Convert", "FakeQuantize", "Multiply", "Reshape", "Subtract", "Transpose")
 ORIGINALS_KEY = "originalLayersNames"
-
-
-def num_kept(weight_bytes: int) -> int:
-    """Return how many batch sizes of a graph with this many bytes of weights stay compiled."""
-    return min(MAX_SIZES, max(MIN_SIZES, MAX_KEPT_BYTES // max(weight_bytes, 1)))
+# Smaller constants are scales and small biases: many, and negligible together.
+LARGE_BYTES = 2048
+# Prefixes of message lines that don't concern the model, and the length kept of the others.
+IGNORED_PREFIXES = ("Exception from ", "Check ", "FrontEnd API failed", "Summary:", "-- Conversion is failed")
+MAX_CAUSE = 500
+# Images on which OpenVINO's logits are compared with torch's: both round alike, but sum in another order, and values near a rounding edge
+# differ (by 0.13 at most on families that it computes right). Further apart than the distance and that many times the rounding's effect is wrong.
+NUM_COMPARED, MAX_DISTANCE, MAX_ROUNDING_RATIO = 4, 0.25, 3.0
+SHAPING = ("Reshape", "Transpose", "Unsqueeze")
 
 
 class OpenVinoSession:
     """An OpenVINO graph, compiled for each batch size or once for all; threads that share it take turns."""
 
-    def __init__(
-        self, core: Any, path: Path, *, scheme: Scheme, num_threads: int | None, profiled: bool = False
-    ) -> None:
+    def __init__(self, path: Path, *, scheme: Scheme, num_threads: int | None, profiled: bool = False) -> None:
         """Read the graph; ArtifactError if it can't be read. A `profiled` one measures the times of its operators."""
         self._is_for_any_size = scheme in ANY_SIZE_SCHEMES
-        self._core, self._path = core, path
+        self._core, self._path = import_openvino().Core(), path
         self._properties: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": PRECISIONS.get(scheme, "f32"),
             "NUM_STREAMS": 1,
@@ -62,24 +74,26 @@ class OpenVinoSession:
         # lock until the logits are copied.
         self._requests: dict[int, Any] = {}
         self._lock = threading.Lock()
-        size = self._read().input(0).get_partial_shape()[0]
+        size = self.read().input(0).get_partial_shape()[0]
         self.fixed_size: int | None = size.get_length() if size.is_static else None
-        self._num_kept = num_kept(path.with_name(IR_WEIGHTS).stat().st_size)
+        weight_bytes = path.with_name(IR_WEIGHTS).stat().st_size
+        self._num_kept = min(MAX_SIZES, max(2, MAX_KEPT_BYTES // max(weight_bytes, 1)))
 
     def _read_error(self, message: str) -> ArtifactError:
         return ArtifactError(f"OpenVINO can't read {str(self._path)!r} ({message}): save it again")
 
-    def _read(self) -> Any:
+    def read(self) -> Any:
+        """Return the graph as it was saved."""
         with third_party_errors(self._read_error):
             return self._core.read_model(self._path)
 
-    def _request(self, pixel_values: Batch) -> Any:
-        """Return an infer request for batches of this shape; the caller holds the lock."""
+    def request(self, pixel_values: Batch) -> Any:
+        """Return an infer request for batches of this shape; threads hold the lock."""
         check_fixed_batch(self.fixed_size, pixel_values)
         size = ANY_SIZE_KEY if self._is_for_any_size else len(pixel_values)
         request = self._requests.pop(size, None)
         if request is None:
-            model = self._read()
+            model = self.read()
             while len(self._requests) >= self._num_kept:
                 del self._requests[next(iter(self._requests))]
             with third_party_errors(self._read_error):
@@ -93,7 +107,7 @@ class OpenVinoSession:
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
         with self._lock:
-            request = self._request(pixel_values)
+            request = self.request(pixel_values)
             with third_party_errors(lambda message: ArtifactError(f"OpenVINO can't run the model: {message}")):
                 (logits,) = request.infer([pixel_values]).values()
             return logits.copy()
@@ -101,30 +115,8 @@ class OpenVinoSession:
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
         """Return a function that runs these images once and returns the milliseconds it took."""
         with self._lock:
-            request, feed = self._request(pixel_values), [pixel_values]
+            request, feed = self.request(pixel_values), [pixel_values]
         return timed(lambda: request.infer(feed, share_inputs=True, share_outputs=True))
-
-    def operator_times(self, pixel_values: Batch, passes: int) -> list[OperatorTime]:
-        """Return the median time of each operator of a profiled graph over `passes`, in graph order."""
-        with self._lock:
-            request = self._request(pixel_values)
-        durations: dict[tuple[int, str], list[float]] = {}
-        # The first pass has cold caches, and isn't counted.
-        for number in range(passes + 1):
-            self.run(pixel_values)
-            for index, row in enumerate(request.get_profiling_info() if number else ()):
-                durations.setdefault((index, row.node_name), []).append(row.real_time.total_seconds() * 1e3)
-        compiled, layers = request.get_compiled_model().get_runtime_model(), layers_by_weight(self._read())
-        originals = {
-            op.get_friendly_name(): info[ORIGINALS_KEY].astype(str).split(",")
-            for op in compiled.get_ops()
-            if ORIGINALS_KEY in (info := op.get_rt_info())
-        }
-        names = {name: [exported_name(part) for part in (name, *originals.get(name, ()))] for _, name in durations}
-        return [
-            OperatorTime(names=(*(layers[part] for part in names[name] if part in layers), *names[name]), ms=median(ms))
-            for (_, name), ms in durations.items()
-        ]
 
 
 def layers_by_weight(model: Any) -> dict[str, str]:
@@ -167,21 +159,205 @@ class OpenVino(Runtime):
     @classmethod
     def convert(cls, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
         """Write the graph of a deployment, `model.xml` and `model.bin`."""
-        from profiling_agent.runtimes.open_vino_conversion import write_deployment
+        from profiling_agent.quantization.quantize import chosen_layers
 
-        return write_deployment(source, deployment, folder)
+        path, scheme = folder / IR, deployment.scheme
+        if scheme == "static":
+            return _write_static(source, deployment, path)
+        if source.onnx is None:
+            raise ArtifactError("OpenVINO needs the model as ONNX, and was given none")
+        layers = chosen_layers(source.module, recommended(deployment)) if scheme != "float32" else {}
+        if scheme == "static_nncf":
+            return _write_nncf(source, source.onnx, layers, path)
+        # bfloat16 is the precision of the products; the weights are stored as float16, in half of the bytes.
+        _save(_read(source.onnx), path, halve=scheme == "bfloat16")
+        return PreparedFiles(
+            quantized=tuple(QuantizedLayer(name=name, kind="cast", dtype="bfloat16") for name in layers)
+        )
 
     @classmethod
     def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OpenVinoSession:  # noqa: ARG003
         """Open a saved folder; by default with a thread for each core that a container's quota has time for."""
-        core = import_openvino().Core()
-        return OpenVinoSession(core, folder / IR, scheme=recipe.deployment.scheme, num_threads=num_threads)
+        return OpenVinoSession(folder / IR, scheme=recipe.deployment.scheme, num_threads=num_threads)
 
     @classmethod
     def operator_times(
         cls, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
     ) -> list[OperatorTime]:
         """Return the median time of each operator of OpenVINO's compiled graph over `passes`, in graph order."""
-        scheme, core = recipe.deployment.scheme, import_openvino().Core()
-        session = OpenVinoSession(core, folder / IR, scheme=scheme, num_threads=num_threads, profiled=True)
-        return session.operator_times(pixel_values, passes)
+        scheme = recipe.deployment.scheme
+        session = OpenVinoSession(folder / IR, scheme=scheme, num_threads=num_threads, profiled=True)
+        request = session.request(pixel_values)
+        durations: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+        # The first pass has cold caches, and isn't counted.
+        for number in range(passes + 1):
+            session.run(pixel_values)
+            for index, row in enumerate(request.get_profiling_info() if number else ()):
+                durations[index, row.node_name].append(row.real_time.total_seconds() * 1e3)
+        layers = layers_by_weight(session.read())
+        originals = {
+            op.get_friendly_name(): info[ORIGINALS_KEY].astype(str).split(",")
+            for op in request.get_compiled_model().get_runtime_model().get_ops()
+            if ORIGINALS_KEY in (info := op.get_rt_info())
+        }
+        times: list[OperatorTime] = []
+        for (_, name), ms in durations.items():
+            parts = [exported_name(part) for part in (name, *originals.get(name, ()))]
+            known = [layers[part] for part in parts if part in layers]
+            times.append(OperatorTime(names=(*known, *parts), ms=median(ms)))
+        return times
+
+
+@contextmanager
+def _conversion_errors(message: str) -> Generator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError) as error:
+        # The lines that name node and cause, without those about OpenVINO's own source files.
+        lines = [line.strip() for line in str(error).splitlines()]
+        cause = " ".join(line for line in lines if line and not line.startswith(IGNORED_PREFIXES)) or first_line(error)
+        raise QuantizationError(f"{message} ({type(error).__name__}: {cause[:MAX_CAUSE]})") from error
+
+
+def _read(exported: Path) -> Any:
+    with _conversion_errors("OpenVINO can't read the exported model"):
+        return import_openvino().Core().read_model(exported)
+
+
+def _save(model: Any, path: Path, *, halve: bool) -> None:
+    with _conversion_errors("OpenVINO can't write the model"):
+        import_openvino().save_model(model, path, compress_to_fp16=halve)
+    # A sixth of the graph's file is indentation.
+    graph = ElementTree.parse(path)
+    for element in graph.iter():
+        element.text = element.text.strip() if element.text else None
+        element.tail = None
+    graph.write(path, encoding="utf-8", xml_declaration=True)
+
+
+def _halve_constants(model: Any) -> None:
+    """Store large constants as float16, which OpenVINO itself doesn't do once weights are int8.
+
+    Constants that are added to activations (position embeddings and biases) are rounded, others only if that changes nothing
+    (masks): weights that stay in float keep their values. In a trained Swin-B it is 2 MB of 94.
+    """
+    openvino = import_openvino()
+    opset: Any = importlib.import_module("openvino.opset13")
+    for constant in model.get_ops():
+        if constant.get_type_name() != "Constant" or constant.get_element_type() != openvino.Type.f32:
+            continue
+        values = constant.get_data()
+        if values.nbytes < LARGE_BYTES or np.abs(values).max() > np.finfo(np.float16).max:
+            continue
+        rounded = values.astype(np.float16)
+        if _is_only_added(constant) or np.array_equal(rounded, values):
+            halved = opset.convert(opset.constant(rounded), "f32")
+            for reader in constant.output(0).get_target_inputs():
+                reader.replace_source_output(halved.output(0))
+
+
+def _is_only_added(node: Any) -> bool:
+    """Return whether a node's values are only added, at most after a change of shape."""
+    readers = [reader.get_node() for reader in node.output(0).get_target_inputs()]
+    return bool(readers) and all(
+        reader.get_type_name() == "Add" or (reader.get_type_name() in SHAPING and _is_only_added(reader))
+        for reader in readers
+    )
+
+
+def _write_static(source: Source, deployment: Deployment, path: Path) -> PreparedFiles:
+    """Quantize in torch and export that: OpenVINO recognizes int8 arithmetic in quantize, dequantize and matmul."""
+    from profiling_agent.quantization.quantize import quantize_model
+    from profiling_agent.runtimes.onnx_export import write_graph
+    from profiling_agent.runtimes.torch_artifact import calibration_batches, quantized_rows
+
+    quantized = quantize_model(
+        source.module,
+        recommended(deployment),
+        calibration=lambda: calibration_batches(source),
+        reduce_range=OpenVino.saturates(),
+    )
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        exported = Path(scratch) / "static.onnx"
+        write_graph(quantized.model, exported, spec=source.recipe.input)
+        model = _read(exported)
+        _halve_constants(model)
+        _save(model, path, halve=False)
+    _check_logits(path, quantized.model, source)
+    return PreparedFiles(quantized=quantized_rows(quantized.model))
+
+
+def _check_logits(path: Path, quantized: "nn.Module", source: Source) -> None:
+    """Raise QuantizationError if OpenVINO computes a graph wrongly.
+
+    It does so among int8 layers, not in float32: a mean over the last of three dimensions (SwiftFormer's pool), a linear
+    layer that reads a BatchNorm of two (LeViT's head). ONNX Runtime computes both graphs as torch does.
+    """
+    import torch
+
+    from profiling_agent.modules.inference import logits_of, relative_distance
+
+    images = source.calibration[:NUM_COMPARED]
+    session = OpenVinoSession(path, scheme="static", num_threads=None)
+    if len(images) < (session.fixed_size or 1):
+        return
+    batch = torch.from_numpy(images[: session.fixed_size or len(images)])
+    float_logits, int8_logits = logits_of(source.module, batch), logits_of(quantized, batch)
+    openvino_logits = torch.from_numpy(session.run(batch.numpy()))
+    rounding, distance = relative_distance(int8_logits, float_logits), relative_distance(openvino_logits, int8_logits)
+    if not distance <= max(MAX_DISTANCE, MAX_ROUNDING_RATIO * rounding):
+        raise QuantizationError(
+            f"OpenVINO computes something else than the int8 graph says: its logits are {distance:.2g} from torch's of the same graph, "
+            f"which are {rounding:.2g} from float32's"
+        )
+
+
+def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: Path) -> PreparedFiles:
+    import onnx
+
+    if line := missing_packages(("nncf",), extra="openvino"):
+        raise ArtifactError(f"static_nncf is made by NNCF: {line}")
+    graph = onnx.load(exported, load_external_data=False)
+    layer_by_node = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()], LAYER_OPS)
+    excluded = {node for node, layer in layer_by_node.items() if layer not in layers}
+    model = _quantize_with_nncf(_read(exported), source.calibration, excluded, is_transformer=not is_convnet(graph))
+    _halve_constants(model)
+    _save(model, path, halve=False)
+    covered = [name for name in layers if name in layer_by_node.values()]
+    return PreparedFiles(
+        quantized=tuple(
+            QuantizedLayer(name=name, kind="static", dtype="qint8", reduce_range=OpenVino.saturates())
+            for name in covered
+        )
+    )
+
+
+def _quantize_with_nncf(model: Any, images: Batch, excluded: Collection[str], *, is_transformer: bool) -> Any:
+    import torch
+
+    hide_telemetry()
+    with muted("nncf", "torch.utils._pytree"):
+        nncf: Any = importlib.import_module("nncf")
+        names = [
+            name
+            for op in model.get_ops()
+            if op.get_type_name() in LAYER_TYPES and exported_name(name := op.get_friendly_name()) in excluded
+        ]
+        random_state = torch.get_rng_state()
+        try:
+            with _conversion_errors("NNCF can't quantize the model"):
+                return nncf.quantize(
+                    model,
+                    nncf.Dataset([{INPUT: image[None]} for image in images]),
+                    subset_size=len(images),
+                    fast_bias_correction=True,
+                    # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the first layer.
+                    advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
+                    if OpenVino.saturates()
+                    else None,
+                    # For attention: leaves softmax and norms in float, and smooths activations (SmoothQuant).
+                    model_type=nncf.ModelType.TRANSFORMER if is_transformer else None,
+                    ignored_scope=nncf.IgnoredScope(names=names) if names else None,
+                )
+        finally:
+            torch.set_rng_state(random_state)

@@ -1,37 +1,205 @@
-"""Runtimes by name, opening of saved models, layer choices, and layer times. Imports no torch."""
+"""Interface of a runtime, and the runtimes by name. Imports no torch."""
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.runtimes.artifact import open_folder
-from profiling_agent.runtimes.base import MODULE, OperatorTime
-from profiling_agent.runtimes.base import Batch as Batch
-from profiling_agent.runtimes.base import Enqueues as Enqueues
-from profiling_agent.runtimes.base import ModelSession as ModelSession
-from profiling_agent.runtimes.base import OnDevice as OnDevice
-from profiling_agent.runtimes.base import Source as Source
-from profiling_agent.runtimes.base import runtime as runtime
+from profiling_agent.lib.machine import environment
 from profiling_agent.schemas import EVERYTHING, Deployment, InputSpec, QuantizationRecommendation, RuntimeName, Scheme
 
+if TYPE_CHECKING:
+    from profiling_agent.runtimes.artifact import PreparedFiles, QuantizedLayer, Recipe
 
-def noise_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> Batch:
-    """Return standard normal noise in the model's input shape: (batch, channels, height, width), float32."""
-    return np.random.default_rng(seed).standard_normal(spec.batch(batch_size), dtype=np.float32)
+Batch = NDArray[np.float32]
+# Names of input and output in exported graphs.
+INPUT, OUTPUT = "pixel_values", "logits"
+# Prefix of the model's modules in exported graphs: the exported wrapper holds the model under this name.
+MODULE = "model."
+# Timed passes: enough for a median that one disturbance doesn't move; a warm-up pass comes first.
+NUM_PASSES = 5
 
 
-def check_images(spec: InputSpec, pixel_values: Batch) -> None:
-    """Raise ArtifactError unless these are images (n, channels, height, width) of the model's size."""
-    expected = (spec.channels, spec.height, spec.width)
-    if pixel_values.ndim != 4 or pixel_values.shape[1:] != expected or not len(pixel_values):
-        channels, height, width = expected
-        raise ArtifactError(
-            f"the model takes pixel_values of shape (n, {channels}, {height}, {width}), not "
-            f"{tuple(pixel_values.shape)!r}: prepare images with its processor"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A float32 model to be converted for a deployment.
+
+    `module` is in eval mode on the CPU, `recipe` that of its saved folder, `calibration` float32 images of shape
+    (n, channels, height, width), `onnx` the exported model, or None if it couldn't be exported.
+    """
+
+    module: Any
+    recipe: "Recipe"
+    processor: Any
+    calibration: Batch
+    batch_size: int
+    onnx: Path | None = None
+    device: str = "cpu"
+
+
+class ModelSession(Protocol):
+    """An opened model; `fixed_size` is the only batch size that it takes, or None for any size."""
+
+    fixed_size: int | None
+
+    def run(self, pixel_values: Batch) -> Batch:
+        """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
+        ...
+
+    def bound(self, pixel_values: Batch) -> Callable[[], float]:
+        """Return a function that runs these images once, waits for the result, and returns the milliseconds."""
+        ...
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A session of torch or one pass of it, which reports its memory on the device."""
+
+    def peak_bytes(self) -> int | None:
+        """Return the peak of this process's allocations on the device; None on the CPU, where the system reports it."""
+        ...
+
+
+@runtime_checkable
+class Enqueues(Protocol):
+    """A session that can run passes on a GPU without waiting for each."""
+
+    def enqueued(self, pixel_values: Batch, passes: int) -> float | None:
+        """Return the milliseconds of a pass, by events around `passes` enqueued without waiting; None on the CPU."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTime:
+    """Time of one operator in a pass; `names` are its names in the graphs that were given to the runtime.
+
+    A name that begins with `MODULE` is the layer itself; all others are nodes of an exported graph.
+    """
+
+    names: tuple[str, ...]
+    ms: float
+
+
+class Runtime(ABC):
+    """The facts of one runtime; a subclass that sets `name` registers itself.
+
+    `requires` are packages of the extra `extra` that it can't run without; the versions of `packages` go into the recipe.
+    `files` are those that it reads its weights from, in formats that can't carry code. `graph_format` is the only export
+    format that takes its graphs, None for torch's modules. `on_cpu` and `on_cuda` are its schemes there,
+    `from_onnx` those whose files are made from float32 ONNX.
+
+    One of the CPU flags `int8_instructions` lets its kernels add int8 products in 32 bits. Without them, 16-bit sums of two
+    products saturate unless one factor has only 7 bits, or the layers are of `safe_kinds`.
+
+    `mixture` is the scheme by which it executes a mixture of layer types, and the schemes that may be mixed.
+    """
+
+    name: ClassVar[RuntimeName]
+    extra: ClassVar[str] = ""
+    requires: ClassVar[tuple[str, ...]] = ()
+    packages: ClassVar[tuple[str, ...]] = ()
+    files: ClassVar[tuple[str, ...]]
+    graph_format: ClassVar[str | None] = None
+    on_cpu: ClassVar[tuple[Scheme, ...]] = ()
+    on_cuda: ClassVar[tuple[Scheme, ...]] = ()
+    from_onnx: ClassVar[tuple[Scheme, ...]] = ()
+    # Whether its processes import torch.
+    is_torch: ClassVar[bool] = False
+    # Whether it compiles for a minute or two.
+    is_slow_to_convert: ClassVar[bool] = False
+    int8_instructions: ClassVar[tuple[str, ...]] = ()
+    safe_kinds: ClassVar[tuple[str, ...]] = ()
+    mixture: ClassVar[tuple[Scheme, frozenset[Scheme]] | None] = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in vars(cls):
+            _REGISTERED[cls.name] = cls
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:  # noqa: ARG003
+        """Return what has to be installed for "cpu" or "cuda", as one line, or None if nothing."""
+        return missing_packages(cls.requires, extra=cls.extra)
+
+    @classmethod
+    def schemes(cls, device: str) -> tuple[Scheme, ...]:
+        """Return the schemes that it has on "cpu" or "cuda"."""
+        return cls.on_cuda if device == "cuda" else cls.on_cpu
+
+    @classmethod
+    @abstractmethod
+    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> "PreparedFiles":
+        """Write the files of a deployment into `folder`.
+
+        Raises:
+            ArtifactError: the runtime lacks what it needs, as the model in ONNX.
+            PlanError: a pattern hits no layer.
+            QuantizationError: the model can't be converted.
+        """
+
+    @classmethod
+    @abstractmethod
+    def open(cls, folder: Path, recipe: "Recipe", *, device: str, num_threads: int | None) -> ModelSession:
+        """Open a saved folder; without `num_threads` the library chooses; ArtifactError if the files can't be read."""
+
+    @classmethod
+    def operator_times(
+        cls, folder: Path, recipe: "Recipe", pixel_values: Batch, *, num_threads: int, passes: int
+    ) -> list[OperatorTime]:
+        """Return the median time of each operator over `passes` on the CPU; ArtifactError if it can't time them."""
+        del folder, recipe, pixel_values, num_threads, passes
+        raise ArtifactError(f"{cls.name} can't time the parts of a pass")
+
+    @classmethod
+    def has_vnni(cls, cpu_flags: Collection[str]) -> bool:
+        """Return whether its int8 kernels add products in 32 bits on a CPU with these Linux flags."""
+        return not set(cls.int8_instructions).isdisjoint(cpu_flags)
+
+    @classmethod
+    def saturates(cls) -> bool:
+        """Return whether 8 bits for both factors are too many for its kernels on this CPU."""
+        return not cls.has_vnni(environment().cpu_flags)
+
+    @classmethod
+    def needed_instructions(cls, layers: Iterable["QuantizedLayer"]) -> tuple[str, ...]:
+        """Return the CPU flags of which one prevents saturated int8 sums in `layers`; none if they can't saturate."""
+        can_saturate = any(
+            layer.dtype == "qint8" and not layer.reduce_range and layer.kind not in cls.safe_kinds for layer in layers
         )
+        return cls.int8_instructions if can_saturate else ()
+
+
+_REGISTERED: dict[RuntimeName, type[Runtime]] = {}
+
+
+def runtime(name: RuntimeName) -> type[Runtime]:
+    """Return a runtime, installed or not."""
+    return _REGISTERED[name]
+
+
+def missing(name: RuntimeName, device: str = "cpu") -> str | None:
+    """Return what has to be installed for a runtime on a device, as one line, or None."""
+    return runtime(name).missing(device)
+
+
+def missing_packages(packages: Sequence[str], *, extra: str) -> str | None:
+    """Return the line on how to install the first missing one of `packages`, or None; imports none."""
+    for name in packages:
+        if find_spec(name) is None:
+            return f"{name} isn't installed: pip install profiling-agent[{extra}]"
+    return None
+
+
+def reads_onnx(deployment: Deployment) -> bool:
+    """Return whether a deployment is made from float32 ONNX."""
+    return deployment.scheme in runtime(deployment.runtime).from_onnx
 
 
 # The recommendation for all layers that gives a scheme; float32 and tf32 need none.
@@ -57,65 +225,26 @@ def recommended(deployment: Deployment) -> tuple[QuantizationRecommendation, ...
     return deployment.recommendations or recommend(deployment.scheme)
 
 
-def missing(name: RuntimeName, device: str = "cpu") -> str | None:
-    """Return what has to be installed for a runtime on a device, as one line, or None."""
-    return runtime(name).missing(device)
+def noise_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> Batch:
+    """Return standard normal noise in the model's input shape: (batch, channels, height, width), float32."""
+    return np.random.default_rng(seed).standard_normal(spec.batch(batch_size), dtype=np.float32)
 
 
-def reads_onnx(deployment: Deployment) -> bool:
-    """Return whether a deployment is made from float32 ONNX."""
-    return deployment.scheme in runtime(deployment.runtime).from_onnx
+def timed(run: Callable[[], object]) -> Callable[[], float]:
+    """Return a function that calls `run` once and returns the milliseconds it took."""
+
+    def run_once() -> float:
+        started = time.perf_counter()
+        run()
+        return (time.perf_counter() - started) * 1e3
+
+    return run_once
 
 
-def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> ModelSession:
-    """Open a saved model in its runtime, without a check of hashes and golden logits.
-
-    Raises:
-        ArtifactError: a file is missing or unreadable, or the runtime isn't installed.
-    """
-    recipe = open_folder(folder, verify=False)
-    name = recipe.deployment.runtime
-    if line := missing(name, device):
-        raise ArtifactError(f"{str(folder)!r} was saved for {name}: {line}")
-    if device != "cpu" and recipe.deployment.scheme not in runtime(name).schemes(device):
+def check_fixed_batch(fixed_size: int | None, pixel_values: Batch) -> None:
+    """Raise ArtifactError if the file was exported for another number of images."""
+    if fixed_size is not None and len(pixel_values) != fixed_size:
         raise ArtifactError(
-            f"{str(folder)!r} is for {recipe.deployment.name}, which has no kernels on {device}: use device cpu"
+            f"the model was exported for batches of exactly {fixed_size} images, not {len(pixel_values)}: "
+            "fill the batch up, or export it with a dynamic batch"
         )
-    return runtime(name).open(folder, recipe, device=device, num_threads=num_threads)
-
-
-# Enough for a median that one disturbance doesn't move; a warm-up pass comes first.
-NUM_PASSES = 5
-
-
-def layer_times(folder: Path, exported: Path | None, *, batch_size: int, num_threads: int) -> dict[str, float]:
-    """Return the milliseconds of each layer of a saved model in a pass on the CPU, by its name in the model.
-
-    `exported` is the ONNX file given to the runtime, whose nodes identify the layers; without it the runtime must.
-
-    Raises:
-        ArtifactError: the runtime can't time operators, or can't read or run the model.
-    """
-    recipe = open_folder(folder, verify=False)
-    layer_by_node: dict[str, str] = {}
-    if exported is not None:
-        import onnx
-
-        from profiling_agent.runtimes.onnx_graph import layers_by_name
-
-        layer_by_node = layers_by_name(onnx.load(exported, load_external_data=False))
-    operators = runtime(recipe.deployment.runtime).operator_times(
-        folder, recipe, noise_batch(recipe.input, batch_size), num_threads=num_threads, passes=NUM_PASSES
-    )
-    return by_layer(operators, layer_by_node)
-
-
-def by_layer(operators: Sequence[OperatorTime], known: Mapping[str, str]) -> dict[str, float]:
-    """Return the milliseconds of each layer; unknown operators, mostly fused with the layer before them, count with it."""
-    times: defaultdict[str, float] = defaultdict(float)
-    layer = ""
-    for operator in operators:
-        layers = (name.removeprefix(MODULE) if name.startswith(MODULE) else known.get(name) for name in operator.names)
-        layer = next((name for name in layers if name is not None), layer)
-        times[layer] += operator.ms
-    return dict(times)

@@ -1,12 +1,17 @@
-"""Saved torch modules, read and written as safetensors, without pickle and without remote code."""
+"""Saved models of torch and of every deployment: written, read without pickle or remote code, and called alike."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from numpy.typing import NDArray
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -28,7 +33,6 @@ from profiling_agent.runtimes.artifact import (
     NUM_IMAGES,
     PROCESSOR,
     WEIGHTS,
-    Description,
     Golden,
     PreparedFiles,
     QuantizedLayer,
@@ -36,43 +40,13 @@ from profiling_agent.runtimes.artifact import (
     check_golden,
     named_folder,
     open_folder,
+    open_session,
     write_artifact,
 )
-from profiling_agent.schemas import Cut, Deployment, InputSpec
+from profiling_agent.runtimes.registry import Batch, ModelSession, Source, noise_batch, runtime
+from profiling_agent.schemas import Cut, Deployment, Environment, InputSpec, RuntimeName, Scheme
 
-
-def fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace every tensor of `model` whose shape differs in `tensors` by an empty one, and update its module's widths.
-
-    The new tensors hold no values (meta device): a strict load with `assign=True` has to follow.
-    """
-    resized: dict[str, nn.Module] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name not in tensors or tensors[name].shape == tensor.shape:
-            continue
-        owner_name, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
-        empty = torch.empty_like(tensors[name], device="meta")
-        setattr(owner, leaf, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
-        resized[owner_name] = owner
-    for owner in resized.values():
-        _update_widths_(owner)
-
-
-def _update_widths_(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        module.out_features, module.in_features = module.weight.shape
-    elif isinstance(module, nn.Conv2d):
-        if module.groups > 1:
-            # Whole groups are cut, so each keeps its number of filters.
-            module.groups = module.groups * module.weight.shape[0] // module.out_channels
-        module.out_channels, module.in_channels = module.weight.shape[0], module.weight.shape[1] * module.groups
-    elif isinstance(module, _BatchNorm):
-        module.num_features = module.weight.shape[0]
-    elif isinstance(module, nn.LayerNorm):
-        module.normalized_shape = tuple(module.weight.shape)
-
-
+HALVES: dict[Scheme, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # Errors of building and filling a model that other versions of the libraries saved.
 MISFITS = (QuantizationError, StrictDataclassError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
@@ -83,25 +57,14 @@ def load_recipe(path: str | Path) -> Recipe:
 
 
 def load_processor(path: str | Path) -> Any:
-    """Return the image processor that was saved with the model, on its PIL backend."""
-    folder = named_folder(path)
-    open_folder(folder, verify=False)
-    return read_processor(folder)
-
-
-def read_processor(folder: Path) -> Any:
-    """Return the image processor that a folder's preprocessor_config.json describes; no other file is read.
-
-    Raises:
-        ArtifactError: the file is missing, or describes none.
-    """
+    """Return the processor that a folder's preprocessor_config.json describes, on its PIL backend, or ArtifactError."""
 
     def refuse(text: str) -> ArtifactError:
-        return ArtifactError(f"{str(folder)!r} has no image processor that can be read ({text}): save the model again")
+        return ArtifactError(f"{str(path)!r} has no image processor that can be read ({text}): save the model again")
 
     with muted("transformers"), third_party_errors(refuse):
         return AutoImageProcessor.from_pretrained(
-            folder,
+            path,
             # By default the processor would be read from a timm model's config.
             image_processor_filename=PROCESSOR,
             backend="pil",
@@ -122,33 +85,29 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     folder = named_folder(path)
     recipe = open_folder(folder, verify=verify)
     model = _build_model(folder, recipe, dequantize=False)
-    if verify:
+    if not verify:
+        return model
+    dtype = floating_dtype(model)
 
-        def refuse(message: str) -> ArtifactError:
-            return ArtifactError(f"the model gives {message}: save it again")
+    def refuse(message: str) -> ArtifactError:
+        return ArtifactError(f"the model gives {message}: save it again")
 
-        with preserving_state(model), torch.inference_mode():
-            dtype = floating_dtype(model)
-            check_golden(
-                lambda images: checked_logits(model, torch.from_numpy(images).to(dtype), refuse).float().numpy(),
-                folder,
-                recipe,
-            )
+    def run(images: Batch) -> NDArray[Any]:
+        return checked_logits(model, torch.from_numpy(images).to(dtype), refuse).float().numpy()
+
+    with preserving_state(model), torch.inference_mode():
+        check_golden(run, folder, recipe)
     return model
 
 
 def load_skeleton(path: str | Path) -> nn.Module:
-    """Return the saved model in plain float32 at its own widths, with quantized weights dequantized.
-
-    Raises:
-        ArtifactError: a file is missing, or the weights don't fit the architecture.
-    """
+    """Return the saved model in plain float32 at its own widths, dequantized; ArtifactError if its weights don't fit."""
     folder = named_folder(path)
     return _build_model(folder, open_folder(folder, verify=False), dequantize=True).float()
 
 
 def _build_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
-    path = folder / recipe.model_files[0]
+    path = folder / WEIGHTS
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -166,7 +125,7 @@ def _build_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module
         for layer in recipe.quantized:
             _insert_layer_(model, layer, tensors, dequantize=dequantize)
         tensors |= {name: tensors[first] for name, first in recipe.tied.items()}
-        fit_widths_(model, tensors)
+        _fit_widths_(model, tensors)
         model.load_state_dict(tensors, strict=True, assign=True)
         for name, first in recipe.tied.items():
             owner, _, leaf = name.rpartition(".")
@@ -182,18 +141,6 @@ def _build_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module
             "with the installed libraries"
         ) from error
     return model.eval()
-
-
-def _halve_rest_(model: nn.Module) -> None:
-    """Convert unsaved buffers, as Swin v2's table of coordinates, if the whole model is in one half precision."""
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) != 1 or not dtypes <= {torch.bfloat16, torch.float16}:
-        return
-    (dtype,) = dtypes
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if not isinstance(module, QuantizedModule) and buffer.is_floating_point():
-                setattr(module, name, buffer.to(dtype))
 
 
 def _build_architecture(recipe: Recipe) -> nn.Module:
@@ -217,13 +164,50 @@ def _build_architecture(recipe: Recipe) -> nn.Module:
 def _insert_layer_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, Tensor], *, dequantize: bool) -> None:
     """Insert a quantized layer and remove its tensors, or insert its float layer and replace its tensors by float ones."""
     prefix = f"{layer.name}."
-    stored = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
-    plain = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
-    quantized = rebuild_layer(layer.kind, plain, model.get_submodule(layer.name), reduce_range=layer.reduce_range)
-    module = quantized.dequantized() if dequantize else quantized
+    plain = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    module = rebuild_layer(layer.kind, plain, model.get_submodule(layer.name), reduce_range=layer.reduce_range)
     if dequantize:
+        module = module.dequantized()
         tensors |= {f"{prefix}{leaf}": tensor for leaf, tensor in module.state_dict().items()}
     model.set_submodule(layer.name, module, strict=True)
+
+
+def _fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Replace every tensor of `model` whose shape differs in `tensors` by an empty one, and update its module's widths.
+
+    The new tensors hold no values (meta device): a strict load with `assign=True` has to follow.
+    """
+    resized: set[nn.Module] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in tensors and tensors[name].shape != tensor.shape:
+            owner_name, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(owner_name)
+            empty = torch.empty_like(tensors[name], device="meta")
+            setattr(owner, leaf, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
+            resized.add(owner)
+    for module in resized:
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+        elif isinstance(module, nn.Conv2d):
+            if module.groups > 1:
+                # Whole groups are cut, so each keeps its number of filters.
+                module.groups = module.groups * module.weight.shape[0] // module.out_channels
+            module.out_channels, module.in_channels = module.weight.shape[0], module.weight.shape[1] * module.groups
+        elif isinstance(module, _BatchNorm):
+            module.num_features = module.weight.shape[0]
+        elif isinstance(module, nn.LayerNorm):
+            module.normalized_shape = tuple(module.weight.shape)
+
+
+def _halve_rest_(model: nn.Module) -> None:
+    """Convert unsaved buffers, as Swin v2's table of coordinates, if the whole model is in one half precision."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) != 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+        return
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not isinstance(module, QuantizedModule) and buffer.is_floating_point():
+                setattr(module, name, buffer.to(*dtypes))
 
 
 def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
@@ -247,27 +231,17 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     Raises:
         ArtifactError: `folder` exists.
     """
-
-    def ask(_folder: Path, _recipe: Recipe) -> Golden:
-        images = random_batch(spec, NUM_IMAGES).half()
-        return Golden(images.numpy(), logits_of(model, images.float()).numpy())
-
-    description = Description(
+    description = Recipe(
         base_model=base_model,
         base_revision=base_revision,
         architecture=type(model).__name__,
         config=config_of(model),
         input=spec,
         cuts=tuple(cuts),
+        folded=tuple(folded),
         deployment=deployment or Deployment(),
     )
-    return write_artifact(
-        description,
-        folder,
-        processor=processor,
-        write_model=partial(write_weights, model, folded=folded),
-        ask=ask,
-    )
+    return _save(model, folder, description, processor)
 
 
 def save_derived(
@@ -286,29 +260,38 @@ def save_derived(
     Raises:
         ArtifactError: `folder` exists, or `source` is damaged.
     """
-    recipe = load_recipe(source)
-    save_model(
-        model,
-        folder,
-        spec=recipe.input,
-        processor=load_processor(source),
-        base_model=recipe.base_model,
-        base_revision=recipe.base_revision,
-        cuts=recipe.cuts if cuts is None else cuts,
-        folded=recipe.folded if folded is None else folded,
-        deployment=recipe.deployment if deployment is None else deployment,
-    )
+    fields = {"cuts": cuts, "folded": folded, "deployment": deployment, "config": config_of(model)}
+    changes = {name: value for name, value in fields.items() if value is not None}
+    _save(model, folder, load_recipe(source).model_copy(update=changes), load_processor(source))
+
+
+def _save(model: nn.Module, folder: Path, description: Recipe, processor: Any) -> Recipe:
+    def ask(_folder: Path, _recipe: Recipe) -> Golden:
+        images = random_batch(description.input, NUM_IMAGES).half()
+        return Golden(images.numpy(), logits_of(model, images.float()).numpy())
+
+    write_model = partial(write_weights, model, folded=description.folded)
+    return write_artifact(description, folder, processor=processor, write_model=write_model, ask=ask)
 
 
 def write_weights(
     model: nn.Module, folder: Path, *, folded: Sequence[str] = (), dtype: torch.dtype | None = None
 ) -> PreparedFiles:
     """Write `weights.safetensors`: floating tensors in `dtype`, if given, except those of quantized layers."""
-    tensors, tied = _split_ties(model)
+    tensors: dict[str, Tensor] = {}
+    # Shared tensors are stored under their first name.
+    tied: dict[str, str] = {}
+    first_names: dict[int, str] = {}
     layers = quantized_modules(model)
-    for name, tensor in tensors.items():
-        if dtype is not None and tensor.is_floating_point() and name.rpartition(".")[0] not in layers:
-            tensors[name] = tensor.to(dtype)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first = first_names.setdefault(id(tensor), name)
+        if first != name:
+            tied[name] = first
+            continue
+        is_cast = dtype is not None and tensor.is_floating_point() and name.rpartition(".")[0] not in layers
+        # A clone, because safetensors refuses tensors that are views of the same memory.
+        clone = tensor.detach().cpu().clone().contiguous()
+        tensors[name] = clone.to(dtype) if is_cast else clone
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     return PreparedFiles(quantized=quantized_rows(model), tied=tied, folded=tuple(folded))
 
@@ -321,22 +304,6 @@ def quantized_rows(model: nn.Module) -> tuple[QuantizedLayer, ...]:
     )
 
 
-def _split_ties(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return each tensor under its first name, and the first name of every further one."""
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    first_names: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        first = first_names.setdefault(id(tensor), name)
-        if first != name:
-            tied[name] = first
-            continue
-        # A clone, because safetensors refuses tensors that are views of the same memory.
-        tensors[name] = tensor.detach().cpu().clone().contiguous()
-    return tensors, tied
-
-
 def config_of(model: nn.Module) -> dict[str, Any]:
     """Return the Hugging Face config as JSON data, with the model's class and all names of classes.
 
@@ -346,3 +313,188 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     written = parse_json(config.to_json_string(use_diff=False))
     names = {str(index): name for index, name in config.id2label.items()}
     return written | {"architectures": [type(model).__name__], "id2label": names}
+
+
+def read_source(
+    folder: Path, calibration: Batch, *, batch_size: int, onnx: Path | None = None, device: str = "cpu"
+) -> Source:
+    """Return the saved float32 torch model in `folder` as a source of deployments."""
+    return Source(
+        module=load_module(folder),
+        recipe=load_recipe(folder),
+        processor=load_processor(folder),
+        calibration=calibration,
+        batch_size=batch_size,
+        onnx=onnx,
+        device=device,
+    )
+
+
+def calibration_batches(source: Source) -> Iterator[Tensor]:
+    """Yield the calibration images in batches of the deployed size."""
+    yield from torch.from_numpy(source.calibration).split(source.batch_size)
+
+
+def save_deployed(
+    source: Source,
+    deployment: Deployment,
+    folder: Path,
+    *,
+    complexity: tuple[int, int] | None = None,
+    num_threads: int | None = None,
+) -> Recipe:
+    """Convert `source` for `deployment` and write it to `folder`, complete or not at all; return its recipe.
+
+    The opened model's logits of two images are stored with it, and `complexity`, if given: params and MACs of the float32
+    model.
+
+    Raises:
+        ArtifactError: `folder` exists, the disk is full, or the runtime lacks what it needs.
+        PlanError: a pattern hits no layer.
+        QuantizationError: the model can't be converted, or its logits aren't finite.
+    """
+    executor = runtime(deployment.runtime)
+
+    def ask(written: Path, recipe: Recipe) -> Golden:
+        session = executor.open(written, recipe, device=source.device, num_threads=num_threads)
+        images = noise_batch(recipe.input, session.fixed_size or NUM_IMAGES).astype(np.float16)
+        logits = session.run(images.astype(np.float32))
+        if not np.isfinite(logits).all():
+            raise QuantizationError(
+                f"as {deployment.name} the model gives logits that aren't finite: leave this deployment out"
+            )
+        return Golden(images, logits)
+
+    return write_artifact(
+        source.recipe.model_copy(update={"deployment": deployment}),
+        folder,
+        processor=source.processor,
+        write_model=partial(executor.convert, source, deployment),
+        ask=ask,
+        complexity=complexity,
+        has_card=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Output of a model for a batch: `logits`, float32 (n, classes), on the CPU."""
+
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The likeliest class of one image."""
+
+    label: str
+    class_id: int
+    probability: float
+
+
+class Deployed:
+    """A saved model, opened in its runtime."""
+
+    def __init__(self, folder: Path, recipe: Recipe, session: ModelSession) -> None:
+        self.folder, self.recipe, self.session = folder, recipe, session
+
+    @property
+    def runtime(self) -> RuntimeName:
+        """Return the name of the runtime."""
+        return self.recipe.deployment.runtime
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the torch module; ArtifactError if the runtime isn't torch's."""
+        module = getattr(self.session, "module", None)
+        if not isinstance(module, nn.Module):
+            raise ArtifactError(f"a model for {self.runtime} is no torch module: run it, or load its float32 parent")
+        return module
+
+    def __call__(self, pixel_values: Tensor | NDArray[Any]) -> Answer:
+        """Return the logits of prepared images (n, channels, height, width); ArtifactError for another shape."""
+        array = pixel_values.detach().cpu().numpy() if isinstance(pixel_values, Tensor) else pixel_values
+        batch = np.ascontiguousarray(array, dtype=np.float32)
+        expected = self.recipe.input.batch(1)[1:]
+        if batch.ndim != 4 or batch.shape[1:] != expected or not len(batch):
+            raise ArtifactError(
+                f"the model takes pixel_values of shape (n, {', '.join(map(str, expected))}), not {batch.shape!r}: "
+                "prepare images with its processor"
+            )
+        return Answer(logits=torch.from_numpy(self.session.run(batch)))
+
+    @cached_property
+    def _processor(self) -> Any:
+        return load_processor(self.folder)
+
+    @overload
+    def predict(self, images: Image.Image) -> Prediction: ...
+
+    @overload
+    def predict(self, images: Sequence[Image.Image]) -> list[Prediction]: ...
+
+    def predict(self, images: Image.Image | Sequence[Image.Image]) -> Prediction | list[Prediction]:
+        """Return the likeliest class of a PIL image, or of each of several images, which run as one batch.
+
+        Images are prepared as for measuring accuracy: turned upright by their EXIF orientation, and 16 bits scaled to 8.
+
+        Raises:
+            ArtifactError: an image is damaged, or the model's image processor doesn't take it.
+        """
+        if isinstance(images, Image.Image):
+            return self.predict([images])[0]
+        if not images:
+            return []
+        processor = self._processor
+        with third_party_errors(lambda message: CorruptImageError(f"an image can't be read: {message}")):
+            pictures = [to_processor_channels(upright_rgb(image), processor) for image in images]
+        with third_party_errors(
+            lambda message: ArtifactError(f"the processor in {str(self.folder)!r} gives {message}")
+        ):
+            pixel_values = processor(images=pictures, return_tensors="np")["pixel_values"]
+        likelihoods, classes = self(pixel_values).logits.softmax(dim=-1).max(dim=-1)
+        names = self.recipe.config.get("id2label", {})
+        return [
+            Prediction(label=str(names.get(str(class_id), class_id)), class_id=class_id, probability=probability)
+            for class_id, probability in zip(classes.tolist(), likelihoods.tolist(), strict=True)
+        ]
+
+
+def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_threads: int | None = None) -> Deployed:
+    """Return a saved model that is called as `model(pixel_values).logits` whatever its runtime.
+
+    `verify` compares every file with its sha256, and the logits of two images with those at saving.
+    `num_threads` is the number of CPU threads, in torch of the whole process. By default ONNX Runtime and OpenVINO take
+    one for each core that a container's quota has time for, and torch keeps those of the process.
+    Warns if the model was made on another type of CPU: another deployment may be faster here, or int8 sums saturate.
+
+    Raises:
+        ArtifactError: a file is missing or damaged, the model doesn't compute what it did, or its runtime
+            isn't installed.
+        RequestError: `num_threads` isn't 1 or more.
+    """
+    if num_threads is not None and num_threads < 1:
+        raise RequestError(f"num_threads is {num_threads}: give 1 or more, or None for as many as there are cores")
+    folder = named_folder(path)
+    recipe = open_folder(folder, verify=verify)
+    session = open_session(folder, device=device, num_threads=num_threads)
+    if note := cpu_note(folder, recipe, environment()):
+        warnings.warn(note, stacklevel=2)
+    if verify:
+        check_golden(session.run, folder, recipe)
+    return Deployed(folder, recipe, session)
+
+
+def cpu_note(folder: Path, recipe: Recipe, here: Environment) -> str | None:
+    """Return a warning about running a saved model on the machine `here`, or None if its CPU gives no reason."""
+    cpus = f"{str(folder)!r} was made on {recipe.cpu}, this is {here.cpu}"
+    executor = runtime(recipe.deployment.runtime)
+    # By flags only: a cloud has one name for processors with different instructions.
+    if (needed := executor.needed_instructions(recipe.quantized)) and not executor.has_vnni(here.cpu_flags):
+        return (
+            f"{cpus}, which has no {' or '.join(needed)}: its int8 sums may saturate here, and its answers be others; a run on this "
+            "machine (`profiling-agent run`) makes a model whose sums don't"
+        )
+    if recipe.cpu != here.cpu:
+        return f"{cpus}: it computes the same, but another deployment may be faster; `profiling-agent race` finds out"
+    return None

@@ -1,17 +1,17 @@
-"""Torch sessions: eager, captured in CUDA graphs, or compiled by torch.compile."""
+"""Torch's runtimes: eager, CUDA graphs and torch.compile. torch itself is imported when a model is converted or opened."""
 
 import itertools
+import os
+import shutil
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import first_line
@@ -21,33 +21,140 @@ from profiling_agent.lib.modules import floating_dtype
 from profiling_agent.lib.third_party import compiled_code, muted
 from profiling_agent.runtimes.base import Batch
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+# FBGEMM has int8 kernels for AVX-512's VNNI only (source: docs/facts.md).
+TORCH_VNNI = ("avx512_vnni",)
+# Compilers in the order that torch tries them; CXX names another one.
+COMPILERS = ("g++", "clang++")
 # Each batch size is compiled separately; after this many torch stops compiling and runs eagerly.
 MAX_SIZES = 32
 NUMBERS = itertools.count()
 WARM_UPS = 3
 
 
-def logits_function(module: nn.Module) -> Callable[[Tensor], Tensor]:
+class TorchRuntime(Runtime):
+    """A runtime that executes torch modules, always available."""
+
+    files = (WEIGHTS,)
+    is_torch = True
+
+    @classmethod
+    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
+        """Write `weights.safetensors`; on the CPU the chosen layers are quantized.
+
+        On CUDA half precision is for the whole model, int8 and float8 for the chosen linear layers of a bfloat16 model.
+        """
+        import torch
+
+        from profiling_agent.quantization.quantize import quantize_model, quantize_rowwise
+        from profiling_agent.runtimes.torch_artifact import HALVES, calibration_batches, write_weights
+
+        chosen = recommended(deployment)
+        if source.device == "cuda":
+            is_rowwise = deployment.scheme in ("dynamic", "float8")
+            model = quantize_rowwise(source.module, chosen) if is_rowwise else source.module
+            dtype = torch.bfloat16 if is_rowwise else HALVES.get(deployment.scheme)
+            return write_weights(model, folder, folded=source.recipe.folded, dtype=dtype)
+        quantized = quantize_model(source.module, chosen, calibration=lambda: calibration_batches(source))
+        return write_weights(quantized.model, folder, folded=(*source.recipe.folded, *quantized.folded))
+
+    @classmethod
+    def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":
+        """Open a saved folder; without `num_threads` the process keeps its threads."""
+        from profiling_agent.modules.inference import on_device, pin_threads
+        from profiling_agent.runtimes.torch_artifact import load_module
+
+        if num_threads:
+            pin_threads(num_threads)
+        module = on_device(load_module(folder, verify=False), device)
+        return cls.session(module, device=device, tf32=recipe.deployment.scheme == "tf32")
+
+    @classmethod
+    def session(cls, module: "nn.Module", *, device: str, tf32: bool) -> "TorchSession":
+        """Return the session of a module on its device; on the CPU eager torch, on CUDA in the layout of its kernels."""
+        if device != "cuda":
+            return TorchSession(module, device=device)
+        return TorchSession(to_kernel_layout(module), device=device, memory_format=memory_format(module), tf32=tf32)
+
+
+class Eager(TorchRuntime):
+    """Eager torch."""
+
+    name = "eager"
+    on_cpu = ("float32", "bfloat16", "float16", "dynamic")
+    # Int8 without a CUDA graph exists only on the CPU.
+    on_cuda = ("float32", "tf32", "bfloat16", "float16")
+    int8_instructions = TORCH_VNNI
+    # Dynamic layers use 7 bits if 8 would saturate; static ones compute in float32.
+    safe_kinds = ("dynamic", "static", "rowwise")
+    mixture = ("dynamic", frozenset({"dynamic", "float16", "bfloat16"}))
+
+    @classmethod
+    def operator_times(
+        cls, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
+    ) -> list[OperatorTime]:
+        """Return the median time of each module of a saved model over `passes`, without its children."""
+        from profiling_agent.modules.hooks import layer_latency
+
+        session = cls.open(folder, recipe, device="cpu", num_threads=num_threads)
+        times = layer_latency(session.module, session.to_device(pixel_values), passes=passes)
+        return [OperatorTime(names=(MODULE + name,), ms=ms) for name, ms in times.items()]
+
+
+class Graphed(TorchRuntime):
+    """Torch's own kernels in a CUDA graph, launched at once; the CPU runs it eagerly."""
+
+    name = "graphed"
+    on_cuda = ("tf32", "bfloat16", "float16", "dynamic", "float8")
+
+    @classmethod
+    def session(cls, module: "nn.Module", *, device: str, tf32: bool) -> "TorchSession":
+        """Return the session of a module on its device."""
+        if device != "cuda":
+            return super().session(module, device=device, tf32=tf32)
+        return GraphedSession(module, tf32=tf32)
+
+
+class Inductor(TorchRuntime):
+    """torch.compile with frozen weights, compiled when opened, so only weights are stored."""
+
+    name = "inductor"
+    extra = "inductor"
+    requires = packages = ("torchao",)
+    on_cpu = ("float32", "bfloat16", "static")
+    on_cuda = ("float32", "bfloat16", "float16", "dynamic", "float8")
+    is_slow_to_convert = True
+    int8_instructions = TORCH_VNNI
+    safe_kinds = ("dynamic", "rowwise")
+    mixture = ("static", frozenset({"static", "bfloat16"}))
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        """Return what is missing: Triton on CUDA; on the CPU torchao's int8 patterns, or a compiler."""
+        if device == "cuda":
+            advice = "triton isn't installed, with which torch.compile compiles for CUDA: pip install triton"
+            return None if find_spec("triton") else advice
+        names = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
+        if (line := super().missing(device)) or any(map(shutil.which, names)):
+            return line
+        return f"there is no {names[0]}, with which torch.compile compiles: install a C++ compiler (apt install g++)"
+
+    @classmethod
+    def session(cls, module: "nn.Module", *, device: str, tf32: bool) -> "TorchSession":  # noqa: ARG003
+        """Return the session of a module on its device."""
+        return InductorSession(module, device=device)
+
+
+def logits_function(module: "nn.Module") -> "Callable[[Tensor], Tensor]":
     """Return a classifier as a function of images to logits."""
 
-    def logits(pixel_values: Tensor) -> Tensor:
+    def logits(pixel_values: "Tensor") -> "Tensor":
         return module(pixel_values=pixel_values).logits
 
     return logits
-
-
-@contextmanager
-def tf32_products(*, allowed: bool) -> Generator[None]:
-    """Let CUDA round float32 products to TF32, or not; restore the process's setting afterwards."""
-    # Not by `fp32_precision`, after which exporting a model is an error in torch 2.11 to 2.13.
-    products: Any = torch.backends.cuda.matmul
-    convolutions: Any = torch.backends.cudnn
-    before = products.allow_tf32, convolutions.allow_tf32
-    products.allow_tf32 = convolutions.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        products.allow_tf32, convolutions.allow_tf32 = before
 
 
 class TorchSession:
@@ -58,36 +165,53 @@ class TorchSession:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: "nn.Module",
         *,
         device: str,
-        call: Callable[[Tensor], Tensor] | None = None,
-        memory_format: torch.memory_format = torch.contiguous_format,
+        call: "Callable[[Tensor], Tensor] | None" = None,
+        memory_format: "torch.memory_format | None" = None,
         tf32: bool = False,
     ) -> None:
+        import torch
+
+        from profiling_agent.modules.inference import floating_dtype
+
         self.module = module
         self._tf32 = tf32
         self.fixed_size: int | None = None
         self.device = torch.device(device)
         self._call = call or logits_function(module)
-        self._memory_format = memory_format
+        self._memory_format = memory_format or torch.contiguous_format
         self._dtype = floating_dtype(module)
 
-    def to_device(self, pixel_values: Batch) -> Tensor:
+    def to_device(self, pixel_values: Batch) -> "Tensor":
         """Return the images on the device, in the module's dtype and memory format."""
+        import torch
+
         batch = torch.from_numpy(pixel_values).to(self.device, self._dtype)
         return batch.contiguous(memory_format=self._memory_format)
 
     def peak_bytes(self) -> int | None:
         """Return the peak of this process's allocations on a CUDA device; None on the CPU."""
+        import torch
+
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
-    @torch.inference_mode()
-    def _pass(self, batch: Tensor) -> Tensor:
-        if not batch.is_cuda:
-            return self._call(batch)
-        with tf32_products(allowed=self._tf32):
-            return self._call(batch)
+    def _pass(self, batch: "Tensor") -> "Tensor":
+        import torch
+
+        with torch.inference_mode():
+            if not batch.is_cuda:
+                return self._call(batch)
+            # Not by `fp32_precision`, after which exporting a model is an error in torch 2.11 to 2.13.
+            products: Any = torch.backends.cuda.matmul
+            convolutions: Any = torch.backends.cudnn
+            before = products.allow_tf32, convolutions.allow_tf32
+            products.allow_tf32 = convolutions.allow_tf32 = self._tf32
+            try:
+                return self._call(batch)
+            finally:
+                products.allow_tf32, convolutions.allow_tf32 = before
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
@@ -95,6 +219,8 @@ class TorchSession:
 
     def enqueued(self, pixel_values: Batch, passes: int) -> float | None:
         """Return the milliseconds of a pass by CUDA events around `passes` that don't wait for each other; None on the CPU."""
+        import torch
+
         batch = self.to_device(pixel_values)
         if not batch.is_cuda:
             return None
@@ -123,13 +249,17 @@ class TorchSession:
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
+            import torch
+
             torch.cuda.synchronize(self.device)
 
 
 class SizedSession(TorchSession):
     """A session that prepares its module for each batch size that comes more than once."""
 
-    def __init__(self, module: nn.Module, *, device: str, call: Callable[[Tensor], Tensor], tf32: bool = False) -> None:
+    def __init__(
+        self, module: "nn.Module", *, device: str, call: "Callable[[Tensor], Tensor]", tf32: bool = False
+    ) -> None:
         super().__init__(module, device=device, call=call, memory_format=memory_format(module), tf32=tf32)
         self._sizes: set[int] = set()
         self._last = 0
@@ -150,49 +280,30 @@ class SizedSession(TorchSession):
         return super().run(padded)[:size]
 
 
-class InductorSession(SizedSession):
-    """A session whose module torch.compile compiles at its first run."""
-
-    def __init__(self, module: nn.Module, *, device: str) -> None:
-        module = to_kernel_layout(module)
-        call = _compile_for_cuda(module) if device == "cuda" else _compile_for_cpu(module)
-        super().__init__(module, device=device, call=call)
-
-
-@dataclass(frozen=True, slots=True)
-class _CapturedPass:
-    """A pass in a CUDA graph, with the tensors that it reads and writes."""
-
-    graph: torch.cuda.CUDAGraph
-    images: Tensor
-    logits: Tensor
-
-
 class GraphedSession(SizedSession):
     """A session that captures a CUDA graph for each batch size and replays it: kernels are launched at once."""
 
-    def __init__(self, module: nn.Module, *, tf32: bool = False) -> None:
+    def __init__(self, module: "nn.Module", *, tf32: bool = False) -> None:
         module = to_kernel_layout(module)
-        self._graphs: dict[torch.Size, _CapturedPass] = {}
+        # By shape of the images: the graph, and the tensors that it reads and writes.
+        self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._lock = threading.Lock()
         super().__init__(module, device="cuda", call=self._replay, tf32=tf32)
 
-    def _replay(self, images: Tensor) -> Tensor:
+    def _replay(self, images: "Tensor") -> "Tensor":
         # Threads share the tensors of a graph.
         with self._lock:
-            captured = self._graphs.get(images.shape)
-            if captured is None:
-                captured = self._graphs[images.shape] = self._capture(images)
-            captured.images.copy_(images)
-            captured.graph.replay()
-            return captured.logits.clone()
+            if images.shape not in self._graphs:
+                self._graphs[images.shape] = self._capture(images)
+            graph, static_images, logits = self._graphs[images.shape]
+            static_images.copy_(images)
+            graph.replay()
+            return logits.clone()
 
-    def _capture(self, images: Tensor) -> _CapturedPass:
-        """Capture a pass over images of this shape.
+    def _capture(self, images: "Tensor") -> "tuple[torch.cuda.CUDAGraph, Tensor, Tensor]":
+        """Capture a pass over images of this shape; ArtifactError if it waits for the device, or can't be captured."""
+        import torch
 
-        Raises:
-            ArtifactError: the pass waits for the device, or does something else that can't be captured.
-        """
         static_images, call = images.clone(), logits_function(self.module)
         current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         side.wait_stream(current)
@@ -201,8 +312,12 @@ class GraphedSession(SizedSession):
                 for _ in range(WARM_UPS):
                     call(static_images)
                 # Waiting for the device is an error here already: during the capture it would leave the allocator inconsistent.
-                with _forbid_waiting():
+                before = torch.cuda.get_sync_debug_mode()
+                torch.cuda.set_sync_debug_mode("error")
+                try:
                     call(static_images)
+                finally:
+                    torch.cuda.set_sync_debug_mode(before)
             current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # cuBLAS keeps a workspace for each stream; the graph's has to be in the graph's own memory.
@@ -218,31 +333,66 @@ class GraphedSession(SizedSession):
             raise ArtifactError(
                 f"the model's pass can't be captured in a CUDA graph ({first_line(error)}): deploy it in another runtime"
             ) from error
-        return _CapturedPass(graph, static_images, logits)
+        return graph, static_images, logits
 
 
-@contextmanager
-def _forbid_waiting() -> Generator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+class InductorSession(SizedSession):
+    """A session whose module torch.compile compiles at the first run of each shape."""
+
+    def __init__(self, module: "nn.Module", *, device: str) -> None:
+        import torch
+
+        module = to_kernel_layout(module)
+        self._compiled_shapes: set[torch.Size] = set()
+        self._is_cuda = device == "cuda"
+        if not self._is_cuda:
+            with muted("torch.utils._pytree", "torchao"):
+                # Without it, inductor doesn't see int8 arithmetic in quantize, dequantize and matmul.
+                import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401 # pyright: ignore[reportUnusedImport]
+        function, mode = _with_unique_code(logits_function(module)), "reduce-overhead" if self._is_cuda else None
+        self._compiled = torch.compile(function, dynamic=False, mode=mode)
+        super().__init__(module, device=device, call=self._run_compiled)
+
+    def _run_compiled(self, images: "Tensor") -> "Tensor":
+        import torch
+
+        if self._is_cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+        logits = self._compiled(images) if images.shape in self._compiled_shapes else self._compile(images)
+        # On CUDA the next pass writes into the same memory.
+        return logits.clone() if self._is_cuda else logits
+
+    def _compile(self, images: "Tensor") -> "Tensor":
+        """Return the logits of images of a new shape. The settings count while it is compiled."""
+        import torch
+        import torch._inductor.config as inductor
+        from torch._inductor.async_compile import shutdown_compile_workers
+
+        # Frozen weights are constants that kernels may lay out anew; on CUDA they aren't frozen.
+        settings = (
+            {"compile_threads": available_threads()} if self._is_cuda else {"freezing": True, "compile_threads": 1}
+        )
+        with (
+            # First, since only one thread at a time is muted: older torch has one configuration for all threads.
+            muted("torch._inductor", "torch._dynamo"),
+            inductor.patch(settings),
+            torch._dynamo.config.patch(recompile_limit=MAX_SIZES),  # pyright: ignore[reportPrivateUsage]
+            compiled_code(_compile_error),
+        ):
+            try:
+                logits = self._compiled(images)
+            finally:
+                # Compile processes would outlive a killed worker.
+                shutdown_compile_workers()
+        self._compiled_shapes.add(images.shape)
+        return logits
 
 
-def to_kernel_layout(module: nn.Module) -> nn.Module:
-    """Return the module with its weights in the memory format of its kernels."""
-    return module.to(memory_format=memory_format(module))  # pyright: ignore[reportCallIssue] - torch's stubs lack this overload
+def _compile_error(message: str) -> ArtifactError:
+    return ArtifactError(f"compiled by torch.compile the model can't be run ({message}): deploy it in another runtime")
 
 
-def memory_format(module: nn.Module) -> torch.memory_format:
-    """Return channels_last for networks of convolutions, whose kernels are written for it."""
-    dims = [tensor.dim() for tensor in module.state_dict().values()]
-    return torch.channels_last if dims.count(4) > dims.count(2) else torch.contiguous_format
-
-
-def _with_unique_code(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _with_unique_code(function: "Callable[[Tensor], Tensor]") -> "Callable[[Tensor], Tensor]":
     """Return the function with a unique code object, by which torch caches what it compiles, up to a limit.
 
     Otherwise the thirty-third model that a process opens would silently not be compiled.
@@ -252,62 +402,14 @@ def _with_unique_code(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor]
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
 
 
-def _compile_error(message: str) -> ArtifactError:
-    return ArtifactError(f"compiled by torch.compile the model can't be run ({message}): deploy it in another runtime")
+def to_kernel_layout(module: "nn.Module") -> "nn.Module":
+    """Return the module with its weights in the memory format of its kernels."""
+    return module.to(memory_format=memory_format(module))  # pyright: ignore[reportCallIssue] - torch's stubs lack this overload
 
 
-def _compile_for_cuda(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    import torch._inductor.config as inductor
-    from torch._inductor.async_compile import shutdown_compile_workers
+def memory_format(module: "nn.Module") -> "torch.memory_format":
+    """Return channels_last for networks of convolutions, whose kernels are written for it."""
+    import torch
 
-    compiled = torch.compile(_with_unique_code(logits_function(module)), dynamic=False, mode="reduce-overhead")
-    compiled_shapes: set[torch.Size] = set()
-
-    def call(pixel_values: Tensor) -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()
-        if pixel_values.shape in compiled_shapes:
-            # The next pass writes into the same memory.
-            return compiled(pixel_values).clone()
-        with (
-            muted("torch._inductor", "torch._dynamo"),
-            inductor.patch(compile_threads=available_threads()),
-            torch._dynamo.config.patch(recompile_limit=MAX_SIZES),  # pyright: ignore[reportPrivateUsage]
-            compiled_code(_compile_error),
-        ):
-            try:
-                logits = compiled(pixel_values).clone()
-            finally:
-                # Compile processes would outlive a killed worker.
-                shutdown_compile_workers()
-        compiled_shapes.add(pixel_values.shape)
-        return logits
-
-    return call
-
-
-def _compile_for_cpu(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    with muted("torch.utils._pytree", "torchao"):
-        # Without it, inductor doesn't see int8 arithmetic in quantize, dequantize and matmul.
-        import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401 # pyright: ignore[reportUnusedImport]
-    import torch._inductor.config as inductor
-
-    compiled = torch.compile(_with_unique_code(logits_function(module)), dynamic=False)
-    compiled_shapes: set[torch.Size] = set()
-
-    def call(pixel_values: Tensor) -> Tensor:
-        if pixel_values.shape in compiled_shapes:
-            return compiled(pixel_values)
-        # Frozen weights are constants that kernels may lay out anew; the settings count while it is compiled. A pool of
-        # compile processes would outlive a killed worker.
-        with (
-            # First, since only one thread at a time is muted: older torch has one configuration for all threads.
-            muted("torch._inductor", "torch._dynamo"),
-            inductor.patch(freezing=True, compile_threads=1),
-            torch._dynamo.config.patch(recompile_limit=MAX_SIZES),  # pyright: ignore[reportPrivateUsage]
-            compiled_code(_compile_error),
-        ):
-            logits = compiled(pixel_values)
-        compiled_shapes.add(pixel_values.shape)
-        return logits
-
-    return call
+    dims = [tensor.dim() for tensor in module.state_dict().values()]
+    return torch.channels_last if dims.count(4) > dims.count(2) else torch.contiguous_format

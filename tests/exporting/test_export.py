@@ -25,10 +25,8 @@ from profiling_agent.exporting.export import export, preprocessing_of
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.runtimes.artifact import QuantizedLayer
-from profiling_agent.runtimes.load import load
 from profiling_agent.runtimes.registry import Source, runtime
-from profiling_agent.runtimes.save import save_deployed
-from profiling_agent.runtimes.torch_artifact import load_recipe, save_model
+from profiling_agent.runtimes.torch_artifact import load, load_recipe, save_deployed, save_model
 from profiling_agent.schemas import Cut, InputSpec
 
 RUN = """

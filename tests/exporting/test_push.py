@@ -14,8 +14,7 @@ import yaml
 
 from profiling_agent.exporting.export import export
 from profiling_agent.runtimes.artifact import HeldOutAccuracy, Recipe, write_card
-from profiling_agent.runtimes.load import load
-from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import load, save_deployed
 
 # Runs in a process of its own: huggingface_hub reads HF_ENDPOINT once, when it is imported.
 ASK = """

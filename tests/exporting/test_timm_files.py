@@ -14,8 +14,7 @@ from skips import TIMM
 from profiling_agent import load
 from profiling_agent.exporting.export import export
 from profiling_agent.runtimes.artifact import write_card
-from profiling_agent.runtimes.save import save_deployed
-from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.runtimes.torch_artifact import save_deployed, save_model
 from profiling_agent.schemas import InputSpec
 
 pytestmark = TIMM

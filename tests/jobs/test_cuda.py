@@ -21,7 +21,7 @@ from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.runtimes.registry import open_session
+from profiling_agent.runtimes.artifact import open_session
 from profiling_agent.schemas import Cut
 
 pytestmark = [

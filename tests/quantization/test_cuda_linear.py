@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import deployments
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -12,9 +13,8 @@ from torch import nn
 from profiling_agent.errors import QuantizationError
 from profiling_agent.quantization.kinds import RowwiseLinear
 from profiling_agent.quantization.quantize import quantize_rowwise
-from profiling_agent.runtimes.artifact import write_artifact
-from profiling_agent.runtimes.registry import Source, open_session, recommend
-from profiling_agent.runtimes.save import _ask, write_deployment
+from profiling_agent.runtimes.artifact import Golden, Recipe, open_session, write_artifact
+from profiling_agent.runtimes.registry import Source, noise_batch, recommend, runtime
 from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, save_model
 from profiling_agent.schemas import Deployment, Scheme
 
@@ -107,12 +107,19 @@ def test_what_is_saved_for_cuda_opens_on_the_cpu_with_its_logits(scheme: Scheme,
     )
     deployment = Deployment(runtime="graphed", scheme=scheme)
 
+    executor = runtime("graphed")
+
+    def ask(folder: Path, recipe: Recipe) -> Golden:
+        images = noise_batch(zoo.SPEC, 2).astype(np.float16)
+        session = executor.open(folder, recipe, device="cpu", num_threads=1)
+        return Golden(images, session.run(images.astype(np.float32)))
+
     recipe = write_artifact(
-        source.recipe.deployed_as(deployment),
+        source.recipe.model_copy(update={"deployment": deployment}),
         tmp_path / "model",
         processor=source.processor,
-        write_model=lambda folder: write_deployment(source, deployment, folder),
-        ask=lambda folder, recipe: _ask(folder, recipe, device="cpu", num_threads=1),
+        write_model=lambda folder: executor.convert(source, deployment, folder),
+        ask=ask,
         has_card=True,
     )
 

@@ -7,8 +7,7 @@ import deployments
 import pytest
 import zoo
 
-from profiling_agent.runtimes.save import save_deployed
-from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.runtimes.torch_artifact import save_deployed, save_model
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,9 @@ from transformers import ViTConfig, ViTForImageClassification
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.runtimes.artifact import check_golden
-from profiling_agent.runtimes.registry import Source, noise_batch, open_session
-from profiling_agent.runtimes.save import read_source, save_deployed
-from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.runtimes.artifact import check_golden, open_session
+from profiling_agent.runtimes.registry import Source, noise_batch
+from profiling_agent.runtimes.torch_artifact import read_source, save_deployed, save_model
 from profiling_agent.runtimes.torch_session import GraphedSession, TorchSession
 from profiling_agent.schemas import Deployment, InputSpec
 

@@ -22,13 +22,11 @@ from torch import nn
 from profiling_agent.errors import ArtifactError, JobError, PlanError
 from profiling_agent.measure.session import TimedProcess, worker_command
 from profiling_agent.measure.worker import WorkerSetup
-from profiling_agent.runtimes.artifact import ONNX, read_recipe
-from profiling_agent.runtimes.base import OperatorTime
+from profiling_agent.runtimes.artifact import ONNX, by_layer, layer_times, open_session, read_recipe
 from profiling_agent.runtimes.onnx_runtime import OnnxSession
 from profiling_agent.runtimes.open_vino import OpenVinoSession
-from profiling_agent.runtimes.registry import ModelSession, by_layer, layer_times, noise_batch, open_session, runtime
-from profiling_agent.runtimes.save import save_deployed
-from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.runtimes.registry import ModelSession, OperatorTime, noise_batch, runtime
+from profiling_agent.runtimes.torch_artifact import save_deployed, save_model
 from profiling_agent.schemas import RUNTIMES, Deployment, QuantizationRecommendation
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
@@ -86,15 +84,6 @@ def threads_of(session: ModelSession) -> int:
         (request, *_) = session._requests.values()
         return request.get_compiled_model().get_property("INFERENCE_NUM_THREADS")
     return torch.get_num_threads()
-
-
-def test_every_runtime_of_the_cpu_has_float32_and_torch_is_what_cuda_has():
-    on_cpu, on_cuda = deployments.all_deployments(), deployments.all_deployments("cuda")
-
-    assert {each.runtime for each in on_cpu if each.scheme == "float32"} == {*RUNTIMES} - {"graphed"}
-    assert {each.runtime for each in on_cpu} == {*RUNTIMES} - {"graphed"}
-    assert {each.runtime for each in on_cuda} == {"eager", "graphed", "inductor"}
-    assert "static" not in runtime("inductor").schemes("cuda")
 
 
 def weight_bytes(folder: Path) -> int:

@@ -13,9 +13,8 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from profiling_agent.runtimes.artifact import GOLDEN, STEP_TOLERANCE, tolerance
-from profiling_agent.runtimes.load import Deployed, load
 from profiling_agent.runtimes.registry import runtime
-from profiling_agent.runtimes.torch_artifact import load_recipe
+from profiling_agent.runtimes.torch_artifact import Deployed, load, load_recipe
 from profiling_agent.search.deployments import INT8
 from profiling_agent.workspace import SCHEMA_VERSION as REPORT_VERSION
 
@@ -71,12 +70,3 @@ def test_a_report_of_an_earlier_version_is_shown_or_refused_by_its_version(file:
     else:
         assert said.exit_code == 2
         assert f"was written with schema version {written['schema_version']}" in said.stderr
-
-
-def test_what_a_version_wrote_is_never_written_again(capsys: pytest.CaptureFixture[str]):
-    before = {file: file.read_bytes() for file in FIXTURES.rglob("*") if file.is_file()}
-
-    assert fixture_models.main() == 1
-
-    assert "never replaced" in capsys.readouterr().err
-    assert {file: file.read_bytes() for file in FIXTURES.rglob("*") if file.is_file()} == before

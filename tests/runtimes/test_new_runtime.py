@@ -18,8 +18,8 @@ NAMES = (
     ("schemas/plan.py", '"onnxruntime", "openvino"]', '"onnxruntime", "openvino", "toy"]'),
     (
         "runtimes/__init__.py",
-        "as torch_runtimes\n",
-        "as torch_runtimes\nfrom profiling_agent.runtimes import toy as toy\n",
+        "as torch_session\n",
+        "as torch_session\nfrom profiling_agent.runtimes import toy as toy\n",
     ),
 )
 SCRIPT = """
@@ -28,7 +28,7 @@ from pathlib import Path
 import deployments, zoo
 from profiling_agent import load
 from profiling_agent.runtimes.registry import noise_batch
-from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import save_deployed
 folder, images = Path(sys.argv[1]), noise_batch(zoo.SPEC, 3, seed=2)
 source = deployments.source_of("vit", folder / "source")
 recipe = save_deployed(source, deployments.deployment("toy float32"), folder / "model")

@@ -24,9 +24,9 @@ from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.runtimes.artifact import ONNX, read_recipe
 from profiling_agent.runtimes.onnx_export import PlainPatches, _attend, _mask, export_onnx
-from profiling_agent.runtimes.onnx_runtime_conversion import DOMAIN, fuse_attention
+from profiling_agent.runtimes.onnx_runtime import DOMAIN, fuse_attention
 from profiling_agent.runtimes.registry import noise_batch
-from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import save_deployed
 from profiling_agent.schemas import Cut, QuantizationRecommendation
 
 
@@ -62,21 +62,6 @@ def test_a_pruned_model_of_each_family_says_the_same_in_onnx_runtime_in_silence_
     assert [(each.name, dims(each)) for each in saved.graph.output] == [("logits", ["batch", 5])]
     # Images have no padding to mask; Swin's shifted windows have a mask of their own.
     assert family == "swin" or not {"IsNaN", "Where"} & set(operators(saved))
-
-
-@pytest.mark.slow
-def test_layers_of_different_widths_and_a_fixed_batch(tmp_path: Path):
-    model = zoo.vit()
-    units = find_units(model, zoo.SPEC, {}).units
-    # Each unit keeps another number of eighths; heads come in quarters.
-    kept = [(unit, number * unit.width // 8) for number, unit in enumerate(units, start=1)]
-    cuts = [Cut(unit=unit, keep=keep, requested_ratio=0.5) for unit, keep in kept if keep]
-    assert len({(unit.kind, keep) for unit, keep in kept}) == 4
-
-    small = prune_model(model, cuts, spec=zoo.SPEC).model
-    export_onnx(small, tmp_path / "model.onnx", spec=zoo.SPEC, batch_size=4)
-
-    assert dims(onnx.load(tmp_path / "model.onnx").graph.input[0]) == [4, 3, 32, 32]
 
 
 @pytest.mark.slow
@@ -221,22 +206,6 @@ def test_a_mask_of_either_kind_does_what_torchs_attention_does_with_it():
         found, _ = _attend(torch.nn.Identity(), query, key, value, mask)
         expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         assert torch.allclose(found, expected.transpose(1, 2), atol=1e-6)
-
-
-def test_a_causal_mask_stays():
-    from transformers.masking_utils import causal_mask_function
-
-    mask = _mask(
-        batch_size=1,
-        q_length=3,
-        kv_length=3,
-        mask_function=causal_mask_function,
-        allow_is_causal_skip=False,
-        device="cpu",
-    )
-
-    assert mask is not None
-    assert mask[0, 0].tolist() == [[True, False, False], [True, True, False], [True, True, True]]
 
 
 CUT_IMAGES = torch.arange(2 * 3 * 4 * 6, dtype=torch.float32).reshape(2, 3, 4, 6)

@@ -1,6 +1,5 @@
 """Saved and exported folders away from their run: transformers and timm refuse them or answer as `load`, and no path is in them."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -17,18 +16,12 @@ from skips import TIMM
 from transformers import AutoModelForImageClassification
 
 from profiling_agent.data.models import load_model
-from profiling_agent.errors import AcquisitionError, ArtifactError
+from profiling_agent.errors import AcquisitionError
 from profiling_agent.exporting.export import export
-from profiling_agent.exporting.push import push
-from profiling_agent.lib.io import file_sha256
-from profiling_agent.runtimes.artifact import open_current
-from profiling_agent.runtimes.load import load
 from profiling_agent.runtimes.registry import noise_batch
-from profiling_agent.runtimes.save import save_deployed
-from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.runtimes.torch_artifact import load, save_deployed, save_model
 
 REFUSED = (OSError, ValueError, RuntimeError)
-OLD = Path(__file__).parents[1] / "fixtures" / "saved" / "0.1.0-s2"
 # Inductor's are written as eager's.
 FORMS = ["eager static", *(each.name for each in deployments.all_deployments() if each.runtime != "inductor")]
 TIMM_FORMS = ["eager float32", "eager bfloat16", "eager dynamic", "eager static", "onnxruntime static"]
@@ -87,37 +80,6 @@ def test_a_hugging_face_export_answers_in_transformers_as_the_saved_model(saved:
     found = transformers_logits(tmp_path / "hf", dtype=torch.float32)
     bound = 1e-5 if form == "eager float32" else 2e-2
     assert deployments.distance(found, load(saved(form))(IMAGES).logits.numpy()) < bound
-
-
-def test_transformers_misreads_the_layout_of_schema_2_and_load_reads_it(saved: Saved, tmp_path: Path):
-    folder = shutil.copytree(saved("eager dynamic"), tmp_path / "saved")
-    expected = load(folder)(IMAGES).logits.numpy()
-
-    recipe = json.loads((folder / "recipe.json").read_text())
-    (folder / "config.json").write_text(json.dumps(recipe["config"]))
-    recipe["schema_version"] = 2
-    recipe["files"]["model.safetensors"] = recipe["files"].pop("weights.safetensors")
-    recipe["files"]["config.json"] = file_sha256(folder / "config.json")
-    (folder / "weights.safetensors").rename(folder / "model.safetensors")
-    (folder / "recipe.json").write_text(json.dumps(recipe))
-
-    assert np.array_equal(load(folder)(IMAGES).logits.numpy(), expected)
-    assert deployments.distance(transformers_logits(folder), expected) > 1
-    with pytest.raises(AcquisitionError, match="was written by profiling-agent"):
-        load_model(str(folder))
-
-
-@pytest.mark.parametrize("folder", sorted(OLD.iterdir()), ids=lambda folder: folder.name)
-def test_a_saved_model_of_an_earlier_version_is_handed_on_only_as_an_export(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("HF_TOKEN", "hf_none")
-
-    for hand_on in (lambda: open_current(folder), lambda: push(folder, "me/old")):
-        with pytest.raises(ArtifactError, match="saved by an earlier version, and transformers misreads such a folder"):
-            hand_on()
-    with pytest.raises(AcquisitionError, match="was written by profiling-agent"):
-        load_model(str(folder))
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=TIMM) for name in ("timm_efficientnet", "timm_vit")])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, Recipe
-from profiling_agent.runtimes.base import INPUT, OUTPUT, Batch, Runtime, Source, timed
+from profiling_agent.runtimes.registry import INPUT, OUTPUT, Batch, Runtime, Source, timed
 from profiling_agent.schemas import Deployment
 
 

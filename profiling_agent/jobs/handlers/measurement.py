@@ -27,9 +27,9 @@ from profiling_agent.measure import throughput as throughputs
 from profiling_agent.measure.predictions import Answers, answers_of, concatenate, note_opening, write_predictions
 from profiling_agent.measure.throughput import measure_headline
 from profiling_agent.processes.child import inherited
-from profiling_agent.runtimes import registry as layers
-from profiling_agent.runtimes.artifact import ParentCounts, check_golden, model_bytes, open_folder
-from profiling_agent.runtimes.registry import ModelSession, open_session
+from profiling_agent.runtimes.artifact import ParentCounts, check_golden, model_bytes, open_folder, open_session
+from profiling_agent.runtimes.artifact import layer_times as times_by_layer
+from profiling_agent.runtimes.registry import ModelSession
 from profiling_agent.schemas import Deployment, Footprint, Headline, MemoryUse, Opening, Predictions, Race
 
 
@@ -71,7 +71,7 @@ def memory(task: MemoryTask, job: JobContext) -> MemoryUse:
 def layer_times(task: LayerTimesTask, job: JobContext) -> LayerTimes:
     """Ask the model's runtime what the parts of a pass take."""
     exported = job.path(task.onnx) if task.onnx else None
-    times = layers.layer_times(
+    times = times_by_layer(
         job.path(task.model), exported, batch_size=task.batch_size, num_threads=available_threads()
     )
     return LayerTimes(layers=times)

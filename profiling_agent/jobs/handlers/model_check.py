@@ -16,11 +16,17 @@ from profiling_agent.lib.modules import logits_of, relative_distance
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
-from profiling_agent.runtimes.artifact import check_golden, model_bytes, read_golden
+from profiling_agent.runtimes.artifact import check_golden, model_bytes, open_session, read_golden
 from profiling_agent.runtimes.onnx_export import export_onnx
-from profiling_agent.runtimes.registry import noise_batch, open_session
-from profiling_agent.runtimes.save import read_source, save_deployed
-from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_derived, save_model
+from profiling_agent.runtimes.registry import noise_batch
+from profiling_agent.runtimes.torch_artifact import (
+    load_module,
+    load_recipe,
+    read_source,
+    save_deployed,
+    save_derived,
+    save_model,
+)
 from profiling_agent.schemas import Cut, Deployability, Deployment, Form, InputSpec, Prunable, by_cause
 
 RATIO = 0.25

@@ -63,15 +63,16 @@ from profiling_agent.pruning import recovery
 from profiling_agent.pruning.compensation import Calibration, compensate
 from profiling_agent.pruning.prune import NUM_GATE_IMAGES, prune_model
 from profiling_agent.quantization import sensitivity
-from profiling_agent.runtimes.artifact import PROCESSOR, check_golden, model_bytes, processor_text
+from profiling_agent.runtimes.artifact import PROCESSOR, check_golden, model_bytes, open_session, processor_text
 from profiling_agent.runtimes.onnx_export import export_onnx
-from profiling_agent.runtimes.registry import Batch, ModelSession, Source, open_session
-from profiling_agent.runtimes.save import read_source, save_deployed
+from profiling_agent.runtimes.registry import Batch, ModelSession, Source
 from profiling_agent.runtimes.torch_artifact import (
     load_module,
+    load_processor,
     load_recipe,
     load_skeleton,
-    read_processor,
+    read_source,
+    save_deployed,
     save_derived,
     save_model,
 )
@@ -482,5 +483,5 @@ def prepare(task: PrepareTask, job: JobContext) -> Prepared:
             f"split {str(path)!r} holds {len(split)} images, {task.split.num_images} were drawn: run again"
         )
     write_text(job.folder / PROCESSOR, task.processor)
-    shape, dtype = write_prepared(job.folder, split, rows, read_processor(job.folder), progress=job.progress)
+    shape, dtype = write_prepared(job.folder, split, rows, load_processor(job.folder), progress=job.progress)
     return Prepared(shape=shape, dtype=dtype)
