@@ -17,8 +17,7 @@ from typing import Any
 
 from profiling_agent.errors import RunError
 from profiling_agent.graph.state import Limits, RunState, key_for, trusted_addresses
-from profiling_agent.jobs.local import JOB_LOG
-from profiling_agent.jobs.runner import Jobs, measure_headline, profile_artifact, read_profile
+from profiling_agent.jobs.runner import JOB_LOG, Jobs, measure_headline, profile_artifact, read_profile
 from profiling_agent.jobs.store import TIMESHEET_FILE
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.lib.io import resolved

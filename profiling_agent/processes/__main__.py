@@ -38,32 +38,46 @@ def main(descriptor: int, modules: list[str]) -> None:
             request, descriptors = b"", list[int]()
             with contextlib.suppress(ConnectionResetError):
                 request, descriptors, _, _ = socket.recv_fds(control, 1, 2)
-            if len(descriptors) == 2:
-                connection, stderr = map(Connection, descriptors)
-                ours, theirs = socket.socketpair()
-                others: list[Connection | socket.socket] = []
-                if request == FORK:
-                    _import(modules)
-                    others = [*controls, *running.values(), ours]
-                process = multiprocessing.get_context("fork" if request == FORK else "spawn").Process(
-                    target=run_child, args=(connection, stderr, theirs, others)
-                )
-                with stderr, theirs:
-                    try:
-                        process.start()
-                    except OSError:
-                        # Out of processes: the parent sees the end of one that never began.
-                        connection.close()
-                        ours.close()
-                        continue
-                send_number(connection, process.pid or 0)
-                running[process] = connection
-                controls.append(ours)
+            connections = [Connection(descriptor) for descriptor in descriptors]
+            if len(connections) == 2:
+                _start(request, connections, modules, controls, running)
+            elif request:
+                # No room for another file: the parent sees the end of a child that never began.
+                for each in connections:
+                    each.close()
             elif control is parent:
                 os.killpg(0, signal.SIGKILL)
             else:
                 controls.remove(control)
                 control.close()
+
+
+def _start(
+    request: bytes,
+    connections: list[Connection],
+    modules: list[str],
+    controls: list[socket.socket],
+    running: dict[BaseProcess, Connection],
+) -> None:
+    """Start a child, with its connection and its standard error; the parent sees the end of one that there is no room for."""
+    connection, stderr = connections
+    others: list[Connection | socket.socket] = []
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        stack.enter_context(connection)
+        with stderr:
+            ours, theirs = socket.socketpair()
+            stack.enter_context(ours)
+            if request == FORK:
+                _import(modules)
+                others = [*controls, *running.values(), ours]
+            context = multiprocessing.get_context("fork" if request == FORK else "spawn")
+            process = context.Process(target=run_child, args=(connection, stderr, theirs, others))
+            with theirs:
+                process.start()
+        stack.pop_all()
+        send_number(connection, process.pid or 0)
+        running[process] = connection
+        controls.append(ours)
 
 
 def _import(modules: list[str]) -> None:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO, Generic, TypeVar
@@ -131,21 +131,17 @@ class ForkServer:
             KilledError: the supervisor is gone, or the system has no room for another process.
         """
         ours, theirs = multiprocessing.Pipe()
-        try:
+        with contextlib.ExitStack() as stack, contextlib.suppress(EOFError, OSError):
+            stack.callback(ours.close)
             with theirs:
                 socket.send_fds(self._control, [SPAWN if anew else FORK], [theirs.fileno(), stderr.fileno()])
-            deadline = time.monotonic() + START_S
-            while not ours.poll(POLL_S):
+            for _ in range(round(START_S / POLL_S)):
+                if ours.poll(POLL_S):
+                    pid = int(ours.recv_bytes())
+                    stack.pop_all()
+                    return ours, pid
                 raise_if_stopped()
-                if time.monotonic() > deadline:
-                    raise JobError(f"no child process began within {START_S:.0f} s: end other programs")
-            return ours, int(ours.recv_bytes())
-        except (EOFError, OSError):
-            ours.close()
-            raise KilledError("no child process could be started: resume") from None
-        except BaseException:
-            ours.close()
-            raise
+        raise KilledError("no child process could be started: resume")
 
 
 class OwnForkServer(ForkServer):
@@ -167,6 +163,8 @@ class OwnForkServer(ForkServer):
             started = super().start(stderr, anew=anew)
         except KilledError:
             self._is_harmful = not anew and not self._has_forked
+            # One that just died may still be closing its files.
+            wait([self._control], POLL_S)
             self._begin()
             return super().start(stderr, anew=anew or self._is_harmful)
         self._has_forked |= not anew
@@ -174,8 +172,12 @@ class OwnForkServer(ForkServer):
 
     def _begin(self) -> None:
         with self._lock:
-            if self._process is not None and self._process.poll() is None:
-                return
+            if self._process is not None:
+                # It sends nothing there.
+                if not wait([self._control], 0):
+                    return
+                self._process.wait()
+                self._control.close()
             self._control, theirs = socket.socketpair()
             with theirs:
                 self._process = subprocess.Popen(
