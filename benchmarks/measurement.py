@@ -23,7 +23,7 @@ from profiling_agent.jobs.tasks import MODULES
 from profiling_agent.measure.race import run_race, session_starter
 from profiling_agent.measure.session import worker_command
 from profiling_agent.measure.worker import WorkerSetup
-from profiling_agent.processes.child import ForkServer, child_command, child_environment, fork_server
+from profiling_agent.processes.child import ForkServer, child_environment, fork_server
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SLOWER = (0.02, 0.03, 0.05, 0.10)
@@ -92,7 +92,7 @@ def main() -> int:
         # After torch was imported here, which sets a variable: a server with another environment would make no copy.
         server = stack.enter_context(fork_server(MODULES, child_environment()))
         kinds = {"equal": worker_command(folder)}
-        kinds |= {f"{by:.0%} slower": child_command("slower", str(folder), str(by)) for by in SLOWER}
+        kinds |= {f"{by:.0%} slower": ["slower:serve_slower", str(folder), str(by)] for by in SLOWER}
         held = {kind: compare(kind, copy, folder, num, asked.batch_size, server) for kind, copy in kinds.items()}
     print("\npower: " + ", ".join(f"{kind} seen {share(rows, 'slower').value:.0%}" for kind, rows in held.items()))
     checks = [
