@@ -322,6 +322,7 @@ class Child(Generic[RecordT]):
             self._stderr.close()
             raise
         self._code: int | None = None
+        self._is_killed = False
         # Knows the process by the time of its start too, so that it kills and reads no other one of this id.
         self._process: psutil.Process | None = None
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -339,7 +340,7 @@ class Child(Generic[RecordT]):
     @property
     def is_alive(self) -> bool:
         """Return whether the process, which has nothing to do, still runs."""
-        return self._code is None and not self._connection.poll()
+        return self._code is None and not self._is_killed and not self._connection.poll()
 
     def resident_bytes(self) -> int:
         """Return the process's resident bytes; 0 if it has ended."""
@@ -391,6 +392,7 @@ class Child(Generic[RecordT]):
 
     def kill(self) -> None:
         """Kill the process, if it still runs; another thread may wait for its answer."""
+        self._is_killed = True
         with contextlib.suppress(psutil.Error):
             if self._process is not None:
                 self._process.kill()
