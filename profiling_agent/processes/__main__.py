@@ -17,8 +17,16 @@ import socket
 import sys
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import NamedTuple
 
 from profiling_agent.processes.child import FORK, run_child, send_number
+
+
+class Running(NamedTuple):
+    """A child's end of its connection, and the socket through which it was requested."""
+
+    connection: Connection
+    control: socket.socket
 
 
 def main(descriptor: int, modules: list[str]) -> None:
@@ -26,12 +34,12 @@ def main(descriptor: int, modules: list[str]) -> None:
     # Children and what they start inherit this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = socket.socket(fileno=descriptor)
-    controls, running = [parent], dict[BaseProcess, Connection]()
+    controls, running = [parent], dict[BaseProcess, Running]()
     while True:
         ready = wait([*controls, *(process.sentinel for process in running)])
         for process in [process for process in running if process.sentinel in ready]:
             process.join()
-            with running.pop(process) as connection:
+            with running.pop(process).connection as connection:
                 send_number(connection, process.exitcode or 0)
             process.close()
         for control in [control for control in controls if control in ready]:
@@ -40,7 +48,7 @@ def main(descriptor: int, modules: list[str]) -> None:
                 request, descriptors, _, _ = socket.recv_fds(control, 1, 2)
             connections = [Connection(descriptor) for descriptor in descriptors]
             if len(connections) == 2:
-                _start(request, connections, modules, controls, running)
+                _start(request, control, connections, modules, controls, running)
             elif request:
                 # No room for another file: the parent sees the end of a child that never began.
                 for each in connections:
@@ -50,14 +58,17 @@ def main(descriptor: int, modules: list[str]) -> None:
             else:
                 controls.remove(control)
                 control.close()
+                for process in [process for process, its in running.items() if its.control is control]:
+                    process.kill()
 
 
 def _start(
     request: bytes,
+    control: socket.socket,
     connections: list[Connection],
     modules: list[str],
     controls: list[socket.socket],
-    running: dict[BaseProcess, Connection],
+    running: dict[BaseProcess, Running],
 ) -> None:
     """Start a child, with its connection and its standard error; the parent sees the end of one that there is no room for."""
     connection, stderr = connections
@@ -69,14 +80,14 @@ def _start(
             stack.enter_context(ours)
             if request == FORK:
                 _import(modules)
-                others = [*controls, *running.values(), ours]
+                others = [*controls, *(each.connection for each in running.values()), ours]
             context = multiprocessing.get_context("fork" if request == FORK else "spawn")
             process = context.Process(target=run_child, args=(connection, stderr, theirs, others))
             with theirs:
                 process.start()
         stack.pop_all()
         send_number(connection, process.pid or 0)
-        running[process] = connection
+        running[process] = Running(connection, control)
         controls.append(ours)
 
 

@@ -314,13 +314,11 @@ class Child(Generic[RecordT]):
         own = {
             name: value for name, value in os.environ.items() if name.startswith(OWN_PREFIX) and _is_safe(name, value)
         }
-        # Closed with the process.
-        self._stderr: IO[bytes] = log.open("a+b") if log is not None else tempfile.TemporaryFile()  # noqa: SIM115
-        try:
+        with contextlib.ExitStack() as stack:
+            # Closed with the process.
+            self._stderr: IO[bytes] = stack.enter_context(log.open("a+b") if log else tempfile.TemporaryFile())
             self._connection, self.pid = server.start(self._stderr, anew=anew or bool(variables))
-        except BaseException:
-            self._stderr.close()
-            raise
+            stack.pop_all()
         self._code: int | None = None
         self._is_killed = False
         # Knows the process by the time of its start too, so that it kills and reads no other one of this id.

@@ -244,6 +244,8 @@ def test_a_child_has_others_started_by_its_supervisor_and_they_die_with_it(start
 
     assert says(middle, "word") == "word child"
     assert supervisor_of(middle).pid == psutil.Process(grandchild).ppid()
+    middle.send(Word(text="hang"))
+    time.sleep(0.1)
     middle.end()
     assert is_gone(grandchild)
     assert says(start(), "others") == "others"
