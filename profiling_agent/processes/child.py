@@ -316,7 +316,7 @@ class Child(Generic[RecordT]):
         }
         with contextlib.ExitStack() as stack:
             # Closed with the process.
-            self._stderr: IO[bytes] = stack.enter_context(log.open("a+b") if log else tempfile.TemporaryFile())
+            self._stderr: IO[bytes] = stack.enter_context(log.open("a+b") if log else tempfile.TemporaryFile())  # noqa: SIM115
             self._connection, self.pid = server.start(self._stderr, anew=anew or bool(variables))
             stack.pop_all()
         self._code: int | None = None
