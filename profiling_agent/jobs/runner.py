@@ -14,9 +14,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from profiling_agent import errors
 from profiling_agent.data.prepared import PIXELS
 from profiling_agent.errors import AcquisitionError, JobError, KilledError, ProfilingAgentError, RunError
-from profiling_agent.jobs.store import ERRORS, RESULT, TIMESHEET_FILE, Message, Order, Timesheet, artifacts_of
+from profiling_agent.jobs.store import RESULT, TIMESHEET_FILE, Message, Order, Timesheet, artifacts_of
 from profiling_agent.jobs.tasks import (
     CHECK_FOLDER,
     MODULES,
@@ -120,6 +121,7 @@ class Jobs:
         # The baseline's peak memory in bytes, in a process that does nothing else; None on a GPU.
         self.peak_bytes: int | None = None
         self._available_bytes, self._patience_s = available, patience_s
+        self._waits_passively = False
         self._worker: Child[Message] | None = None
         self._worker_variables: Mapping[str, str] = {}
         self._running: Child[Message] | None = None
@@ -235,7 +237,7 @@ class Jobs:
         while (message := process.receive(deadline, f"took longer than {limit_s:.0f} s")).kind == "progress":
             self.progress(message.text, message.done, message.total)
         if message.kind == "failed":
-            raise ERRORS.get(message.error, JobError)(message.text)
+            raise getattr(errors, message.error)(message.text)
 
     def _check_open(self) -> None:
         """Raise RunError after `close`, which another thread may call while a job runs."""
@@ -296,10 +298,12 @@ class Jobs:
 
     def _wait_variables(self, job: JobRow) -> dict[str, str]:
         """Return the variables that set how threads wait on a busy machine; a timed job first waits for an idle one."""
-        if WAIT_POLICY in child_environment() or not is_busy():
+        if WAIT_POLICY in child_environment():
             return {}
         if not job.timed:
-            return {WAIT_POLICY: PASSIVE}
+            # For good: a process that waits otherwise has to import everything again.
+            self._waits_passively |= is_busy()
+            return {WAIT_POLICY: PASSIVE} if self._waits_passively else {}
         while self._patience_s > 0 and is_busy():
             self.progress("waiting for a quieter moment to time in: something else is running on this machine", 0, 0)
             self._patience_s -= LOOK_S

@@ -10,15 +10,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from profiling_agent import errors
 from profiling_agent.lib.io import DocumentError, append_line, parse_record
 from profiling_agent.schemas import ArtifactRef, Record
 
-ERRORS: dict[str, type[errors.ProfilingAgentError]] = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, errors.ProfilingAgentError)
-}
 TASK, RESULT = "task.json", "result.json"
 
 
