@@ -12,6 +12,7 @@ said beforehand and as far apart as the other models' take, which the checks are
 
 import argparse
 import math
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -285,6 +286,8 @@ def main() -> int:
     parser.add_argument("--make-only", action="store_true", help="make the models in --scratch; race them another time")
     add_option(parser)
     asked = parser.parse_args()
+    # The peers' functions are found there.
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []
     names = asked.models or (["ResNet-101"] if asked.quick else list(MODELS))

@@ -59,8 +59,10 @@ def resume(folder: Path, name: str) -> int:
 def workers_of(process: Process) -> list[psutil.Process]:
     """Return the processes that do a run's jobs, newest first."""
     try:
-        children = psutil.Process(process.pid).children()
-        return [child for child in reversed(children) if "profiling_agent.jobs" in " ".join(child.cmdline())]
+        # Children of the supervisor, whose command line they have where they are forks, but for multiprocessing's own tracker.
+        supervisors = psutil.Process(process.pid).children()
+        children = [child for supervisor in supervisors for child in supervisor.children()]
+        return [child for child in reversed(children) if "resource_tracker" not in " ".join(child.cmdline())]
     except psutil.Error:
         return []
 

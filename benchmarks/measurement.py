@@ -99,7 +99,7 @@ def main() -> int:
         # After torch was imported here, which sets a variable: a server with another environment would make no copy.
         server = stack.enter_context(fork_server(MODULES, child_environment()))
         kinds = {"equal": worker_command(folder)}
-        kinds |= {f"{by:.0%} slower": child_command("slower", str(folder), str(by)) for by in SLOWER}
+        kinds |= {f"{by:.0%} slower": ["slower:serve_slower", str(folder), str(by)] for by in SLOWER}
         held = {kind: compare(kind, copy, folder, num, asked.batch_size, server) for kind, copy in kinds.items()}
     print("\npower: " + ", ".join(f"{kind} seen {share(rows, 'slower').value:.0%}" for kind, rows in held.items()))
     checks = [

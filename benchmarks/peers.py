@@ -1,10 +1,5 @@
-"""Int8 as others make it, and workers for it, each without the other's libraries.
+"""Int8 as others make it, and workers for it, each without the other's libraries; this folder has to be on the path."""
 
-python benchmarks/peers.py papers FOLDER
-python benchmarks/peers.py peer FILE
-"""
-
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,17 +11,18 @@ import numpy as np
 from profiling_agent.lib.logs import muted
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.measure.worker import WorkerSetup, serve
+from profiling_agent.processes.child import Parent
 from profiling_agent.runtimes.registry import noise_batch
 
 
 def worker_of_papers(folder: Path) -> list[str]:
-    """Return the command line that races the paper's recipe on a saved float32 model."""
-    return [sys.executable, __file__, "papers", str(folder)]
+    """Return the call that races the paper's recipe on a saved float32 model."""
+    return ["peers:serve_papers", str(folder)]
 
 
 def worker_of_peer(path: Path) -> list[str]:
-    """Return the command line that races an ONNX file."""
-    return [sys.executable, __file__, "peer", str(path)]
+    """Return the call that races an ONNX file."""
+    return ["peers:serve_peer", str(path)]
 
 
 def open_papers(folder: str, start: WorkerSetup) -> Callable[[], float]:
@@ -93,12 +89,11 @@ def _timed(once: Callable[[], object]) -> Callable[[], float]:
     return run_once
 
 
-def main() -> None:
-    """Race what the command line says."""
-    kind, path = sys.argv[1:]
-    open_model = {"papers": open_papers, "peer": open_peer}[kind]
-    serve(partial(open_model, path))
+def serve_papers(parent: Parent, folder: str) -> None:
+    """Answer with samples of the paper's recipe."""
+    serve(parent, partial(open_papers, folder))
 
 
-if __name__ == "__main__":
-    main()
+def serve_peer(parent: Parent, path: str) -> None:
+    """Answer with samples of an ONNX file."""
+    serve(parent, partial(open_peer, path))

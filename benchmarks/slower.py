@@ -1,16 +1,14 @@
 """Process of a race whose model takes longer than it has to: it waits after each pass, busily, for a share of what that took.
 
-    python -m slower FOLDER SHARE
-
 Started by measurement.py, which puts this folder onto the path.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from profiling_agent.measure.worker import WorkerSetup, open_artifact, serve
+from profiling_agent.processes.child import Parent
 
 
 def open_slower(folder: str, start: WorkerSetup, by: float) -> Callable[[], float]:
@@ -27,6 +25,6 @@ def open_slower(folder: str, start: WorkerSetup, by: float) -> Callable[[], floa
     return run_slowly
 
 
-if __name__ == "__main__":
-    named, share = sys.argv[1:]
-    serve(lambda start: open_slower(named, start, float(share)))
+def serve_slower(parent: Parent, folder: str, by: str) -> None:
+    """Answer with samples of a saved model that takes longer than it has to."""
+    serve(parent, lambda start: open_slower(folder, start, float(by)))

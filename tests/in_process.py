@@ -1,7 +1,4 @@
-"""Jobs done in the test's own process: what a task needs first, as the runner has it, then its handler; and what tasks read.
-
-Toy jobs are done in processes of theirs.
-"""
+"""Jobs done in the test's own process: what a task needs first, as the runner has it, then its handler; and what tasks read."""
 
 import io
 from collections.abc import Iterator
@@ -13,35 +10,23 @@ from typing import Any
 import numpy as np
 import zoo
 from PIL import Image
-from toy_job import CopyTask, DoubleTask, KillTask, NoteTask, WaitTask
 
 from profiling_agent.data.images import write_rows
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.tasks import TABLE, JobContext, JobRow, Table, Task
+from profiling_agent.jobs.tasks import JobContext, Task
 from profiling_agent.lib.io import file_sha256, write_text
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.runtimes.torch_artifact import save_model
 from profiling_agent.schemas import ArtifactRef, SplitInfo
 from profiling_agent.workspace import Workspace
 
-TOYS: Table = {
-    kind: JobRow(handler=f"toy_job:{name}", torch=False, isolated_timeout_s=60.0)
-    for kind, name in (
-        (DoubleTask, "double"),
-        (KillTask, "kill"),
-        (WaitTask, "wait"),
-        (NoteTask, "note"),
-        (CopyTask, "copy"),
-    )
-}
-
 
 @contextmanager
-def opened(root: Path, table: Table = TABLE, **given: Any) -> Iterator[Jobs]:
+def opened(root: Path, **given: Any) -> Iterator[Jobs]:
     """Open the jobs of a run folder, created where it is missing; end their processes afterwards."""
     workspace = Workspace(root)
     workspace.jobs.mkdir(parents=True, exist_ok=True)
-    with closing(Jobs(workspace, table=table, **given)) as jobs:
+    with closing(Jobs(workspace, **given)) as jobs:
         yield jobs
 
 
@@ -88,6 +73,6 @@ def context(task: Task[Any], root: Path, name: str, progress: Progress = silent)
 def run(task: Task[Any], root: Path, name: str, progress: Progress = silent) -> Any:
     """Do a job as `name`, whatever there is of it; return its result."""
     job = context(task, root, name, progress)
-    result = resolve_name(TABLE[type(task)].handler)(task, job)
+    result = resolve_name(task.job.handler)(task, job)
     write_text(job.folder / "result.json", result.model_dump_json())
     return result

@@ -49,12 +49,12 @@ def finished_jobs(run: Path) -> dict[str, int]:
 
 
 def processes_of(run: Path) -> list[psutil.Process]:
-    """Return the processes of ours, this one apart, that work in a run folder."""
+    """Return the processes of ours, this one apart, that work in a run folder or have its log open."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter(["cmdline", "open_files"]):
         words = " ".join(process.info["cmdline"] or ())
         opened = any(str(run) in file.path for file in process.info["open_files"] or ())
-        if process.pid != os.getpid() and "profiling_agent" in words and (opened or str(run) in words):
+        if process.pid != os.getpid() and (opened or ("profiling_agent" in words and str(run) in words)):
             found.append(process)
     return found
 

@@ -65,7 +65,7 @@ def test_broad_excepts_stand_at_the_boundaries_only():
     # thread that hands what it caught to the one that waits, and the command line, whose crashes have their own code.
     assert set(found) <= {
         "profiling_agent/llm/chat.py",
-        "profiling_agent/jobs/__main__.py",
+        "profiling_agent/jobs/worker.py",
         "profiling_agent/lib/logs.py",
         "profiling_agent/graph/node.py",
         "profiling_agent/cli/main.py",

@@ -1,4 +1,4 @@
-"""Toy job: what a contributor writes to add one, by the words of CONTRIBUTING.md; its row is in `test_new_job.py`."""
+"""Toy jobs: what a contributor writes to add one, by the words of CONTRIBUTING.md."""
 
 import os
 import signal
@@ -7,25 +7,44 @@ import time
 from typing import ClassVar
 
 from profiling_agent.errors import RequestError
-from profiling_agent.jobs.tasks import JobContext, Task
+from profiling_agent.jobs.tasks import JobContext, JobRow, Task
 from profiling_agent.schemas import ArtifactRef, Record
 
 
 class Doubled(Record):
-    """Twice a number, which process found it and how its threads wait, and how long a stream's end takes there; None without one."""
+    """Twice a number, which process found it and how its threads wait, the secrets there, and how long a stream's end takes."""
 
     twice: int
     pid: int
     has_torch: bool
     wait_policy: str | None = None
+    secrets: tuple[str, ...] = ()
     stream_ends_s: float | None = None
 
 
 class DoubleTask(Task[Doubled]):
     """Double a number."""
 
-    result: ClassVar[type[Record]] = Doubled
+    job: ClassVar = JobRow("toy_job:double", Doubled, torch=False, isolated_timeout_s=60.0)
     number: int
+
+
+class AnewTask(DoubleTask):
+    """Double a number in a process that is started anew."""
+
+    job: ClassVar = JobRow("toy_job:double", Doubled, torch=False, anew=True)
+
+
+class TimedTask(DoubleTask):
+    """Double a number once the machine is idle."""
+
+    job: ClassVar = JobRow("toy_job:double", Doubled, torch=False, anew=True, timed=True)
+
+
+class SecretTask(DoubleTask):
+    """Double a number, with the Hub's token at hand."""
+
+    job: ClassVar = JobRow("toy_job:double", Doubled, torch=False, secrets=("HF_TOKEN",))
 
 
 def _doubled(number: int) -> Doubled:
@@ -35,6 +54,7 @@ def _doubled(number: int) -> Doubled:
         pid=os.getpid(),
         has_torch="torch" in sys.modules,
         wait_policy=os.environ.get("OMP_WAIT_POLICY"),
+        secrets=tuple(name for name in ("HF_TOKEN", "OPENAI_API_KEY") if name in os.environ),
         stream_ends_s=reads.SLEEP_TIME_ON_THREADS_SHUTDOWN if reads else None,
     )
 
@@ -53,7 +73,7 @@ def double(task: DoubleTask, job: JobContext) -> Doubled:
 class KillTask(Task[Doubled]):
     """Double a number, in a process that is killed the first time that the number is 2, and whenever it is 0."""
 
-    result: ClassVar[type[Record]] = Doubled
+    job: ClassVar = JobRow("toy_job:kill", Doubled, torch=False, isolated_timeout_s=60.0)
     number: int
 
 
@@ -69,8 +89,14 @@ def kill(task: KillTask, job: JobContext) -> Doubled:
 class WaitTask(Task[Doubled]):
     """Double a number once somebody says so."""
 
-    result: ClassVar[type[Record]] = Doubled
+    job: ClassVar = JobRow("toy_job:wait", Doubled, torch=False, isolated_timeout_s=60.0)
     number: int
+
+
+class HangTask(WaitTask):
+    """Double a number, though there is no time for it."""
+
+    job: ClassVar = JobRow("toy_job:wait", Doubled, torch=False, timeout_s=0.01)
 
 
 def wait(task: WaitTask, job: JobContext) -> Doubled:
@@ -90,14 +116,14 @@ class Noted(Record):
 class NoteTask(Task[Noted]):
     """Write a note."""
 
-    result: ClassVar[type[Record]] = Noted
+    job: ClassVar = JobRow("toy_job:note", Noted, torch=False, isolated_timeout_s=60.0)
     text: str
 
 
 class CopyTask(Task[Noted]):
     """Write what another job's note says, so many times."""
 
-    result: ClassVar[type[Record]] = Noted
+    job: ClassVar = JobRow("toy_job:copy", Noted, torch=False, isolated_timeout_s=60.0)
     source: ArtifactRef
     times: int = 1
 

@@ -1,30 +1,35 @@
-"""Job runner: returns the result of a task, which is done at most once in a run; also jobs without a run."""
+"""Job runner: returns the result of a task, which is done at most once in a run; also jobs without a run.
+
+One warm worker does most jobs, a process of its own each isolated batch; one at a time on a machine.
+"""
 
 import hashlib
 import itertools
 import json
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from profiling_agent import errors
 from profiling_agent.data.prepared import PIXELS
-from profiling_agent.errors import AcquisitionError, JobError, ProfilingAgentError, RunError
-from profiling_agent.jobs.local import Batch, LocalEngine
-from profiling_agent.jobs.store import TIMESHEET_FILE, JobStore, Order, Timesheet, artifacts_of, key_of
+from profiling_agent.errors import AcquisitionError, JobError, KilledError, ProfilingAgentError, RunError
+from profiling_agent.jobs.store import RESULT, TIMESHEET_FILE, Message, Order, Timesheet, artifacts_of
 from profiling_agent.jobs.tasks import (
     CHECK_FOLDER,
-    TABLE,
+    MODULES,
     EvidenceTask,
     HeadlineTask,
+    JobRow,
     LookTask,
     MatchLabelsTask,
     PrepareTask,
     Profiled,
     ProfileTask,
     ResolveShapeTask,
-    Table,
     Task,
     TryTask,
 )
@@ -49,16 +54,32 @@ from profiling_agent.schemas import (
 from profiling_agent.workspace import Workspace
 
 ResultT = TypeVar("ResultT", bound=Record)
+# What the child processes and their libraries print.
+JOB_LOG = "worker.log"
 # Free memory before a job, in peaks of the baseline: it holds at least two models. Short of memory, the kernel may kill any process.
 MIN_FREE_PEAKS = 1.5
+# Bytes that the idle worker may hold, where another one is forked within moments: imports take 0.5 GB, a full-size model and its job another
+# 0.5. A profile with gradients never frees several GB, and a race of a ViT-B/16 in six deployments needs them.
+MAX_RESIDENT = 3 * 2**29
+# Seconds that a run waits for an idle machine, in all, and between two checks. On one that is never idle it goes on.
+PATIENCE_S, LOOK_S = 60.0, 1.0
+WORDING = Wording(
+    process="the child process",
+    work="the job",
+    too_slow="lower num_samples",
+    too_large="lower batch_size or num_samples",
+)
 
 
 def job_key(task: Task[ResultT], describe: Callable[[str], Environment] = environment) -> str:
     """Return a job's key: its kind and a hash of its inputs, and of the code, libraries, machine and GPU from `describe`."""
     # A task without a device computes on the CPU; with "auto" it may use the GPU.
     device: str = getattr(task, "device", "cpu")
-    environment_fields = describe(device).model_dump(mode="json", exclude=None if task.uses_runtimes else {"runtimes"})
-    inputs = {"task": task.model_dump(mode="json"), "environment": environment_fields}
+    ignored = None if task.job.uses_runtimes else {"runtimes"}
+    inputs = {
+        "task": task.model_dump(mode="json"),
+        "environment": describe(device).model_dump(mode="json", exclude=ignored),
+    }
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
     return f"{_kind_name(type(task))}-{digest[:20]}"
 
@@ -74,23 +95,29 @@ class Jobs:
         self,
         workspace: Workspace,
         progress: Progress = silent,
-        table: Table = TABLE,
+        *,
         available: Callable[[], int] = available_bytes,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """Use `workspace`; nothing is started before the first job.
 
-        `table` has a row for every task that will be run; `available` returns the bytes of memory that are free.
+        `available` returns the bytes of memory that are free; timed jobs wait for an idle machine for `patience_s` in all.
         """
         self.workspace = workspace
         self.progress = progress
-        self._table = table
-        self._store = JobStore(workspace)
         self.timesheet = Timesheet(workspace.root / TIMESHEET_FILE)
         # The baseline's seconds for an image, from which a slow model's time limits follow; None before it was timed.
         self.pass_s: float | None = None
         # The baseline's peak memory in bytes, in a process that does nothing else; None on a GPU.
         self.peak_bytes: int | None = None
-        self.here = LocalEngine(workspace, available=available)
+        self._available_bytes, self._patience_s = available, patience_s
+        self._waits_passively = False
+        self._worker: Child[Message] | None = None
+        self._worker_variables: Mapping[str, str] = {}
+        self._running: Child[Message] | None = None
+        self._is_closed = False
+        self._server: ForkServer | None = None
+        self._stack = ExitStack()
 
     def set_limits_from(self, headline: Headline, device: str) -> None:
         """Set time and memory limits from the baseline's `headline` on `device`; a GPU's memory sets none, as it isn't the machine's."""
@@ -102,11 +129,7 @@ class Jobs:
 
         Raises what the stage raised, JobError for a crash, a hang or too much memory, or RunError if too little is free to begin.
         """
-        key = job_key(task)
-        if (result := self._reuse(key, task)) is not None:
-            return result
-        self._do_tasks({key: task})
-        return self._store.result(key, task)
+        return self.run_each([task])[0]
 
     def run_each(self, tasks: Sequence[Task[ResultT]]) -> list[ResultT]:
         """Return the results of tasks of one kind, in their order; those not on disk are done in one process.
@@ -114,91 +137,188 @@ class Jobs:
         If the tasks are isolated, that process ends with the last. Raises as `run` does; results before the error stay.
         """
         assert len({(type(task), task.isolated) for task in tasks}) <= 1, "jobs that share a process are of one kind"
-        keyed = [(job_key(task), task) for task in tasks]
-        finished = {key: result for key, task in keyed if (result := self._reuse(key, task)) is not None}
-        self._do_tasks({key: task for key, task in keyed if key not in finished})
-        return [finished[key] if key in finished else self._store.result(key, task) for key, task in keyed]
+        keyed = {job_key(task): task for task in tasks}
+        for key, task in keyed.items():
+            if self._is_done(key, task):
+                self.timesheet.reach(key)
+        self._do(keyed)
+        return [self._result(job_key(task), task) for task in tasks]
 
-    def _reuse(self, key: str, task: Task[ResultT]) -> ResultT | None:
-        """Return a finished task's result and count its time as used; None if it isn't finished."""
-        result = self._load_finished(key, task)
-        if result is not None:
-            self.timesheet.reach(key)
-        return result
+    def _is_done(self, key: str, task: Task[Any]) -> bool:
+        folder = self.workspace.jobs / key
+        return (folder / RESULT).exists() and (not isinstance(task, PrepareTask) or (folder / PIXELS).exists())
 
-    def _do_tasks(self, tasks: Mapping[str, Task[Any]]) -> None:
-        """Do tasks, after missing jobs that they need; raises the first error, RunError for an artifact that can't be read."""
-        waves = [dict(tasks)]
-        while waves[-1]:
-            waves.append(self._missing_needs(waves[-1]))
-        for wave in reversed(waves):
-            # A task that another one needs was done in an earlier wave.
-            missing = {key: task for key, task in wave.items() if self._load_finished(key, task) is None}
-            self.here.carry_out(self._make_batches(missing), self.progress, self._record_end)
-
-    def _missing_needs(self, tasks: Mapping[str, Task[Any]]) -> dict[str, Task[Any]]:
-        """Return the jobs that tasks need and the run lacks; RunError if an artifact that they read is missing or damaged."""
-        missing: dict[str, Task[Any]] = {}
-        for task in tasks.values():
-            for ref in artifacts_of(task):
-                self.path(ref)
-            needs = {job_key(need): need for need in itertools.chain.from_iterable(task.needs(self.path).values())}
-            missing |= {key: need for key, need in needs.items() if self._load_finished(key, need) is None}
-        return missing
-
-    def _record_end(self, key: str, seconds: float, error: ProfilingAgentError | None) -> None:
-        # A failed job used its time too.
-        self.timesheet.note(key, seconds)
-        if error is None:
-            self._store.mark_complete(key)
-
-    def _make_batches(self, tasks: Mapping[str, Task[Any]]) -> list[Batch]:
-        kinds: dict[tuple[type[Task[Any]], bool], list[Order]] = {}
-        for key, task in tasks.items():
-            self._store.remove(key)
-            kind = type(task)
-            order = Order(
-                root=str(self.workspace.root.resolve()),
-                key=key,
-                record=f"{kind.__module__}:{kind.__qualname__}",
-                task=task.model_dump(mode="json"),
-                handler=self._table[kind].handler,
-                given={name: tuple(map(job_key, needs)) for name, needs in task.needs(self.path).items()},
-                torch=self._table[kind].torch,
-            )
-            kinds.setdefault((kind, task.isolated), []).append(order)
-        return [
-            Batch(
-                orders=tuple(orders),
-                row=self._table[kind],
-                isolated=isolated,
-                timeout_s=self._table[kind].limit_s(isolated=isolated, pass_s=self.pass_s),
-                least_bytes=int(MIN_FREE_PEAKS * (self.peak_bytes or 0)),
-            )
-            for (kind, isolated), orders in kinds.items()
-        ]
-
-    def _load_finished(self, key: str, task: Task[ResultT]) -> ResultT | None:
-        return self._store.result(key, task) if self._store.is_complete(key) else None
+    def _result(self, key: str, task: Task[Any]) -> Any:
+        try:
+            return read_record(task.job.result, self.workspace.jobs / key / RESULT)
+        except DocumentError as error:
+            raise RunError(f"{str(self.workspace.jobs / key)!r} is damaged: delete it, and resume") from error
 
     def path(self, ref: ArtifactRef) -> Path:
-        """Return an artifact's path; RunError if the job that made it is missing or damaged."""
-        key = key_of(ref)
-        if key is not None and not (self._store.is_complete(key) or self._store.is_unsealed(key)):
+        """Return an artifact's path; RunError if it is missing."""
+        path = self.workspace.path(ref)
+        if not path.exists():
             raise RunError(
-                f"{str(self._store.folder(key))!r} is missing or damaged: delete {str(self.workspace.checkpoints)!r} and "
-                f"go on with `profiling-agent resume {self.workspace.root}`, which does again only what is missing"
+                f"{str(path)!r} is missing: delete {str(self.workspace.checkpoints)!r} and go on with `profiling-agent resume "
+                f"{self.workspace.root}`, which does again only what is missing"
             )
-        return self.workspace.path(ref)
+        return path
+
+    def _do(self, tasks: Mapping[str, Task[Any]]) -> None:
+        """Do tasks that aren't done, after the jobs that they need; raises the first error."""
+        missing = {key: task for key, task in tasks.items() if not self._is_done(key, task)}
+        needs: dict[str, Task[Any]] = {}
+        for task in missing.values():
+            for ref in artifacts_of(task):
+                self.path(ref)
+            needs |= {job_key(need): need for need in itertools.chain(*task.needs(self.path).values())}
+        if needs:
+            self._do(needs)
+        for kind in dict.fromkeys((task.job, task.isolated) for task in missing.values()):
+            batch = {key: task for key, task in missing.items() if (task.job, task.isolated) == kind}
+            # Locked by batch, so that another run waits for one batch at most.
+            with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
+                self._check_open()
+                self._check_memory(isolated=kind[1])
+                self._run_batch(batch, *kind)
+
+    def _run_batch(self, tasks: dict[str, Task[Any]], job: JobRow, isolated: bool) -> None:  # noqa: FBT001
+        """Do tasks of one kind in one process; one whose process was killed is done once more. Raises the first error."""
+        limit_s, was_killed, started = job.limit_s(isolated=isolated, pass_s=self.pass_s), False, time.monotonic()
+        while tasks:
+            error: ProfilingAgentError | None = None
+            try:
+                with self._process(job, isolated=isolated) as process:
+                    while tasks and error is None:
+                        key, task = next(iter(tasks.items()))
+                        try:
+                            self._carry_out(key, task, process, limit_s)
+                        except ProfilingAgentError as raised:
+                            self._check_open()
+                            # The process may have ended just after finishing the job.
+                            error = None if self._is_done(key, task) else raised
+                        if error is None:
+                            del tasks[key]
+                            self.timesheet.note(key, time.monotonic() - started)
+                            was_killed, started = False, time.monotonic()
+            finally:
+                # A killed or crashed process leaves temporary folders; other jobs' folders may be in use on another machine.
+                for key in tasks:
+                    sweep(self.workspace.jobs, key)
+            # One kill must not count against the candidate that the job measures; a second may be for its memory.
+            if error is not None and (was_killed or not isinstance(error, KilledError)):
+                # A failed job used its time too.
+                self.timesheet.note(next(iter(tasks)), time.monotonic() - started)
+                raise error
+            was_killed = error is not None
+
+    def _carry_out(self, key: str, task: Task[Any], process: Child[Message], limit_s: float) -> None:
+        shutil.rmtree(self.workspace.jobs / key, ignore_errors=True)
+        kind = type(task)
+        order = Order(
+            root=str(self.workspace.root.resolve()),
+            key=key,
+            record=f"{kind.__module__}:{kind.__qualname__}",
+            task=task.model_dump(mode="json"),
+            given={name: tuple(map(job_key, needs)) for name, needs in task.needs(self.path).items()},
+        )
+        process.send(order)
+        deadline = time.monotonic() + limit_s
+        while (message := process.receive(deadline, f"took longer than {limit_s:.0f} s")).kind == "progress":
+            self.progress(message.text, message.done, message.total)
+        if message.kind == "failed":
+            raise getattr(errors, message.error)(message.text)
+
+    def _check_open(self) -> None:
+        """Raise RunError after `close`, which another thread may call while a job runs."""
+        if self._is_closed:
+            raise RunError(f"run {self.workspace.root.name!r} was left before it ended: resume it")
+
+    def _check_memory(self, *, isolated: bool) -> None:
+        """Raise RunError if a job needs more memory than is free; the worker's is free for its own jobs, and freed for others."""
+        needed, free = int(MIN_FREE_PEAKS * (self.peak_bytes or 0)), self._available_bytes()
+        if self._worker is not None and free < needed:
+            if isolated:
+                self._end_worker()
+                free = self._available_bytes()
+            else:
+                free += self._worker.resident_bytes()
+        if free < needed:
+            raise RunError(
+                f"{free / 2**30:.1f} GiB of memory are free, and a job on this model takes {needed / 2**30:.1f} at least: end other "
+                "programs and resume, or start anew with a lower batch_size"
+            )
+
+    @contextmanager
+    def _process(self, job: JobRow, *, isolated: bool) -> Generator[Child[Message]]:
+        """Yield the process that does one batch, the worker unless it is isolated.
+
+        A worker that was given secrets ends before the first batch that may not see them.
+        """
+        variables = withheld(job.secrets) | self._wait_variables(job)
+        if (worker := self._worker) is not None and (
+            (can_fork() and worker.resident_bytes() > MAX_RESIDENT)
+            or not (isolated or (worker.is_alive and variables == self._worker_variables))
+        ):
+            self._end_worker()
+        process = self._worker
+        if isolated or process is None:
+            self._server = self._server or self._stack.enter_context(fork_server(MODULES))
+            process = Child(
+                self._server,
+                ["profiling_agent.jobs.worker:serve"],
+                Message,
+                WORDING,
+                log=self.workspace.root / JOB_LOG,
+                variables=variables,
+                anew=job.anew,
+            )
+        if not isolated:
+            self._worker, self._worker_variables = process, variables
+        self._running, is_reusable = process, False
+        try:
+            self._check_open()
+            yield process
+            is_reusable = not isolated and process.is_alive
+        finally:
+            self._running = None
+            if not is_reusable:
+                process.end()
+                self._worker = None if process is self._worker else self._worker
+
+    def _wait_variables(self, job: JobRow) -> dict[str, str]:
+        """Return the variables that set how threads wait on a busy machine; a timed job first waits for an idle one."""
+        if WAIT_POLICY in child_environment():
+            return {}
+        if not job.timed:
+            # For good: a process that waits otherwise has to import everything again.
+            self._waits_passively |= is_busy()
+            return {WAIT_POLICY: PASSIVE} if self._waits_passively else {}
+        while self._patience_s > 0 and is_busy():
+            self.progress("waiting for a quieter moment to time in: something else is running on this machine", 0, 0)
+            self._patience_s -= LOOK_S
+            time.sleep(LOOK_S)
+            raise_if_stopped()
+        return {}
 
     def forget_images(self) -> None:
         """Delete prepared images, most of a run's disk space; they are prepared again when needed."""
-        for folder in self.workspace.jobs.glob(f"{_kind_name(PrepareTask)}-*"):
-            self._store.delete_output(folder.name, PIXELS)
+        for pixels in self.workspace.jobs.glob(f"{_kind_name(PrepareTask)}-*/{PIXELS}"):
+            pixels.unlink()
 
     def close(self) -> None:
-        """End the processes that were started on this machine."""
-        self.here.close()
+        """End the processes that were started on this machine; a running job's error is RunError."""
+        self._is_closed = True
+        if (process := self._running) is not None:
+            process.kill()
+        if process is not self._worker:
+            self._end_worker()
+        self._stack.close()
+
+    def _end_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
 
 
 @contextmanager

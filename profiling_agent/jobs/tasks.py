@@ -1,4 +1,4 @@
-"""Tasks: the jobs that a child process can do, a record in and a record out; each task's handler, limits and context.
+"""Tasks: the jobs that a child process can do, a record in and a record out, each with its handler and limits; and a job's context.
 
 No torch here. Handlers are named and not imported: the parent of a run imports no torch, and a process that times a model only what the
 model's runtime needs.
@@ -51,12 +51,48 @@ MAX_COMPARED = 64
 Find = Callable[[ArtifactRef], Path]
 
 
+HOUR = 3600.0
+MODELS, MODEL_CHECK, MEASUREMENT = (
+    f"profiling_agent.jobs.handlers.{module}" for module in ("models", "model_check", "measurement")
+)
+# What forks have imported: the worker, all handlers, and a module that handlers import late but nearly every run needs.
+MODULES = (
+    *("torch", "transformers.models.auto.modeling_auto", "profiling_agent.jobs.worker"),
+    *(MODELS, MODEL_CHECK, MEASUREMENT),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """How one kind of job is done: by `handler`, "module:function", which takes the task and a `JobContext` and returns a `result`.
+
+    With `torch` the process sets torch's threads and seed first. The time limit is at least that of `passes` of the baseline over one image,
+    several times what the job should need. `secrets` are environment variables that only processes of such jobs see. A job that starts
+    `anew` measures its own process, to which a fork's imports would add. A `timed` job waits for an idle machine. Installing another runtime
+    changes the keys of jobs that use them.
+    """
+
+    handler: str
+    result: type[Record]
+    torch: bool = True
+    timeout_s: float = 4 * HOUR
+    isolated_timeout_s: float = HOUR
+    passes: int = 10_000
+    secrets: tuple[str, ...] = ()
+    anew: bool = False
+    timed: bool = False
+    uses_runtimes: bool = False
+
+    def limit_s(self, *, isolated: bool, pass_s: float | None = None) -> float:
+        """Return the job's time limit in seconds, if the baseline takes `pass_s` for an image."""
+        base_s = self.isolated_timeout_s if isolated else self.timeout_s
+        return max(base_s, self.passes * (pass_s or 0.0))
+
+
 class Task(Record, Generic[ResultT]):
     """One job; an `isolated` one gets a process of its own and shares no memory, caches or crash with others."""
 
-    result: ClassVar[type[Record]]
-    # Whether it uses optional runtimes: installing one changes the keys of only these jobs.
-    uses_runtimes: ClassVar[bool] = False
+    job: ClassVar[JobRow]
     isolated: bool = False
 
     def needs(self, find: Find) -> Mapping[str, tuple["Task[Any]", ...]]:  # noqa: ARG002 (subclasses use it)
@@ -84,7 +120,7 @@ class SourceTask(Task[ResultT], Generic[ResultT]):
 class AcquireTask(SourceTask[Acquired]):
     """Check that the model can be loaded, and draw the images."""
 
-    result: ClassVar[type[Record]] = Acquired
+    job: ClassVar = JobRow(f"{MODELS}:acquire", Acquired, secrets=HUB)
     device: Device = "auto"
     num_samples: int | None = None
     num_recovery: int = 0
@@ -107,7 +143,7 @@ class MatchedLabels(Record):
 class MatchLabelsTask(SourceTask[MatchedLabels]):
     """Check that a model and a data set can be loaded and match, before images are drawn."""
 
-    result: ClassVar[type[Record]] = MatchedLabels
+    job: ClassVar = JobRow(f"{MODELS}:match_labels", MatchedLabels, secrets=HUB)
 
 
 class ResolvedShape(Record):
@@ -121,7 +157,7 @@ class ResolvedShape(Record):
 class ResolveShapeTask(Task[ResolvedShape]):
     """Find the input shape of a model, or verify the `stated` one, and save the model with it."""
 
-    result: ClassVar[type[Record]] = ResolvedShape
+    job: ClassVar = JobRow(f"{MODELS}:resolve_shape", ResolvedShape, secrets=HUB)
     model: str
     revision: str | None = None
     device: Device = "auto"
@@ -131,7 +167,7 @@ class ResolveShapeTask(Task[ResolvedShape]):
 class SurveyShapeTask(Task[ShapeFacts]):
     """Apply every rule for a model's input shape, and verify each result by the model."""
 
-    result: ClassVar[type[Record]] = ShapeFacts
+    job: ClassVar = JobRow(f"{MODELS}:survey_shape", ShapeFacts, secrets=HUB)
     model: str
     revision: str | None = None
     device: Device = "auto"
@@ -144,7 +180,7 @@ CHECK_FOLDER = "looked"
 class LookTask(Task[Prunable]):
     """Load a model, and save it whole and with a quarter cut off every unit."""
 
-    result: ClassVar[type[Record]] = Prunable
+    job: ClassVar = JobRow(f"{MODEL_CHECK}:look", Prunable, secrets=HUB)
     model: str
     revision: str | None = None
 
@@ -152,8 +188,9 @@ class LookTask(Task[Prunable]):
 class TryTask(Task[Deployability]):
     """Export a form of the model that LookTask saved, make its deployment of `row`, or reopen that."""
 
-    result: ClassVar[type[Record]] = Deployability
-    uses_runtimes: ClassVar[bool] = True
+    job: ClassVar = JobRow(
+        f"{MODEL_CHECK}:try_deployment", Deployability, isolated_timeout_s=HOUR / 4, uses_runtimes=True
+    )
     isolated: bool = True
     step: Literal["export", "make", "reopen"]
     row: Deployability
@@ -172,7 +209,7 @@ class PrepareTask(Task[Prepared]):
     `processor` is the text of the file that describes the image processor: models with the same one share the images.
     """
 
-    result: ClassVar[type[Record]] = Prepared
+    job: ClassVar = JobRow(f"{MODELS}:prepare", Prepared)
     split: SplitInfo
     shard: int = Field(ge=0)
     processor: str
@@ -197,7 +234,7 @@ class LogitsTask(Task[SavedLogits]):
     comparison, so that equal models have equal logits.
     """
 
-    result: ClassVar[type[Record]] = SavedLogits
+    job: ClassVar = JobRow(f"{MODELS}:compute_logits", SavedLogits)
     model: ArtifactRef
     split: SplitInfo
     batch_size: int
@@ -213,8 +250,15 @@ class LogitsTask(Task[SavedLogits]):
 class HeadlineTask(Task[Headline]):
     """Measure the latency and memory of a model in a process that does nothing else."""
 
-    result: ClassVar[type[Record]] = Headline
-    uses_runtimes: ClassVar[bool] = True
+    job: ClassVar = JobRow(
+        f"{MEASUREMENT}:headline",
+        Headline,
+        torch=False,
+        isolated_timeout_s=HOUR / 2,
+        anew=True,
+        timed=True,
+        uses_runtimes=True,
+    )
     isolated: bool = True
     model: ArtifactRef
     batch_size: int
@@ -235,7 +279,7 @@ class Profiled(Record):
 class ProfileTask(Task[Profiled]):
     """Time a model and its layers; with `times_widths` also each unit at each width."""
 
-    result: ClassVar[type[Record]] = Profiled
+    job: ClassVar = JobRow(f"{MODELS}:profile", Profiled, timed=True)
     model: ArtifactRef
     batch_size: int
     device: str
@@ -246,7 +290,7 @@ class ProfileTask(Task[Profiled]):
 class EvidenceTask(Task[Profiled]):
     """Add the KL divergence after pruning each unit to a profile; nothing is timed, so other jobs may run next to it."""
 
-    result: ClassVar[type[Record]] = Profiled
+    job: ClassVar = JobRow(f"{MODELS}:add_evidence", Profiled, passes=100_000)
     model: ArtifactRef
     batch_size: int
     device: str
@@ -273,7 +317,7 @@ class PruneTask(Task[PrunedModel]):
     `keep` has the kept channels or heads by unit name; for other units the weights decide.
     """
 
-    result: ClassVar[type[Record]] = PrunedModel
+    job: ClassVar = JobRow(f"{MODELS}:prune", PrunedModel)
     baseline: ArtifactRef
     cuts: tuple[Cut, ...]
     keep: dict[str, tuple[int, ...]] = Field(default_factory=dict)
@@ -300,7 +344,8 @@ class RecoverTask(Task[RecoveredModel]):
     `batch_size` is for training and isn't the request's: with a batch of 1 or 4096 the learning rate would be wrong.
     """
 
-    result: ClassVar[type[Record]] = RecoveredModel
+    # An interrupted recovery continues after its last epoch, but a hundred epochs may take a day.
+    job: ClassVar = JobRow(f"{MODELS}:recover", RecoveredModel, timeout_s=24 * HOUR, passes=1_000_000)
     model: ArtifactRef
     baseline: ArtifactRef
     recovery: SplitInfo
@@ -326,7 +371,7 @@ class RecoverTask(Task[RecoveredModel]):
 class TuneTask(Task[Tuned]):
     """Measure the KL of quantizing all layers to int8, and each by itself, on calibration images."""
 
-    result: ClassVar[type[Record]] = Tuned
+    job: ClassVar = JobRow(f"{MODELS}:tune", Tuned)
     model: ArtifactRef
     scheme: Literal["dynamic", "static"]
     calibration: SplitInfo
@@ -348,8 +393,7 @@ class Exported(Record):
 class ExportTask(Task[Exported]):
     """Export a float32 model to ONNX, for the runtimes that read it; isolated, because exporters crash."""
 
-    result: ClassVar[type[Record]] = Exported
-    uses_runtimes: ClassVar[bool] = True
+    job: ClassVar = JobRow(f"{MODELS}:export", Exported, isolated_timeout_s=HOUR / 2, uses_runtimes=True)
     isolated: bool = True
     model: ArtifactRef
 
@@ -357,8 +401,7 @@ class ExportTask(Task[Exported]):
 class DeployTask(Task[DeployedModel]):
     """Make one deployment of a float32 model; isolate any but eager torch: converters crash and hang."""
 
-    result: ClassVar[type[Record]] = DeployedModel
-    uses_runtimes: ClassVar[bool] = True
+    job: ClassVar = JobRow(f"{MODELS}:deploy", DeployedModel, isolated_timeout_s=HOUR / 2, uses_runtimes=True)
     model: ArtifactRef
     deployment: Deployment
     calibration: SplitInfo
@@ -395,8 +438,7 @@ class EvaluateTask(Task[Evaluated]):
     hundreds of images, and the opened model, which some runtimes compile for minutes. Only missing shards are done.
     """
 
-    result: ClassVar[type[Record]] = Evaluated
-    uses_runtimes: ClassVar[bool] = True
+    job: ClassVar = JobRow(f"{MEASUREMENT}:evaluate", Evaluated, torch=False, uses_runtimes=True)
     model: ArtifactRef
     split: SplitInfo
     shard: int = Field(ge=0)
@@ -411,7 +453,7 @@ class EvaluateTask(Task[Evaluated]):
 class OpenHeldoutTask(Task[Opening]):
     """Record that a candidate, made of the baseline, is tested on held-out images; a resumed run records it once."""
 
-    result: ClassVar[type[Record]] = Opening
+    job: ClassVar = JobRow(f"{MEASUREMENT}:open_heldout", Opening, torch=False)
     baseline: ArtifactRef
     candidate: ArtifactRef
     heldout: SplitInfo
@@ -421,8 +463,7 @@ class OpenHeldoutTask(Task[Opening]):
 class RaceTask(Task[Race]):
     """Time models in turns in one session, to choose among them; the first is the baseline."""
 
-    result: ClassVar[type[Record]] = Race
-    uses_runtimes: ClassVar[bool] = True
+    job: ClassVar = JobRow(f"{MEASUREMENT}:race", Race, torch=False, timed=True, uses_runtimes=True)
     isolated: bool = True
     entries: tuple[tuple[Variant, ArtifactRef], ...]
     batch_size: int
@@ -434,6 +475,7 @@ class RaceTask(Task[Race]):
 class SessionTask(RaceTask):
     """Time one of several sessions, each in a new process, that together estimate speedups, and memory if requested."""
 
+    job: ClassVar = JobRow(f"{MEASUREMENT}:session", Race, torch=False, timed=True, uses_runtimes=True)
     number: int
     reads_memory: bool
 
@@ -441,8 +483,9 @@ class SessionTask(RaceTask):
 class MemoryTask(Task[MemoryUse]):
     """Measure the peak memory of a process that only loads and runs a model."""
 
-    result: ClassVar[type[Record]] = MemoryUse
-    uses_runtimes: ClassVar[bool] = True
+    job: ClassVar = JobRow(
+        f"{MEASUREMENT}:memory", MemoryUse, torch=False, isolated_timeout_s=HOUR / 2, uses_runtimes=True
+    )
     isolated: bool = True
     model: ArtifactRef
     batch_size: int
@@ -458,82 +501,11 @@ class LayerTimes(Record):
 class LayerTimesTask(Task[LayerTimes]):
     """Measure the time of each layer by the model's runtime; `onnx` is the file that the runtime was given, if any."""
 
-    result: ClassVar[type[Record]] = LayerTimes
-    uses_runtimes: ClassVar[bool] = True
+    job: ClassVar = JobRow(f"{MEASUREMENT}:layer_times", LayerTimes, torch=False, timed=True, uses_runtimes=True)
     isolated: bool = True
     model: ArtifactRef
     onnx: ArtifactRef | None = None
     batch_size: int
-
-
-HOUR = 3600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRow:
-    """One kind of job: `handler` is "module:function", which takes the task and a `JobContext` and returns the task's result.
-
-    With `torch` the process sets torch's threads and seed first. The time limit is at least that of `passes` of the baseline over one image,
-    several times what the job should need. `secrets` are environment variables that only processes of such jobs see. A job that starts
-    `anew` measures its own process, to which imports for other jobs would add. A `timed` job waits for an idle machine.
-    """
-
-    handler: str
-    torch: bool = True
-    timeout_s: float = 4 * HOUR
-    isolated_timeout_s: float = HOUR
-    passes: int = 10_000
-    secrets: tuple[str, ...] = ()
-    anew: bool = False
-    timed: bool = False
-
-    def limit_s(self, *, isolated: bool, pass_s: float | None = None) -> float:
-        """Return the job's time limit in seconds, if the baseline takes `pass_s` for an image."""
-        base_s = self.isolated_timeout_s if isolated else self.timeout_s
-        return max(base_s, self.passes * (pass_s or 0.0))
-
-
-Table = Mapping[type[Task[Any]], JobRow]
-MODELS, MODEL_CHECK, MEASUREMENT = (
-    f"profiling_agent.jobs.handlers.{module}" for module in ("models", "model_check", "measurement")
-)
-
-TABLE: Table = {
-    # These read the model at its source, which may be the Hub.
-    MatchLabelsTask: JobRow(handler=f"{MODELS}:match_labels", secrets=HUB),
-    AcquireTask: JobRow(handler=f"{MODELS}:acquire", secrets=HUB),
-    SurveyShapeTask: JobRow(handler=f"{MODELS}:survey_shape", secrets=HUB),
-    ResolveShapeTask: JobRow(handler=f"{MODELS}:resolve_shape", secrets=HUB),
-    LookTask: JobRow(handler=f"{MODEL_CHECK}:look", secrets=HUB),
-    TryTask: JobRow(handler=f"{MODEL_CHECK}:try_deployment", isolated_timeout_s=HOUR / 4),
-    PrepareTask: JobRow(handler=f"{MODELS}:prepare"),
-    LogitsTask: JobRow(handler=f"{MODELS}:compute_logits"),
-    ProfileTask: JobRow(handler=f"{MODELS}:profile", timed=True),
-    EvidenceTask: JobRow(handler=f"{MODELS}:add_evidence", passes=100_000),
-    PruneTask: JobRow(handler=f"{MODELS}:prune"),
-    # An interrupted recovery continues after its last epoch, but a hundred epochs may take a day.
-    RecoverTask: JobRow(handler=f"{MODELS}:recover", timeout_s=24 * HOUR, passes=1_000_000),
-    TuneTask: JobRow(handler=f"{MODELS}:tune"),
-    ExportTask: JobRow(handler=f"{MODELS}:export", isolated_timeout_s=HOUR / 2),
-    DeployTask: JobRow(handler=f"{MODELS}:deploy", isolated_timeout_s=HOUR / 2),
-    EvaluateTask: JobRow(handler=f"{MEASUREMENT}:evaluate", torch=False),
-    OpenHeldoutTask: JobRow(handler=f"{MEASUREMENT}:open_heldout", torch=False),
-    HeadlineTask: JobRow(
-        handler=f"{MEASUREMENT}:headline", torch=False, isolated_timeout_s=HOUR / 2, anew=True, timed=True
-    ),
-    RaceTask: JobRow(handler=f"{MEASUREMENT}:race", torch=False, timed=True),
-    SessionTask: JobRow(handler=f"{MEASUREMENT}:session", torch=False, timed=True),
-    MemoryTask: JobRow(handler=f"{MEASUREMENT}:memory", torch=False, isolated_timeout_s=HOUR / 2),
-    LayerTimesTask: JobRow(handler=f"{MEASUREMENT}:layer_times", torch=False, timed=True),
-}
-
-# What job processes import at their start: all handlers, and modules that handlers import late but nearly every run needs.
-MODULES = (
-    "torch",
-    "transformers.models.auto.modeling_auto",
-    "profiling_agent.jobs",
-    *sorted({row.handler.partition(":")[0] for row in TABLE.values()}),
-)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes, own_memory_bytes, peak_memory_bytes, total_bytes
 from profiling_agent.measure.statistics import NUM_RESAMPLES, Ratios, log_ratios, score_one_session
 from profiling_agent.measure.worker import NO_NVML, Reply, SampleRequest, WorkerSetup, gpu_free_bytes, gpu_runs
-from profiling_agent.processes.child import Child, ForkServer, Started, Wording, child_command, child_environment, start
+from profiling_agent.processes.child import Child, ForkServer, Wording, fork_server
 
 # Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever. A turn is ten passes at
 # most, of a slow model one or two, and a model slower than the baseline by more than that isn't worth waiting for.
@@ -25,8 +26,8 @@ MAX_VOID_TURNS, COOL_S = 3, 2.0
 
 
 def worker_command(folder: Path) -> list[str]:
-    """Return the command line that times a saved model."""
-    return child_command("profiling_agent.measure.worker", str(folder))
+    """Return the call that times a saved model: a function of a child process and its argument."""
+    return ["profiling_agent.measure.worker:serve_artifact", str(folder)]
 
 
 class TimedProcess:
@@ -44,19 +45,20 @@ class TimedProcess:
         """Prepare the process, which `start` or `wait_until_ready` starts; `pass_s` is the known duration of a batch.
 
         A GPU that was slowed down rests for `cool_s` before a turn is measured again. The allocator has the settings of a
-        process that loads the model for use, though others would be steadier (docs/decisions/0016). A `server` makes a copy
-        that has imported more than the model needs: as fast, ready seconds earlier, but with more memory.
+        process that loads the model for use, though others would be steadier (docs/decisions/0016). A `server` forks one that
+        has imported more than the model needs: as fast, ready seconds earlier, but with more memory.
         """
         self._command, self._first, self._server = command, first, server
         self._sample_timeout_s = max(SAMPLE_TIMEOUT_S, MAX_PASSES * pass_s)
         self._cool_s = cool_s
+        self._stack = ExitStack()
         self._started: Child[Reply] | None = None
         self.device_bytes: int | None = None
         # Disturbances of its samples, each once.
         self.notes: dict[str, None] = {}
 
     def start(self) -> None:
-        """WorkerSetup the process, once; it loads while others run."""
+        """Start the process, once; it loads while others run."""
         if self._started is not None:
             return
         name = self._command[-1]
@@ -66,11 +68,9 @@ class TimedProcess:
             too_slow="lower batch_size",
             too_large="lower batch_size",
         )
-
-        def begin(stderr: IO[bytes]) -> Started:
-            return start(self._command, child_environment(), stderr, self._server)
-
-        self._started = Child(begin, Reply, wording)
+        server = self._server or self._stack.enter_context(fork_server())
+        self._started = Child(server, self._command, Reply, wording, anew=self._server is None)
+        self._stack.callback(self._started.end)
         self._started.send(self._first)
 
     @property
@@ -81,9 +81,7 @@ class TimedProcess:
     @property
     def pid(self) -> int:
         """Return the process id of the child."""
-        pid = self._child.pid
-        assert pid is not None, "it was ready"
-        return pid
+        return self._child.pid
 
     def wait_until_ready(self, timeout_s: float = LOAD_TIMEOUT_S) -> None:
         """Wait until the model is loaded; JobError if the child crashes, takes too long or too much memory."""
@@ -135,8 +133,7 @@ class TimedProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._started is not None:
-            self._started.end()
+        self._stack.close()
 
 
 # A session that only chooses ends once every interval is this narrow, relative to its speed-up. The spread between equal

@@ -1,14 +1,12 @@
 """Timed worker: one model in a process of its own, timed in turns, with the state of the GPU.
 
-`python -m profiling_agent.measure.worker FOLDER` ends with its standard input, even in the middle of a sample: a killed
-parent leaves no worker behind. It imports torch only if the model's runtime is torch's.
+It imports torch only if the model's runtime is torch's.
 """
 
 import contextlib
 import itertools
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -170,7 +168,7 @@ ENQUEUED_PARTS = 5
 
 
 class WorkerSetup(Record):
-    """First line to a worker: how to run its model."""
+    """First record to a worker: how to run its model."""
 
     batch_size: int
     device: str
@@ -179,7 +177,7 @@ class WorkerSetup(Record):
 
 
 class SampleRequest(Record):
-    """Further lines to a worker: a request for a sample of that many forward passes."""
+    """Further records to a worker: a request for a sample of that many forward passes."""
 
     runs: int
 
@@ -210,13 +208,17 @@ class Pass:
         return _peak_device_bytes(self.session)
 
 
-def serve(open_model: Callable[[WorkerSetup], Callable[[], float]]) -> None:
-    """Load a model, then answer with samples until standard input ends; never returns.
+def serve_artifact(parent: Parent, folder: str) -> None:
+    """Load a saved model, then answer with samples until the parent exits; never returns."""
+    serve(parent, partial(open_artifact, Path(folder)))
+
+
+def serve(parent: Parent, open_model: Callable[[WorkerSetup], Callable[[], float]]) -> None:
+    """Load a model, then answer with samples until the parent exits; never returns.
 
     `open_model` returns a function that runs the batch once and returns the milliseconds. It also limits the threads to the
     number in `WorkerSetup`. If the function can report its memory on a device, each answer has it.
     """
-    parent = Parent()
     start = parent.receive(WorkerSetup)
     run_once = open_model(start)
     parent.send(Reply(kind="ready"))
@@ -262,7 +264,3 @@ def open_artifact(folder: Path, start: WorkerSetup) -> Pass:
     if start.enqueued and start.device == "cuda" and isinstance(session, Enqueues):
         enqueued = partial(session.enqueued, images)
     return Pass(session.bound(images), session, enqueued)
-
-
-if __name__ == "__main__":
-    serve(lambda start: open_artifact(Path(sys.argv[1]), start))

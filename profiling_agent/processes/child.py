@@ -1,16 +1,15 @@
-"""Child processes: started or forked, exchanging records, limited in time and memory, and ended.
+"""Child processes: forked or spawned by one supervisor, exchanging JSON records, limited in time and memory, and ended.
 
-Records go in and come out as JSON lines. Reading has a deadline and a memory limit; errors state how a child ended, and it leaves no
-process behind.
+A connection's other end is the child. Errors state how a child ended, and it leaves no process behind.
 """
 
 import contextlib
-import itertools
+import json
+import multiprocessing
 import os
 import queue
 import re
 import resource
-import select
 import signal
 import socket
 import subprocess
@@ -18,15 +17,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import IO, Generic, TypeVar
 
 import psutil
-from pydantic import ValidationError
 
 from profiling_agent.errors import JobError, KilledError
 from profiling_agent.lib.logs import private_stdout, raise_if_stopped
@@ -86,248 +85,16 @@ def _is_safe(name: str, value: str) -> bool:
     return name in SETTING_NAMES or (name.startswith(PREFIXES) and not SECRET & set(name.upper().split("_")))
 
 
-# AMD's driver, which an import may initialize, works in no copy. NVIDIA's does until it is initialized, which each copy checks itself
-# (`forking.exec_in_child`).
-AMD_DRIVER = Path("/dev/kfd")
-
-
-def can_fork() -> bool:
-    """Return whether processes can be forked here: Linux from 5.3, which has pidfds, without an AMD GPU.
-
-    macOS doesn't allow what its libraries do in a forked process.
-    """
-    return sys.platform == "linux" and hasattr(os, "pidfd_open") and not AMD_DRIVER.exists()
-
-
-def child_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs one of our modules."""
-    # -P: a user's torch.py in the working folder must not be imported.
-    return [sys.executable, "-P", "-m", module, *arguments]
-
-
-class Executed(subprocess.Popen[str]):
-    """A process started anew, with exactly this environment."""
-
-    stdin: IO[str]  # pyright: ignore[reportIncompatibleVariableOverride] - a pipe
-    stdout: IO[str]  # pyright: ignore[reportIncompatibleVariableOverride] - a pipe
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]) -> None:
-        super().__init__(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            env=environment,
-            text=True,
-            encoding="utf-8",
-        )
-
-
-class ForkServer:
-    """Client of a fork server, whose copies start in a twentieth of the time of new processes."""
-
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
-        self._numbers = itertools.count()
-        # Whether it has ever made a copy: a server whose imports fail never does.
-        self.has_started = False
-
-    def serves(self, environment: Mapping[str, str]) -> bool:  # noqa: ARG002 - a copy's programs inherit its conditions
-        """Return whether its copies start under the conditions of a new process; our own variables may differ."""
-        return True
-
-    def start(
-        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
-    ) -> "Forked":
-        """Run `module` as a program in a copy; OSError if the server is gone, or the message is too long."""
-        variables = {name: value for name, value in environment.items() if name.startswith(OWN_PREFIX)}
-        return Forked(self, ForkRequest(next(self._numbers), module, arguments, str(Path.cwd()), variables), stderr)
-
-    def ask(self, request: ForkRequest, descriptors: Sequence[int] = ()) -> None:
-        """Send one message; OSError if the server is gone, or the message is too long."""
-        message = request.encoded()
-        if len(message) > MAX_BYTES:
-            raise OSError(f"a message of {len(message)} bytes is too long")
-        socket.send_fds(self._control, [message], descriptors)
-
-
-class OwnForkServer(ForkServer):
-    """A fork server that this process started and has to end."""
-
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        super().__init__(ours)
-        # Of `fork_server`, which ends it with the last of them.
-        self.num_users = 0
-        self._starting_conditions = _starting_conditions(environment)
-        command = child_command("profiling_agent.processes", *modules)
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-            )
-
-    @property
-    def is_alive(self) -> bool:
-        """Return whether the server still runs."""
-        return self._process.poll() is None
-
-    def serves(self, environment: Mapping[str, str]) -> bool:
-        """Return whether it is alive, and its copies start under the conditions of a new process."""
-        return self.is_alive and self._starting_conditions == _starting_conditions(environment)
-
-    def end(self) -> None:
-        """End the server; its programs continue."""
-        self._control.close()
-        self._process.kill()
-        self._process.wait()
-
-
-@cache
-def inherited() -> ForkServer | None:
-    """Return the fork server that this process is a copy of, or None if it was started anew."""
-    descriptor = control()
-    return ForkServer(socket.socket(fileno=descriptor)) if descriptor is not None else None
-
-
-def start(
-    command: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes], server: ForkServer | None
-) -> "Started":
-    """Start a command with this environment: a module of ours as a copy if `server` can, else anew."""
-    prefix = child_command("")[:-1]
-    if server is not None and list(command[: len(prefix)]) == prefix and server.serves(environment):
-        module, *arguments = command[len(prefix) :]
-        # If the server dies at this moment, or a message can't hold the environment, this costs a few seconds.
-        with contextlib.suppress(OSError):
-            return server.start(module, arguments, environment, stderr)
-    return Executed(command, environment, stderr)
-
-
-def _starting_conditions(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Return what a new process inherits, except our own variables: environment, cores, limit of file sizes."""
-    variables = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN_PREFIX))
-    return (*variables, *sorted(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_FSIZE))
-
-
-class Forked:
-    """A process that is a copy of a fork server."""
-
-    def __init__(self, server: ForkServer, request: ForkRequest, stderr: IO[bytes]) -> None:
-        self._server, self._number = server, request.number
-        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            pipes = [_open_pipe(ours, theirs, to_child=to_child) for to_child in (True, False, False)]
-            (write_in, read_in), (read_out, write_out), (read_status, write_status) = pipes
-            server.ask(request, [read_in, write_out, stderr.fileno(), write_status])
-            ours.pop_all()
-        self.stdin = os.fdopen(write_in, "w", encoding="utf-8")
-        self.stdout = os.fdopen(read_out, encoding="utf-8")
-        self._status = os.fdopen(read_status, encoding="utf-8")
-        # Its process id, or None until the server reports it.
-        self.pid: int | None = None
-        self._handle: int | None = None
-        self._code: int | None = None
-        self._is_killed = False
-        self._ended = threading.Event()
-        threading.Thread(target=self._read_status, daemon=True).start()
-
-    def poll(self) -> int | None:
-        """Return its exit code, or None while it runs."""
-        return self._code
-
-    def wait(self) -> int:
-        """Wait for its end and return its exit code."""
-        self._ended.wait()
-        assert self._code is not None, "it has ended"
-        return self._code
-
-    def kill(self) -> None:
-        """Kill it, if it still runs; one not started yet ends once it starts, as its input is closed."""
-        self._is_killed = True
-        try:
-            self._server.ask(ForkRequest(self._number))
-        except OSError:
-            self._kill_directly()
-        if self.pid is None:
-            self._record_exit(-signal.SIGKILL)
-
-    def _kill_directly(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self._handle is not None and not self._ended.is_set():
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-
-    def _read_status(self) -> None:
-        """Read the process id and the exit code from the server."""
-        with self._status as status:
-            pid = int(status.readline() or 0)
-            if pid:
-                # The handle refers to this process as long as it is open, even once the id is reused.
-                with contextlib.suppress(ProcessLookupError):
-                    self._handle = os.pidfd_open(pid)
-                self.pid, self._server.has_started = pid, True
-            code = status.readline()
-        if not code and self._handle is not None:
-            # The server ended first, perhaps with an unread request to kill. The exit status stays unknown.
-            if self._is_killed:
-                self._kill_directly()
-            select.select([self._handle], [], [])
-        self._record_exit(int(code) if code else -signal.SIGKILL)
-        if self._handle is not None:
-            os.close(self._handle)
-
-    def _record_exit(self, code: int) -> None:
-        if not self._ended.is_set():
-            self._code = code
-            self._ended.set()
-
-
-Started = Executed | Forked
-
-
-def _open_pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack, *, to_child: bool) -> tuple[int, int]:
-    read, write = os.pipe()
-    parent_end, child_end = (write, read) if to_child else (read, write)
-    ours.callback(os.close, parent_end)
-    theirs.callback(os.close, child_end)
-    return parent_end, child_end
-
-
-_shared_servers: dict[tuple[object, ...], OwnForkServer] = {}
-_lock = threading.Lock()
-
-
-@contextmanager
-def fork_server(modules: Sequence[str], environment: Mapping[str, str]) -> Generator[OwnForkServer | None]:
-    """Yield the server of these modules and this environment, shared in this process; it ends with its last user.
-
-    One that died is replaced. None if the system doesn't support copies.
-    """
-    if not can_fork():
-        yield None
-        return
-    key = (tuple(modules), *_starting_conditions(environment))
-    with _lock:
-        server = _shared_servers.get(key)
-        if server is None or not server.serves(environment):
-            server = _shared_servers[key] = OwnForkServer(modules, environment)
-        server.num_users += 1
-    try:
-        yield server
-    finally:
-        with _lock:
-            server.num_users -= 1
-            if not server.num_users:
-                server.end()
-                if _shared_servers.get(key) is server:
-                    del _shared_servers[key]
-
-
+# Prefix of our own variables, which no import reads.
+OWN_PREFIX = "PROFILING_AGENT_"
+# AMD's driver, which an import may initialize; no fork can use it then, nor NVIDIA's.
+AMD_DRIVER = "/dev/kfd"
+# Requests to the supervisor, each with the child's end of a connection and its standard error.
+FORK, SPAWN = b"f", b"s"
 # How often a child without output is checked.
 POLL_S = 0.25
-# How long the end of a killed child is awaited.
-END_S = 1.0
+# How long a start is awaited, whose first fork imports torch and transformers, and the end of a killed child.
+START_S, END_S = 300.0, 5.0
 # A child may take nearly everything: beyond this the system would start to kill processes of its own choice.
 MEMORY_FRACTION = 0.92
 # Signals that come from outside; the others are crashes.
@@ -337,7 +104,144 @@ TAIL_LINES, TAIL_CHARACTERS = 3, 500
 # C++ prints this before the message of an uncaught exception.
 CPP_CAUSE = "what():"
 
-AnswerT = TypeVar("AnswerT", bound=Record)
+
+def can_fork() -> bool:
+    """Return whether children are forked here: Linux without an accelerator.
+
+    A fork can't use a driver that its parent initialized, and macOS doesn't allow what its libraries do in one.
+    """
+    return sys.platform == "linux" and not any(map(os.path.exists, (*DRIVER_FILES, AMD_DRIVER)))
+
+
+def child_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs one of our modules."""
+    # -P: a user's torch.py in the working folder must not be imported.
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+class ForkServer:
+    """Client of a supervisor, which starts child processes."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+
+    def start(self, stderr: IO[bytes], *, anew: bool) -> tuple[Connection, int]:
+        """Start a child, not forked if `anew`; return the connection to it and its process id.
+
+        Raises:
+            KilledError: the supervisor is gone, or the system has no room for another process.
+        """
+        ours, theirs = multiprocessing.Pipe()
+        with contextlib.ExitStack() as stack, contextlib.suppress(EOFError, OSError):
+            stack.callback(ours.close)
+            with theirs:
+                socket.send_fds(self._control, [SPAWN if anew else FORK], [theirs.fileno(), stderr.fileno()])
+            for _ in range(round(START_S / POLL_S)):
+                if ours.poll(POLL_S):
+                    pid = int(ours.recv_bytes())
+                    stack.pop_all()
+                    return ours, pid
+                raise_if_stopped()
+        raise KilledError("no child process could be started: resume")
+
+
+class OwnForkServer(ForkServer):
+    """A supervisor that this process started and has to end; one that died is replaced."""
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        # Of `fork_server`, which ends it with the last of them.
+        self.num_users = 0
+        self._modules, self._environment = modules, dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._has_forked = self._is_harmful = False
+
+    def start(self, stderr: IO[bytes], *, anew: bool) -> tuple[Connection, int]:
+        """Start a child as `ForkServer.start` does; none is forked once an import has taken the supervisor down."""
+        anew = anew or self._is_harmful or not can_fork()
+        self._begin()
+        try:
+            started = super().start(stderr, anew=anew)
+        except KilledError:
+            self._is_harmful = not anew and not self._has_forked
+            # One that just died may still be closing its files.
+            wait([self._control], POLL_S)
+            self._begin()
+            return super().start(stderr, anew=anew or self._is_harmful)
+        self._has_forked |= not anew
+        return started
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._process is not None:
+                # It sends nothing there.
+                if not wait([self._control], 0):
+                    return
+                self._process.wait()
+                self._control.close()
+            self._control, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    child_command("profiling_agent.processes", str(theirs.fileno()), *self._modules),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=self._environment,
+                    pass_fds=[theirs.fileno()],
+                    # A group of its own: a terminal's Ctrl-C is the parent's, and all of it is ended at once.
+                    process_group=0,
+                )
+
+    def end(self) -> None:
+        """Kill the supervisor and all that it started."""
+        with self._lock:
+            if self._process is not None:
+                if self._process.poll() is None:
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                    self._process.wait()
+                self._control.close()
+
+
+# The supervisor that started this process, if one did.
+_inherited: list[ForkServer] = []
+_shared_servers: dict[tuple[object, ...], OwnForkServer] = {}
+_lock = threading.Lock()
+
+
+def inherited() -> ForkServer | None:
+    """Return the supervisor that started this process, if it forks; else None."""
+    return _inherited[0] if _inherited and can_fork() else None
+
+
+def _starting_conditions(environment: Mapping[str, str]) -> tuple[object, ...]:
+    """Return what a child inherits, except our own variables: environment, cores, limit of file sizes."""
+    variables = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN_PREFIX))
+    cores = os.sched_getaffinity(0) if sys.platform == "linux" else set[int]()
+    return (*variables, *sorted(cores), resource.getrlimit(resource.RLIMIT_FSIZE))
+
+
+@contextmanager
+def fork_server(modules: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Generator[ForkServer]:
+    """Yield the supervisor that started this process, or one shared in it, which ends with its last user.
+
+    Its forks have imported `modules`.
+    """
+    if _inherited:
+        yield _inherited[0]
+        return
+    environment = child_environment() if environment is None else environment
+    key = (tuple(modules), *_starting_conditions(environment))
+    with _lock:
+        server = _shared_servers.setdefault(key, OwnForkServer(modules, environment))
+        server.num_users += 1
+    try:
+        yield server
+    finally:
+        with _lock:
+            server.num_users -= 1
+            if not server.num_users:
+                del _shared_servers[key]
+                server.end()
 
 
 def ending(code: int) -> str:
@@ -370,147 +274,194 @@ class Wording:
     too_large: str
 
 
-class Child(Generic[AnswerT]):
+class ChildSetup(Record):
+    """First record to a child: the function that it calls ("module:name") with its parent and these arguments.
+
+    `variables` are those that its supervisor doesn't have; of our own it keeps no others.
+    """
+
+    function: str
+    arguments: tuple[str, ...]
+    folder: str
+    variables: dict[str, str]
+
+
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+class Child(Generic[RecordT]):
     """One child process whose answers are records of one type.
 
-    It dies with this process, because its standard input closes; otherwise `end` has to be called.
+    It dies with this process, because its connection closes; otherwise `end` has to be called.
     """
 
     def __init__(
         self,
-        start: Callable[[IO[bytes]], Started],
-        answer: type[AnswerT],
+        server: ForkServer,
+        call: Sequence[str],
+        answer: type[RecordT],
         wording: Wording,
         *,
         log: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+        anew: bool = False,
     ) -> None:
-        """Start it with its standard error, and its libraries' prints, going to `log` or a temporary file."""
-        self._answer, self._wording = answer, wording
-        # Closed with the process.
-        self._stderr: IO[bytes] = log.open("a+b") if log is not None else tempfile.TemporaryFile()  # noqa: SIM115
-        try:
-            self._process = start(self._stderr)
-        except OSError:
-            self._stderr.close()
-            raise
-        self._is_ended = False
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read_lines, daemon=True)
-        self._reader.start()
+        """Start a process that does `call`, a function ("module:name") and its arguments.
 
-    @property
-    def pid(self) -> int | None:
-        """Return the child's process id, or None until it is started."""
-        return self._process.pid
+        What it and its libraries print goes to `log` or a temporary file. One with `variables` isn't forked: imports read them.
+        """
+        self._answer, self._wording = answer, wording
+        function, *arguments = call
+        own = {
+            name: value for name, value in os.environ.items() if name.startswith(OWN_PREFIX) and _is_safe(name, value)
+        }
+        with contextlib.ExitStack() as stack:
+            # Closed with the process.
+            self._stderr: IO[bytes] = stack.enter_context(log.open("a+b") if log else tempfile.TemporaryFile())  # noqa: SIM115
+            self._connection, self.pid = server.start(self._stderr, anew=anew or bool(variables))
+            stack.pop_all()
+        self._code: int | None = None
+        self._is_killed = False
+        # Knows the process by the time of its start too, so that it kills and reads no other one of this id.
+        self._process: psutil.Process | None = None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._process = psutil.Process(self.pid)
+        setup = ChildSetup(
+            function=function,
+            arguments=tuple(arguments),
+            folder=str(Path.cwd()),
+            variables=own | dict(variables or {}),
+        )
+        # Whoever died at its start is noticed when its answer is awaited.
+        with contextlib.suppress(JobError):
+            self.send(setup)
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the process still runs."""
-        return self._process.poll() is None
+        """Return whether the process, which has nothing to do, still runs."""
+        return self._code is None and not self._is_killed and not self._connection.poll()
 
     def resident_bytes(self) -> int:
-        """Return the process's resident bytes; 0 if it has ended or isn't started yet."""
-        if self.pid is None or not self.is_alive:
-            return 0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.pid).memory_info().rss
+        """Return the process's resident bytes; 0 if it has ended."""
+        with contextlib.suppress(psutil.Error):
+            return self._process.memory_info().rss if self._process is not None else 0
         return 0
 
     def send(self, record: Record) -> None:
         """Send one record to the child; JobError if it is dead."""
         try:
-            self._process.stdin.write(record.model_dump_json() + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
+            self._connection.send_bytes(record.model_dump_json().encode())
+        except OSError:
             raise self._death_error() from None
 
-    def receive(self, deadline: float, late: str) -> AnswerT:
+    def receive(self, deadline: float, late: str) -> RecordT:
         """Return the child's next answer.
 
         Raises:
-            JobError: it crashed, or was killed (KilledError); it exceeded the memory limit or the `deadline` (of `time.monotonic`; the
-                message contains `late`) and was ended; or it printed something else than an answer.
+            JobError: it crashed, or was killed (KilledError); or it exceeded the memory limit or the `deadline` (of `time.monotonic`; the
+                message contains `late`) and was killed.
         """
         raise_if_stopped()
-        while True:
-            try:
-                line = self._lines.get(timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
-                break
-            except queue.Empty:
-                raise_if_stopped()
+        while not self._connection.poll(max(0.0, min(POLL_S, deadline - time.monotonic()))):
+            raise_if_stopped()
             if time.monotonic() >= deadline:
-                self.end()
+                self.kill()
                 raise JobError(f"{self._wording.work} {late} and was ended: {self._wording.too_slow}")
             if (used := self.resident_bytes()) > MEMORY_FRACTION * total_bytes():
-                self.end()
+                self.kill()
                 raise JobError(
                     f"{self._wording.work} used {used / 2**30:.1f} GiB and was ended: {self._wording.too_large}"
                 )
-        if line is None:
-            # A terminal's Ctrl-C reaches all processes: what it ends is no failure of the work.
-            raise_if_stopped()
+        if (data := self._read()) is None:
             raise self._death_error()
-        try:
-            return self._answer.model_validate_json(line)
-        except ValidationError:
-            text = line[:TAIL_CHARACTERS]
-            raise JobError(f"{self._wording.process} said {text!r}, which is no reply") from None
+        return self._answer.model_validate_json(data)
+
+    def _read(self) -> bytes | None:
+        """Return the next record; None once the process has ended, whose exit code is a plain number from its supervisor."""
+        if self._code is None:
+            try:
+                data = self._connection.recv_bytes()
+                if not data.removeprefix(b"-").isdigit():
+                    return data
+                self._code = int(data)
+            except (EOFError, OSError):
+                # Its supervisor died before it.
+                self._code = -signal.SIGKILL
+        return None
+
+    def kill(self) -> None:
+        """Kill the process, if it still runs; another thread may wait for its answer."""
+        self._is_killed = True
+        with contextlib.suppress(psutil.Error):
+            if self._process is not None:
+                self._process.kill()
 
     def end(self) -> None:
-        """Kill the process, if it still runs, wait until it is gone, and close its pipes."""
-        self._is_ended = True
-        self._process.kill()
-        self._process.wait()
-        # A copy that wasn't made yet holds its end of the pipe until its server has read all this.
-        self._reader.join(END_S)
-        for pipe in (self._process.stdin, self._stderr):
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        """Kill the process, wait until it is gone, and close its files."""
+        self.kill()
+        self._await_end()
+        self._connection.close()
+        self._stderr.close()
 
-    def _read_lines(self) -> None:
-        with self._process.stdout as stdout:
-            for line in stdout:
-                self._lines.put(line)
-        self._lines.put(None)
+    def _await_end(self) -> None:
+        deadline = time.monotonic() + END_S
+        while self._code is None and self._connection.poll(max(0.0, deadline - time.monotonic())):
+            self._read()
 
     def _death_error(self) -> JobError:
-        code = self._process.wait()
-        if self._is_ended:
-            # Ended by another thread, which has closed its standard error.
-            return JobError(f"{self._wording.process} was ended")
+        self._await_end()
+        # An interrupt that reaches all processes is no failure of the work.
+        raise_if_stopped()
         self._stderr.seek(0)
-        output = stderr_tail(self._stderr.read().decode(errors="replace")) or "it said nothing"
+        output = stderr_tail(self._stderr.read().decode(errors="replace")) or "it printed nothing"
+        code = -signal.SIGKILL if self._code is None else self._code
         kind = KilledError if -code in KILL_SIGNALS else JobError
         return kind(f"{self._wording.process} died with {ending(code)}: {output}")
 
 
-RequestT = TypeVar("RequestT", bound=Record)
-
-
 class Parent:
-    """A child's connection to its parent, made once in a process, which ends when the parent closes its input.
+    """A child's connection to its parent; the child ends, amid any work, when the parent's end closes."""
 
-    Standard output is the parent's from then on; what libraries print there goes to standard error.
-    """
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._records: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
 
-    def __init__(self) -> None:
-        """Start reading, and leave a terminal's Ctrl-C, which children receive too, to the parent."""
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._channel = private_stdout()
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read_lines, daemon=True).start()
-
-    def receive(self, kind: type[RequestT]) -> RequestT:
+    def receive(self, kind: type[RecordT]) -> RecordT:
         """Wait for the parent's next request and return it."""
-        return kind.model_validate_json(self._lines.get())
+        return kind.model_validate_json(self._records.get())
 
     def send(self, record: Record) -> None:
         """Send one record to the parent."""
-        self._channel.write(record.model_dump_json() + "\n")
+        self._connection.send_bytes(record.model_dump_json().encode())
 
-    def _read_lines(self) -> None:
-        """Queue the parent's lines; end this process at once, amid any work, when the parent's end closes."""
-        for line in sys.stdin:
-            self._lines.put(line)
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._records.put(self._connection.recv_bytes())
         os._exit(1)
+
+
+def run_child(
+    connection: Connection, stderr: Connection, control: socket.socket, others: Sequence[Connection | socket.socket]
+) -> None:
+    """Be a child: do what the parent's first record has; `others` are the supervisor's, which a fork holds too."""
+    for other in others:
+        other.close()
+    for stream in (1, 2):
+        os.dup2(stderr.fileno(), stream)
+    stderr.close()
+    _inherited[:] = [ForkServer(control)]
+    parent = Parent(connection)
+    setup = parent.receive(ChildSetup)
+    os.chdir(setup.folder)
+    for name in [name for name in os.environ if name.startswith(OWN_PREFIX)]:
+        del os.environ[name]
+    os.environ.update(setup.variables)
+    resolve_name(setup.function)(parent, *setup.arguments)
+
+
+def send_number(connection: Connection, number: int) -> None:
+    """Send a process id or an exit code, as its supervisor does; nothing if the parent has gone."""
+    with contextlib.suppress(OSError):
+        connection.send_bytes(json.dumps(number).encode())

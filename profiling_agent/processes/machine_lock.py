@@ -3,7 +3,7 @@
 import platform
 import re
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -14,8 +14,6 @@ from profiling_agent.lib.logs import Progress, raise_if_stopped, silent
 # Two runs at once wait for each other's threads: on two cores each took ten times as long instead of twice, and neither latency table
 # showed a width that saves time (LOG, 2026-11-22).
 POLL_S = 0.2
-# Seconds after which the holder is reported again; from then on after twice as long each time.
-FIRST_REPORT_S = 5
 
 
 def _read_machine_id() -> str:
@@ -32,36 +30,29 @@ LOCK, HOLDER = f"machine-{MACHINE}.lock", f"machine-{MACHINE}.txt"
 
 
 @contextmanager
-def machine_lock(progress: Progress = silent, what: str = "another run") -> Generator[None, None, None]:
+def machine_lock(progress: Progress = silent, what: str = "another run") -> Generator[None]:
     """Wait until no other process of this user runs a job; a process that dies releases the lock.
 
     `what` is what waiting processes report of this one.
     """
-    lock = _take_lock(progress, what)
+    try:
+        folder = cache_folder()
+        make_folders(folder)
+        lock = FileLock(folder / LOCK)
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+    except OSError:
+        # A user who can't write a cache can't wait for others either; acquisition reports it if a cache is needed.
+        yield
+        return
+    if not lock.is_locked:
+        progress(f"waiting for the machine, held by {read_holder(folder / HOLDER)}", 0, 0)
+    while not lock.is_locked:
+        raise_if_stopped()
+        with suppress(Timeout):
+            lock.acquire(timeout=1, poll_interval=POLL_S)
+    note_holder(folder / HOLDER, what)
     try:
         yield
     finally:
-        if lock is not None:
-            lock.release()
-
-
-def _take_lock(progress: Progress, what: str) -> FileLock | None:
-    """Return the machine's lock, acquired; None if there is no cache folder for it."""
-    try:
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        lock, waited_s, report_at_s = FileLock(folder / LOCK), 0, 0
-        while not lock.is_locked:
-            try:
-                lock.acquire(timeout=min(waited_s, 1), poll_interval=POLL_S)
-            except Timeout:
-                raise_if_stopped()
-                if waited_s >= report_at_s:
-                    progress(f"waiting for the machine, held by {read_holder(folder / HOLDER)}", 0, 0)
-                    report_at_s = max(FIRST_REPORT_S, 2 * report_at_s)
-                waited_s += 1
-    except OSError:
-        # A user who can't write a cache can't wait for others either; acquisition reports it if a cache is needed.
-        return None
-    note_holder(folder / HOLDER, what)
-    return lock
+        lock.release()

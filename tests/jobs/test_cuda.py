@@ -1,7 +1,6 @@
 """Jobs on a CUDA device: the models are there while they are worked on, memory is the device's, and the answers are the CPU's."""
 
 import json
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from conftest import World
 
 from profiling_agent import optimize
 from profiling_agent.jobs.runner import job_key
-from profiling_agent.jobs.tasks import MODULES, HeadlineTask
+from profiling_agent.jobs.tasks import HeadlineTask
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.modules import on_device, random_batch
 from profiling_agent.measure.throughput import measure_headline
@@ -28,14 +27,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
-
-# Says whether it is a copy or was started anew, and adds on the device.
-COMPUTES = """
-import sys
-is_copy = "transformers" in sys.modules
-import torch
-print("copy" if is_copy else "anew", "sum", float(torch.full((3, 4), 1.0, device="cuda").sum()))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -81,20 +72,6 @@ def test_every_deployment_of_both_runtimes_was_tried(report: RunReport):
     print(tried)  # noqa: T201 - a deployment that failed says why
     assert {option.deployment.runtime for option in report.deployment_search.options} == {"eager", "graphed"}
     assert any(option.race_result for option in report.deployment_search.options)
-
-
-def test_a_copy_of_a_process_that_has_imported_torch_computes_on_the_device(tmp_path: Path):
-    (tmp_path / "computes.py").write_text(COMPUTES)
-    told = child_environment() | {"PYTHONPATH": str(tmp_path)}
-    with fork_server(MODULES, told) as server, tempfile.TemporaryFile() as stderr:
-        assert server is not None
-        for _ in range(2):
-            process = server.start("computes", [], told, stderr)
-            answer = process.stdout.read()
-            process.stdin.close()
-            print(f"copy: {answer.strip()}")  # noqa: T201 - whether it was started anew
-            assert process.wait() == 0
-            assert "sum 12.0" in answer
 
 
 def test_what_cuda_has_kernels_for_is_offered(report: RunReport):

@@ -3,15 +3,16 @@
 One of each kind of architecture by default; `make test-matrix` takes all of them, and typical ones whole too.
 """
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+import in_process
 import pytest
 from pruning.families import FAMILIES, TYPICAL, marked, processor_of, spec_of
 
 from profiling_agent.jobs.handlers import model_check
+from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.tasks import CHECK_FOLDER, TryTask
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.schemas import Deployability, Deployment, Form, RuntimeName
 
@@ -32,39 +33,12 @@ KINDS = [
     *("efficientnet", "timm_swin", "timm_resnetv2", "timm_mobilenetv3"),
 ]
 CASES = [(name, "pruned") for name in FAMILIES] + [(name, "whole") for name in TYPICAL]
-REOPEN = """
-import sys
-from pathlib import Path
-from profiling_agent.schemas import Deployability
-from profiling_agent.jobs.handlers import model_check
-for line in sys.stdin:
-    folder, _, told = line.partition(" ")
-    print(model_check.reopen(Path(folder), Deployability.model_validate_json(told), num_threads=1).model_dump_json(), flush=True)
-"""
 
 
-Reopen = Callable[[Path, Deployability], Deployability]
-
-
-@pytest.fixture(scope="module")
-def reopen() -> Iterator[Reopen]:
-    """Open deployments in a process that has made none of them: one for all families, as its imports take longer than what it opens."""
-    with subprocess.Popen(
-        [sys.executable, "-c", REOPEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        told, answers = process.stdin, process.stdout
-
-        def ask(folder: Path, row: Deployability) -> Deployability:
-            told.write(f"{folder} {row.model_dump_json()}\n")
-            told.flush()
-            # What libraries print there is none.
-            line = next((line for line in answers if line.startswith("{")), "")
-            return Deployability.model_validate_json(line)
-
-        yield ask
-        told.close()
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    with in_process.opened(tmp_path) as jobs:
+        yield jobs
 
 
 def bound(family: str, row: Deployability) -> float:
@@ -79,10 +53,8 @@ def case(family: str, form: str):
 
 
 @pytest.mark.parametrize(("family", "form"), [case(family, form) for family, form in CASES])
-def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere(
-    tmp_path: Path, family: str, form: Form, reopen: Reopen
-):
-    model, folder = FAMILIES[family](), tmp_path
+def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere(jobs: Jobs, family: str, form: Form):
+    model, folder = FAMILIES[family](), jobs.workspace.root / CHECK_FOLDER
     spec = spec_of(model)
 
     told = model_check.lay_out(model, folder, spec=spec, processor=processor_of(spec), name=family)
@@ -102,4 +74,5 @@ def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere
     far = [row for row in rows if not row.refused and not row.distance < bound(family, row)]
     assert far == []
     kept = [row for row in rows if not row.refused]
-    assert [reopen(folder, row) for row in kept] == kept
+    # One process that has made none of them.
+    assert jobs.run_each([TryTask(step="reopen", row=row, isolated=False) for row in kept]) == kept

@@ -3,11 +3,6 @@
 import itertools
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -26,34 +21,9 @@ from profiling_agent.measure.session import (
     worker_command,
 )
 from profiling_agent.measure.worker import MAX_SAMPLES, NO_NVML, GpuState, WorkerSetup, gpu_runs, take_turn, warm
-from profiling_agent.processes.child import child_command
 from profiling_agent.schemas import Variant
 
 START = WorkerSetup(batch_size=2, device="cpu", num_threads=1)
-BROOD = """
-import sys, time
-from pathlib import Path
-from profiling_agent.measure.session import TimedProcess, worker_command
-from profiling_agent.measure.worker import SampleRequest, WorkerSetup
-child = TimedProcess(worker_command(Path(sys.argv[1])), WorkerSetup(batch_size=2, device="cpu", num_threads=1))
-child.wait_until_ready()
-child._child.send(SampleRequest(runs=10**9))
-print(child.pid, flush=True)
-time.sleep(600)
-"""
-
-# What a model's pass says that it holds of a device, each time that it is asked.
-HOLDING = """
-from profiling_agent.measure.worker import serve
-class Pass:
-    held = 0
-    def __call__(self):
-        self.held += 100
-        return 1.0
-    def peak_bytes(self):
-        return self.held
-serve(lambda start: Pass())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -91,41 +61,17 @@ def test_a_worker_that_can_not_load_says_why(root: Path, tmp_path: Path):
 
 
 def test_a_worker_that_hangs_is_ended():
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    before = {child.pid for child in psutil.Process().children()}
-
-    with TimedProcess(command, START) as process, pytest.raises(JobError, match=r"said nothing for 0\.2 s"):
+    with (
+        TimedProcess(["timed_toys:serve_never"], START) as process,
+        pytest.raises(JobError, match=r"said nothing for 0\.2 s"),
+    ):
         process.wait_until_ready(timeout_s=0.2)
 
-    assert {child.pid for child in psutil.Process().children()} <= before
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_killed_between_samples_is_noticed(root: Path):
-    with TimedProcess(worker_command(root / "baseline"), START) as process:
-        process.wait_until_ready()
-        os.kill(process.pid, signal.SIGKILL)
-
-        with pytest.raises(JobError, match="exit status -9"):
-            process.take_sample(10**9)
-
-
-@pytest.mark.slow
-def test_a_worker_in_the_middle_of_a_sample_dies_with_its_parent(root: Path):
-    parent = subprocess.Popen([sys.executable, "-c", BROOD, str(root / "baseline")], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    with parent, parent.stdout:
-        worker = psutil.Process(int(parent.stdout.readline()))
-        os.kill(parent.pid, signal.SIGKILL)
-
-    deadline = time.monotonic() + 30
-    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    assert not psutil.pid_exists(process.pid)
 
 
 def test_what_a_model_holds_of_a_device_is_known_once_it_was_timed():
-    with TimedProcess([sys.executable, "-c", HOLDING], START) as process:
+    with TimedProcess(["timed_toys:serve_holding"], START) as process:
         process.wait_until_ready()
         before = process.peak_bytes()
         process.take_sample(2)
@@ -136,38 +82,15 @@ def test_what_a_model_holds_of_a_device_is_known_once_it_was_timed():
         assert before > 10**6
 
 
-# Answers each sample with the next state of its arguments, and the number of the sample as its time.
-SCRIPT = """
-import json, sys
-from profiling_agent.measure.worker import GpuState
-from profiling_agent.measure.worker import Reply, SampleRequest, WorkerSetup
-from profiling_agent.processes.child import Parent
-parent = Parent()
-parent.receive(WorkerSetup)
-parent.send(Reply(kind="ready"))
-states = json.loads(sys.argv[1])
-for number, state in enumerate(states, start=1):
-    runs = parent.receive(SampleRequest).runs
-    found = None if state is None else GpuState.model_validate(state)
-    parent.send(Reply(kind="times", samples_ms=(float(number),) * runs, device_bytes=7, gpu=found))
-parent.receive(SampleRequest)
-"""
 THERMAL, POWER_CAP = {"reasons": 0x20 | 0x01}, {"reasons": 0x04}
 
 
-@pytest.fixture
-def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "scripted_gpu.py").write_text(SCRIPT)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    def start(*states: object) -> TimedProcess:
-        command = child_command("scripted_gpu", json.dumps(states))
-        return TimedProcess(command, WorkerSetup(batch_size=1, device="cuda"), cool_s=0.0)
-
-    return start
+def scripted(*states: object) -> TimedProcess:
+    command = ["timed_toys:serve_states", json.dumps(states)]
+    return TimedProcess(command, WorkerSetup(batch_size=1, device="cuda"), cool_s=0.0)
 
 
-def test_a_turn_under_a_thermal_slowdown_is_measured_again(scripted):
+def test_a_turn_under_a_thermal_slowdown_is_measured_again():
     with scripted(POWER_CAP, THERMAL, THERMAL, POWER_CAP) as process:
         process.wait_until_ready()
         # A power cap is the ordinary state of a GPU at work.
@@ -179,14 +102,14 @@ def test_a_turn_under_a_thermal_slowdown_is_measured_again(scripted):
         ]
 
 
-def test_a_gpu_that_never_cools_down_is_noted_and_measured_all_the_same(scripted):
+def test_a_gpu_that_never_cools_down_is_noted_and_measured_all_the_same():
     with scripted(*[THERMAL] * (MAX_VOID_TURNS + 1)) as process:
         process.wait_until_ready()
         assert process.take_sample(1) == [MAX_VOID_TURNS + 1.0]
         assert list(process.notes)[-1] == "the GPU was slowed down all the time: software thermal slowdown"
 
 
-def test_without_nvml_there_is_a_note_and_with_neighbours_another(scripted):
+def test_without_nvml_there_is_a_note_and_with_neighbours_another():
     with scripted(None, {"neighbours": ["python (12)"]}) as process:
         process.wait_until_ready()
         process.take_sample(1)

@@ -1,24 +1,32 @@
-"""Child processes: environment, streams, busy cores, the machine lock, and how one ends."""
+"""Child processes: what they get, how they end, and what becomes of them when others are killed."""
 
 import os
-import re
+import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
-from in_process import TOYS, opened
-from toy_job import DoubleTask
+from toy_child import WORDING, Word
 
-from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import TABLE, AcquireTask
-from profiling_agent.lib.io import CACHE_VARIABLE, read_holder
-from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY, is_busy, num_spare, waits_passively
-from profiling_agent.processes.child import HUB, child_environment, stderr_tail, withheld
-from profiling_agent.processes.machine_lock import HOLDER, LOCK, machine_lock
+from profiling_agent.errors import JobError, KilledError
+from profiling_agent.jobs import tasks
+from profiling_agent.processes.child import (
+    HUB,
+    Child,
+    ForkServer,
+    can_fork,
+    child_environment,
+    fork_server,
+    stderr_tail,
+    withheld,
+)
 
 ABORTED = """
 terminate called after throwing an instance of 'c10::Error'
@@ -31,18 +39,24 @@ frame #3: PyEval_EvalCode + 0x15b (0x5c in python3)
 """
 
 
+@pytest.mark.parametrize(
+    ("printed", "tail"),
+    [
+        ("a warning\nTraceback\n  line\nValueError: no\n", "Traceback |   line | ValueError: no"),
+        ("what(): it alone\n", "what(): it alone"),
+        (f"begins\n{'x' * 600}", "x" * 500),
+        (" \n", ""),
+    ],
+)
+def test_the_last_lines_of_a_childs_output_are_kept(printed: str, tail: str):
+    assert stderr_tail(printed) == tail
+
+
 def test_what_cpp_says_of_its_exception_comes_before_the_end_of_its_stack():
     cause, *frames = stderr_tail(ABORTED).split(" | ")
 
     assert cause == "what():  Tried to register an operator (torchvision::nms) with the same name twice."
     assert [frame[:8] for frame in frames] == ["frame #1", "frame #2", "frame #3"]
-
-
-def test_of_all_else_the_last_lines_are_kept():
-    assert stderr_tail("a warning\nTraceback\n  line\nValueError: no\n") == "Traceback |   line | ValueError: no"
-    assert stderr_tail("what(): it alone\n") == "what(): it alone"
-    assert stderr_tail(f"begins\n{'x' * 600}") == "x" * 500
-    assert stderr_tail(" \n") == ""
 
 
 SECRETS = (
@@ -56,35 +70,239 @@ SETTINGS = (
     "OMP_NUM_THREADS MKL_NUM_THREADS KMP_AFFINITY TORCHINDUCTOR_CACHE_DIR TORCH_HOME MALLOC_ARENA_MAX ORT_CUDA_FLAGS "
     "OV_CPU_THREADS PYTORCH_CUDA_ALLOC_CONF"
 )
+PASSWORD = "http://me:pw@proxy:3128"
 
 
-def test_no_secret_and_every_setting_reaches_a_child():
-    environment = dict.fromkeys([*SECRETS.split(), *SETTINGS.split()], "x")
-
-    assert child_environment(environment).keys() & environment.keys() == {*SETTINGS.split()}
-
-
-def test_a_proxy_reaches_every_child_unless_it_has_a_password():
-    environment = {"HTTPS_PROXY": "http://proxy:3128", "http_proxy": "http://me:pw@proxy:3128", "no_proxy": "localhost"}
-
-    assert {"HTTPS_PROXY", "no_proxy"} == child_environment(environment).keys() & environment.keys()
-    assert withheld(HUB, environment) == {"http_proxy": "http://me:pw@proxy:3128"}
-
-
-def test_an_address_with_a_password_reaches_no_child_that_does_not_need_it():
-    environment = {"HF_ENDPOINT": "https://me:pw@mirror.example", "HF_HOME": "/home/me@work"}
-
-    assert child_environment(environment).keys() & environment.keys() == {"HF_HOME"}
-    assert withheld(HUB, environment).keys() == {"HF_ENDPOINT"}
+@pytest.mark.parametrize(
+    ("environment", "passed", "for_the_hub"),
+    [
+        (
+            dict.fromkeys([*SECRETS.split(), *SETTINGS.split()], "x"),
+            {*SETTINGS.split()},
+            {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"},
+        ),
+        (
+            {"HTTPS_PROXY": "http://proxy:3128", "http_proxy": PASSWORD, "no_proxy": "localhost"},
+            {"HTTPS_PROXY", "no_proxy"},
+            {"http_proxy"},
+        ),
+        ({"HF_ENDPOINT": PASSWORD, "HF_HOME": "/home/me@work"}, {"HF_HOME"}, {"HF_ENDPOINT"}),
+    ],
+    ids=["names", "proxies", "passwords in addresses"],
+)
+def test_no_secret_and_every_setting_reaches_a_child(
+    environment: dict[str, str], passed: set[str], for_the_hub: set[str]
+):
+    assert child_environment(environment).keys() & environment.keys() == passed
+    assert withheld(HUB, environment).keys() == for_the_hub
 
 
 def test_the_hubs_token_is_for_the_jobs_that_read_a_model_where_it_was_found():
-    held = {kind.__name__ for kind, row in TABLE.items() if row.secrets}
+    kinds = [kind for kind in vars(tasks).values() if isinstance(kind, type) and issubclass(kind, tasks.Task)]
 
-    assert held == {"AcquireTask", "LookTask", "MatchLabelsTask", "SurveyShapeTask", "ResolveShapeTask"}
-    assert withheld(TABLE[AcquireTask].secrets, {"HF_TOKEN": "t", "OPENAI_API_KEY": "k", "HF_HOME": "h"}) == {
-        "HF_TOKEN": "t"
+    assert {kind.__name__ for kind in kinds if hasattr(kind, "job") and kind.job.secrets} == {
+        *("AcquireTask", "LookTask", "MatchLabelsTask", "SurveyShapeTask", "ResolveShapeTask")
     }
+
+
+Start = Callable[..., Child[Word]]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "heavy.py").write_text("")
+    found = os.environ["PYTHONPATH"]
+    return child_environment() | {"PYTHONPATH": os.pathsep.join((str(tmp_path), found))}
+
+
+@pytest.fixture
+def server(environment: dict[str, str]) -> Iterator[ForkServer]:
+    with fork_server(["heavy", "there_is_none"], environment) as started:
+        yield started
+
+
+@pytest.fixture
+def start(server: ForkServer) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def start_child(*call: str, **options: Any) -> Child[Word]:
+            child = Child(server, call or ["toy_child:talk"], Word, WORDING, **options)
+            stack.callback(child.end)
+            return child
+
+        yield start_child
+
+
+def heard(child: Child[Word], seconds: float = 60) -> str:
+    return child.receive(time.monotonic() + seconds, f"took {seconds} s").text
+
+
+def says(child: Child[Word], word: str) -> str:
+    child.send(Word(text=word))
+    return heard(child)
+
+
+def is_gone(pid: int) -> bool:
+    """Wait for the end of a process, which somebody has to reap."""
+    for _ in range(300):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+forks = pytest.mark.skipif(not can_fork(), reason="nothing is forked here")
+
+
+@pytest.mark.parametrize("anew", [pytest.param(False, marks=forks), True])
+def test_a_child_is_where_its_parent_is_with_its_variables_and_leaves_ctrl_c_to_it(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
+):
+    start()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PROFILING_AGENT_X", "x")
+    monkeypatch.setenv("PROFILING_AGENT_X_TOKEN", "a secret")
+
+    assert heard(start("toy_child:describe", anew=anew)) == f"{tmp_path} ['PROFILING_AGENT_X'] True heavy: {not anew}"
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_children_end_each_for_itself_and_tell_how(start: Start, tmp_path: Path, anew: bool):
+    children = [start("toy_child:talk", "here", log=tmp_path / "log", anew=anew) for _ in range(5)]
+    for child, word, ended in zip(
+        children,
+        ("fail", "crash", "leave", "hang"),
+        (
+            r"status 1: .*ValueError: on purpose",
+            r"status -6 \(SIGABRT\)",
+            "status 0",
+            "the work took 0.2 s and was ended",
+        ),
+        strict=False,
+    ):
+        child.send(Word(text=word))
+        with pytest.raises(JobError, match=ended) as error:
+            heard(child, 0.2 if word == "hang" else 60)
+        assert not isinstance(error.value, KilledError)
+    os.kill(children[4].pid, signal.SIGKILL)
+    with pytest.raises(KilledError, match=r"status -9 \(SIGKILL"):
+        heard(children[4])
+
+    assert all(is_gone(child.pid) for child in children)
+    assert says(start("toy_child:talk", "again", "there"), "hello") == "hello again there"
+
+
+def supervisor_of(child: Child[Word]) -> psutil.Process:
+    parent = psutil.Process(child.pid).parent()
+    assert parent is not None
+    return parent
+
+
+def test_a_supervisor_that_is_killed_leaves_its_children_and_is_replaced(start: Start):
+    first, second = start(), start()
+    supervisor_of(first).kill()
+
+    assert says(start(), "new") == "new"
+    assert says(first, "old") == "old"
+    second.kill()
+    with pytest.raises(KilledError):
+        heard(second)
+
+
+def test_a_supervisor_without_room_for_another_child_goes_on(start: Start):
+    child = start()
+    pid = supervisor_of(child).pid
+    limit = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (8, limit[1]))
+    with pytest.raises(KilledError, match="no child process could be started"):
+        start()
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
+
+    assert says(child, "still") == "still"
+    assert says(start(), "again") == "again"
+    assert supervisor_of(child).pid == pid
+
+
+@forks
+def test_where_an_import_takes_the_supervisor_down_children_are_started_anew(
+    tmp_path: Path, environment: dict[str, str]
+):
+    (tmp_path / "heavy.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    with fork_server(["heavy"], environment) as server:
+        for _ in range(2):
+            child = Child(server, ["toy_child:describe"], Word, WORDING)
+            assert heard(child).endswith("heavy: False")
+            child.end()
+
+
+def test_a_child_has_others_started_by_its_supervisor_and_they_die_with_it(start: Start):
+    middle = start("toy_child:breed")
+    grandchild = int(heard(middle))
+
+    assert says(middle, "word") == "word child"
+    assert supervisor_of(middle).pid == psutil.Process(grandchild).ppid()
+    middle.send(Word(text="hang"))
+    time.sleep(0.1)
+    middle.end()
+    assert is_gone(grandchild)
+    assert says(start(), "others") == "others"
+
+
+def test_a_supervisor_is_shared_and_ends_with_the_last_of_its_users(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    with ExitStack() as longer:
+        with fork_server(["heavy"], environment) as first:
+            second = longer.enter_context(fork_server(["heavy"], environment | {"PROFILING_AGENT_X": "y"}))
+            other = longer.enter_context(fork_server(["heavy"], environment | {"HF_HOME": "elsewhere"}))
+            child = Child(first, ["toy_child:talk"], Word, WORDING)
+        assert second is first
+        assert other is not first
+        assert says(child, "still") == "still"
+        pids = child.pid, supervisor_of(child).pid
+
+    assert all(is_gone(pid) for pid in pids)
+    child.end()
+
+
+# Started without a guard, as a user's script may be; kills itself with children under way, or ends.
+SCRIPT = """
+import os, pathlib, signal, sys, time
+from profiling_agent.processes.child import Child, fork_server
+from toy_child import WORDING, Word
+print("begun", flush=True)
+with fork_server() as server:
+    children = [Child(server, ["toy_child:talk"], Word, WORDING, anew=anew) for anew in (False, True)]
+    for child in children:
+        child.send(Word(text="word"))
+        child.receive(time.monotonic() + 60, "late")
+    children[0].send(Word(text="hang"))
+    print(server._process.pid, *(child.pid for child in children), flush=True)
+    sys.stdin.readline()
+    for child in children:
+        child.end()
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_nothing_outlives_a_script_without_a_guard_and_it_runs_once(tmp_path: Path, killed: bool):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "script.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as script:
+        assert script.stdin is not None
+        assert script.stdout is not None
+        assert script.stdout.readline() == "begun\n"
+        pids = [int(pid) for pid in script.stdout.readline().split()]
+        if killed:
+            script.kill()
+        script.stdin.close()
+        assert script.stdout.read() == ""
+
+    assert all(is_gone(pid) for pid in pids)
 
 
 # The C library's own buffer is what a solver in C prints into; it is flushed when the process ends.
@@ -103,160 +321,3 @@ def test_standard_output_is_kept_for_what_we_print():
 
     assert said.stdout == "before\nours\n"
     assert said.stderr == "from C\n"
-
-
-BOOT = Path("/proc/sys/kernel/random/boot_id")
-# Started anew, so that no server imports torch first.
-ROW = replace(TOYS[DoubleTask], anew=True)
-
-
-@pytest.fixture
-def _spinning() -> Iterator[None]:
-    # As many as keep every core busy, wherever the tests are kept to.
-    with ExitStack() as stack:
-        for _ in range(os.cpu_count() or 1):
-            stack.enter_context(_spinner())
-        yield
-
-
-@contextmanager
-def _spinner() -> Iterator[None]:
-    with subprocess.Popen(
-        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        yield
-        other.kill()
-
-
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
-    monkeypatch.delenv(WAIT_POLICY, raising=False)
-    with opened(tmp_path / "run", {DoubleTask: ROW}) as jobs:
-        yield jobs
-
-
-def policy(jobs: Jobs, number: int) -> str | None:
-    return jobs.run(DoubleTask(number=number, isolated=True)).wait_policy
-
-
-@pytest.mark.parametrize(
-    ("num_all", "num_allowed", "num_cores", "num_threads", "room"),
-    [
-        # Two cores of this machine, all of it; kept to one; eight cores of two threads each, all and half of them; nobody's second threads.
-        (2, 2, 2, 2, 0),
-        (2, 1, 1, 1, 1),
-        (16, 16, 8, 8, 4),
-        (16, 8, 4, 4, 10),
-        (8, 8, 8, 8, 0),
-        # A quota of eight CPUs on 64 cores, of one thread and of two each; of one CPU on half of eight cores.
-        (64, 64, 64, 8, 56),
-        (128, 128, 64, 8, 116),
-        (16, 8, 4, 1, 14),
-    ],
-)
-def test_others_have_room_where_we_are_not_and_on_half_of_our_second_threads(
-    num_all: int, num_allowed: int, num_cores: int, num_threads: int, room: int
-):
-    assert num_spare(num_all, num_allowed, num_cores, num_threads) == room
-
-
-@pytest.mark.usefixtures("_spinning")
-def test_processes_that_never_rest_are_seen_and_beside_them_what_is_not_timed_sleeps_while_it_waits(jobs: Jobs):
-    assert is_busy()
-    assert policy(jobs, 1) == PASSIVE
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_spinning")
-def test_what_is_timed_waits_for_a_quieter_moment_says_so_and_is_left_as_a_user_would_run_it(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-):
-    said: list[str] = []
-    jobs.progress = lambda message, done, total: said.append(message)
-    jobs.here._patience_s = 2.0
-    jobs._table = {**TOYS, DoubleTask: replace(ROW, timed=True)}
-
-    assert (policy(jobs, 1), policy(jobs, 2)) == (None, None)
-    # It waits so long in all, and not again for each.
-    assert [message.startswith("waiting for a quieter moment") for message in said].count(True) == 2
-    monkeypatch.setenv(WAIT_POLICY, "ACTIVE")
-    jobs._table = {**TOYS, DoubleTask: ROW}
-    assert policy(jobs, 3) == "ACTIVE", "what the user says of it counts"
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [("passive", True), ("PASSIVE", True), ("active", False), (None, False)]
-)
-def test_a_process_knows_how_it_waits(monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool):
-    monkeypatch.delenv(WAIT_POLICY, raising=False)
-    if value is not None:
-        monkeypatch.setenv(WAIT_POLICY, value)
-
-    assert waits_passively() == expected
-
-
-@pytest.mark.skipif(not BOOT.exists(), reason="the kernel has no boot id")
-def test_a_machine_is_known_by_its_start_which_no_other_shares():
-    assert f"machine-{BOOT.read_bytes()[:8].decode()}.lock" == LOCK
-
-
-def test_nothing_is_said_where_the_machine_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "not" / "there" / "yet"))
-    heard = []
-
-    for _ in range(2):
-        with machine_lock(lambda message, done, total: heard.append((message, done, total))):
-            pass
-
-    assert heard == []
-
-
-@pytest.mark.parametrize("cache", ["file/cache", "~nobody-of-that-name/cache"])
-def test_without_a_cache_that_can_be_written_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str):
-    (tmp_path / "file").write_text("")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(CACHE_VARIABLE, cache)
-
-    with machine_lock():
-        done = True
-
-    assert done
-
-
-HOLD = """
-import pathlib, sys, time
-from profiling_agent.processes.machine_lock import machine_lock
-with machine_lock(what="run 'a'"):
-    print("has it", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_holder_is_named_with_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    holder = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    holder.stdout.readline()
-    heard = []
-
-    def progress(message: str, done: int, total: int) -> None:
-        heard.append(message)
-        holder.kill()
-
-    with machine_lock(progress):
-        own = read_holder(tmp_path / HOLDER)
-    holder.wait()
-    holder.stdout.close()
-
-    assert len(heard) == 1
-    said = rf"waiting for the machine, held by run 'a' \(process {holder.pid}, since \d\d:\d\d:\d\d\)"
-    assert re.fullmatch(said, heard[0])
-    assert own == "another graph of this process"
-
-
-def test_a_note_that_cannot_be_read_names_nobody(tmp_path: Path):
-    (tmp_path / HOLDER).write_bytes(b"\xff")
-
-    assert read_holder(tmp_path / HOLDER) == read_holder(tmp_path / "none") == "another process"

@@ -1,6 +1,5 @@
 """Handlers of measurements: evaluation, timing, memory. Torch is imported only for its own runtimes."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,26 +32,25 @@ from profiling_agent.runtimes.registry import ModelSession
 from profiling_agent.schemas import Deployment, Footprint, Headline, MemoryUse, Opening, Predictions, Race
 
 
-def headline(task: HeadlineTask, job: JobContext) -> Headline:
+def headline(task: tasks.HeadlineTask, job: JobContext) -> Headline:
     """Time the model and its memory."""
     path = job.path(task.model)
     session = open_session(path, device=task.device, num_threads=available_threads())
     return measure_headline(session, open_folder(path, verify=False).input, batch_size=task.batch_size)
 
 
-def race(task: RaceTask, job: JobContext) -> Race:
+def race(task: tasks.RaceTask, job: JobContext) -> Race:
     """Let the models take turns."""
-    return races.race_once(task.entries, _track(task, job), progress=job.progress)
+    return races.race_once(task.entries, _conditions(task, job), progress=job.progress)
 
 
-def session(task: SessionTask, job: JobContext) -> Race:
+def session(task: tasks.SessionTask, job: JobContext) -> Race:
     """Hold one session of an estimate."""
-    return races.run_one_session(
-        task.entries, _track(task, job, reads_memory=task.reads_memory), task.number, progress=job.progress
-    )
+    conditions = _conditions(task, job, reads_memory=task.reads_memory)
+    return races.run_one_session(task.entries, conditions, task.number, progress=job.progress)
 
 
-def _track(task: RaceTask, job: JobContext, *, reads_memory: bool = False) -> races.Conditions:
+def _conditions(task: tasks.RaceTask, job: JobContext, *, reads_memory: bool = False) -> races.Conditions:
     return races.Conditions(
         root=job.root,
         batch_size=task.batch_size,
@@ -63,21 +61,21 @@ def _track(task: RaceTask, job: JobContext, *, reads_memory: bool = False) -> ra
     )
 
 
-def memory(task: MemoryTask, job: JobContext) -> MemoryUse:
+def memory(task: tasks.MemoryTask, job: JobContext) -> MemoryUse:
     """Read what a process holds at most that only loads and runs the model."""
     return throughputs.memory_use(task.model, root=job.root, batch_size=task.batch_size, device=task.device)
 
 
-def layer_times(task: LayerTimesTask, job: JobContext) -> LayerTimes:
+def layer_times(task: tasks.LayerTimesTask, job: JobContext) -> tasks.LayerTimes:
     """Ask the model's runtime what the parts of a pass take."""
     exported = job.path(task.onnx) if task.onnx else None
     times = times_by_layer(
         job.path(task.model), exported, batch_size=task.batch_size, num_threads=available_threads()
     )
-    return LayerTimes(layers=times)
+    return tasks.LayerTimes(layers=times)
 
 
-def open_heldout(task: OpenHeldoutTask, job: JobContext) -> Opening:
+def open_heldout(task: tasks.OpenHeldoutTask, job: JobContext) -> Opening:
     """Note in the user's ledger that a candidate is tested."""
     baseline = open_folder(job.path(task.baseline), verify=False)
     weights = baseline.files[baseline.model_files[0]]
@@ -88,29 +86,29 @@ def open_heldout(task: OpenHeldoutTask, job: JobContext) -> Opening:
 
 @dataclass
 class _OpenedModel:
-    """An opened model, its inference context and footprint; `check` compares it with its golden logits, and is None once called."""
+    """An opened model, its recipe and footprint, and whether it was compared with its golden logits."""
 
     session: ModelSession
-    answering: Callable[[], AbstractContextManager[None]]
+    recipe: Recipe
     footprint: Footprint
-    check: Callable[[], None] | None
+    is_checked: bool = False
 
 
-def evaluate(task: EvaluateTask, job: JobContext) -> Evaluated:
+def evaluate(task: tasks.EvaluateTask, job: JobContext) -> tasks.Evaluated:
     """Run the model over the shard; count what it takes. The next shard of the same model finds it opened."""
-    images = job.images("images")
+    images, path = job.images("images"), job.path(task.model)
     name = f"{task.model.path} {task.model.sha256} {task.device}"
     if job.kept.keys() != {name}:
         # Free the previous model first: memory may not hold two large ones.
         job.kept.clear()
-        job.kept[name] = _open_model(task, job)
+        job.kept[name] = _open_model(task, path)
     opened: _OpenedModel = job.kept[name]
-    with opened.answering():
+    with _quick_products() if opened.recipe.deployment.runtime == "eager" else nullcontext():
         answers = answer(opened.session, images, task.batch_size, job.progress)
-    if opened.check is not None:
+    if not opened.is_checked:
         # After the images: a runtime that compiles for each batch size then has a larger one for the two golden images.
-        opened.check()
-        opened.check = None
+        check_golden(opened.session.run, path, opened.recipe)
+        opened.is_checked = True
     out = job.folder / "predictions.safetensors"
     write_predictions(out, answers)
     predictions = Predictions(
@@ -119,29 +117,27 @@ def evaluate(task: EvaluateTask, job: JobContext) -> Evaluated:
         num_correct=int(answers.right.sum()),
         files=(job.ref(out, "predictions"),),
     )
-    return Evaluated(footprint=opened.footprint, predictions=predictions)
+    return tasks.Evaluated(footprint=opened.footprint, predictions=predictions)
 
 
-def _open_model(task: EvaluateTask, job: JobContext) -> _OpenedModel:
-    path = job.path(task.model)
+def _quick_products() -> AbstractContextManager[None]:
+    from profiling_agent.lib.inference import quick_products
+
+    return quick_products()
+
+
+def _open_model(task: tasks.EvaluateTask, path: Path) -> _OpenedModel:
     recipe = open_folder(path, verify=True)
     session = open_session(path, device=task.device, num_threads=available_threads())
-    answering: Callable[[], AbstractContextManager[None]] = nullcontext
-    if recipe.deployment.runtime == "eager":
-        from profiling_agent.lib.inference import fuse_norms_, quick_products
+    if recipe.deployment == Deployment() and task.device == "cpu":
+        from profiling_agent.lib.inference import fuse_norms_
         from profiling_agent.lib.modules import random_batch
         from profiling_agent.runtimes.torch_session import TorchSession
 
-        answering = quick_products
-        if recipe.deployment == Deployment() and task.device == "cpu" and isinstance(session, TorchSession):
-            fuse_norms_(session.module, random_batch(recipe.input, 2))
+        assert isinstance(session, TorchSession), "eager float32 is torch's"
+        fuse_norms_(session.module, random_batch(recipe.input, 2))
     counts = recipe.counts or _count(path)
-    return _OpenedModel(
-        session=session,
-        answering=answering,
-        footprint=Footprint(**counts.model_dump(), size_bytes=model_bytes(path)),
-        check=lambda: check_golden(session.run, path, recipe),
-    )
+    return _OpenedModel(session, recipe, Footprint(**counts.model_dump(), size_bytes=model_bytes(path)))
 
 
 def answer(session: ModelSession, images: PreparedImages, batch_size: int, progress: Progress) -> Answers:

@@ -94,7 +94,7 @@ from profiling_agent.schemas import (
 LOGITS_FILE, LOGITS = "logits.safetensors", "logits"
 
 
-def compute_logits(task: LogitsTask, job: JobContext) -> SavedLogits:
+def compute_logits(task: tasks.LogitsTask, job: JobContext) -> tasks.SavedLogits:
     """Run the model over the images and write down its logits."""
     model = on_device(load_module(job.path(task.model)), task.device)
     read_batches = partial(iter_batches, job.images("images"), batch_size=task.batch_size, limit=task.num_images)
@@ -108,27 +108,16 @@ def compute_logits(task: LogitsTask, job: JobContext) -> SavedLogits:
         raise RequestError("there are 0 images to ask a model about: raise num_samples")
     stacked = torch.cat(logits).cpu() if logits else torch.empty(0, 0)
     write_bytes(job.folder / LOGITS_FILE, save({LOGITS: stacked}))
-    return SavedLogits(num_images=len(stacked))
+    return tasks.SavedLogits(num_images=len(stacked))
 
 
 def given_logits(job: JobContext) -> Tensor | None:
-    """Return the reference logits, float32 (images, classes), that a job's task needs; None if it needs none.
-
-    Raises:
-        ArtifactError: they can't be read.
-    """
+    """Return the reference logits, float32 (images, classes), that a job's task needs; None if it needs none."""
     folders: list[Path] = job.folders("logits")
-    if not folders:
-        return None
-    path = folders[0] / LOGITS_FILE
-    with third_party_errors(lambda problem: ArtifactError(f"{str(path)!r} can't be read ({problem}): run again")):
-        tensors = load_file(path)
-    if tensors.keys() != {LOGITS} or tensors[LOGITS].dim() != 2 or tensors[LOGITS].dtype != torch.float32:
-        raise ArtifactError(f"{str(path)!r} holds no logits: run again")
-    return tensors[LOGITS]
+    return load_file(folders[0] / LOGITS_FILE)[LOGITS] if folders else None
 
 
-def acquire(task: AcquireTask, job: JobContext) -> Acquired:
+def acquire(task: tasks.AcquireTask, job: JobContext) -> Acquired:
     """Check the model, draw the images."""
     device, note = resolve_device(task.device), device_note(task.device, has_cuda=torch.cuda.is_available())
     if note:
@@ -197,24 +186,24 @@ def _choose_labels(drawn: DrawnSplits, loaded: LoadedModel, job: JobContext) -> 
     return replace(drawn, matchings=(chosen,), notes=(note, *drawn.notes))
 
 
-def match_labels(task: MatchLabelsTask, job: JobContext) -> MatchedLabels:
+def match_labels(task: tasks.MatchLabelsTask, job: JobContext) -> tasks.MatchedLabels:
     """Open the model and the data set, and match their classes."""
     loaded = load_model(task.model, revision=task.revision, device="cpu", progress=job.progress)
     check_processor(loaded.model, loaded.processor)
     query = task.model_dump(include=set(DataQuery.model_fields))
     config: Any = loaded.model.config
     split, matches = look_up_labels(DataQuery(**query), id2label=config.id2label, progress=job.progress)
-    return MatchedLabels(split=split, labels=matches, num_classes=len(config.id2label))
+    return tasks.MatchedLabels(split=split, labels=matches, num_classes=len(config.id2label))
 
 
-def survey_shape(task: SurveyShapeTask, job: JobContext) -> ShapeFacts:
+def survey_shape(task: tasks.SurveyShapeTask, job: JobContext) -> ShapeFacts:
     """Gather what is known of the input shape."""
     device = resolve_device(task.device)
     loaded = load_model(task.model, revision=task.revision, device=device, progress=job.progress)
     return survey(loaded.model, loaded.processor)
 
 
-def resolve_shape(task: ResolveShapeTask, job: JobContext) -> ResolvedShape:
+def resolve_shape(task: tasks.ResolveShapeTask, job: JobContext) -> tasks.ResolvedShape:
     """Find the input shape; save the baseline with it."""
     device = resolve_device(task.device)
     loaded = load_model(task.model, revision=task.revision, device=device, progress=job.progress)
@@ -230,13 +219,13 @@ def resolve_shape(task: ResolveShapeTask, job: JobContext) -> ResolvedShape:
         base_model=task.model,
         base_revision=loaded.revision,
     )
-    return ResolvedShape(input=spec, baseline=job.ref(folder, "model"), device=device)
+    return tasks.ResolvedShape(input=spec, baseline=job.ref(folder, "model"), device=device)
 
 
 PROFILE, WIDTHS = "profile.json", "widths.json"
 
 
-def profile(task: ProfileTask, job: JobContext) -> Profiled:
+def profile(task: tasks.ProfileTask, job: JobContext) -> tasks.Profiled:
     """Profile the model; write profile.json and the chrome trace, and the latency table where it is asked for."""
     path = job.path(task.model)
     model, recipe = on_device(load_module(path), task.device), load_recipe(path)
@@ -260,21 +249,18 @@ def profile(task: ProfileTask, job: JobContext) -> Profiled:
     return _save_profile(measured.model_copy(update={"trace": job.ref(trace, "trace")}), job)
 
 
-def add_evidence(task: EvidenceTask, job: JobContext) -> Profiled:
+def add_evidence(task: tasks.EvidenceTask, job: JobContext) -> tasks.Profiled:
     """Write the profile again, with the evidence on the model's units, or why there is none."""
     (folder,) = job.folders("profile")
-    try:
-        profiled = read_record(ModelProfile, folder / PROFILE)
-    except (OSError, DocumentError) as error:
-        raise ArtifactError(f"{str(folder / PROFILE)!r} is no profile ({error}): run again") from error
+    profiled = read_record(ModelProfile, folder / PROFILE)
     evidence, note = _measure_evidence(task, job, profiled, read_record(LatencyTable, folder / WIDTHS))
     return _save_profile(profiled.model_copy(update={"evidence": evidence, "evidence_note": note}), job)
 
 
-def _save_profile(profiled: ModelProfile, job: JobContext) -> Profiled:
+def _save_profile(profiled: ModelProfile, job: JobContext) -> tasks.Profiled:
     out = job.folder / PROFILE
     write_text(out, profiled.model_dump_json(indent=1))
-    return Profiled(
+    return tasks.Profiled(
         profile=job.ref(out, "profile"),
         params=profiled.params,
         macs=profiled.macs,
@@ -285,7 +271,7 @@ def _save_profile(profiled: ModelProfile, job: JobContext) -> Profiled:
 
 
 def _measure_evidence(
-    task: EvidenceTask, job: JobContext, profiled: ModelProfile, table: LatencyTable
+    task: tasks.EvidenceTask, job: JobContext, profiled: ModelProfile, table: LatencyTable
 ) -> tuple[Evidence | None, str | None]:
     """Return the evidence on the model's units, or None and the reason."""
     path = job.path(task.model)
@@ -313,7 +299,7 @@ def _measure_evidence(
     return evidence, None
 
 
-def _evidence_cache_path(task: EvidenceTask, model: Path) -> Path | None:
+def _evidence_cache_path(task: tasks.EvidenceTask, model: Path) -> Path | None:
     """Return the cache path for this model, images, request, code and machine; None without a cache folder."""
     if (folder := cache_subfolder("evidence")) is None:
         return None
@@ -327,7 +313,7 @@ def _evidence_cache_path(task: EvidenceTask, model: Path) -> Path | None:
     return evidence_path(folder, depends_on)
 
 
-def prune(task: PruneTask, job: JobContext) -> PrunedModel:
+def prune(task: tasks.PruneTask, job: JobContext) -> PrunedModel:
     """Cut the units, pass the gates, compensate, save the candidate."""
     path = job.path(task.baseline)
     model, recipe = on_device(load_module(path), task.device), load_recipe(path)
@@ -355,7 +341,7 @@ def prune(task: PruneTask, job: JobContext) -> PrunedModel:
     )
 
 
-def recover(task: RecoverTask, job: JobContext) -> RecoveredModel:
+def recover(task: tasks.RecoverTask, job: JobContext) -> RecoveredModel:
     """Recover, judged on the images that compensation wasn't fitted to; save what was recovered."""
     dense, pruned = (on_device(load_module(job.path(ref)), task.device) for ref in (task.baseline, task.model))
     calibration = Calibration(
@@ -403,7 +389,7 @@ def save_and_reload(
 MAX_CALIBRATION = 128
 
 
-def tune(task: TuneTask, job: JobContext) -> Tuned:
+def tune(task: tasks.TuneTask, job: JobContext) -> Tuned:
     """Measure what int8 costs the model, and each of its layers."""
     started = time.perf_counter()
     model = load_module(job.path(task.model))
@@ -415,14 +401,14 @@ def tune(task: TuneTask, job: JobContext) -> Tuned:
     return Tuned(layers=layers, kl=kl, num_images=num_images, seconds=time.perf_counter() - started)
 
 
-def export(task: ExportTask, job: JobContext) -> Exported:
+def export(task: tasks.ExportTask, job: JobContext) -> tasks.Exported:
     """Write a float32 model as ONNX."""
     source, path = job.path(task.model), job.folder / "model.onnx"
     distance = export_onnx(load_module(source), path, spec=load_recipe(source).input)
-    return Exported(onnx=job.ref(path, "onnx"), distance=distance)
+    return tasks.Exported(onnx=job.ref(path, "onnx"), distance=distance)
 
 
-def deploy(task: DeployTask, job: JobContext) -> DeployedModel:
+def deploy(task: tasks.DeployTask, job: JobContext) -> DeployedModel:
     """Bring a float32 model into a deployment, save it, open it again, and see how far it is from its parent."""
     calibration = job.images("calibration").batches(task.batch_size, limit=MAX_CALIBRATION)
     images = [pixel_values for pixel_values, _ in calibration]
@@ -473,15 +459,9 @@ def _compare(session: ModelSession, source: Source, expected: Tensor) -> tuple[f
     return relative_distance(logits, reference), max(0.0, mean_kl(reference, logits))
 
 
-def prepare(task: PrepareTask, job: JobContext) -> Prepared:
+def prepare(task: tasks.PrepareTask, job: JobContext) -> tasks.Prepared:
     """Write what the processor makes of the shard's images, and the processor beside it."""
-    path = job.path(task.split.file)
-    split, rows = SplitImages(path), task.split.rows(task.shard)
-    # The split may hold more: a run that is short of time uses only the first images.
-    if len(split) < task.split.num_images:
-        raise ArtifactError(
-            f"split {str(path)!r} holds {len(split)} images, {task.split.num_images} were drawn: run again"
-        )
+    split, rows = SplitImages(job.path(task.split.file)), task.split.rows(task.shard)
     write_text(job.folder / PROCESSOR, task.processor)
     shape, dtype = write_prepared(job.folder, split, rows, load_processor(job.folder), progress=job.progress)
-    return Prepared(shape=shape, dtype=dtype)
+    return tasks.Prepared(shape=shape, dtype=dtype)

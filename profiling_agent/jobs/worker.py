@@ -1,4 +1,4 @@
-"""Worker process: does jobs, one order after another, until its parent exits."""
+"""Worker: does jobs in a child process, one order after another, until its parent exits."""
 
 import errno
 import sys
@@ -8,10 +8,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from pydantic import ValidationError
-
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.jobs.store import RESULT, TASK, Message, Order, write_hashes
+from profiling_agent.jobs.store import RESULT, TASK, Message, Order
 from profiling_agent.jobs.tasks import JobContext
 from profiling_agent.lib.io import NO_SPACE, appearing, first_line, storage_problem, write_text
 from profiling_agent.lib.logs import is_out_of_memory
@@ -19,45 +17,40 @@ from profiling_agent.processes.child import Parent
 from profiling_agent.workspace import storage_error
 
 
-def main() -> None:
-    """Serve orders until the parent exits."""
-    parent = Parent()
+def serve(parent: Parent) -> None:
+    """Serve orders until the parent exits; never returns."""
     # Warnings go to the worker's log, not to the user's screen.
     warnings.simplefilter("default")
-    handler, cache = "", dict[str, Any]()
+    kept, last_handler = dict[str, Any](), ""
 
     def progress(message: str, done: int, total: int) -> None:
         parent.send(Message(kind="progress", text=message, done=done, total=total))
 
     while True:
         order, reply = parent.receive(Order), Message(kind="done")
-        if order.handler != handler:
-            # Drop what the last kind of job cached: an opened model, say, would take memory from this one.
-            handler, cache = order.handler, {}
         root, final = Path(order.root), f"jobs/{order.key}"
         try:
+            task = resolve_name(order.record).model_validate(order.task)
+            if task.job.handler != last_handler:
+                # Drop what the last kind of job kept: an opened model, say, would take memory from this one.
+                kept, last_handler = {}, task.job.handler
             # A job is complete or absent.
             with appearing(root / final) as folder:
-                job = JobContext(
-                    root=root, folder=folder, final=final, progress=progress, given=order.given, kept=cache
-                )
-                task = resolve_name(order.record).model_validate(order.task)
-                if order.torch:
+                if task.job.torch:
                     import torch
 
                     from profiling_agent.lib.modules import pin_threads
 
                     pin_threads()
                     torch.manual_seed(0)
-                handle = resolve_name(order.handler)
+                handle = resolve_name(task.job.handler)
                 if config := sys.modules.get("datasets.config"):
                     # After each stream of parquet it sleeps five seconds, in case Python shuts down under Arrow's threads
                     # (apache/arrow#45214). A worker ends by `_exit`, so it needn't.
                     setattr(config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # noqa: B010 - a module's
-                result = handle(task, job)
+                result = handle(task, JobContext(root, folder, final, progress, order.given, kept))
                 write_text(folder / TASK, task.model_dump_json(indent=1))
                 write_text(folder / RESULT, result.model_dump_json(indent=1))
-                write_hashes(folder)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result
             reply = _failure(error, root)
         # Free the device memory that torch caches: what is timed next is another process.
@@ -74,15 +67,8 @@ def _failure(error: Exception, root: Path) -> Message:
     if is_out_of_memory(error):
         return Message(kind="failed", error="JobError", text="out of memory: lower batch_size or num_samples")
     traceback.print_exception(error)
-    if isinstance(error, ValidationError):
-        return Message(kind="failed", error="JobError", text=f"a stage returned a broken record: {error}")
     # A full disk ends the run, which can be resumed; it rejects no candidate.
     if isinstance(error, OSError) and error.errno in NO_SPACE | {errno.EROFS, errno.EIO}:
-        problem = storage_problem(error)
-        assert problem is not None, "these are what a disk has against being written"
-        return Message(kind="failed", error="StorageError", text=str(storage_error(root, problem)))
+        text = str(storage_error(root, storage_problem(error) or first_line(error)))
+        return Message(kind="failed", error="StorageError", text=text)
     return Message(kind="failed", error="JobError", text=f"{type(error).__name__}: {first_line(error)}")
-
-
-if __name__ == "__main__":
-    main()
