@@ -222,6 +222,11 @@ class Request(BaseModel):
         le=100,
         description="times that the baseline and the winner start anew and take turns; fewer are quicker and prove less",
     )
+    effort: Literal["quick", "default", "thorough"] = Field(
+        default="default",
+        description="how much a run does. quick: 2 plans, 3 sessions, 1 deployment measured in full, 1,024 held-out images; it gives up deeper cuts, "
+        "alternatives and most certificates. default: as much as suits the model's speed. thorough: everything asked for, however long it takes",
+    )
     time_budget: Annotated[str | None, AfterValidator(_check_duration)] = Field(
         default=None,
         max_length=20,

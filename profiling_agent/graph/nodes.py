@@ -47,13 +47,11 @@ from profiling_agent.search.attempt import (
     prune_attempt,
     quantize_attempt,
     read_answer,
-    rejudge_deployments,
 )
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
 from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.search.finalize import add_race_result, finalize, raced_headline, torch_model
 from profiling_agent.search.planners import first_proposal, milder, next_proposal, setting_of
-from profiling_agent.search.selection import has_answer
 from profiling_agent.search.verdict import why_unproven
 
 # Recovery's settings were chosen with 1,000 images an epoch. Five times as many suffice for a thousand classes, and limit what a stream has to
@@ -152,7 +150,7 @@ def profiling(state: RunState, session: RunSession) -> Update:
     acquired_split, calibration = state.acquired.calibration, session.calibration(state)
     if calibration == acquired_split:
         return {"profiled": session.measured(state, calibration)}
-    note = f"calibrated on {calibration.num_images} of {acquired_split.num_images} images: the time budget has no room for more"
+    note = f"calibrated on {calibration.num_images} of {acquired_split.num_images} images: the effort or the time budget allows no more"
     acquired = state.acquired.model_copy(update={"calibration": calibration, "notes": (*state.acquired.notes, note)})
     return {"acquired": acquired, "profiled": session.measured(state, calibration)}
 
@@ -256,7 +254,7 @@ def quantization(state: RunState, session: RunSession) -> Update:
     assert state.journal is not None, "the deployment search comes first"
     evaluator = session.evaluator(state)
     # An edit or a fork may have changed the contract since.
-    journal, began_s = rejudge_deployments(evaluator, state.journal), session.jobs.timesheet.spent_s
+    journal, began_s = state.seen, session.jobs.timesheet.spent_s
     if state.prepared.failure is not None:
         return {"journal": journal}
     try:
@@ -289,23 +287,21 @@ def evaluation(state: RunState, session: RunSession) -> Update:
 
 def iterative_pruning(state: RunState, session: RunSession) -> Update:
     """Propose the next plan by rules or a language model, if the run has time for another attempt."""
-    budget, has_accepted = session.evaluator(state).budget, any(attempt.accepted for attempt in state.seen.attempts)
-    # If attempts are cheap, an int8 answer without pruning doesn't end the loop; a request for training accepts long attempts.
-    is_answered = has_accepted or (budget.is_slow and has_answer(state.seen, state.goal))
-    is_worth_it = budget.allows_attempt(state.longest_s, is_optional=is_answered and not state.recover_epochs)
-    advisor = session.advisor(state) if is_worth_it else None
+    evaluator = session.evaluator(state)
+    has_time = evaluator.deadline.allows(state.longest_s)
+    advisor = session.advisor(state) if has_time else None
     choice = next_proposal(
         advisor,
         state.planner,
         session.profile(state),
         state.goal,
         state.seen,
-        max_iterations=state.max_iterations,
-        setting=setting_of(session.evaluator(state), state.seen) if advisor else UNKNOWN,
+        max_iterations=min(state.max_iterations, evaluator.effort.num_attempts),
+        setting=setting_of(evaluator, state.seen) if advisor else UNKNOWN,
     )
     if isinstance(choice, StopReason):
         return {"stopped": choice}
-    if not is_worth_it:
+    if not has_time:
         return {"stopped": StopReason.TIME_SPENT}
     plan, origin = choice
     return {"proposal": plan, "origin": origin}
@@ -313,9 +309,8 @@ def iterative_pruning(state: RunState, session: RunSession) -> Update:
 
 def verdict(state: RunState, session: RunSession) -> Update:
     """Choose the winner by the current contract."""
-    evaluator = session.evaluator(state)
-    journal = rejudge_deployments(evaluator, state.seen)
-    final = finalize(evaluator, journal)
+    journal = state.seen
+    final = finalize(session.evaluator(state), journal)
     return {"journal": journal, "final": final, "verdict": final.verdict}
 
 

@@ -26,17 +26,18 @@ from profiling_agent.llm.chat import Chat, name_of, open_model
 from profiling_agent.llm.transcript import FILE, LanguageModel, Recorded, Transcript, open_recording
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.schemas import SHARD, ModelProfile, Plan, Spent, SplitInfo
-from profiling_agent.search.budget import (
+from profiling_agent.search.deadline import (
     DEPLOYED,
+    EFFORTS,
     NUM_UNITS,
     PRUNE_PASSES,
-    Budget,
+    Deadline,
     affordable_images,
     evidence_passes,
     race_s,
+    search_deadline,
 )
-from profiling_agent.search.deployment_search import NUM_MEASURED
-from profiling_agent.search.deployments import deployment_choices, num_tried_first
+from profiling_agent.search.deployments import deployment_choices, possible_deployments
 from profiling_agent.search.evaluator import Evaluator, Settings, most_searched
 from profiling_agent.workspace import (
     HOLDER,
@@ -70,6 +71,7 @@ class WorkLimits:
     num_search: int
     num_heldout: int
     num_deployments: int
+    num_measured: int
     num_sessions: int
     num_attempts: int
 
@@ -99,7 +101,9 @@ def stage_seconds(work: WorkLimits, pass_s: float) -> Mapping[str, float]:
     search_s = 0.0
     if work.num_deployments:
         race = race_s(pass_s)
-        others_s = min(NUM_MEASURED - 1, work.num_deployments - 1) * DEPLOYED * min(SHARD, work.num_search) * pass_s
+        others_s = (
+            min(work.num_measured - 1, work.num_deployments - 1) * DEPLOYED * min(SHARD, work.num_search) * pass_s
+        )
         search_s = (
             FIRST_DEPLOY_S + work.num_deployments * deploy_s + race + work.num_search * pass_s + judge_s + others_s
         )
@@ -116,17 +120,17 @@ def stage_seconds(work: WorkLimits, pass_s: float) -> Mapping[str, float]:
     }
 
 
-def forecast(work: WorkLimits, budget: Budget, now: RunPosition) -> Forecast:
-    """Return the remaining time, with as many attempts as the run's worth or its limit allows."""
-    expected = stage_seconds(work, budget.pass_s)
+def forecast(work: WorkLimits, deadline: Deadline, pass_s: float, now: RunPosition) -> Forecast:
+    """Return the remaining time, with as many attempts as the deadline allows."""
+    expected = stage_seconds(work, pass_s)
     stage_s = max(expected.get(now.stage, 0.0) - now.in_stage_s, 0.0)
     later = STAGES[STAGES.index(now.stage if now.stage in STAGES else "profiling") + 1 :]
     sure_s = stage_s + sum(expected.get(stage, 0.0) for stage in later)
     num_begun = now.num_measured + (now.stage != "iterative_pruning")
     num_more = 0 if now.stage in LAST else max(work.num_attempts - num_begun, 0)
     attempt_s = now.longest_s or sum(expected[stage] for stage in ROUND)
-    more_s = min(num_more * attempt_s, max(budget.worth_s - budget.timesheet.spent_s - sure_s, 0.0))
-    return Forecast(stage_s, max(min(sure_s + more_s, budget.left_s), stage_s))
+    last_s = sum(expected[stage] for stage in later if stage in LAST)
+    return Forecast(stage_s, sure_s + min(num_more * attempt_s, max(deadline.free_s - (sure_s - last_s), 0.0)))
 
 
 # Seconds to wait for a node after its job ended: it may do work without a child process, such as a download.
@@ -134,7 +138,7 @@ NODE_END_S = 10.0
 # Fields that an evaluator depends on: a fork or an edit changes some, and a new one is built.
 EVALUATED = (
     *("acquired", "resolved", "profiled", "goal", "batch_size", "seed", "recover_epochs", "fresh_ledger"),
-    *("num_sessions", "time_budget", "runtime_names", "quantize_dtype", "quantize_layers"),
+    *("num_sessions", "time_budget", "effort", "runtime_names", "quantize_dtype", "quantize_layers"),
     *("planner", "endpoint", "advisor_object", "recorded"),
 )
 
@@ -190,19 +194,22 @@ class RunSession:
             return None
         acquired, attempts = state.acquired, state.journal.attempts if state.journal else ()
         now = RunPosition(stage=stage, in_stage_s=in_stage_s, num_measured=len(attempts), longest_s=state.longest_s)
-        budget = Budget(self.jobs.timesheet, self.jobs.pass_s, state.time_budget_s)
+        effort, pass_s = EFFORTS[state.effort], self.jobs.pass_s
+        deadline = search_deadline(self.jobs.timesheet, effort, pass_s, state.time_budget_s)
         if self._num_deployments is None:
             choices = deployment_choices(state, acquired.source.device)
-            self._num_deployments = num_tried_first(state.proposal or Plan(), budget, state.goal, choices)
+            is_paper = state.selection == "paper"
+            self._num_deployments = 0 if is_paper else len(possible_deployments(state.proposal or Plan(), choices))
         work = WorkLimits(
             num_calibration=acquired.calibration.num_images,
-            num_search=most_searched(acquired.search.num_images, budget, state.goal),
+            num_search=most_searched(acquired.search.num_images, effort, pass_s, state.goal),
             num_heldout=acquired.heldout.num_images,
             num_deployments=self._num_deployments,
-            num_sessions=state.num_sessions,
-            num_attempts=state.max_iterations if state.iterate else 1,
+            num_measured=effort.num_deployments,
+            num_sessions=min(state.num_sessions, effort.num_sessions),
+            num_attempts=min(state.max_iterations, effort.num_attempts) if state.iterate else 1,
         )
-        return forecast(work, budget, now)
+        return forecast(work, deadline, pass_s, now)
 
     def calibration(self, state: RunState) -> SplitInfo:
         """Return the calibration images that fit the run's time; raises RequestError if the budget is too small for any run."""
@@ -213,7 +220,7 @@ class RunSession:
         num_affordable = affordable_images(
             state.time_budget_s,
             headline.pass_s,
-            split.num_images,
+            min(split.num_images, EFFORTS[state.effort].num_calibration),
             headline.quietest_pass_s,
             num_heldout=state.acquired.heldout.num_images,
         )
@@ -295,6 +302,7 @@ class RunSession:
                 num_sessions=state.num_sessions,
                 fresh_ledger=state.fresh_ledger,
                 time_budget_s=state.time_budget_s,
+                effort=state.effort,
                 is_advised=_is_advised(state),
             ),
             choices=deployment_choices(state, state.acquired.source.device),

@@ -82,6 +82,7 @@ from profiling_agent.schemas.search import Journal as Journal
 from profiling_agent.schemas.search import Origin as Origin
 from profiling_agent.schemas.search import Outcome as Outcome
 from profiling_agent.schemas.search import Spent as Spent
+from profiling_agent.schemas.search import Status as Status
 from profiling_agent.schemas.search import StopReason as StopReason
 from profiling_agent.schemas.search import Term as Term
 from profiling_agent.schemas.search import Verdict as Verdict
