@@ -47,10 +47,11 @@ from profiling_agent.schemas import (
     SplitInfo,
     Variant,
 )
-from profiling_agent.search.budget import PRUNE_PASSES, evidence_passes
+from profiling_agent.search.deadline import PRUNE_PASSES, evidence_passes
+from profiling_agent.search.deployments import SEARCH_SHARE
 from profiling_agent.search.evaluator import Evaluator, Settings
 from profiling_agent.search.finalize import FinalChoice, finalize
-from profiling_agent.search.selection import judge
+from profiling_agent.search.selection import keeps_accuracy
 
 ALLOWED, DISCORDANT, NUM_TURNS = 0.01, 0.04, 5
 GOAL = Goal(max_accuracy_drop=ALLOWED, min_speedup=1.0, max_size_ratio=1.0, selection="contract")
@@ -253,7 +254,7 @@ def searched(evaluator: Evaluator, number: int) -> Attempt:
         plan=Plan(),
         pruned_model=ref(f"pruned{number}"),
         deployed=seen,
-        accepted=judge(seen, evaluator.goal).accepted,
+        accepted=keeps_accuracy(seen, evaluator.goal),
         reason="made",
     )
 
@@ -315,24 +316,24 @@ def budget_row(root: Path, pass_s: float, minutes: int, num_worlds: int) -> dict
         own.mkdir()
         world = World(own, noise, truths_of(drops), pass_s=pass_s, work=work)
         evaluator = evaluator_in(world, 2000, 4000, time_budget_s=60.0 * minutes)
-        budget = evaluator.budget
+        deadline, timesheet = evaluator.deadline, world.timesheet
         world.spend(20, evidence_passes(128, 24))
-        began_s = budget.timesheet.spent_s
-        while budget.allows_search(began_s, (last_s := 15 + 150 * pass_s)) and last_s:
+        stage = deadline.part(SEARCH_SHARE)
+        while stage.allows(15 + 150 * pass_s):
             world.spend(15, 150)
         attempts, longest_s = list[Attempt](), 0.0
-        while len(attempts) < len(drops) and budget.allows_attempt(longest_s, is_optional=True):
-            started_s = budget.timesheet.spent_s
+        while len(attempts) < len(drops) and deadline.allows(longest_s):
+            started_s = timesheet.spent_s
             world.spend(10, 150 + 128 * PRUNE_PASSES)
             attempts.append(searched(evaluator, len(attempts) + 1))
-            longest_s = max(longest_s, budget.timesheet.spent_s - started_s)
+            longest_s = max(longest_s, timesheet.spent_s - started_s)
         # What the search would do with any time that is left.
-        while budget.has_room_for(10):
+        while deadline.allows(10):
             world.spend(10, 0)
         baseline = evaluator.evaluate_baseline(evaluator.acquired.search, range(512))
         final = finalize(evaluator, Journal(baseline=baseline, attempts=tuple(attempts)))
         world.spend(8, 150)
-        late.append(budget.timesheet.spent_s / (60.0 * minutes) - 1)
+        late.append(timesheet.spent_s / (60.0 * minutes) - 1)
         tests.append(world.num_opened)
         if world.num_opened and final.heldout_winner.predictions:
             fewest.append(final.heldout_winner.predictions.num_images if final.winner.attempt else 1024)

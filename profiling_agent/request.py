@@ -175,6 +175,11 @@ class Request(BaseModel):
         description="why earlier openings of the held-out images don't count, such as: these are new photographs",
     )
     num_sessions: int = Field(NUM_SESSIONS, ge=2, le=100, description="times that models start anew; fewer prove less")
+    effort: Literal["quick", "default", "thorough"] = Field(
+        "default",
+        description="how much a run does. quick: 2 plans, 3 sessions, 1 deployment measured in full, 1,024 held-out images; it gives up deeper cuts, "
+        "alternatives and most certificates. default: as much as suits the model's speed. thorough: everything asked for, however long it takes",
+    )
     time_budget: Annotated[str | None, AfterValidator(_check_duration)] = Field(
         None, description="time that the run may take, such as 30m or 1h30m: it does what is worth most of that"
     )

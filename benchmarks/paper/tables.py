@@ -50,7 +50,7 @@ from profiling_agent.schemas import (
     Record,
     Variant,
 )
-from profiling_agent.search.budget import MIN_LOOK
+from profiling_agent.search.deadline import MIN_LOOK
 from profiling_agent.search.evaluator import Deployer, Evaluator, Settings
 from profiling_agent.search.selection import papers_rank
 from profiling_agent.workspace import Workspace, slug

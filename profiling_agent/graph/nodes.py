@@ -36,13 +36,11 @@ from profiling_agent.search.attempt import (
     prune_attempt,
     quantize_attempt,
     read_answer,
-    rejudge_deployments,
 )
-from profiling_agent.search.budget import affordable_images
+from profiling_agent.search.deadline import EFFORTS, affordable_images
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
 from profiling_agent.search.finalize import FinalChoice, add_race_result, finalize, raced_headline, torch_model
 from profiling_agent.search.planners import first_proposal, milder, next_proposal, setting_of
-from profiling_agent.search.selection import has_answer
 from profiling_agent.search.verdict import why_unproven
 
 # Recovery's settings were chosen with 1,000 images an epoch. Five times as many suffice for a thousand classes, and limit what a stream has to
@@ -132,7 +130,7 @@ def profiling(state: RunState, run: Run) -> Update:
     num_affordable = affordable_images(
         state.time_budget_s,
         headline.pass_s,
-        split.num_images,
+        min(split.num_images, EFFORTS[state.effort].num_calibration),
         headline.quietest_pass_s,
         num_heldout=state.acquired.heldout.num_images,
     )
@@ -150,7 +148,7 @@ def profiling(state: RunState, run: Run) -> Update:
     )
     if calibration == split:
         return {"profiled": profiled}
-    note = f"calibrated on {calibration.num_images} of {split.num_images} images: the time budget has no room for more"
+    note = f"calibrated on {calibration.num_images} of {split.num_images} images: the effort or the time budget allows no more"
     acquired = state.acquired.model_copy(update={"calibration": calibration, "notes": (*state.acquired.notes, note)})
     return {"acquired": acquired, "profiled": profiled}
 
@@ -241,7 +239,7 @@ def quantization(state: RunState, run: Run) -> Update:
     assert state.journal is not None, "the deployment search comes first"
     evaluator = run.evaluator(state)
     # An edit or a fork may have changed the contract since.
-    journal = rejudge_deployments(evaluator, state.journal)
+    journal = state.seen
     if state.prepared.failure is not None:
         return {"journal": journal}
     try:
@@ -270,23 +268,21 @@ def evaluation(state: RunState, run: Run) -> Update:
 
 def iterative_pruning(state: RunState, run: Run) -> Update:
     """Propose the next plan by rules or a language model, if the run has time for another attempt."""
-    budget, has_accepted = run.evaluator(state).budget, any(attempt.accepted for attempt in state.seen.attempts)
-    # If attempts are cheap, an int8 answer without pruning doesn't end the loop; a request for training accepts long attempts.
-    is_answered = has_accepted or (budget.is_slow and has_answer(state.seen, state.goal))
-    is_worth_it = budget.allows_attempt(state.longest_s, is_optional=is_answered and not state.recover_epochs)
-    advisor = run.advisor(state) if is_worth_it else None
+    evaluator = run.evaluator(state)
+    has_time = evaluator.deadline.allows(state.longest_s)
+    advisor = run.advisor(state) if has_time else None
     choice = next_proposal(
         advisor,
         state.planner,
         run.profile(state),
         state.goal,
         state.seen,
-        max_iterations=state.max_iterations,
-        setting=setting_of(run.evaluator(state), state.seen) if advisor else UNKNOWN,
+        max_iterations=min(state.max_iterations, evaluator.effort.num_attempts),
+        setting=setting_of(evaluator, state.seen) if advisor else UNKNOWN,
     )
     if isinstance(choice, StopReason):
         return {"stopped": choice}
-    if not is_worth_it:
+    if not has_time:
         return {"stopped": StopReason.TIME_SPENT}
     plan, origin = choice
     return {"proposal": plan, "origin": origin}
@@ -294,9 +290,8 @@ def iterative_pruning(state: RunState, run: Run) -> Update:
 
 def verdict(state: RunState, run: Run) -> Update:
     """Choose the winner by the current contract."""
-    evaluator = run.evaluator(state)
-    journal = rejudge_deployments(evaluator, state.seen)
-    final = finalize(evaluator, journal)
+    journal = state.seen
+    final = finalize(run.evaluator(state), journal)
     text = final.model_dump_json()
     name = f"final-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
     write_text(run.workspace.root / name, text)

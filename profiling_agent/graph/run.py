@@ -24,7 +24,7 @@ from profiling_agent.llm.chat import Chat, name_of, open_model
 from profiling_agent.llm.transcript import FILE, LanguageModel, Recorded, Transcript, open_recording
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.schemas import ModelProfile
-from profiling_agent.search.budget import Budget
+from profiling_agent.search.deadline import EFFORTS, search_deadline
 from profiling_agent.search.deployments import deployment_choices
 from profiling_agent.search.evaluator import Evaluator, Settings
 from profiling_agent.workspace import MANIFEST, Workspace, open_workspace, read_manifest, storage_errors
@@ -54,20 +54,22 @@ def seconds_left(state: RunState, stage: str, jobs: Jobs, in_stage_s: float) -> 
     """
     if jobs.pass_s is None or state.acquired is None or stage not in STAGES:
         return None
-    budget, acquired = Budget(jobs.timesheet, jobs.pass_s, state.time_budget_s), state.acquired
+    effort, acquired = EFFORTS[state.effort], state.acquired
+    deadline = search_deadline(jobs.timesheet, effort, jobs.pass_s, state.time_budget_s)
     num_images = [split.num_images for split in (acquired.calibration, acquired.search)]
     num_images.append(min(acquired.heldout.num_images, NUM_HELDOUT))
     expected = {
-        name: seconds + budget.pass_s * (passes + sum(map(operator.mul, each, num_images)))
+        name: seconds + jobs.pass_s * (passes + sum(map(operator.mul, each, num_images)))
         for name, (seconds, passes, *each) in COSTS.items()
     }
     stage_s = max(expected.get(stage, 0.0) - in_stage_s, 0.0)
-    sure_s = stage_s + sum(expected.get(later, 0.0) for later in STAGES[STAGES.index(stage) + 1 :])
+    last_s = sum(expected[later] for later in LAST if later != stage and stage != "report")
+    middle_s = sum(expected.get(later, 0.0) for later in STAGES[STAGES.index(stage) + 1 :] if later not in LAST)
     num_begun = (len(state.journal.attempts) if state.journal else 0) + (stage != "iterative_pruning")
-    num_more = max((state.max_iterations if state.iterate else 1) - num_begun, 0)
+    num_more = max((min(state.max_iterations, effort.num_attempts) if state.iterate else 1) - num_begun, 0)
     attempts_s = num_more * (state.longest_s or sum(expected[each] for each in ROUND))
-    spare_s = 0.0 if stage in LAST else max(budget.worth_s - jobs.timesheet.spent_s - sure_s, 0.0)
-    return stage_s, max(min(sure_s + min(attempts_s, spare_s), budget.left_s), stage_s)
+    spare_s = 0.0 if stage in LAST else max(deadline.free_s - stage_s - middle_s, 0.0)
+    return stage_s, stage_s + middle_s + min(attempts_s, spare_s) + last_s
 
 
 # Seconds to wait for a node after its job ended: it may do work without a child process, such as a download.

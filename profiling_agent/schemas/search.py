@@ -1,9 +1,9 @@
 """Search records: the contract, the deployments and plans that were tried, and the verdict."""
 
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, computed_field, model_validator
 
 from profiling_agent.schemas.measurement import Evaluation, RaceResult, Variant
 from profiling_agent.schemas.plan import (
@@ -46,6 +46,14 @@ class Goal(Record):
         return self.model_copy(update={"pins": (), "caps": ()})
 
 
+class Status(StrEnum):
+    """Whether a candidate keeps the accuracy, by the search images: shown, more likely than not, or unlikely."""
+
+    ACCEPTED = "accepted"
+    UNCERTAIN = "uncertain"
+    REJECTED = "rejected"
+
+
 class DeploymentOption(Record):
     """One deployment that was tried with a model, how far it got, and why no further."""
 
@@ -57,23 +65,42 @@ class DeploymentOption(Record):
     memory_ratio: float | None = Field(
         default=None, description="peak memory of the baseline's, where the contract asks"
     )
-    keeps_accuracy: bool = Field(default=False, description="whether the search images show it")
-    is_doubtful: bool = Field(default=False, description="whether they show neither that nor the contrary")
+    p_keeps: float | None = Field(
+        default=None, description="probability that it keeps the accuracy; None if unmeasured"
+    )
+    status: Status = Field(default=Status.REJECTED, description="rejected, too, where it went no further")
     reason: str
     is_unfit: bool = Field(
         default=False, description="whether it has no layer to take there, or weights or images that it can't take"
     )
     wants_time: bool = Field(default=False, description="whether it went no further for want of time")
-    is_larger: bool = Field(
-        default=False, description="whether it was left out because a smaller one keeps the contract and it doesn't"
-    )
+
+    @computed_field
+    @property
+    def keeps_accuracy(self) -> bool:
+        """Return whether it is accepted."""
+        return self.status is Status.ACCEPTED
+
+    @computed_field
+    @property
+    def is_doubtful(self) -> bool:
+        """Return whether it is uncertain."""
+        return self.status is Status.UNCERTAIN
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_flags(cls, document: Any) -> Any:
+        """Read the status from the flags, which are all that earlier reports have."""
+        if not isinstance(document, dict):
+            return document
+        fields = dict(cast("dict[str, Any]", document))
+        keeps, is_doubtful, _ = (fields.pop(name, False) for name in ("keeps_accuracy", "is_doubtful", "is_larger"))
+        status = Status.ACCEPTED if keeps else Status.UNCERTAIN if is_doubtful else Status.REJECTED
+        return {"status": status, **fields}
 
 
 class DeploymentSearch(Record):
-    """The deployments that were tried with one model, in order; `chosen` is the best that keeps the accuracy.
-
-    If none of these meets the contract's other terms, `chosen` is a deployment that may keep the accuracy.
-    """
+    """The deployments that were tried with the baseline, in order; `chosen` is the best that isn't rejected."""
 
     options: tuple[DeploymentOption, ...]
     chosen: Deployment | None
@@ -86,17 +113,6 @@ class DeploymentSearch(Record):
     def of(self, deployment: Deployment) -> DeploymentOption:
         """Return the option of a deployment that was tried."""
         return next(option for option in self.options if option.deployment == deployment)
-
-    @property
-    def suited(self) -> tuple[DeploymentOption, ...]:
-        """Return the options that keep the accuracy on all search images, the chosen one first."""
-        options = [option for option in self.options if option.keeps_accuracy]
-        return tuple(sorted(options, key=lambda option: option.deployment != self.chosen))
-
-    @property
-    def doubtful(self) -> tuple[DeploymentOption, ...]:
-        """Return the options for which the search images don't show whether they keep the accuracy."""
-        return tuple(option for option in self.options if option.is_doubtful)
 
 
 class Origin(Record):
@@ -212,6 +228,8 @@ class Candidate(Record):
     variant: Variant
     attempt: int | None = Field(default=None, description="number of the attempt; None where nothing was pruned")
     evaluation: Evaluation
+    p_keeps: float = Field(default=1.0, description="probability that it keeps the accuracy")
+    status: Status = Status.ACCEPTED
 
 
 class Outcome(StrEnum):

@@ -1,7 +1,6 @@
 """Attempts: a plan pruned, deployed, measured and judged, and the approval question about it."""
 
 import math
-from collections.abc import Collection
 from typing import Any
 
 from pydantic import ValidationError
@@ -26,11 +25,17 @@ from profiling_agent.schemas import (
     PrunedModel,
     Record,
     RecoveredModel,
+    Status,
     UnitCut,
     Variant,
 )
-from profiling_agent.search.deployment_search import as_search, try_deployments, with_unit_times
-from profiling_agent.search.deployments import DeploymentChoices, by_promise, possible_deployments, why_undeployable
+from profiling_agent.search.deployments import (
+    DeploymentChoices,
+    by_promise,
+    possible_deployments,
+    search_deployments,
+    why_undeployable,
+)
 from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.search.selection import hopeless_kl, judge
 
@@ -147,26 +152,25 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> PreparedAttempt:
         batch_size=settings.batch_size,
         device=evaluator.device,
     )
+    prepared = PreparedAttempt(plan=plan, dry_run=dry)
     try:
         pruned = evaluator.jobs.run(task)
+        prepared = prepared.model_copy(update={"pruned": pruned})
+        if acquired.recovery is not None and settings.recover_epochs:
+            recovery = RecoverTask(
+                model=pruned.model,
+                baseline=evaluator.baseline,
+                recovery=acquired.recovery,
+                calibration=acquired.calibration,
+                epochs=settings.recover_epochs,
+                seed=settings.seed,
+                device=evaluator.device,
+            )
+            prepared = prepared.model_copy(update={"recovery": evaluator.jobs.run(recovery)})
     except (PruningError, JobError) as error:
-        return PreparedAttempt(plan=plan, dry_run=dry, failure=str(error))
-    prepared = PreparedAttempt(plan=plan, dry_run=dry, pruned=pruned)
-    if acquired.recovery is None or not settings.recover_epochs:
-        return prepared
-    recovery = RecoverTask(
-        model=pruned.model,
-        baseline=evaluator.baseline,
-        recovery=acquired.recovery,
-        calibration=acquired.calibration,
-        epochs=settings.recover_epochs,
-        seed=settings.seed,
-        device=evaluator.device,
-    )
-    try:
-        return prepared.model_copy(update={"recovery": evaluator.jobs.run(recovery)})
-    except (PruningError, JobError) as error:
-        return prepared.model_copy(update={"failure": f"recovery failed: {error}"})
+        step = "recovery failed: " if prepared.pruned else ""
+        return prepared.model_copy(update={"failure": f"{step}{error}"})
+    return prepared
 
 
 def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal: Goal) -> Deployment | None:
@@ -187,7 +191,7 @@ def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal
     scores = {
         (option.deployment.runtime, option.deployment.scheme): option.race_result.speedup
         if option.race_result
-        else float(option.deployed is not None or option.wants_time or option.is_larger) - 1
+        else float(option.deployed is not None or option.wants_time) - 1
         for option in (search.options if search else ())
     }
     possible = by_promise(possible_deployments(plan, choices))
@@ -216,8 +220,8 @@ def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment
     return planned.model_copy(update={"deployed": option.deployed.model})
 
 
-def open_journal(evaluator: Evaluator, plan: Plan, known: Collection[str] = ()) -> Journal:
-    """Measure the baseline and its possible deployments; those `known` by name were measured before."""
+def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
+    """Measure the baseline and its possible deployments."""
     contract = evaluator.goal.without_demands
     if evaluator.goal.selection == "paper":
         return Journal(
@@ -231,22 +235,9 @@ def open_journal(evaluator: Evaluator, plan: Plan, known: Collection[str] = ()) 
     deployments = possible_deployments(plan, evaluator.choices)
     if not deployments:
         return journal
-    tried = try_deployments(evaluator, evaluator.baseline, deployments, baseline, known)
-    search = as_search(tried, evaluator.choices.notes)
-    if evaluator.settings.is_advised and evaluator.device == "cpu" and tried.best is not None:
-        search = with_unit_times(evaluator, search, tried.best)
+    search = search_deployments(evaluator, deployments, baseline)
     quantized = search.of(search.chosen).evaluation if search.chosen else None
     return journal.model_copy(update={"deployment_search": search, "quantized": quantized})
-
-
-def rejudge_deployments(evaluator: Evaluator, journal: Journal) -> Journal:
-    """Judge the journal's deployments again if an edit or a fork changed the contract; measurements are read back."""
-    if journal.contract in (None, evaluator.goal.without_demands):
-        return journal
-    options = journal.deployment_search.options if journal.deployment_search else ()
-    known = {option.deployment.name for option in options if option.evaluation is not None}
-    new_journal = open_journal(evaluator, Plan(quantization=journal.wish), known)
-    return new_journal.model_copy(update={"attempts": journal.attempts, "rejected": journal.rejected})
 
 
 def measure_attempt(evaluator: Evaluator, prepared: PreparedAttempt, journal: Journal) -> Attempt:
@@ -283,7 +274,7 @@ def measure_attempt(evaluator: Evaluator, prepared: PreparedAttempt, journal: Jo
         update={
             "deployed": deployed,
             "latency_ms": latency_ms,
-            "accepted": judgement.accepted,
+            "accepted": judgement.status is Status.ACCEPTED,
             "reason": judgement.reason,
         }
     )

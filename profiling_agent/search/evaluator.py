@@ -1,35 +1,30 @@
 """Evaluator of a run: models deployed, evaluated and raced as jobs, each once."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from profiling_agent.errors import ArtifactError, JobError, QuantizationError, RequestError
+from profiling_agent.errors import RequestError
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import (
-    DeployTask,
     EvaluateTask,
-    ExportTask,
     HeadlineTask,
     MemoryTask,
     RaceTask,
     SessionTask,
-    TuneTask,
 )
 from profiling_agent.measure.intervals import counts_of, decide, drop_at_look, least_images, paired_drop
 from profiling_agent.measure.predictions import Answers, concatenate, read_predictions
 from profiling_agent.measure.race import Entries
-from profiling_agent.runtimes.registry import reads_onnx
 from profiling_agent.schemas import (
     NUM_SESSIONS,
     SHARD,
     Acquired,
     ArtifactRef,
     Deployment,
-    DeploymentOption,
     Evaluation,
     Goal,
     ModelProfile,
@@ -39,77 +34,24 @@ from profiling_agent.schemas import (
     SplitInfo,
     Variant,
 )
-from profiling_agent.search.budget import Budget
-from profiling_agent.search.deployments import INT8, DeploymentChoices, keep_layers_in_float
+from profiling_agent.search.deadline import (
+    EFFORTS,
+    MIN_LOOK,
+    REPORT_PASSES,
+    REPORT_S,
+    Deadline,
+    Effort,
+    search_deadline,
+)
+from profiling_agent.search.deployments import REFUSALS, Deployer, DeploymentChoices
 from profiling_agent.search.selection import SEARCH_CONFIDENCE, can_be_bounded, keeps_accuracy
-
-# Failures of a conversion or a runtime: they cost the deployment or the attempt, never the run.
-REFUSALS = (ArtifactError, JobError, QuantizationError)
-
-
-@dataclass(frozen=True)
-class Deployer:
-    """Settings to convert models with; `latency_shares` is each layer's share of the baseline's time, by name.
-
-    With `tunes`, layers to leave in float may be chosen for int8, on the CPU only: on CUDA each row has its scale.
-    """
-
-    jobs: Jobs
-    calibration: SplitInfo
-    batch_size: int
-    device: str = "cpu"
-    latency_shares: Mapping[str, float] = field(default_factory=dict)
-    tunes: bool = True
-
-    def make(self, model: ArtifactRef, deployment: Deployment, *, choose_layers: bool = False) -> DeploymentOption:
-        """Convert a float32 model; for int8 with `choose_layers`, measure its layers first and leave the costliest in float.
-
-        A refusal, crash or hang of the conversion is the option's reason.
-        """
-        tuned = None
-        try:
-            if choose_layers and self.tunes and deployment.scheme in INT8 and self.device == "cpu":
-                tune_task = TuneTask(
-                    model=model,
-                    scheme="dynamic" if deployment.scheme == "dynamic" else "static",
-                    calibration=self.calibration,
-                    latency_shares=dict(self.latency_shares),
-                    batch_size=self.batch_size,
-                )
-                tuned = self.jobs.run(tune_task)
-                # A plan with recommendations by layer leaves no layers to choose.
-                if len(deployment.recommendations) <= 1:
-                    deployment = keep_layers_in_float(deployment, tuned.kept)
-            deployed = self.jobs.run(self.deploy_task(model, deployment))
-        except REFUSALS as error:
-            is_unfit = isinstance(error, QuantizationError)
-            return DeploymentOption(deployment=deployment, tuned=tuned, reason=str(error), is_unfit=is_unfit)
-        return DeploymentOption(deployment=deployment, tuned=tuned, deployed=deployed, reason="")
-
-    def deploy_task(self, model: ArtifactRef, deployment: Deployment) -> DeployTask:
-        """Build the job that converts a float32 model; exports ONNX first if the runtime reads it."""
-        return DeployTask(
-            model=model,
-            deployment=deployment,
-            calibration=self.calibration,
-            onnx=self.exported(model, deployment),
-            batch_size=self.batch_size,
-            device=self.device,
-            # Converters and compilers of other runtimes crash and hang.
-            isolated=deployment.runtime != "eager",
-        )
-
-    def exported(self, model: ArtifactRef, deployment: Deployment) -> ArtifactRef | None:
-        """Return a float32 model as ONNX, exported once; None if the runtime reads none for this deployment."""
-        return self.jobs.run(ExportTask(model=model)).onnx if reads_onnx(deployment) else None
-
 
 # Up to so many images are evaluated at once: a sample of fixed size then shows more than a sequential test.
 MAX_AT_ONCE = 2 * SHARD
-# Maximum for a slow model: a fourth shard narrows an interval by a seventh, and costs 1,000 passes for the baseline and a few deployments.
-MAX_SEARCHED_SLOW = 3 * SHARD
 # Error of the early decision; small next to the 10% of a search of fixed size.
 EARLY_ERROR = 0.02
+# Share of the free time that an attempt's images past the first shard may take.
+IMAGES_SHARE = 0.25
 
 
 class Settings(Record):
@@ -121,16 +63,15 @@ class Settings(Record):
     num_sessions: int = NUM_SESSIONS
     fresh_ledger: str | None = None
     time_budget_s: float | None = None
+    effort: Literal["quick", "default", "thorough"] = "default"
     is_advised: bool = False
 
 
-def most_searched(num_images: int, budget: Budget, goal: Goal) -> int:
-    """Return how many search images to use; fewer than all only for a slow model without a limit."""
-    if goal.selection == "paper" or not budget.is_sparing:
+def most_searched(num_images: int, effort: Effort, pass_s: float, goal: Goal) -> int:
+    """Return how many search images to use: at least as many as can show the contract kept, if there are."""
+    if goal.selection == "paper":
         return num_images
-    # Enough to show the contract kept, in whole shards, if that many exist.
-    num_needed = least_images(goal.max_accuracy_drop, SEARCH_CONFIDENCE) or num_images
-    return min(num_images, max(MAX_SEARCHED_SLOW, -(-num_needed // SHARD) * SHARD))
+    return effort.num_images(num_images, pass_s, least_images(goal.max_accuracy_drop, SEARCH_CONFIDENCE) or num_images)
 
 
 @dataclass(frozen=True)
@@ -150,16 +91,40 @@ class Evaluator:
         """Return the device of all measurements."""
         return self.acquired.source.device
 
-    @cached_property
-    def budget(self) -> Budget:
-        """Return the run's time budget."""
-        pass_s, num_heldout = self.profile.headline.pass_s, self.acquired.heldout.num_images
-        return Budget(self.jobs.timesheet, pass_s, self.settings.time_budget_s, num_heldout)
+    @property
+    def pass_s(self) -> float:
+        """Return the baseline's seconds per image."""
+        return self.profile.headline.pass_s
+
+    @property
+    def effort(self) -> Effort:
+        """Return what the run does at most."""
+        return EFFORTS[self.settings.effort]
+
+    @property
+    def deadline(self) -> Deadline:
+        """Return the deadline of the search."""
+        num_heldout, budget_s = self.acquired.heldout.num_images, self.settings.time_budget_s
+        # A request for training accepts long attempts.
+        effort = EFFORTS["thorough"] if self.settings.recover_epochs else self.effort
+        return search_deadline(self.jobs.timesheet, effort, self.pass_s, budget_s, num_heldout)
+
+    @property
+    def closing(self) -> Deadline:
+        """Return the deadline of the final choice: the time budget's, if there is one."""
+        if self.settings.time_budget_s is None:
+            return Deadline(self.jobs.timesheet)
+        return Deadline(self.jobs.timesheet, self.settings.time_budget_s, REPORT_S + REPORT_PASSES * self.pass_s)
 
     @property
     def searched(self) -> range:
         """Return the range of search images of a full search."""
-        return range(most_searched(self.acquired.search.num_images, self.budget, self.goal))
+        return range(most_searched(self.acquired.search.num_images, self.effort, self.pass_s, self.goal))
+
+    @property
+    def num_heldout(self) -> int:
+        """Return how many held-out images a test uses at most."""
+        return self.effort.num_images(self.acquired.heldout.num_images, self.pass_s, MIN_LOOK)
 
     @cached_property
     def deployer(self) -> Deployer:
@@ -227,28 +192,24 @@ class Evaluator:
     ) -> Evaluation:
         """Evaluate a model on search images, paired with the baseline: the first shard, then all unless that decides.
 
-        A drop shown inside or outside the contract at an error of 2% decides; it is reported as that of an early look.
-        If one shard could show the contract kept, it also suffices in three cases:
-        - the time budget has no room for the other shards (a slow model has 1,536 images at most);
-        - it shows the contract kept, and `in_full` is false or a slow model has a budget (of a DeiT-S's ten minutes the baseline would take a sixth);
-        - the model is slow and `in_full` is false.
+        A drop shown inside or outside the contract at an error of 2% decides; it is reported as that of an early look. If one shard could show the
+        contract kept, it also suffices if the others don't fit the time, and without `in_full` if the candidate is accepted.
         The paper's selection uses all images.
         """
-        split, first_shard, images = self.acquired.search, range(SHARD), self.searched
+        split, images = self.acquired.search, self.searched
         if self.goal.selection == "contract" and len(images) > MAX_AT_ONCE:
-            baseline, began_s = self.evaluate_baseline(split, first_shard), self.jobs.timesheet.spent_s
-            evaluation = self.evaluate(variant, model, split, baseline, deployment, images=first_shard)
-            assert evaluation.drop is not None, "it was compared with the baseline"
-            counts = counts_of(evaluation.drop)
+            baseline, began_s = self.evaluate_baseline(split, range(SHARD)), self.jobs.timesheet.spent_s
+            first = self.evaluate(variant, model, split, baseline, deployment, images=range(SHARD))
+            assert first.drop is not None, "it was compared with the baseline"
+            counts = counts_of(first.drop)
             if decide(counts, self.goal.max_accuracy_drop, EARLY_ERROR) != "undecided":
-                return evaluation.model_copy(update={"drop": drop_at_look(counts, 2)})
-            shard_s = SHARD * self.budget.pass_s + self.jobs.timesheet.spent_s - began_s
-            has_room = self.budget.has_room_for((len(images) / SHARD - 1) * shard_s)
-            is_shown = (self.budget.is_pressed or not in_full) and keeps_accuracy(evaluation, self.goal)
-            suffices = is_shown or not has_room or (self.budget.is_slow and not in_full)
+                return first.model_copy(update={"drop": drop_at_look(counts, 2)})
+            shard_s = SHARD * self.pass_s + self.jobs.timesheet.spent_s - began_s
+            has_time = self.deadline.part(IMAGES_SHARE).allows((len(images) / SHARD - 1) * shard_s)
             # Too few images for a bound must not replace the bound of all by a point estimate.
-            if suffices and can_be_bounded(evaluation.drop, self.goal):
-                return evaluation
+            suffices = not has_time or (not in_full and keeps_accuracy(first, self.goal))
+            if suffices and can_be_bounded(first.drop, self.goal):
+                return first
         return self.evaluate(variant, model, split, self.evaluate_baseline(split, images), deployment, images=images)
 
     def answers(self, measured: Evaluation) -> Answers:
@@ -270,6 +231,25 @@ class Evaluator:
         )
         return self.jobs.run(task)
 
+    def hold_session(self, entries: Entries, number: int) -> Race:
+        """Run one session of a speed estimate; raises JobError if a process died, which voids it."""
+        return self.jobs.run(
+            SessionTask(
+                entries=tuple(entries),
+                batch_size=self.settings.batch_size,
+                device=self.device,
+                seed=self.settings.seed,
+                pass_s=self.batch_s,
+                number=number,
+                reads_memory=self._reads_memory,
+            )
+        )
+
+    @property
+    def num_sessions(self) -> int:
+        """Return the number of sessions of a speed estimate."""
+        return min(self.settings.num_sessions, self.effort.num_sessions)
+
     @property
     def batch_s(self) -> float:
         """Return the baseline's seconds per batch."""
@@ -278,21 +258,6 @@ class Evaluator:
     @property
     def _reads_memory(self) -> bool:
         return self.goal.max_memory_ratio is not None or self.goal.objective == "memory"
-
-    def hold_session(self, entries: Entries, number: int) -> Race:
-        """Run one session of a speed estimate; raises JobError if a process died, which voids it."""
-        settings = self.settings
-        return self.jobs.run(
-            SessionTask(
-                entries=tuple(entries),
-                batch_size=settings.batch_size,
-                device=self.device,
-                seed=settings.seed,
-                pass_s=self.batch_s,
-                number=number,
-                reads_memory=self._reads_memory,
-            )
-        )
 
     def latency_ms(self, model: ArtifactRef) -> float:
         """Return the median milliseconds of a batch in a fresh process that only runs this model; timed once."""
@@ -305,7 +270,10 @@ class Evaluator:
         return self.jobs.run(task).peak_bytes
 
     def memory_ratio(self, model: ArtifactRef) -> float | None:
-        """Return peak memory as a fraction of the baseline's, None if not in the contract; raises measuring errors."""
+        """Return peak memory as a fraction of the baseline's; None if the contract has no such term or measuring fails."""
         if not self._reads_memory:
             return None
-        return self.peak_memory(model) / self.peak_memory(self.baseline)
+        try:
+            return self.peak_memory(model) / self.peak_memory(self.baseline)
+        except REFUSALS:
+            return None

@@ -22,7 +22,7 @@ from profiling_agent.planning.allocation import (
     saved_share,
     scaled,
 )
-from profiling_agent.planning.llm_planner import UNKNOWN, Advised, Setting, ask_for_plan, plan_question
+from profiling_agent.planning.llm_planner import UNKNOWN, Setting, ask_for_plan, plan_question
 from profiling_agent.planning.rules import analyse
 from profiling_agent.schemas import (
     Attempt,
@@ -229,20 +229,8 @@ def first_proposal(
     """Return the first plan: a language model's, which sees the rules' plan, or the rules' if there is an objection."""
     if advisor is None or planner == "rules":
         return rules, RULES
-    setting = replace(setting, admission=admission_text(planner, is_first=True))
-    try:
-        advice = ask_for_plan(
-            advisor,
-            lambda limit: plan_question(profile, goal, rules, journal, limit, setting=setting),
-            profile,
-            goal,
-            journal,
-            lambda guarded: _objection(guarded, planner, profile, goal, journal, rules.target, setting),
-            may_stop=False,
-        )
-    except AdvisorError as error:
-        return rules, Origin(by="rules", note=str(error))
-    return _as_proposal(advisor, advice) or (rules, Origin(by="rules", note=f"{advisor.name}: {advice.objection}"))
+    answer = _ask(advisor, planner, profile, goal, rules, journal, setting)
+    return answer if isinstance(answer, tuple) else (rules, Origin(by="rules", note=answer))
 
 
 def next_proposal(
@@ -265,40 +253,53 @@ def next_proposal(
         return rules if isinstance(rules, StopReason) else (rules, RULES)
     if rules_plan is not None and not _is_redundant(rules_plan, profile, journal):
         return rules_plan, Origin(by="rules", note=f"beside {advisor.name}'s first plan, the rules' own is measured")
-    target = (rules_plan or journal.attempts[0].plan).target
-    setting = replace(setting, admission=admission_text(planner, is_first=False))
-    proposed, tries = None if isinstance(rules, StopReason) else rules, max_iterations - len(journal.attempts)
+    proposed, num_left = None if isinstance(rules, StopReason) else rules, max_iterations - len(journal.attempts)
+    answer = _ask(advisor, planner, profile, goal, proposed, journal, setting, num_left)
+    if isinstance(answer, (tuple, StopReason)):
+        return answer
+    return rules if isinstance(rules, StopReason) else (rules, Origin(by="rules", note=answer))
+
+
+def _ask(
+    advisor: LanguageModel,
+    planner: Planner,
+    profile: ModelProfile,
+    goal: Goal,
+    rules: Plan | None,
+    journal: Journal | None,
+    setting: Setting,
+    num_left: int | None = None,
+) -> Proposal | StopReason | str:
+    """Return a language model's proposal, a stop if it decides alone, or why the rules' plan is measured instead.
+
+    `num_left` are the attempts left, None before the first.
+    """
+    target = rules.target if rules else None
+    setting = replace(setting, admission=admission_text(planner, is_first=num_left is None))
     try:
         advice = ask_for_plan(
             advisor,
-            lambda limit: plan_question(profile, goal, proposed, journal, limit, attempts_left=tries, setting=setting),
+            lambda limit: plan_question(profile, goal, rules, journal, limit, attempts_left=num_left, setting=setting),
             profile,
             goal,
             journal,
             lambda guarded: _objection(guarded, planner, profile, goal, journal, target, setting),
-            may_stop=True,
+            may_stop=num_left is not None,
         )
     except AdvisorError as error:
-        return rules if isinstance(rules, StopReason) else (rules, Origin(by="rules", note=str(error)))
-    if proposal := _as_proposal(advisor, advice):
-        return proposal
-    if advice.guarded is None and planner == "llm":
-        return StopReason.ADVISED
-    reason = advice.objection or f"advises to stop ({advice.reason[:200]})"
-    return rules if isinstance(rules, StopReason) else (rules, Origin(by="rules", note=f"{advisor.name}: {reason}"))
-
-
-def _as_proposal(advisor: LanguageModel, advice: Advised) -> Proposal | None:
+        return str(error)
     guarded = advice.guarded
-    if guarded is None or advice.objection is not None:
-        return None
-    return guarded.plan, Origin(
-        by=advisor.name,
-        reason=advice.reason,
-        repairs=advice.repairs,
-        dropped=guarded.dropped,
-        cut_back=guarded.cut_back,
-    )
+    if guarded is not None and advice.objection is None:
+        return guarded.plan, Origin(
+            by=advisor.name,
+            reason=advice.reason,
+            repairs=advice.repairs,
+            dropped=guarded.dropped,
+            cut_back=guarded.cut_back,
+        )
+    if guarded is None and planner == "llm" and num_left is not None:
+        return StopReason.ADVISED
+    return f"{advisor.name}: {advice.objection or f'advises to stop ({advice.reason[:200]})'}"
 
 
 def _first_rules_plan(profile: ModelProfile, goal: Goal, journal: Journal) -> Plan | None:

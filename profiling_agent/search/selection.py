@@ -1,43 +1,45 @@
-"""Selection: candidates that keep the accuracy, and their order by the contract."""
+"""Selection: the probability that a candidate keeps the accuracy, its status, and the order of candidates."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from profiling_agent.measure.intervals import (
-    largest_passing_drop,
-    likelihood,
-    one_sided_bound,
-    one_sided_lower_bound,
-    perfect_bound,
-)
+from profiling_agent.measure.intervals import largest_passing_drop, likelihood, one_sided_bound, perfect_bound
 from profiling_agent.measure.race import compare
 from profiling_agent.schemas import (
     AccuracyDrop,
     Attempt,
     Candidate,
+    DeploymentOption,
     Evaluation,
     Goal,
     Journal,
     Race,
-    RaceResult,
     Record,
+    Status,
     Variant,
 )
 
 # A point of top-1 corresponds to 0.01 to 0.02 nats (docs/decisions/LOG.md): ten times that is hopeless, whatever the limit.
 HOPELESS_KL, KL_PER_ACCURACY = 0.2, 20.0
 # Decisions use the search images, the verdict other ones. A candidate whose point estimate just meets the limit here would miss it there about every
-# second time, so the loop requires a bound of the drop.
-SEARCH_CONFIDENCE = 0.9
+# second time, so the search asks for more.
+ACCEPTED_FROM, UNCERTAIN_FROM = 0.9, 0.5
+SEARCH_CONFIDENCE = ACCEPTED_FROM
+# Below this a candidate is shown to lose too much; others may be tested on held-out images, after those of a better status.
+TESTED_FROM = 0.1
 # Default share of images that one of two models only classifies correctly: pruned and int8 models that lost about a point (docs/benchmarks.md).
 CHANGED = 0.03
+# Two processes of one model differ by about this share of memory; a smaller difference decides nothing.
+MEMORY_NOISE = 0.02
+SortKey = tuple[bool, int, bool, bool, bool, float]
+STATUSES = tuple(Status)
 
 
 class Judgement(Record):
-    """Acceptance of a candidate, and why."""
+    """Probability that a candidate keeps the accuracy, the status that follows, and the measurements behind it."""
 
-    accepted: bool
+    p_keeps: float
+    status: Status
     reason: str
 
 
@@ -51,38 +53,31 @@ def can_be_bounded(drop: AccuracyDrop, goal: Goal) -> bool:
     return perfect_bound(drop.num_images, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
 
 
+def judge(candidate: Evaluation, goal: Goal) -> Judgement:
+    """Judge a candidate's accuracy by its search images; the other terms are not checked here.
+
+    The point estimate decides, with a probability of 0 or 1, for the paper's selection and for contracts too strict to be shown on so few images.
+    """
+    assert candidate.drop is not None, "a candidate is always compared with the baseline"
+    drop, limit = candidate.drop, goal.max_accuracy_drop
+    early_note = f", of {drop.num_images} that were enough" if drop.num_looks > 1 else ""
+    change = f"fell by {drop.drop:.4f}" if drop.drop >= 0 else f"rose by {-drop.drop:.4f}"
+    loss = f"top-1 {change} ({drop.num_lost} images lost, {drop.num_gained} gained{early_note})"
+    is_bounded = goal.selection != "paper" and can_be_bounded(drop, goal)
+    p_keeps = likelihood(drop, limit) if is_bounded else float(drop.drop <= limit)
+    if not is_bounded and goal.selection != "paper":
+        loss = f"unproven, as {drop.num_images} images can't show it: {loss}"
+    if p_keeps >= ACCEPTED_FROM:
+        return Judgement(p_keeps=p_keeps, status=Status.ACCEPTED, reason=f"{loss}, inside the contract's {limit}")
+    status = Status.UNCERTAIN if p_keeps >= UNCERTAIN_FROM else Status.REJECTED
+    position = "too few images to tell if inside" if status is Status.UNCERTAIN else "outside"
+    bound = f"{SEARCH_CONFIDENCE:.0%} bound {one_sided_bound(drop, SEARCH_CONFIDENCE):.4f}"
+    return Judgement(p_keeps=p_keeps, status=status, reason=f"{loss}, {bound}: {position} the contract's {limit}")
+
+
 def keeps_accuracy(candidate: Evaluation, goal: Goal) -> bool:
-    """Return whether the drop is inside the contract with the search's confidence.
-
-    The point estimate decides for the paper's selection, and for contracts too strict to be shown on so few images.
-    """
-    assert candidate.drop is not None, "a candidate is always compared with the baseline"
-    if goal.selection == "paper" or not can_be_bounded(candidate.drop, goal):
-        return candidate.drop.drop <= goal.max_accuracy_drop
-    return one_sided_bound(candidate.drop, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
-
-
-def is_doubtful(candidate: Evaluation, goal: Goal) -> bool:
-    """Return whether a candidate is shown neither to keep the accuracy nor to lose more than the contract allows.
-
-    None is when the point estimate decides (`keeps_accuracy`). Few images leave many in doubt: two thirds of candidates that lose one point
-    where two are allowed, with one in twenty of 344 images answered differently.
-    """
-    assert candidate.drop is not None, "a candidate is always compared with the baseline"
-    if goal.selection == "paper" or not can_be_bounded(candidate.drop, goal) or keeps_accuracy(candidate, goal):
-        return False
-    return one_sided_lower_bound(candidate.drop, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
-
-
-def likelihood_of(candidate: Evaluation, goal: Goal) -> float:
-    """Return the probability that a candidate keeps the accuracy, by its search images."""
-    assert candidate.drop is not None, "a candidate is always compared with the baseline"
-    return likelihood(candidate.drop, goal.max_accuracy_drop)
-
-
-def is_likely(candidate: Evaluation, goal: Goal) -> bool:
-    """Return whether a candidate is more likely than not to keep the accuracy."""
-    return likelihood_of(candidate, goal) >= 0.5
+    """Return whether a candidate is accepted."""
+    return judge(candidate, goal).status is Status.ACCEPTED
 
 
 def rule_text(goal: Goal, num_images: int, changed: float | None = None) -> str:
@@ -102,65 +97,13 @@ def rule_text(goal: Goal, num_images: int, changed: float | None = None) -> str:
     )
 
 
-def judge(candidate: Evaluation, goal: Goal) -> Judgement:
-    """Accept a candidate that keeps the accuracy; the other terms are not checked here."""
-    assert candidate.drop is not None, "a candidate is always compared with the baseline"
-    drop = candidate.drop
-    early_note = f", of {drop.num_images} that were enough" if drop.num_looks > 1 else ""
-    change = f"fell by {drop.drop:.4f}" if drop.drop >= 0 else f"rose by {-drop.drop:.4f}"
-    loss = f"top-1 {change} ({drop.num_lost} images lost, {drop.num_gained} gained{early_note})"
-    if not can_be_bounded(drop, goal) and goal.selection != "paper":
-        loss = f"unproven, as {drop.num_images} images can't show it: {loss}"
-    if keeps_accuracy(candidate, goal):
-        return Judgement(accepted=True, reason=f"{loss}, inside the contract's {goal.max_accuracy_drop}")
-    bound = one_sided_bound(drop, SEARCH_CONFIDENCE)
-    position = "shown neither inside nor outside" if is_doubtful(candidate, goal) else "outside"
-    return Judgement(
-        accepted=False,
-        reason=f"{loss}, {SEARCH_CONFIDENCE:.0%} bound {bound:.4f}: {position} the contract's {goal.max_accuracy_drop}",
-    )
-
-
-def rejudged(journal: Journal, goal: Goal) -> Journal:
-    """Judge every measured attempt again by `goal`, which may have changed."""
-
-    def rejudge(attempt: Attempt) -> Attempt:
-        if attempt.deployed is None:
-            return attempt
-        judgement = judge(attempt.deployed, goal)
-        return attempt.model_copy(update={"accepted": judgement.accepted, "reason": judgement.reason})
-
-    return journal.model_copy(update={"attempts": tuple(rejudge(attempt) for attempt in journal.attempts)})
-
-
-def candidates(journal: Journal) -> tuple[Candidate, ...]:
-    """Return all candidates measured on the search images, in the order of measurement."""
-    results: list[Candidate] = []
-    search = journal.deployment_search
-    options = (*search.suited, *search.doubtful) if search else ()
-    unpruned = [journal.quantized, *(option.evaluation for option in options)]
-    results += [Candidate(variant=item.variant, evaluation=item) for item in unpruned if item is not None]
-    results += [
-        Candidate(variant=item.variant, attempt=attempt.number, evaluation=item)
-        for attempt in journal.attempts
-        if (item := attempt.deployed) is not None and item.variant in (Variant.PRUNED, Variant.BOTH)
-    ]
-    return tuple({candidate.evaluation.model.sha256: candidate for candidate in results}.values())
-
-
 def size_ratio(candidate: Evaluation, baseline: Evaluation) -> float:
     """Return the candidate's bytes on disk as a fraction of the baseline's."""
     return candidate.footprint.size_bytes / baseline.footprint.size_bytes
 
 
-def may_be_returned(candidate: Evaluation, baseline: Evaluation, goal: Goal) -> bool:
-    """Return whether a candidate keeps the accuracy and is no larger than the contract or the baseline."""
-    max_size = max(goal.max_size_ratio, 1.0)
-    return judge(candidate, goal).accepted and size_ratio(candidate, baseline) <= max_size
-
-
 def preference(goal: Goal, *, size: float, speedup: float, memory: float | None) -> tuple[bool, bool, bool, float]:
-    """Return the contract's sort key for candidates that keep the accuracy, best first: terms kept, then the objective.
+    """Return the contract's sort key, best first: size, speed and memory missed, then the objective.
 
     `size` and `memory` are fractions of the baseline's; unknown memory counts as too much.
     """
@@ -170,25 +113,83 @@ def preference(goal: Goal, *, size: float, speedup: float, memory: float | None)
     return not goal.allows_size(size), speedup < goal.min_speedup, exceeds_memory, objective
 
 
-def has_answer(journal: Journal, goal: Goal) -> bool:
-    """Return whether an accepted attempt or the deployed baseline keeps the contract.
-
-    Attempts' speed isn't known before the end, so only their size is checked.
-    """
-    accepted = [attempt.deployed for attempt in journal.attempts if attempt.accepted and attempt.deployed]
-    if any(goal.allows_size(size_ratio(evaluation, journal.baseline)) for evaluation in accepted):
-        return True
-    search = journal.deployment_search
-    if search is None or search.chosen is None:
-        return False
-    chosen = search.of(search.chosen)
-    assert chosen.evaluation is not None, "what was chosen was measured"
-    if not judge(chosen.evaluation, goal).accepted:
-        return False
-    size, result = size_ratio(chosen.evaluation, journal.baseline), chosen.race_result
-    return not any(
-        preference(goal, size=size, speedup=result.speedup if result else 0.0, memory=chosen.memory_ratio)[:3]
+def option_key(option: DeploymentOption, baseline: Evaluation, goal: Goal) -> SortKey:
+    """Return the sort key of a converted deployment, best first: other terms missed, status, then `preference`."""
+    assert option.deployed is not None, "only converted models are ranked"
+    key = preference(
+        goal,
+        size=option.deployed.model.size_bytes / baseline.footprint.size_bytes,
+        speedup=option.race_result.speedup if option.race_result else 0.0,
+        memory=option.memory_ratio,
     )
+    return any(key[:3]), STATUSES.index(option.status), *key
+
+
+def choose_option(options: Sequence[DeploymentOption], baseline: Evaluation, goal: Goal) -> DeploymentOption | None:
+    """Return the best deployment that isn't rejected."""
+    possible = [option for option in options if option.status is not Status.REJECTED]
+    return min(possible, key=lambda option: option_key(option, baseline, goal), default=None)
+
+
+def rejudged(journal: Journal, goal: Goal) -> Journal:
+    """Judge every measured attempt and deployment again by `goal`, which may have changed."""
+
+    def rejudge(attempt: Attempt) -> Attempt:
+        if attempt.deployed is None:
+            return attempt
+        judgement = judge(attempt.deployed, goal)
+        is_accepted = judgement.status is Status.ACCEPTED
+        return attempt.model_copy(update={"accepted": is_accepted, "reason": judgement.reason})
+
+    def rejudge_option(option: DeploymentOption) -> DeploymentOption:
+        if option.evaluation is None:
+            return option
+        return option.model_copy(update=dict(judge(option.evaluation, goal)))
+
+    journal = journal.model_copy(update={"attempts": tuple(map(rejudge, journal.attempts))})
+    if journal.deployment_search is None or journal.contract in (None, goal.without_demands):
+        return journal
+    options = tuple(map(rejudge_option, journal.deployment_search.options))
+    best = choose_option(options, journal.baseline, goal)
+    search = {"options": options, "chosen": best.deployment if best else None}
+    return journal.model_copy(
+        update={
+            "contract": goal.without_demands,
+            "deployment_search": journal.deployment_search.model_copy(update=search),
+            "quantized": best.evaluation if best else None,
+        }
+    )
+
+
+def candidate_of(evaluation: Evaluation, goal: Goal, attempt: int | None = None) -> Candidate:
+    """Return an evaluated model as a candidate, with its probability and status."""
+    judgement = judge(evaluation, goal)
+    return Candidate(
+        variant=evaluation.variant,
+        attempt=attempt,
+        evaluation=evaluation,
+        p_keeps=judgement.p_keeps,
+        status=judgement.status,
+    )
+
+
+def candidates(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
+    """Return all candidates measured on the search images, in the order of measurement."""
+    search = journal.deployment_search
+    unpruned = [journal.quantized, *(option.evaluation for option in (search.options if search else ()))]
+    results = [candidate_of(item, goal) for item in unpruned if item is not None]
+    results += [
+        candidate_of(item, goal, attempt.number)
+        for attempt in journal.attempts
+        if (item := attempt.deployed) is not None and item.variant in (Variant.PRUNED, Variant.BOTH)
+    ]
+    return tuple({candidate.evaluation.model.sha256: candidate for candidate in results}.values())
+
+
+def may_be_returned(candidate: Candidate, baseline: Evaluation, goal: Goal) -> bool:
+    """Return whether a candidate isn't shown to lose too much and is no larger than the contract or the baseline."""
+    is_small = size_ratio(candidate.evaluation, baseline) <= max(goal.max_size_ratio, 1.0)
+    return candidate.p_keeps >= TESTED_FROM and is_small
 
 
 def papers_rank(evaluation: Evaluation, latency_ms: float | None) -> tuple[float, int, float]:
@@ -197,32 +198,25 @@ def papers_rank(evaluation: Evaluation, latency_ms: float | None) -> tuple[float
 
 
 def ranked(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
-    """Return the candidates that may be returned, best first by counts and accuracy, before any race.
+    """Return the accepted candidates, best first by what is known before a race: small enough, MACs, bytes.
 
-    Order: small enough, then fewest MACs, then fewest bytes. For the paper's selection: float32 pruned models by `papers_rank`, if they beat the
-    baseline; latencies were measured once for the run.
+    For the paper's selection: float32 pruned models by `papers_rank`, if they beat the baseline; latencies were measured once for the run.
     """
-    baseline = journal.baseline
+    baseline, measured = journal.baseline, candidates(journal, goal)
     if goal.selection == "paper":
         times = {attempt.number: attempt.latency_ms for attempt in journal.attempts}
-        baseline_key = papers_rank(baseline, journal.baseline_latency_ms)
-        pruned = [
-            (papers_rank(candidate.evaluation, times.get(candidate.attempt or 0)), candidate)
-            for candidate in candidates(journal)
-            if candidate.variant is Variant.PRUNED
-        ]
-        return tuple(candidate for key, candidate in sorted(pruned, key=lambda pair: pair[0]) if key < baseline_key)
-    eligible = [candidate for candidate in candidates(journal) if may_be_returned(candidate.evaluation, baseline, goal)]
-    return tuple(
-        sorted(
-            eligible,
-            key=lambda candidate: (
-                not goal.allows_size(size_ratio(candidate.evaluation, baseline)),
-                candidate.evaluation.footprint.macs,
-                candidate.evaluation.footprint.size_bytes,
-            ),
-        )
-    )
+        keys = {c.attempt: papers_rank(c.evaluation, times.get(c.attempt or 0)) for c in measured}
+        pruned = [c for c in measured if c.variant is Variant.PRUNED]
+        better = [c for c in pruned if keys[c.attempt] < papers_rank(baseline, journal.baseline_latency_ms)]
+        return tuple(sorted(better, key=lambda c: keys[c.attempt]))
+
+    def key(candidate: Candidate) -> tuple[bool, int, int]:
+        footprint = candidate.evaluation.footprint
+        is_large = not goal.allows_size(size_ratio(candidate.evaluation, baseline))
+        return is_large, footprint.macs, footprint.size_bytes
+
+    accepted = [c for c in measured if c.status is Status.ACCEPTED and may_be_returned(c, baseline, goal)]
+    return tuple(sorted(accepted, key=key))
 
 
 def accuracy_lost(candidate: Candidate) -> float:
@@ -230,63 +224,31 @@ def accuracy_lost(candidate: Candidate) -> float:
     return candidate.evaluation.drop.drop if candidate.evaluation.drop else 0.0
 
 
-# Two processes of one model differ by about this share of memory; a smaller difference decides nothing.
-MEMORY_NOISE = 0.02
+def ties(
+    remaining: Sequence[Candidate], baseline: Evaluation, goal: Goal, race: Race, memory: Mapping[str, float | None]
+) -> list[Candidate]:
+    """Return the best candidates after a race: those that can't be told from the leader, which is one of them.
 
+    They are ordered by whether they miss a term, by status, and by the contract's key. `memory` is by the model's hash.
+    """
 
-@dataclass(frozen=True)
-class Ranking:
-    """What finalists are ranked by; `memory` is a fraction of the baseline's, by the model's hash."""
-
-    goal: Goal
-    baseline: Evaluation
-    race: Race
-    memory: Mapping[str, float | None]
-
-    def order(self, finalists: Sequence[Candidate]) -> tuple[Candidate, ...]:
-        """Return the candidates that finished the race, best first.
-
-        Among those tied with the leader, the more accurate comes first, then the smaller.
-        """
-        remaining = [c for c in finalists if self.race.reason(c.evaluation.model) is None]
-        order: list[Candidate] = []
-        while remaining:
-            best = min(self._leader_and_ties(remaining), key=lambda c: (accuracy_lost(c), self._size(c)))
-            remaining.remove(best)
-            order.append(best)
-        return tuple(order)
-
-    def keeps_terms(self, candidate: Candidate) -> bool:
-        """Return whether a candidate that finished the race keeps all terms except accuracy."""
-        return not any(self._key(candidate)[:3])
-
-    def runner_up(self, order: Sequence[Candidate]) -> Candidate | None:
-        """Return the fastest candidate tied with the leader, the first excluded, or None."""
-        if self.goal.objective != "speed":
-            return None
-        ties = [c for c in self._leader_and_ties(order) if c != order[0]]
-        return max(ties, key=lambda c: self._result(c).speedup, default=None)
-
-    def _leader_and_ties(self, remaining: Sequence[Candidate]) -> list[Candidate]:
-        leader = min(remaining, key=self._key)
-        return [c for c in remaining if self._key(c)[:3] == self._key(leader)[:3] and self._is_tied(c, leader)]
-
-    def _is_tied(self, candidate: Candidate, leader: Candidate) -> bool:
-        if self.goal.objective == "speed":
-            return not compare(self._result(candidate), self._result(leader)).is_shown_slower
-        value, leader_value = self._key(candidate)[3], self._key(leader)[3]
-        return value == leader_value or (self.goal.objective == "memory" and value <= leader_value * (1 + MEMORY_NOISE))
-
-    def _key(self, candidate: Candidate) -> tuple[bool, bool, bool, float]:
-        return preference(
-            self.goal,
-            size=self._size(candidate),
-            speedup=self._result(candidate).speedup,
-            memory=self.memory.get(candidate.evaluation.model.sha256),
+    def key(candidate: Candidate) -> SortKey:
+        model = candidate.evaluation.model
+        terms = preference(
+            goal,
+            size=size_ratio(candidate.evaluation, baseline),
+            speedup=race.result_of(model).speedup,
+            memory=memory.get(model.sha256),
         )
+        return any(terms[:3]), STATUSES.index(candidate.status), *terms
 
-    def _size(self, candidate: Candidate) -> float:
-        return size_ratio(candidate.evaluation, self.baseline)
+    leader = min(remaining, key=key)
+    first, best = race.result_of(leader.evaluation.model), key(leader)
+    noise = MEMORY_NOISE * best[-1] if goal.objective == "memory" and math.isfinite(best[-1]) else 0.0
 
-    def _result(self, candidate: Candidate) -> RaceResult:
-        return self.race.result_of(candidate.evaluation.model)
+    def is_tied(candidate: Candidate) -> bool:
+        if goal.objective == "speed":
+            return not compare(race.result_of(candidate.evaluation.model), first).is_shown_slower
+        return key(candidate)[-1] <= best[-1] + noise
+
+    return [c for c in remaining if key(c)[:-1] == best[:-1] and is_tied(c)]

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from statistics import fmean
 
 from profiling_agent.errors import JobError, ProfilingAgentError
 from profiling_agent.jobs.tasks import OpenHeldoutTask, PruneTask
 from profiling_agent.measure.intervals import (
     Counts,
-    can_be_proven,
     certain_bound,
     certain_perfect_bound,
     counts_of,
@@ -15,12 +16,9 @@ from profiling_agent.measure.intervals import (
     drop_at_look,
     images_to_certify,
     images_until_kept,
-    least_certain_images,
-    least_images,
     one_sided_lower_bound,
     perfect_bound,
     pooled_drop,
-    pooled_error,
     upper_bound,
 )
 from profiling_agent.measure.predictions import share
@@ -33,8 +31,6 @@ from profiling_agent.schemas import (
     Acquired,
     ArtifactRef,
     Cut,
-    Deployment,
-    DeploymentOption,
     Evaluation,
     Goal,
     Journal,
@@ -48,17 +44,15 @@ from profiling_agent.schemas import (
     Variant,
     Verdict,
 )
-from profiling_agent.search.budget import MIN_LOOK, TEST_S
-from profiling_agent.search.deployments import possible_deployments
-from profiling_agent.search.evaluator import MAX_AT_ONCE, REFUSALS, Evaluator
+from profiling_agent.search.deadline import MIN_LOOK, TEST_S
+from profiling_agent.search.deployments import REFUSALS, possible_deployments
+from profiling_agent.search.evaluator import MAX_AT_ONCE, Evaluator
 from profiling_agent.search.selection import SEARCH_CONFIDENCE
 
 # `certified` may be wrong in 5%: half of it for the accuracy, over all openings together, and half for the speed.
 ACCURACY_ERROR = 0.025
 # Held-out images suffice to refuse a candidate if this one-sided bound of its drop exceeds the contract.
 REFUSAL_CONFIDENCE = 0.95
-# The outcome is open if the contract's drop lies within so many standard errors of the measured one: the middle 80%.
-OPEN_ERRORS = 1.28
 
 
 class HeldoutTest(Record):
@@ -99,39 +93,30 @@ def run_heldout_test(
     At least MIN_LOOK images are used whatever the time. The opening is first recorded in the user's ledger, which gives its share of the error;
     `fresh` is why earlier tests don't count. `bias` is added to the candidate's drop on the search images.
     """
-    heldout, budget = evaluator.acquired.heldout, evaluator.budget
+    heldout, timesheet = evaluator.acquired.heldout, evaluator.jobs.timesheet
     search_drop, allowed = candidate.drop, evaluator.goal.max_accuracy_drop
     assert search_drop is not None, "a candidate was compared with the baseline on the search images"
     task = OpenHeldoutTask(baseline=evaluator.baseline, candidate=candidate.model, heldout=heldout, fresh=fresh)
     opening = evaluator.jobs.run(task)
     error = error_of(opening)
     baselines, candidates, counts = list[Evaluation](), list[Evaluation](), Counts(0, 0, 0)
-    drop, decision = search_drop, "undecided"
-    began_s = evaluator.jobs.timesheet.spent_s
-    for part in look_ranges(heldout.num_images):
-        num_seen = counts.num_images
-        if num_seen >= MIN_LOOK:
-            per_image_s = max(budget.pass_s, (evaluator.jobs.timesheet.spent_s - began_s) / num_seen)
-            part_s = per_image_s * len(part)
-            if not budget.has_time_for(part_s):
-                break
-            # A slow model's further images are used only for an open outcome or a certificate within reach.
-            distance = abs(pooled_drop(search_drop, drop, bias) - allowed)
-            is_open = distance <= OPEN_ERRORS * pooled_error(search_drop, drop)
-            is_reachable = can_be_proven(counts, heldout.num_images - num_seen, allowed, error)
-            if budget.is_sparing and not is_open and not (is_reachable and budget.is_worth(part_s)):
-                break
+    drop, decision, image_s = search_drop, "undecided", evaluator.pass_s
+    for part in look_ranges(evaluator.num_heldout):
+        if counts.num_images >= MIN_LOOK and not evaluator.closing.allows(image_s * len(part)):
+            break
+        began_s = timesheet.spent_s
         baselines.append(evaluator.evaluate_baseline(heldout, part))
         candidates.append(
             evaluator.evaluate(
                 candidate.variant, candidate.model, heldout, baselines[-1], candidate.deployment, images=part
             )
         )
+        image_s = max(evaluator.pass_s, (timesheet.spent_s - began_s) / len(part))
         part_drop = candidates[-1].drop
         assert part_drop is not None, "a candidate is always compared with the baseline"
         counts = counts.with_more(part_drop.num_lost, part_drop.num_gained, part_drop.num_images)
         # The decision to look again is made before every look but the first, and after each.
-        drop = part_drop if len(part) == heldout.num_images else drop_at_look(counts, len(baselines) + 1)
+        drop = part_drop if len(part) == evaluator.num_heldout else drop_at_look(counts, len(baselines) + 1)
         decision = decide(counts, allowed, error)
         if decision != "undecided":
             break
@@ -148,22 +133,20 @@ def run_heldout_test(
 
 def opening_notes(opening: Opening) -> tuple[str, ...]:
     """Return notes for the verdict's reader about earlier openings."""
-    notes = (
-        (opening.note is not None, opening.note or ""),
-        (opening.fresh is not None, f"openings of the held-out images are counted afresh: {opening.fresh}"),
-        (
-            opening.number > 1,
+    notes = [opening.note] if opening.note is not None else []
+    if opening.fresh is not None:
+        notes.append(f"openings of the held-out images are counted afresh: {opening.fresh}")
+    if opening.number > 1:
+        notes.append(
             f"held-out images were opened for test number {opening.number} of what is made of this model: that it is "
-            f"certified may be wrong in {error_of(opening):.2%} for the accuracy, of {ACCURACY_ERROR:.1%} in all",
-        ),
-    )
-    return tuple(text for holds, text in notes if holds)
+            f"certified may be wrong in {error_of(opening):.2%} for the accuracy, of {ACCURACY_ERROR:.1%} in all"
+        )
+    return tuple(notes)
 
 
 def first_look(evaluator: Evaluator) -> Evaluation:
     """Return the baseline on the first look's images; enough if it is returned, as nothing is tested."""
-    heldout = evaluator.acquired.heldout
-    return evaluator.evaluate_baseline(heldout, next(look_ranges(heldout.num_images)))
+    return evaluator.evaluate_baseline(evaluator.acquired.heldout, next(look_ranges(evaluator.num_heldout)))
 
 
 def _join(parts: Sequence[Evaluation], drop: AccuracyDrop | None = None) -> Evaluation:
@@ -172,51 +155,24 @@ def _join(parts: Sequence[Evaluation], drop: AccuracyDrop | None = None) -> Eval
 
 
 def why_unproven(acquired: Acquired, goal: Goal) -> str | None:
-    """Return why so few images can't show the accuracy kept, and how many could; None if they can.
+    """Return why so few images can't show the accuracy kept, and what they could show; None if they can.
 
     Assumed is a model that answers nothing differently: any other needs more.
     """
-    max_drop, error = goal.max_accuracy_drop, ACCURACY_ERROR * share(1)
-    num_search, num_heldout = acquired.search.num_images, acquired.heldout.num_images
-    reasons: list[str] = []
-    if (bound := perfect_bound(num_search, SEARCH_CONFIDENCE)) > max_drop:
-        reasons.append(_too_few(num_search, "search", least_images(max_drop, SEARCH_CONFIDENCE), bound))
-    if (bound := _heldout_bound(num_heldout, error)) > max_drop:
-        reasons.append(_too_few(num_heldout, "held-out", _least_heldout(num_heldout, max_drop, error), bound))
+    num_heldout, error = acquired.heldout.num_images, ACCURACY_ERROR * share(1)
+    is_sequential = num_heldout > MAX_AT_ONCE
+    bounds = {
+        f"{acquired.search.num_images} search": perfect_bound(acquired.search.num_images, SEARCH_CONFIDENCE),
+        f"{num_heldout} held-out": upper_bound(Counts(0, 0, num_heldout), error)
+        if is_sequential
+        else certain_perfect_bound(num_heldout, 1 - error),
+    }
+    reasons = [
+        f"{images} images show a drop of {bound * 100:.2g} points at best"
+        for images, bound in bounds.items()
+        if bound > goal.max_accuracy_drop
+    ]
     return f"whatever is returned will be unproven: {'; '.join(reasons)}" if reasons else None
-
-
-def images_that_certify(drop: AccuracyDrop, max_drop: float, error: float) -> int | None:
-    """Return about how many held-out images would show the loss below `max_drop`, if answered like those of `drop`.
-
-    The test is the one for so many images. None if no number would.
-    """
-    needed = images_to_certify(drop, max_drop, 1 - error)
-    if needed is None or needed <= MAX_AT_ONCE:
-        return needed
-    needed = images_until_kept(counts_of(drop), max_drop, error)
-    return None if needed is None else max(needed, MAX_AT_ONCE + 1)
-
-
-def _heldout_bound(num_images: int, error: float) -> float:
-    """Return the lowest bound that all held-out images can show: in one look, or sequentially if there are many."""
-    if num_images <= MAX_AT_ONCE:
-        return certain_perfect_bound(num_images, 1 - error)
-    return upper_bound(Counts(0, 0, num_images), error)
-
-
-def _least_heldout(num_images: int, max_drop: float, error: float) -> int | None:
-    """Return how many images suffice, by the test for at least as many as there are."""
-    least = least_certain_images(max_drop, 1 - error)
-    if least is None or max(least, num_images) <= MAX_AT_ONCE:
-        return least
-    needed = images_until_kept(Counts(0, 0, MAX_AT_ONCE + 1), max_drop, error)
-    return None if needed is None else max(needed, MAX_AT_ONCE + 1)
-
-
-def _too_few(num_images: int, name: str, needed: int | None, bound: float) -> str:
-    more = "" if needed is None else f"{needed - num_images:,} more {name} images or "
-    return f"it takes {more}a bound of {bound * 100:.2g} points"
 
 
 # The rest of the 5% that `certified` may be wrong in: for the speed, or half each for speed and memory.
@@ -242,78 +198,42 @@ class Facts(Record):
     doubt: str | None = None
 
 
-class Limit(Record):
-    """Least size and highest speed of the most cut model over all deployments; None if not requested."""
-
-    size_ratio: float | None = None
-    speedup_high: float | None = None
-
-
-def _accuracy_term(facts: Facts, goal: Goal) -> Term:
-    required = goal.max_accuracy_drop
-    if facts.drop is None:
-        return Term(name="accuracy", required=required, measured=0.0, bound=0.0, holds=True)
-    bound = certain_bound(facts.drop, 1 - facts.accuracy_error)
-    measured = facts.drop.drop if facts.together is None else facts.together
-    holds = measured <= required and facts.refused is None
-    return Term(name="accuracy", required=required, measured=measured, bound=bound, holds=holds)
-
-
-def _speed_term(facts: Facts, goal: Goal) -> Term:
-    required = goal.min_speedup
-    if facts.race is None or facts.model is None:
-        return Term(name="speed", required=required, measured=1.0, bound=1.0, holds=required <= 1)
-    result = facts.race.result_of(facts.model)
-    # A machine that was too noisy gives no bound.
-    logs = [math.log(ratio) for ratio in result.by_session]
-    bound = None if facts.race.unsteady else _session_bound(logs, -_term_error(goal))
-    return Term(name="speed", required=required, measured=result.speedup, bound=bound, holds=result.speedup >= required)
-
-
-def _size_term(facts: Facts, goal: Goal) -> Term:
-    limit, measured = goal.max_size_ratio, facts.size_ratio
-    holds = goal.allows_size(measured)
-    return Term(
-        name="size", required=limit, measured=measured, bound=min(measured, limit) if holds else measured, holds=holds
-    )
+def _terms(facts: Facts, goal: Goal) -> tuple[Term, ...]:
+    """Return the contract's terms; the baseline, returned if nothing was tested, loses nothing and has ratios of 1."""
+    race, drop, size, max_memory = facts.race, facts.drop, facts.size_ratio, goal.max_memory_ratio
+    error = OTHER_ERROR if max_memory is None else OTHER_ERROR / 2
+    lost = facts.together if facts.together is not None else drop.drop if drop else 0.0
+    drop_bound = certain_bound(drop, 1 - facts.accuracy_error) if drop else 0.0
+    holds = lost <= goal.max_accuracy_drop and facts.refused is None
+    terms = [
+        Term(name="accuracy", required=goal.max_accuracy_drop, measured=lost, bound=drop_bound, holds=holds),
+    ]
+    speedup, speed_bound, memory, memory_bound = 1.0, 1.0, 1.0, 1.0
+    if race is not None and facts.model is not None:
+        result, baseline = race.result_of(facts.model), race.results[0]
+        # A machine that was too noisy gives no bound.
+        speedup, speed_bound = result.speedup, None if race.unsteady else _session_bound(result.by_session, -error)
+        memory, memory_bound = 1.0 if facts.memory_ratio is None else facts.memory_ratio, None
+        if ratios := [peak / other for peak, other in zip(result.peak_bytes, baseline.peak_bytes, strict=False)]:
+            memory, memory_bound = math.exp(fmean(map(math.log, ratios))), _session_bound(ratios, error)
+    holds, is_small = speedup >= goal.min_speedup, goal.allows_size(size)
+    terms.append(Term(name="speed", required=goal.min_speedup, measured=speedup, bound=speed_bound, holds=holds))
+    size_bound = min(size, goal.max_size_ratio) if is_small else size
+    terms.append(Term(name="size", required=goal.max_size_ratio, measured=size, bound=size_bound, holds=is_small))
+    if max_memory is not None:
+        holds = memory <= max_memory
+        terms.append(Term(name="memory", required=max_memory, measured=memory, bound=memory_bound, holds=holds))
+    return tuple(terms)
 
 
-def _memory_term(facts: Facts, goal: Goal, required: float) -> Term:
-    ratios: list[float] = []
-    if facts.race is not None and facts.model is not None:
-        peaks, baseline_peaks = facts.race.result_of(facts.model).peak_bytes, facts.race.results[0].peak_bytes
-        ratios = [peak / baseline_peak for peak, baseline_peak in zip(peaks, baseline_peaks, strict=False)]
-    if ratios:
-        logs = [math.log(ratio) for ratio in ratios]
-        measured, bound = math.exp(sum(logs) / len(logs)), _session_bound(logs, _term_error(goal))
-    else:
-        # The baseline, returned if nothing was measured, has a ratio of 1.
-        measured = 1.0 if facts.memory_ratio is None else facts.memory_ratio
-        bound = None if facts.model is not None else measured
-    return Term(name="memory", required=required, measured=measured, bound=bound, holds=measured <= required)
-
-
-def _term_error(goal: Goal) -> float:
-    return OTHER_ERROR if goal.max_memory_ratio is None else OTHER_ERROR / 2
-
-
-def _session_bound(logs: Sequence[float], error: float) -> float | None:
+def _session_bound(ratios: Sequence[float], error: float) -> float | None:
     """Return the one-sided bound of a ratio, the lower one if `error` is negative; None for one session."""
-    return math.exp(bound_over_sessions(logs, error)) if len(logs) > 1 else None
+    return math.exp(bound_over_sessions([math.log(ratio) for ratio in ratios], error)) if len(ratios) > 1 else None
 
 
 def _shortfall(term: Term) -> float:
     gap = term.required - term.measured if term.name == "speed" else term.measured - term.required
-    return gap / term.required if term.required else float("inf")
-
-
-def out_of_reach(limit: Limit, goal: Goal) -> str | None:
-    """Return the term that even the cheapest model misses, or None."""
-    if limit.size_ratio is not None and not goal.allows_size(limit.size_ratio):
-        return "size"
-    if limit.speedup_high is not None and limit.speedup_high < goal.min_speedup:
-        return "speed"
-    return None
+    return gap / term.required if term.required else math.inf
 
 
 def _is_certain(term: Term) -> bool:
@@ -322,95 +242,77 @@ def _is_certain(term: Term) -> bool:
     return term.bound >= term.required if term.name == "speed" else term.bound <= term.required
 
 
-def _met_verdict(facts: Facts, goal: Goal, terms: tuple[Term, ...]) -> Verdict:
-    certified = all(_is_certain(term) for term in terms)
-    num_needed = None
-    # If another term isn't certain either, more images would not help.
-    if facts.drop and not _is_certain(terms[0]) and all(_is_certain(term) for term in terms[1:]):
-        num_needed = images_that_certify(facts.drop, goal.max_accuracy_drop, facts.accuracy_error)
-    certainty = "its bounds, together at 95%, meet it too" if certified else "its bounds, together at 95%, do not"
-    if facts.unproven is not None and not certified:
-        certainty = f"{certainty}; {facts.unproven}"
-    if facts.race is not None and facts.race.unsteady:
-        certainty = f"{certainty}; the speed is unproven, as the machine was too noisy: {facts.race.unsteady}"
-    images = "held-out images"
-    if facts.together is not None and facts.drop is not None:
-        images = f"search and {images} together ({facts.drop.drop * 100:+.2f} points on held-out images alone)"
+def decide_verdict(facts: Facts, goal: Goal, out_of_reach: str | None = None) -> Verdict:
+    """Decide the verdict; `out_of_reach` is the term that even the cheapest model was shown to miss."""
+    terms = _terms(facts, goal)
+    missed = [term for term in terms if not term.holds]
+    certified, num_needed, binding = False, None, None
+    if not missed and facts.refused is None:
+        outcome = Outcome.MET
+        certified = facts.doubt is None and all(map(_is_certain, terms))
+        # If another term isn't certain either, more images would not help.
+        if facts.drop and facts.doubt is None and not _is_certain(terms[0]) and all(map(_is_certain, terms[1:])):
+            num_needed = images_to_certify(facts.drop, goal.max_accuracy_drop, 1 - facts.accuracy_error)
+            # A larger set is looked at more than once, which takes more images to show the same.
+            if num_needed is not None and num_needed > MAX_AT_ONCE:
+                num_needed = images_until_kept(counts_of(facts.drop), goal.max_accuracy_drop, facts.accuracy_error)
+        explanation = _met_text(facts, certified=certified)
+    elif out_of_reach is not None:
+        outcome, binding = Outcome.INFEASIBLE, out_of_reach
+        explanation = (
+            f"even the cheapest plan in the best of all deployments, whatever its accuracy, misses the {binding} term"
+        )
+    else:
+        outcome = Outcome.NEAREST_MISS
+        binding = "accuracy" if facts.refused else max(missed, key=_shortfall).name
+        explanation = facts.refused or f"no candidate that keeps the accuracy meets the {binding} term"
     return Verdict(
-        outcome=Outcome.MET,
+        outcome=outcome,
         certified=certified,
         terms=terms,
+        binding=binding,
         images_to_certify=num_needed,
-        explanation=f"the contract is met on {images}; {certainty}",
+        explanation=f"unproven: {facts.doubt}; {explanation}" if facts.doubt else explanation,
     )
 
 
-def decide_verdict(facts: Facts, goal: Goal, limit: Limit | None = None) -> Verdict:
-    """Decide the verdict; `limit` is needed to call a missed contract infeasible, and is only measured then."""
-    verdict = _decide_terms(facts, goal, limit)
-    if facts.doubt is None:
-        return verdict
-    explanation = f"unproven: {facts.doubt}; {verdict.explanation}"
-    return verdict.model_copy(update={"certified": False, "images_to_certify": None, "explanation": explanation})
+def _met_text(facts: Facts, *, certified: bool) -> str:
+    images, notes = "held-out images", ""
+    if facts.together is not None and facts.drop is not None:
+        images = f"search and {images} together ({facts.drop.drop * 100:+.2f} points on held-out images alone)"
+    if facts.unproven is not None and not certified:
+        notes = f"; {facts.unproven}"
+    if facts.race is not None and facts.race.unsteady:
+        notes += f"; the speed is unproven, as the machine was too noisy: {facts.race.unsteady}"
+    certainty = "its bounds, together at 95%, meet it too" if certified else "its bounds, together at 95%, do not"
+    return f"the contract is met on {images}; {certainty}{notes}"
 
 
-def _decide_terms(facts: Facts, goal: Goal, limit: Limit | None) -> Verdict:
-    terms = (_accuracy_term(facts, goal), _speed_term(facts, goal), _size_term(facts, goal))
-    if goal.max_memory_ratio is not None:
-        terms = (*terms, _memory_term(facts, goal, goal.max_memory_ratio))
-    missed = [term for term in terms if not term.holds]
-    if not missed and facts.refused is None:
-        return _met_verdict(facts, goal, terms)
-    unreachable = out_of_reach(limit, goal) if limit else None
-    if unreachable is not None:
-        return Verdict(
-            outcome=Outcome.INFEASIBLE,
-            certified=False,
-            terms=terms,
-            binding=unreachable,
-            explanation=f"even the cheapest plan in the best of all deployments, whatever its accuracy, misses the {unreachable} term",
-        )
-    binding = "accuracy" if facts.refused else max(missed, key=_shortfall).name
-    explanation = facts.refused or f"no candidate that keeps the accuracy meets the {binding} term"
-    return Verdict(outcome=Outcome.NEAREST_MISS, certified=False, terms=terms, binding=binding, explanation=explanation)
+def is_out_of_reach(evaluator: Evaluator, journal: Journal, term: str) -> bool:
+    """Return whether the unpruned and the cheapest model miss the size or the speed in every deployment that can be made.
 
-
-def find_limit(evaluator: Evaluator, journal: Journal, term: str) -> Limit | None:
-    """Return the least size or highest speed of the most cut model in any deployment, or of the unpruned one.
-
-    Deployments are made with all layers quantized, most promising first, until one keeps the term, which is then feasible. None if none can be made
-    or timed.
+    All layers are quantized: those left in float for accuracy, which doesn't matter here, cost bytes and time. False if the time is over first, or
+    if none can be timed.
     """
-    options = journal.deployment_search.options if journal.deployment_search else ()
-    known_models = [option.deployed.model for option in options if option.deployed]
-    known_speedups = [option.race_result.speedup_high for option in options if option.race_result]
+    goal, baseline, search = evaluator.goal, evaluator.baseline, journal.deployment_search
+    options = search.options if search else ()
+    models = [option.deployed.model for option in options if option.deployed]
+    speedups = [option.race_result.speedup_high for option in options if option.race_result]
+    if term == "speed" and max(speedups, default=0.0) >= goal.min_speedup:
+        return False
     try:
-        model = _make_cheapest(evaluator)
+        cheapest = [_make_cheapest(evaluator)]
     except ProfilingAgentError:
-        return None
-    limit: Limit | None = None
-    models: list[ArtifactRef] = []
-    for number, deployment in enumerate(promising := _rank_deployments(evaluator, journal, term)):
-        # Without time for all deployments, nothing can be concluded.
-        if models and not evaluator.budget.has_time_for(TEST_S):
-            return None
-        try:
-            if deployment == Deployment():
-                models.append(model)
-            else:
-                models.append(evaluator.jobs.run(evaluator.deployer.deploy_task(model, deployment)).model)
-        except REFUSALS:
-            continue
-        # Races take long: one after the first deployment, and one of all if that doesn't suffice.
-        if term == "size":
-            limit = Limit(
-                size_ratio=min(m.size_bytes for m in (*models, *known_models)) / evaluator.baseline.size_bytes
-            )
-        elif len(models) == 1 or number == len(promising) - 1:
-            limit = _race_for_limit(evaluator, models, known_speedups)
-        if limit is not None and out_of_reach(limit, evaluator.goal) != term:
-            break
-    return limit
+        return False
+    for deployment in possible_deployments(Plan(quantization=journal.wish), evaluator.choices):
+        sizes = [model.size_bytes / baseline.size_bytes for model in (*models, *cheapest)]
+        if not evaluator.closing.allows(TEST_S) or (term == "size" and goal.allows_size(min(sizes))):
+            return False
+        with suppress(*REFUSALS):
+            cheapest.append(evaluator.jobs.run(evaluator.deployer.deploy_task(cheapest[0], deployment)).model)
+    if term == "speed":
+        return _are_slow(evaluator, cheapest)
+    return not goal.allows_size(min(model.size_bytes for model in (*models, *cheapest)) / baseline.size_bytes)
 
 
 def _make_cheapest(evaluator: Evaluator) -> ArtifactRef:
@@ -431,41 +333,17 @@ def _make_cheapest(evaluator: Evaluator) -> ArtifactRef:
     return evaluator.jobs.run(task).model
 
 
-def _rank_deployments(evaluator: Evaluator, journal: Journal, term: str) -> Sequence[Deployment]:
-    """Return the baseline's tried deployments, the least size or time first, and eager float32.
-
-    They are as requested: layers left in float for accuracy, which doesn't matter here, cost bytes and time.
-    """
-    options = journal.deployment_search.options if journal.deployment_search else ()
-    requested = {
-        (deployment.runtime, deployment.scheme): deployment
-        for deployment in possible_deployments(Plan(quantization=journal.wish), evaluator.choices)
-    }
-
-    def cost(option: DeploymentOption) -> tuple[bool, float]:
-        if term == "size":
-            return option.deployed is None, option.deployed.model.size_bytes if option.deployed else 0.0
-        return option.race_result is None, -option.race_result.speedup if option.race_result else 0.0
-
-    tried = [option.deployment for option in sorted(options, key=cost)]
-    return [*(requested.get((deployment.runtime, deployment.scheme), deployment) for deployment in tried), Deployment()]
-
-
-def _race_for_limit(evaluator: Evaluator, models: Sequence[ArtifactRef], known: Sequence[float]) -> Limit | None:
-    """Return the highest speedup of these models and those `known`; the fastest model may get its own sessions."""
-    entries = [(Variant.BASELINE, evaluator.baseline), *((Variant.BOTH, model) for model in models)]
+def _are_slow(evaluator: Evaluator, models: Sequence[ArtifactRef]) -> bool:
+    """Return whether a race shows all models slower than the contract; sessions of its own decide on the fastest."""
+    goal, baseline = evaluator.goal, (Variant.BASELINE, evaluator.baseline)
     try:
-        race = evaluator.race(entries)
-        raced = [result for result in race.results if result.variant is Variant.BOTH]
-        if not raced:
-            return None
-        best = max(raced, key=lambda result: result.speedup)
-        highs = [result.speedup_high for result in raced if result.model != best.model]
-        if best.speedup < evaluator.goal.min_speedup:
-            rematch = ((Variant.BASELINE, evaluator.baseline), (Variant.BOTH, best.model))
-            num_sessions = evaluator.settings.num_sessions
-            sessions = run_sessions(lambda number: evaluator.hold_session(rematch, number), num_sessions)
-            best = pool(*sessions).result_of(best.model)
-        return Limit(speedup_high=max(best.speedup_high, *highs, *known, 0.0))
+        results = evaluator.race([baseline, *((Variant.BOTH, model) for model in models)]).results[1:]
+        best = max(results, key=lambda result: result.speedup, default=None)
+        if best is None or best.speedup >= goal.min_speedup:
+            return False
+        entries = (baseline, (Variant.BOTH, best.model))
+        sessions = run_sessions(lambda number: evaluator.hold_session(entries, number), evaluator.num_sessions)
     except JobError:
-        return None
+        return False
+    others = [result for result in results if result.model != best.model]
+    return all(result.speedup_high < goal.min_speedup for result in (pool(*sessions).result_of(best.model), *others))

@@ -15,7 +15,6 @@ from profiling_agent.data.images import SplitImages
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.runtimes.artifact import SCHEMES
 from profiling_agent.schemas import SplitInfo
-from profiling_agent.search.deployment_search import MAX_SHIFT
 
 
 class Run(NamedTuple):
@@ -46,14 +45,11 @@ def test_runtimes_compete_and_the_winner_is_loaded_in_its_own(run: Run):
     assert all(option.deployed for option in tried.values()), {name: option.reason for name, option in tried.items()}
     assert report.deployment_search.chosen is not None
     assert report.best.deployment.runtime in ("onnxruntime", "openvino")
-    # Each variant, and the winner's float32 model in every deployment that suited the baseline: in eager torch unless the leader is so far ahead that it couldn't win.
+    # Each variant, and the winner's float32 model in eager torch and every accepted deployment.
     variants = {row.evaluation.variant for row in report.variants}
     assert variants >= {"baseline", "quantized", "pruned+quantized"}
     (attempt,) = report.attempts
-    assert attempt.dry_run is not None
-    leader = report.deployment_search.of(report.deployment_search.chosen).race_result
-    fewer = report.baseline.macs / attempt.dry_run.macs
-    assert "pruned" in variants or (leader is not None and leader.speedup_low > MAX_SHIFT * fewer)
+    assert "pruned" in variants or not attempt.accepted
 
     best = load(run.folder / "best")
     answer = best.predict(Image.new("RGB", (32, 32), (200, 40, 40)))

@@ -24,6 +24,7 @@ from profiling_agent.schemas import (
     ModelSource,
     Predictions,
     SplitInfo,
+    Status,
     Variant,
 )
 from profiling_agent.search.deployments import DeploymentChoices
@@ -103,7 +104,7 @@ def option(
     model = sample_records.ref(name, size_bytes=size_bytes)
     made = DeployedModel(model=model, deployment=made_in, layers=(), distance=0.0, kl=0.0, seconds=1.0)
     evaluated = sample_records.evaluation(name, Variant.QUANTIZED, size_bytes=size_bytes)
-    known: dict[str, Any] = {"deployed": made, "keeps_accuracy": True, "reason": "made"}
+    known: dict[str, Any] = {"deployed": made, "status": Status.ACCEPTED, "reason": "made"}
     if seen is not None:
         known["evaluation"] = evaluated.model_copy(update={"deployment": made_in, "drop": sample_records.drop(*seen)})
     if speedup is not None:
@@ -134,6 +135,7 @@ def evaluator(
     jobs: Any,
     *,
     num_images: int = 1000,
+    num_search: int | None = None,
     baseline: ArtifactRef = sample_records.BASELINE.model,
     profile: ModelProfile | None = None,
     choices: DeploymentChoices | None = None,
@@ -142,7 +144,7 @@ def evaluator(
 ) -> Evaluator:
     return Evaluator(
         jobs=jobs,
-        acquired=acquired(num_images),
+        acquired=acquired(num_images, num_search),
         baseline=baseline,
         profile=profile or sample_records.profile(),
         goal=sample_records.GOAL.model_copy(update=goal),

@@ -1,0 +1,173 @@
+"""What a run does with its time, and what is left of it: counted by hand, with a pass of a tenth of a second."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sample_records
+from search.scripted import Jobs, evaluator
+
+from profiling_agent.errors import RequestError
+from profiling_agent.graph.session import LAST, ROUND, Forecast, RunPosition, WorkLimits, forecast, stage_seconds
+from profiling_agent.jobs.store import Timesheet
+from profiling_agent.schemas import NUM_SESSIONS
+from profiling_agent.search.deadline import EFFORTS, Deadline, affordable_images, search_deadline
+
+PASS_S = 0.1
+# 50 s and 450 passes; 1,024 held-out images of the baseline and the first candidate; 30 s, 600 passes and 1,024 images of a second one.
+END = 50 + 45 + 1024 * 0.15 + 30 + 60 + 1024 * 0.05
+
+
+def deadline(
+    root: Path, spent_s: float, limit_s: float | None = None, effort: str = "default", pass_s: float = PASS_S
+) -> Deadline:
+    sheet = Timesheet(root / "timesheet.jsonl")
+    sheet.resume_at(spent_s)
+    return search_deadline(sheet, EFFORTS[effort], pass_s, limit_s)
+
+
+def test_a_time_budget_keeps_enough_for_the_end_of_the_run(tmp_path: Path):
+    held = deadline(tmp_path, 400.0, 1000.0)
+    assert held.allows(600.0 - END)
+    assert not held.allows(601.0 - END)
+    # A stage may take its share of what is free, and no more than what is left of that.
+    stage = held.part(0.5)
+    assert stage.allows((600.0 - END) / 2)
+    assert not stage.allows((600.0 - END) / 2 + 1)
+    held.timesheet.resume_at(450.0)
+    assert not stage.allows((600.0 - END) / 2 - 49)
+
+
+@pytest.mark.parametrize(
+    ("effort", "pass_s", "limit_s"),
+    [
+        ("quick", 0.1, 300.0),
+        ("quick", 0.001, 120.0),
+        ("default", 0.1, 800.0),
+        ("default", 0.001, 600.0),
+        ("thorough", 0.1, math.inf),
+    ],
+)
+def test_without_a_budget_the_effort_ends_the_search_in_proportion_to_the_model(
+    effort: str, pass_s: float, limit_s: float, tmp_path: Path
+):
+    assert deadline(tmp_path, 0.0, None, effort, pass_s).free_s == pytest.approx(limit_s)
+
+
+def test_a_request_for_training_accepts_long_attempts(tmp_path: Path):
+    for epochs, is_limited in ((0, True), (1, False)):
+        held = evaluator(Jobs(tmp_path), settings={"recover_epochs": epochs})
+        assert held.deadline.allows(1e6) is not is_limited
+        # No refusal of the search's is one of the final choice's.
+        assert held.closing.allows(1e6)
+
+
+@pytest.mark.parametrize(
+    ("effort", "pass_s", "num_searched", "num_heldout", "num_sessions"),
+    [
+        # The fewest that show something: a shard, and two.
+        ("quick", 0.0005, 512, 1024, 3),
+        ("default", 0.0005, 2000, 8000, NUM_SESSIONS),
+        # Five minutes of passes: 1,500 images, and 1,024 at least.
+        ("default", 0.2, 1536, 1536, NUM_SESSIONS),
+        ("default", 1.0, 512, 1024, NUM_SESSIONS),
+        ("thorough", 1.0, 2000, 8000, NUM_SESSIONS),
+    ],
+)
+def test_the_effort_says_how_many_images_and_sessions_a_run_uses(
+    effort: str, pass_s: float, num_searched: int, num_heldout: int, num_sessions: int, tmp_path: Path
+):
+    profile = sample_records.profile(pass_s=pass_s)
+    held = evaluator(Jobs(tmp_path), num_images=8000, num_search=2000, profile=profile, settings={"effort": effort})
+
+    assert (len(held.searched), held.num_heldout, held.num_sessions) == (num_searched, num_heldout, num_sessions)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, 512),
+        # 1.28 sqrt(2) / (n + 2) is a thousandth at 1,810 images, and half of one at 3,623: all there are.
+        ({"max_accuracy_drop": 0.001}, 2000),
+        ({"max_accuracy_drop": 0.002}, 1024),
+        ({"max_accuracy_drop": 0.0005}, 2000),
+        ({"selection": "paper"}, 2000),
+    ],
+)
+def test_as_many_are_looked_at_as_can_show_the_contract_kept(tmp_path: Path, asked: dict[str, Any], expected: int):
+    held = evaluator(Jobs(tmp_path), num_images=2000, settings={"effort": "quick"}, **asked)
+    assert len(held.searched) == expected
+
+
+def test_fewer_images_calibrate_where_evidence_and_an_attempt_would_take_more_than_a_quarter():
+    assert affordable_images(None, 60.0, 256) == 256
+    # 256 images and 24 units are 1,760 passes, and an attempt 3.7 for each image: 271 s.
+    assert affordable_images(1084.0, PASS_S, 256) == 256
+    assert affordable_images(1082.0, PASS_S, 256) == 128
+    assert affordable_images(1082.0, PASS_S, 100) == 100
+
+
+def test_a_budget_for_nothing_says_what_would_do():
+    with pytest.raises(
+        RequestError,
+        match=r"time_budget is 300 s, and a model that takes 1 s for an image needs at least 56m: .*, or a smaller model",
+    ):
+        affordable_images(300.0, 1.0, 256)
+    # 170 s are any model's, and 2.4 s are its passes.
+    with pytest.raises(RequestError, match=r"takes 0\.001 s for an image needs at least 3m: give it so much$"):
+        affordable_images(120.0, 0.001, 256)
+    assert affordable_images(56 * 60.0, 1.0, 256) == 128
+    # A pass that looked ten times as slow as the fastest of them is no reason.
+    assert affordable_images(56 * 60.0, 10.0, 256, quietest_s=1.0) == 128
+
+
+WORK = WorkLimits(
+    num_calibration=200,
+    num_search=1000,
+    num_heldout=4000,
+    num_deployments=10,
+    num_measured=3,
+    num_sessions=5,
+    num_attempts=3,
+)
+
+
+def test_a_run_has_its_round_its_report_and_as_many_attempts_as_there_is_time_for(tmp_path: Path):
+    expected = stage_seconds(WORK, PASS_S)
+    attempt, last = (sum(expected[stage] for stage in stages) for stages in (ROUND, LAST))
+
+    def left(spent_s: float, limit_s: float | None = None, **position: Any) -> Forecast:
+        return forecast(WORK, deadline(tmp_path, spent_s, limit_s), PASS_S, RunPosition(**position))
+
+    # 800 s are for the search: after 10 s and what is sure, that leaves a part of a second attempt.
+    search = 150.0 + expected["deployment_search"] + attempt
+    now = left(10.0, stage="profiling", in_stage_s=6.4)
+    assert now.stage_s == pytest.approx(150.0)
+    assert now.run_s == pytest.approx(search + last + 800.0 - 10.0 - search)
+    # An hour has room for both.
+    assert left(10.0, 3600.0, stage="analysis").run_s == pytest.approx(3 * attempt + last)
+    # What an attempt took replaces what was expected of it.
+    told = left(10.0, 3600.0, stage="iterative_pruning", num_measured=1, longest_s=200.0)
+    assert told.run_s == pytest.approx(2 * 200.0 + last)
+    # No attempt is expected that the budget has no room for.
+    late = left(3400.0, 3600.0, stage="pruning", num_measured=1, longest_s=100.0)
+    assert late.run_s == pytest.approx(attempt + last)
+    assert left(4000.0, 3600.0, stage="report", in_stage_s=1e6).run_s == 0.0
+
+
+@pytest.mark.parametrize(
+    "stage",
+    ["acquisition", "profiling", "deployment_search", "analysis", "approval", *ROUND, "iterative_pruning", *LAST],
+)
+def test_what_is_left_shrinks_as_a_stage_goes_on_and_is_never_less_than_nothing(stage: str, tmp_path: Path):
+    spent = [
+        forecast(WORK, deadline(tmp_path, 0.0), PASS_S, RunPosition(stage=stage, in_stage_s=used))
+        for used in (0.0, 40.0, 1e6)
+    ]
+
+    for kind in ("stage_s", "run_s"):
+        told = [getattr(one, kind) for one in spent]
+        assert told == sorted(told, reverse=True)
+        assert all(0 <= seconds < math.inf for seconds in told)
+    assert spent[-1].stage_s == 0.0
