@@ -24,7 +24,7 @@ from profiling_agent.measure.race import SHORT, run_sessions, session_starter
 from profiling_agent.measure.session import RaceSession, run_session, worker_command
 from profiling_agent.measure.statistics import score
 from profiling_agent.measure.worker import WorkerSetup
-from profiling_agent.processes.child import ForkServer, child_command, child_environment, fork_server
+from profiling_agent.processes.child import ForkServer, child_environment, fork_server
 from profiling_agent.schemas import NUM_SESSIONS
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

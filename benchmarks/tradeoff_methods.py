@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from tradeoff_subject import Draw, Plan, Subject, nearest
 
 from profiling_agent.errors import RequestError
+from profiling_agent.lib.logs import muted
 from profiling_agent.lib.modules import device_of, following_norms, has_bias
-from profiling_agent.lib.third_party import muted
 from profiling_agent.planning.allocation import allocate
 from profiling_agent.profiling.evidence import measure_sensitivity
 from profiling_agent.pruning.compensation import UnitMoments, columns_of, compensate, matrix_of

@@ -19,7 +19,7 @@ from profiling_agent.runtimes.artifact import model_bytes
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.runtimes.torch_artifact import save_model
 from profiling_agent.schemas import RUNTIMES, ArtifactRef, Cut, DeployedModel, Deployment, InputSpec, SplitInfo
-from profiling_agent.search.evaluator import Deployer
+from profiling_agent.search.deployments import Deployer
 from profiling_agent.workspace import Workspace
 
 

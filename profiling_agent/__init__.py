@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from profiling_agent.exporting.push import push
     from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
     from profiling_agent.request import Request
-    from profiling_agent.runtimes.load import load
+    from profiling_agent.runtimes.torch_artifact import load
     from profiling_agent.schemas import Approval, ApprovalQuestion, Goal, Plan
     from profiling_agent.sweep import optimize_many
 

@@ -16,6 +16,7 @@ from profiling_agent.graph.nodes import question_in, resuming
 from profiling_agent.graph.run import Run
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.lib.io import FileRefusedError, expanded, inside, resolved
+from profiling_agent.lib.logs import interruptible
 from profiling_agent.lib.machine import environment
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import REPORT, read_report

@@ -14,8 +14,8 @@ from torch import nn
 from torch.ao.quantization import quantize_dynamic
 
 from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.lib.logs import muted
 from profiling_agent.lib.modules import device_of, without_weights
-from profiling_agent.lib.third_party import muted
 from profiling_agent.pruning.criteria import IMPORTANCE, keep_indices
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units

@@ -51,7 +51,8 @@ from profiling_agent.schemas import (
     Variant,
 )
 from profiling_agent.search.deadline import MIN_LOOK
-from profiling_agent.search.evaluator import Deployer, Evaluator, Settings
+from profiling_agent.search.deployments import Deployer
+from profiling_agent.search.evaluator import Evaluator, Settings
 from profiling_agent.search.selection import papers_rank
 from profiling_agent.workspace import Workspace, slug
 

@@ -28,10 +28,10 @@ from profiling_agent.data.pixels import RESAMPLE, prepare
 from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.exporting.pick import MANIFEST, ExportManifest, model_folder, new_folder
 from profiling_agent.lib.io import file_sha256, write_text
-from profiling_agent.lib.third_party import SETTINGS_LOCK, quiet, third_party_errors
+from profiling_agent.lib.logs import SETTINGS_LOCK, quiet, third_party_errors
+from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
-from profiling_agent.modules.inference import logits_of, random_batch, relative_distance
 from profiling_agent.runtimes.artifact import (
     CARD,
     ONNX,
@@ -46,9 +46,8 @@ from profiling_agent.runtimes.artifact import (
     text_templates,
 )
 from profiling_agent.runtimes.onnx_export import export_onnx
-from profiling_agent.runtimes.registry import open_session, runtime
-from profiling_agent.runtimes.save import HALVES
-from profiling_agent.runtimes.torch_artifact import config_of, load_module, load_processor, load_skeleton
+from profiling_agent.runtimes.registry import runtime
+from profiling_agent.runtimes.torch_artifact import HALVES, config_of, load_module, load_processor, load_skeleton
 from profiling_agent.schemas import Cut, InputSpec, UnitKind
 
 # Absolute, in prepared images, where a step of an 8-bit channel is 0.004 to 0.02.

@@ -233,7 +233,7 @@ def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> RunCan
     report = read_report(root)
     picked = find_candidate(str(candidate), candidates_of(report))
     source = Workspace(run_of(root)).path(picked.evaluation.model)
-    recipe = open_current(source)
+    recipe = open_folder(source, verify=True)
     with new_folder(expanded(str(output))) as temporary:
         for name in (RECIPE, *recipe.files):
             shutil.copyfile(source / name, temporary / name)

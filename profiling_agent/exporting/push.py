@@ -8,11 +8,11 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from profiling_agent.errors import ProfilingAgentError, RequestError
-from profiling_agent.exporting.pick import MANIFEST, ExportManifest, model_folder, read_exported
-from profiling_agent.lib.io import DocumentError, read_record, write_text
+from profiling_agent.errors import RequestError
+from profiling_agent.exporting.pick import MANIFEST, model_folder, read_exported
+from profiling_agent.lib.io import read_json, write_text
 from profiling_agent.lib.logs import third_party_errors
-from profiling_agent.runtimes.artifact import CARD, RECIPE, Recipe, named_folder, open_current, read_card
+from profiling_agent.runtimes.artifact import CARD, RECIPE, named_folder, open_folder, read_card
 from profiling_agent.schemas import Record
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
@@ -48,7 +48,7 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
     if (folder / MANIFEST).is_file():
         origin, document = read_exported(folder), MANIFEST
     else:
-        origin, document = open_current(folder), RECIPE
+        origin, document = open_folder(folder, verify=True), RECIPE
     api, existing = HfApi(token=token), None
     disable_progress_bars()
 

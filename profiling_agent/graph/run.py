@@ -63,7 +63,7 @@ def seconds_left(state: RunState, stage: str, jobs: Jobs, in_stage_s: float) -> 
         for name, (seconds, passes, *each) in COSTS.items()
     }
     stage_s = max(expected.get(stage, 0.0) - in_stage_s, 0.0)
-    last_s = sum(expected[later] for later in LAST if later != stage and stage != "report")
+    last_s = sum(expected[later] for later in LAST if stage not in (later, "report"))
     middle_s = sum(expected.get(later, 0.0) for later in STAGES[STAGES.index(stage) + 1 :] if later not in LAST)
     num_begun = (len(state.journal.attempts) if state.journal else 0) + (stage != "iterative_pruning")
     num_more = max((min(state.max_iterations, effort.num_attempts) if state.iterate else 1) - num_begun, 0)

@@ -33,9 +33,19 @@ from profiling_agent.jobs.tasks import (
     Task,
     TryTask,
 )
-from profiling_agent.lib.io import read_record
-from profiling_agent.lib.logs import Progress, silent
-from profiling_agent.lib.machine import available_bytes, environment
+from profiling_agent.lib.io import DocumentError, read_record, sweep
+from profiling_agent.lib.logs import Progress, raise_if_stopped, silent
+from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY, available_bytes, environment, is_busy
+from profiling_agent.processes.child import (
+    Child,
+    ForkServer,
+    Wording,
+    can_fork,
+    child_environment,
+    fork_server,
+    withheld,
+)
+from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.request import Request
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import (

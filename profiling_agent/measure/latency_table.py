@@ -15,8 +15,8 @@ from scipy.optimize import isotonic_regression
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.modules import has_bias, preserving_state, watching
-from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Record, Unit, UnitKind
 

@@ -13,7 +13,6 @@ from profiling_agent.errors import JobError, RequestError
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import environment, peak_memory_bytes
-from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.measure.race import SHORT, TIMED, Conditions, pool, race_once, run_one_session, run_sessions
 from profiling_agent.measure.session import SessionLimits, TimedProcess, worker_command
 from profiling_agent.measure.statistics import latency_stats

@@ -28,9 +28,8 @@ from typing import IO, Generic, TypeVar
 import psutil
 
 from profiling_agent.errors import JobError, KilledError
-from profiling_agent.lib.logs import private_stdout, raise_if_stopped
-from profiling_agent.lib.machine import total_bytes
-from profiling_agent.processes.forking import MAX_BYTES, OWN_PREFIX, ForkRequest, control
+from profiling_agent.lib.logs import raise_if_stopped
+from profiling_agent.lib.machine import DRIVER_FILES, total_bytes
 from profiling_agent.schemas import Record
 
 QUIET_SETTINGS = {

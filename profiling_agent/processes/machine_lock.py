@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from profiling_agent.lib.io import cache_folder, note_holder, read_holder
+from profiling_agent.lib.io import cache_folder, make_folders, note_holder, read_holder
 from profiling_agent.lib.logs import Progress, raise_if_stopped, silent
 
 # Two runs at once wait for each other's threads: on two cores each took ten times as long instead of twice, and neither latency table

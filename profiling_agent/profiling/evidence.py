@@ -28,7 +28,6 @@ from profiling_agent.lib.io import DocumentError, make_folders, read_record, swe
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes
 from profiling_agent.lib.modules import device_of, following_norms, has_bias, mean_kl, preserving_state
-from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.lib.replay import Replay, find_prefixes
 from profiling_agent.measure.latency_table import LatencyTable, spread_evenly
 from profiling_agent.pruning.compensation import (

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from profiling_agent.lib.costs import Complexity, activation_bytes, count_complexity, layer_latency
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.modules import floating_dtype, preserving_state, random_batch, watching
-from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.kinds import parameter_bytes
 from profiling_agent.schemas import Headline, InputSpec, LayerProfile, ModelProfile, OperatorProfile

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.inference import mkl_is_slow, product
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.modules import (
     batch_norms,
     border_of,
@@ -26,7 +27,6 @@ from profiling_agent.lib.modules import (
     preserving_state,
     watching,
 )
-from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.lib.replay import Walk, in_order
 from profiling_agent.schemas import Cut, Unit
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.lib.logs import third_party_errors
 from profiling_agent.lib.modules import device_of, random_batch
-from profiling_agent.lib.third_party import third_party_errors
 from profiling_agent.pruning.criteria import IMPORTANCE, keep_indices, score
 from profiling_agent.pruning.tracing import LAYERS
 from profiling_agent.pruning.verify import check_mask_error, check_saving, cut_units, mask_error

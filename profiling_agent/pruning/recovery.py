@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.modules import device_of, divergences, mean_kl, preserving_state
-from profiling_agent.lib.progress import Progress, silent
 
 # The shared ViT, cut by 57% and compensated to a KL of 0.20, gets to 0.14, 0.11 and 0.09 in 3 epochs of 1,000 images at 1e-5, 5e-5 and 2e-4; at
 # 1e-3 it diverges, and so does the ResNet. Large pretrained models want the lower rates.

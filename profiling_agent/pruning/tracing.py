@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.overrides import TorchFunctionMode
 
 from profiling_agent.errors import PruningError
+from profiling_agent.lib.logs import checked_logits
 from profiling_agent.lib.modules import device_of, tensors, watching
-from profiling_agent.lib.third_party import checked_logits
 from profiling_agent.schemas import InputSpec
 
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.costs import count_complexity
+from profiling_agent.lib.logs import checked_logits, third_party_errors
 from profiling_agent.lib.modules import preserving_state, tensors, without_weights
-from profiling_agent.lib.third_party import checked_logits, third_party_errors
 from profiling_agent.pruning.attention import Attention, find_attention, head_sizes, set_head_attributes_
 from profiling_agent.pruning.tracing import blank_image, is_response_norm
 from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind

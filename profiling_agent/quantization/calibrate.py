@@ -17,8 +17,15 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.inference import Folded, quick_products
-from profiling_agent.lib.modules import device_of, following_norms, module_counts, preserving_state, watching
-from profiling_agent.lib.third_party import checked_logits
+from profiling_agent.lib.logs import checked_logits
+from profiling_agent.lib.modules import (
+    device_of,
+    following_norms,
+    module_counts,
+    preserving_state,
+    relative_distance,
+    watching,
+)
 from profiling_agent.quantization.layers import LEVELS, Grid, StaticLayer
 
 MIN_IMAGES = 8

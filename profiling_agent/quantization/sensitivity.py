@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.costs import count_complexity
+from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.modules import mean_kl
-from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.lib.replay import Replay, find_prefixes, in_order
 from profiling_agent.quantization.calibrate import first_images, fold_norms_, run
 from profiling_agent.quantization.kinds import quantized_modules

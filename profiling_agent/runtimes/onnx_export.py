@@ -29,8 +29,8 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import TEMPORARY
+from profiling_agent.lib.logs import compiled_code, muted, third_party_errors
 from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
-from profiling_agent.lib.third_party import muted, third_party_errors
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.runtimes.onnx_runtime import one_thread, write_bare
 from profiling_agent.runtimes.registry import INPUT, OUTPUT, missing

@@ -15,12 +15,12 @@ from statistics import median
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from profiling_agent.errors import ArtifactError
-from profiling_agent.lib.io import read_json
-from profiling_agent.lib.logs import import_onnxruntime, third_party_errors
+from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.lib.io import first_line, read_json
+from profiling_agent.lib.logs import import_onnxruntime, muted, third_party_errors
 from profiling_agent.lib.machine import quota_threads, waits_passively
-from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, Recipe
-from profiling_agent.runtimes.base import (
+from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, QuantizedLayer, Recipe
+from profiling_agent.runtimes.registry import (
     INPUT,
     MODULE,
     OUTPUT,

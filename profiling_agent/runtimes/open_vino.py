@@ -11,11 +11,16 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from profiling_agent.errors import ArtifactError
-from profiling_agent.lib.logs import import_openvino, third_party_errors
+import numpy as np
+
+from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.lib.io import first_line
+from profiling_agent.lib.logs import hide_telemetry, import_openvino, muted, third_party_errors
 from profiling_agent.lib.machine import quota_threads
-from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, PreparedFiles, Recipe
-from profiling_agent.runtimes.base import (
+from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, PreparedFiles, QuantizedLayer, Recipe
+from profiling_agent.runtimes.onnx_runtime import LAYER_OPS, is_convnet, nodes_of_layers
+from profiling_agent.runtimes.registry import (
+    INPUT,
     MODULE,
     Batch,
     OperatorTime,
@@ -295,7 +300,7 @@ def _check_logits(path: Path, quantized: "nn.Module", source: Source) -> None:
     """
     import torch
 
-    from profiling_agent.modules.inference import logits_of, relative_distance
+    from profiling_agent.lib.modules import logits_of, relative_distance
 
     images = source.calibration[:NUM_COMPARED]
     session = OpenVinoSession(path, scheme="static", num_threads=None)

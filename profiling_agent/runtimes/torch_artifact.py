@@ -19,11 +19,14 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
 
-from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.data.pixels import upright_rgb
+from profiling_agent.data.prepared import to_processor_channels
+from profiling_agent.errors import ArtifactError, CorruptImageError, QuantizationError, RequestError
 from profiling_agent.lib.inference import Folded
 from profiling_agent.lib.io import first_line, parse_json
+from profiling_agent.lib.logs import SETTINGS_LOCK, checked_logits, is_out_of_memory, muted, third_party_errors
+from profiling_agent.lib.machine import environment
 from profiling_agent.lib.modules import floating_dtype, logits_of, preserving_state, random_batch
-from profiling_agent.lib.third_party import SETTINGS_LOCK, checked_logits, is_out_of_memory, muted, third_party_errors
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import check_timm, make_plain_
 from profiling_agent.pruning.attention import head_sizes, set_head_attributes_

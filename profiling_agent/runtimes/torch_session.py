@@ -18,8 +18,9 @@ from profiling_agent.lib.io import first_line
 from profiling_agent.lib.logs import compiled_code, muted
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.lib.modules import floating_dtype
-from profiling_agent.lib.third_party import compiled_code, muted
-from profiling_agent.runtimes.base import Batch
+from profiling_agent.runtimes.artifact import WEIGHTS, PreparedFiles, Recipe
+from profiling_agent.runtimes.registry import MODULE, Batch, OperatorTime, Runtime, Source, recommended
+from profiling_agent.schemas import Deployment
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,7 @@ class TorchRuntime(Runtime):
     @classmethod
     def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":
         """Open a saved folder; without `num_threads` the process keeps its threads."""
-        from profiling_agent.modules.inference import on_device, pin_threads
+        from profiling_agent.lib.modules import on_device, pin_threads
         from profiling_agent.runtimes.torch_artifact import load_module
 
         if num_threads:
@@ -97,7 +98,7 @@ class Eager(TorchRuntime):
         cls, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
     ) -> list[OperatorTime]:
         """Return the median time of each module of a saved model over `passes`, without its children."""
-        from profiling_agent.modules.hooks import layer_latency
+        from profiling_agent.lib.costs import layer_latency
 
         session = cls.open(folder, recipe, device="cpu", num_threads=num_threads)
         times = layer_latency(session.module, session.to_device(pixel_values), passes=passes)
@@ -173,8 +174,6 @@ class TorchSession:
         tf32: bool = False,
     ) -> None:
         import torch
-
-        from profiling_agent.modules.inference import floating_dtype
 
         self.module = module
         self._tf32 = tf32

@@ -22,7 +22,6 @@ from tradeoff_methods import (
 from tradeoff_statistics import against, cell, checks, holm, summaries, two_way
 from tradeoff_subject import Draw, Subject
 
-from profiling_agent.errors import PruningError
 from profiling_agent.lib.modules import random_batch
 from profiling_agent.pruning.compensation import UnitMoments
 from profiling_agent.pruning.units import find_units

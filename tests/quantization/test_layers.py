@@ -13,8 +13,8 @@ from torch_dynamic import torch_quantize_dynamic
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.modules import relative_distance
-from profiling_agent.quantization.calibrate import CAPACITY, Observed, Sampler
-from profiling_agent.quantization.kinds import Float8Linear, Int8Linear, parameter_bytes, rebuild_layer
+from profiling_agent.quantization.calibrate import CAPACITY, Sampler
+from profiling_agent.quantization.kinds import RowwiseLinear, parameter_bytes, rebuild_layer
 from profiling_agent.quantization.layers import (
     CastLayer,
     Dtype,

@@ -27,7 +27,7 @@ from profiling_agent.runtimes.onnx_runtime import OnnxSession
 from profiling_agent.runtimes.open_vino import OpenVinoSession
 from profiling_agent.runtimes.registry import ModelSession, OperatorTime, noise_batch, runtime
 from profiling_agent.runtimes.torch_artifact import save_deployed, save_model
-from profiling_agent.schemas import RUNTIMES, Deployment, QuantizationRecommendation
+from profiling_agent.schemas import Deployment, QuantizationRecommendation
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
 # Float32 in another order; bfloat16 has 8 significant bits; int8 of random weights and noise, of residual adds as well.

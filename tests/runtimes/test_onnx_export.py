@@ -19,15 +19,13 @@ from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersForImageC
 
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
-from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.runtimes.artifact import ONNX, read_recipe
-from profiling_agent.runtimes.onnx_export import PlainPatches, _attend, _mask, export_onnx
+from profiling_agent.runtimes.onnx_export import PlainPatches, _attend, export_onnx
 from profiling_agent.runtimes.onnx_runtime import DOMAIN, fuse_attention
 from profiling_agent.runtimes.registry import noise_batch
 from profiling_agent.runtimes.torch_artifact import save_deployed
-from profiling_agent.schemas import Cut, QuantizationRecommendation
+from profiling_agent.schemas import QuantizationRecommendation
 
 
 def dims(value):

@@ -13,7 +13,7 @@ from deployments import pruned
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.exporting.hugging_face import save_plain
+from profiling_agent.exporting.export import save_plain
 from profiling_agent.lib.modules import logits_of, random_batch
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units

@@ -9,7 +9,8 @@ import sample_records
 from search.scripted import Jobs, evaluator
 
 from profiling_agent.errors import RequestError
-from profiling_agent.graph.session import LAST, ROUND, Forecast, RunPosition, WorkLimits, forecast, stage_seconds
+from profiling_agent.graph.run import LAST, ROUND
+from profiling_agent.graph.session import Forecast, RunPosition, WorkLimits, forecast, stage_seconds
 from profiling_agent.jobs.store import Timesheet
 from profiling_agent.schemas import NUM_SESSIONS
 from profiling_agent.search.deadline import EFFORTS, Deadline, affordable_images, search_deadline

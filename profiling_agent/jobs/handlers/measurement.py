@@ -7,17 +7,9 @@ from pathlib import Path
 from profiling_agent.data.images import SplitImages
 from profiling_agent.data.prepared import PreparedImages
 from profiling_agent.errors import RequestError
+from profiling_agent.jobs import tasks
 from profiling_agent.jobs.tasks import (
-    Evaluated,
-    EvaluateTask,
-    HeadlineTask,
     JobContext,
-    LayerTimes,
-    LayerTimesTask,
-    MemoryTask,
-    OpenHeldoutTask,
-    RaceTask,
-    SessionTask,
 )
 from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads
@@ -26,7 +18,7 @@ from profiling_agent.measure import throughput as throughputs
 from profiling_agent.measure.predictions import Answers, answers_of, concatenate, note_opening, write_predictions
 from profiling_agent.measure.throughput import measure_headline
 from profiling_agent.processes.child import inherited
-from profiling_agent.runtimes.artifact import ParentCounts, check_golden, model_bytes, open_folder, open_session
+from profiling_agent.runtimes.artifact import ParentCounts, Recipe, check_golden, model_bytes, open_folder, open_session
 from profiling_agent.runtimes.artifact import layer_times as times_by_layer
 from profiling_agent.runtimes.registry import ModelSession
 from profiling_agent.schemas import Deployment, Footprint, Headline, MemoryUse, Opening, Predictions, Race
@@ -69,9 +61,7 @@ def memory(task: tasks.MemoryTask, job: JobContext) -> MemoryUse:
 def layer_times(task: tasks.LayerTimesTask, job: JobContext) -> tasks.LayerTimes:
     """Ask the model's runtime what the parts of a pass take."""
     exported = job.path(task.onnx) if task.onnx else None
-    times = times_by_layer(
-        job.path(task.model), exported, batch_size=task.batch_size, num_threads=available_threads()
-    )
+    times = times_by_layer(job.path(task.model), exported, batch_size=task.batch_size, num_threads=available_threads())
     return tasks.LayerTimes(layers=times)
 
 

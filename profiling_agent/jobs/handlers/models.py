@@ -19,36 +19,16 @@ from profiling_agent.data.models import LoadedModel, device_note, load_model, re
 from profiling_agent.data.prepared import iter_batches, processed_batches, shuffled_batches, write_prepared
 from profiling_agent.data.shape import check_processor, resolve_input_shape, survey, verify
 from profiling_agent.data.splits import DrawnSplit, DrawnSplits, draw_splits, look_up_labels
-from profiling_agent.errors import AcquisitionError, ArtifactError, PruningError, QuantizationError, RequestError
+from profiling_agent.errors import AcquisitionError, PruningError, QuantizationError, RequestError
+from profiling_agent.jobs import tasks
 from profiling_agent.jobs.tasks import (
-    AcquireTask,
-    DeployTask,
-    EvidenceTask,
-    Exported,
-    ExportTask,
     JobContext,
-    LogitsTask,
-    MatchedLabels,
-    MatchLabelsTask,
-    Prepared,
-    PrepareTask,
-    Profiled,
-    ProfileTask,
-    PruneTask,
-    RecoverTask,
-    ResolvedShape,
-    ResolveShapeTask,
-    SavedLogits,
-    SurveyShapeTask,
-    TuneTask,
 )
 from profiling_agent.lib.costs import count_complexity
 from profiling_agent.lib.inference import fuse_norms_, quick_products
-from profiling_agent.lib.io import DocumentError, cache_subfolder, read_record, write_bytes, write_text
-from profiling_agent.lib.logs import third_party_errors
+from profiling_agent.lib.io import cache_subfolder, read_record, write_bytes, write_text
 from profiling_agent.lib.machine import available_threads, environment
 from profiling_agent.lib.modules import device_of, logits_of, mean_kl, on_device, random_batch, relative_distance
-from profiling_agent.lib.third_party import third_party_errors
 from profiling_agent.measure.latency_table import LatencyTable, time_units
 from profiling_agent.measure.predictions import answers_of
 from profiling_agent.profiling.evidence import (
