@@ -9,8 +9,6 @@ import sample_records
 from search.scripted import Jobs, evaluator
 
 from profiling_agent.errors import RequestError
-from profiling_agent.graph.run import LAST, ROUND
-from profiling_agent.graph.session import Forecast, RunPosition, WorkLimits, forecast, stage_seconds
 from profiling_agent.jobs.store import Timesheet
 from profiling_agent.schemas import NUM_SESSIONS
 from profiling_agent.search.deadline import EFFORTS, Deadline, affordable_images, search_deadline
@@ -121,54 +119,3 @@ def test_a_budget_for_nothing_says_what_would_do():
     assert affordable_images(56 * 60.0, 1.0, 256) == 128
     # A pass that looked ten times as slow as the fastest of them is no reason.
     assert affordable_images(56 * 60.0, 10.0, 256, quietest_s=1.0) == 128
-
-
-WORK = WorkLimits(
-    num_calibration=200,
-    num_search=1000,
-    num_heldout=4000,
-    num_deployments=10,
-    num_measured=3,
-    num_sessions=5,
-    num_attempts=3,
-)
-
-
-def test_a_run_has_its_round_its_report_and_as_many_attempts_as_there_is_time_for(tmp_path: Path):
-    expected = stage_seconds(WORK, PASS_S)
-    attempt, last = (sum(expected[stage] for stage in stages) for stages in (ROUND, LAST))
-
-    def left(spent_s: float, limit_s: float | None = None, **position: Any) -> Forecast:
-        return forecast(WORK, deadline(tmp_path, spent_s, limit_s), PASS_S, RunPosition(**position))
-
-    # 800 s are for the search: after 10 s and what is sure, that leaves a part of a second attempt.
-    search = 150.0 + expected["deployment_search"] + attempt
-    now = left(10.0, stage="profiling", in_stage_s=6.4)
-    assert now.stage_s == pytest.approx(150.0)
-    assert now.run_s == pytest.approx(search + last + 800.0 - 10.0 - search)
-    # An hour has room for both.
-    assert left(10.0, 3600.0, stage="analysis").run_s == pytest.approx(3 * attempt + last)
-    # What an attempt took replaces what was expected of it.
-    told = left(10.0, 3600.0, stage="iterative_pruning", num_measured=1, longest_s=200.0)
-    assert told.run_s == pytest.approx(2 * 200.0 + last)
-    # No attempt is expected that the budget has no room for.
-    late = left(3400.0, 3600.0, stage="pruning", num_measured=1, longest_s=100.0)
-    assert late.run_s == pytest.approx(attempt + last)
-    assert left(4000.0, 3600.0, stage="report", in_stage_s=1e6).run_s == 0.0
-
-
-@pytest.mark.parametrize(
-    "stage",
-    ["acquisition", "profiling", "deployment_search", "analysis", "approval", *ROUND, "iterative_pruning", *LAST],
-)
-def test_what_is_left_shrinks_as_a_stage_goes_on_and_is_never_less_than_nothing(stage: str, tmp_path: Path):
-    spent = [
-        forecast(WORK, deadline(tmp_path, 0.0), PASS_S, RunPosition(stage=stage, in_stage_s=used))
-        for used in (0.0, 40.0, 1e6)
-    ]
-
-    for kind in ("stage_s", "run_s"):
-        told = [getattr(one, kind) for one in spent]
-        assert told == sorted(told, reverse=True)
-        assert all(0 <= seconds < math.inf for seconds in told)
-    assert spent[-1].stage_s == 0.0
