@@ -38,6 +38,8 @@ SCHEMA_VERSION = 6
 # The file that marks a run folder.
 MANIFEST = "request.json"
 LOCK, HOLDER = "run.lock", "holder.txt"
+# The pointer to the model to deploy.
+BEST = "best"
 NOT_IN_SLUG = re.compile(r"[^a-z0-9]+")
 
 
@@ -85,11 +87,6 @@ class Workspace:
         """Return the file of the graph's checkpoints."""
         return self.root / "checkpoints.sqlite"
 
-    @property
-    def best(self) -> Path:
-        """Return the pointer to the model to deploy."""
-        return self.root / "best"
-
     def path(self, ref: ArtifactRef) -> Path:
         """Return an artifact's path; ArtifactError if its reference leads out of the run folder."""
         path = self.root / ref.path
@@ -114,13 +111,12 @@ class Workspace:
         note_holder(self.root / HOLDER, "another process")
         return lock
 
-    def point_best(self, ref: ArtifactRef, folder: Path | None = None) -> None:
-        """Make `best`, in the run folder or a folder within, point to this artifact."""
-        folder = folder or self.root
+    def point_best(self, ref: ArtifactRef, folder: Path) -> None:
+        """Make `best` in the run folder, or a fork's own within, point to this artifact."""
         temporary = folder / f"{TEMPORARY}best-{os.getpid()}"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(os.path.relpath(self.path(ref), folder), target_is_directory=True)
-        temporary.replace(folder / self.best.name)
+        temporary.replace(folder / BEST)
 
     def sweep(self) -> None:
         """Remove half-written files of killed processes; only the holder of the lock may call this."""

@@ -45,9 +45,9 @@ def test_best_is_replaced_and_never_missing(tmp_path: Path):
     workspace = open_workspace(request(tmp_path), "a")
     for name in ("one", "two"):
         (workspace.jobs / name).mkdir()
-        workspace.point_best(ref(name))
+        workspace.point_best(ref(name), workspace.root)
 
-        assert workspace.best.resolve() == (workspace.jobs / name).resolve()
+        assert (workspace.root / "best").resolve() == (workspace.jobs / name).resolve()
 
 
 def test_a_sweep_takes_what_is_half_written_and_nothing_else(tmp_path: Path):

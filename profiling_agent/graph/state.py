@@ -132,10 +132,8 @@ REFERENCE = "reference:"
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
-def choose_endpoint(llm: str, base_url: str | None, environment: Mapping[str, str] = os.environ) -> Endpoint | None:
-    """Return the endpoint of `llm`, or None for `none` and `recorded:FILE`; raises RequestError with what is missing."""
-    if llm.startswith(RECORDED):
-        return None
+def choose_endpoint(llm: str, base_url: str | None) -> Endpoint | None:
+    """Return the endpoint of `llm`, or None for `none`; raises RequestError with what is missing."""
     if llm == "none":
         if base_url is not None:
             raise RequestError(f"base_url is {base_url!r} but llm is 'none': name its model, as in llm=openai:MODEL")
@@ -147,10 +145,10 @@ def choose_endpoint(llm: str, base_url: str | None, environment: Mapping[str, st
             f"llm is {llm!r}: {hint}use none, openai:MODEL or recorded:FILE. Azure is openai:DEPLOYMENT with "
             "base_url=https://RESOURCE.openai.azure.com/openai/v1; other chat models are objects, optimize(request, advisor=model)"
         )
-    url = base_url or next((environment[name] for name in URLS if environment.get(name)), None)
+    url = base_url or next((os.environ[name] for name in URLS if os.environ.get(name)), None)
     if url is not None and not (urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname):
         raise RequestError(f"base_url is {url!r}: give an address such as http://localhost:8000/v1")
-    if url is None and not environment.get(KEY):
+    if url is None and not os.environ.get(KEY):
         raise RequestError(
             f"llm is {llm!r} but {KEY} isn't set: set it, name a server of your own with base_url, or use llm=none"
         )

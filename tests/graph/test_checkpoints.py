@@ -93,15 +93,8 @@ class Tiny(BaseModel):
 
 def tiny_graph(saver: RunSaver):
     graph = StateGraph(Tiny)
-
-    def first(state: Tiny) -> dict[str, Any]:
-        return {"turn": state.turn + 1, "journal": journal()}
-
-    def second(state: Tiny) -> dict[str, Any]:
-        return {"turn": state.turn + 1}
-
-    graph.add_node("first", first)
-    graph.add_node("second", second)
+    graph.add_node("first", lambda state: {"turn": state.turn + 1, "journal": journal()})
+    graph.add_node("second", lambda state: {"turn": state.turn + 1})
     graph.add_edge(START, "first")
     graph.add_edge("first", "second")
     graph.add_edge("second", END)
@@ -120,28 +113,19 @@ def of_full_size(journal: Journal) -> Journal:
     first, search = journal.attempts[0], journal.deployment_search
     assert first.dry_run is not None
     assert search is not None
-    names = [f"vit.encoder.layer.{index}" for index in range(24)]
-    units = [
-        first.dry_run.cuts[0].unit.model_copy(
-            update={"name": name, "producers": (f"{name}.intermediate.dense",), "consumer": f"{name}.output.dense"}
-        )
-        for name in names
-    ]
-    cuts = tuple(varied(Cut(unit=unit, keep=8, requested_ratio=0.123456789), n) for n, unit in enumerate(units))
-    wide = first.model_copy(update={"dry_run": first.dry_run.model_copy(update={"cuts": cuts})})
-    layers = tuple(
-        varied(LayerCost(layer=f"vit.layer.{n}.dense", kl=0.0123456789, macs_share=0.0123456789), n) for n in range(73)
-    )
-    tuned = Tuned(layers=layers, kl=0.1, num_images=256, seconds=18.3)
+    unit, cuts, layers = first.dry_run.cuts[0].unit, list[Cut](), list[LayerCost]()
+    for number in range(24):
+        name = f"vit.encoder.layer.{number}"
+        names = {"name": name, "producers": (f"{name}.intermediate.dense",), "consumer": f"{name}.output.dense"}
+        cuts.append(varied(Cut(unit=unit.model_copy(update=names), keep=8, requested_ratio=0.123456789), number))
+    for number in range(73):
+        layers.append(varied(LayerCost(layer=f"vit.{number}.dense", kl=0.0123456789, macs_share=0.0123456789), number))
+    wide = first.model_copy(update={"dry_run": first.dry_run.model_copy(update={"cuts": tuple(cuts)})})
+    tuned = Tuned(layers=tuple(layers), kl=0.1, num_images=256, seconds=18.3)
     options = [search.options[n % len(search.options)].model_copy(update={"tuned": tuned}) for n in range(13)]
-    return journal.model_copy(
-        update={
-            "attempts": tuple(varied(wide, n) for n in range(20)),
-            "deployment_search": search.model_copy(
-                update={"options": tuple(varied(option, n) for n, option in enumerate(options))}
-            ),
-        }
-    )
+    searched = search.model_copy(update={"options": tuple(varied(option, n) for n, option in enumerate(options))})
+    attempts = tuple(varied(wide, number) for number in range(20))
+    return journal.model_copy(update={"attempts": attempts, "deployment_search": searched})
 
 
 def test_no_checkpoint_of_a_full_size_run_is_above_60_kb_and_none_has_its_report_or_what_it_rests_on(finished: Path):
@@ -159,46 +143,33 @@ def test_no_checkpoint_of_a_full_size_run_is_above_60_kb_and_none_has_its_report
     assert round_trip(full) == full
 
 
-def test_checkpoints_of_a_thread_lie_in_its_run_folder_and_can_be_read_again_sync_and_async(tmp_path: Path):
-    configs: list[RunnableConfig] = [{"configurable": {"thread_id": name}} for name in ("run-1", "run-2")]
+def turns(saver: RunSaver, thread: str) -> list[int | None]:
+    config: RunnableConfig = {"configurable": {"thread_id": thread}}
+    states = list(tiny_graph(saver).get_state_history(config))
+    assert all(state.values["journal"] == journal() for state in states[:1])
+    return [state.values.get("turn") for state in states]
+
+
+def test_checkpoints_of_a_thread_lie_in_its_run_folder_and_studio_copies_shortens_and_takes_back(tmp_path: Path):
     saver = RunSaver(tmp_path)
-    tiny_graph(saver).invoke(Tiny(turn=1), configs[0], durability="sync")
-    asyncio.run(tiny_graph(saver).ainvoke(Tiny(turn=1), configs[1], durability="sync"))
-    other = RunSaver(tmp_path)
+    for run_id in ("kept", "cancelled"):
+        config: Any = {"configurable": {"thread_id": "first"}, "metadata": {"run_id": run_id}}
+        asyncio.run(tiny_graph(saver).ainvoke(Tiny(turn=1), config, durability="sync"))
+    tiny_graph(saver).invoke(Tiny(turn=1), {"configurable": {"thread_id": "other"}}, durability="sync")
+    assert turns(RunSaver(tmp_path), "other") == [3, 2, 1, None]
+    assert (tmp_path / "other" / "checkpoints.sqlite").exists()
 
-    for config in configs:
-        states = list(tiny_graph(other).get_state_history(config))
-        assert [state.values.get("turn") for state in states] == [3, 2, 1, None]
-        assert states[0].values["journal"] == journal()
-    assert (tmp_path / "run-1" / "checkpoints.sqlite").exists()
-    other.delete_thread("run-1")
-    assert other.get_tuple(configs[0]) is None
-
-
-def test_a_thread_is_copied_shortened_and_rid_of_a_cancelled_run_as_studio_asks(tmp_path: Path):
-    saver = RunSaver(tmp_path)
-    first, copied = ({"configurable": {"thread_id": name}} for name in ("first", "copied"))
-
-    async def turns(config: Any) -> list[int | None]:
-        return [state.values.get("turn") async for state in tiny_graph(saver).aget_state_history(config)]
-
-    async def scenario() -> None:
-        for run_id in ("kept", "cancelled"):
-            named: Any = {**first, "metadata": {"run_id": run_id}}
-            await tiny_graph(saver).ainvoke(Tiny(turn=1), named, durability="sync")
-        assert len(await turns(first)) == 8
-        await saver.adelete_for_runs(["cancelled"])
-        assert await turns(first) == [3, 2, 1, None]
-        await saver.acopy_thread("first", "copied")
-        await saver.aprune(["first"])
-        assert await turns(first) == [3]
-        assert await turns(copied) == [3, 2, 1, None]
-        await saver.aprune(["first"], strategy="delete")
-        assert await turns(first) == []
-        await saver.adelete_thread("copied")
-        assert await turns(copied) == []
-
-    asyncio.run(scenario())
+    assert len(turns(saver, "first")) == 8
+    asyncio.run(saver.adelete_for_runs(["cancelled"]))
+    assert turns(saver, "first") == [3, 2, 1, None]
+    asyncio.run(saver.acopy_thread("first", "copied"))
+    asyncio.run(saver.aprune(["first"]))
+    assert turns(saver, "first") == [3]
+    asyncio.run(saver.aprune(["first"], strategy="delete"))
+    assert turns(saver, "first") == []
+    assert turns(saver, "copied") == [3, 2, 1, None]
+    asyncio.run(saver.adelete_thread("copied"))
+    assert turns(saver, "copied") == []
 
 
 def test_reading_an_unknown_thread_makes_no_folder_and_one_that_would_leave_it_is_refused(tmp_path: Path):
