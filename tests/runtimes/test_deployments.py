@@ -27,7 +27,7 @@ from profiling_agent.runtimes.onnx_runtime import OnnxSession
 from profiling_agent.runtimes.open_vino import OpenVinoSession
 from profiling_agent.runtimes.registry import ModelSession, OperatorTime, noise_batch, runtime
 from profiling_agent.runtimes.torch_artifact import save_deployed, save_model
-from profiling_agent.schemas import RUNTIMES, Deployment, QuantizationRecommendation
+from profiling_agent.schemas import Deployment, QuantizationRecommendation
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
 # Float32 in another order; bfloat16 has 8 significant bits; int8 of random weights and noise, of residual adds as well.
@@ -35,7 +35,7 @@ BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2, "dynamic": 6e-2, "
 INT8 = ("dynamic", "static", "static_nncf")
 Saved = Callable[..., Path]
 # Compiling takes seconds for each size of batch, an export of int8 layers as long.
-SLOW = {("resnet", "openvino static")}
+SLOW = {("resnet", "openvino static"), ("vit", "openvino static")}
 # test_opened_elsewhere.py has the others' layers.
 COMPILED = {("vit", "inductor bfloat16"), ("resnet", "inductor static")}
 NAMES = [deployment.name for deployment in deployments.all_deployments()]
