@@ -4,11 +4,10 @@ import json
 import warnings
 from pathlib import Path
 
-import fixture_models
 import numpy as np
 import pytest
 from commands import call
-from fixture_models import FIXTURES, REPORTS, SAVED, kept_names, models_of_this_version, report_of_this_version
+from fixture_models import REPORTS, SAVED, kept_names, models_of_this_version, report_of_this_version
 from PIL import Image
 from safetensors.numpy import load_file
 
