@@ -83,9 +83,11 @@ class Recipe(Record):
         default=None, description="None where the weights are torch's and can be counted"
     )
     folded: tuple[str, ...] = Field(default=(), description="batch norms that went into the convolutions before them")
-    tied: dict[str, str] = Field(default_factory=dict, description="parameters stored under the name of another one")
-    files: dict[str, str] = Field(default_factory=dict)
-    libraries: dict[str, str] = Field(default_factory=dict)
+    tied: dict[str, str] = Field(
+        default_factory=dict[str, str], description="parameters stored under the name of another one"
+    )
+    files: dict[str, str] = Field(default_factory=dict[str, str])
+    libraries: dict[str, str] = Field(default_factory=dict[str, str])
     cpu: str = ""
 
     @property
@@ -128,7 +130,7 @@ def read_recipe(folder: Path) -> Recipe:
     path = folder / RECIPE
     try:
         raw = read_json(path)
-        version = raw.get("schema_version")
+        version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION:
             raise ArtifactError(
                 f"{str(folder)!r} was saved with schema version {version}, this version reads {SCHEMA_VERSION}: save it again"

@@ -302,11 +302,8 @@ def _check_logits(path: Path, quantized: "nn.Module", source: Source) -> None:
 
     from profiling_agent.lib.modules import logits_of, relative_distance
 
-    images = source.calibration[:NUM_COMPARED]
+    batch = torch.from_numpy(source.calibration[:NUM_COMPARED])
     session = OpenVinoSession(path, scheme="static", num_threads=None)
-    if len(images) < (session.fixed_size or 1):
-        return
-    batch = torch.from_numpy(images[: session.fixed_size or len(images)])
     float_logits, int8_logits = logits_of(source.module, batch), logits_of(quantized, batch)
     openvino_logits = torch.from_numpy(session.run(batch.numpy()))
     rounding, distance = relative_distance(int8_logits, float_logits), relative_distance(openvino_logits, int8_logits)
@@ -319,50 +316,41 @@ def _check_logits(path: Path, quantized: "nn.Module", source: Source) -> None:
 
 def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: Path) -> PreparedFiles:
     import onnx
+    import torch
 
     if line := missing_packages(("nncf",), extra="openvino"):
         raise ArtifactError(f"static_nncf is made by NNCF: {line}")
-    graph = onnx.load(exported, load_external_data=False)
+    model, graph, images = _read(exported), onnx.load(exported, load_external_data=False), source.calibration
     layer_by_node = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()], LAYER_OPS)
     excluded = {node for node, layer in layer_by_node.items() if layer not in layers}
-    model = _quantize_with_nncf(_read(exported), source.calibration, excluded, is_transformer=not is_convnet(graph))
-    _halve_constants(model)
-    _save(model, path, halve=False)
-    covered = [name for name in layers if name in layer_by_node.values()]
+    names = [op.get_friendly_name() for op in model.get_ops() if op.get_type_name() in LAYER_TYPES]
+    ignored = [name for name in names if exported_name(name) in excluded]
+    hide_telemetry()
+    random_state = torch.get_rng_state()
+    with muted("nncf", "torch.utils._pytree"), _conversion_errors("NNCF can't quantize the model"):
+        nncf: Any = importlib.import_module("nncf")
+        try:
+            quantized = nncf.quantize(
+                model,
+                nncf.Dataset([{INPUT: image[None]} for image in images]),
+                subset_size=len(images),
+                fast_bias_correction=True,
+                # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the first layer.
+                advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
+                if OpenVino.saturates()
+                else None,
+                # For attention: leaves softmax and norms in float, and smooths activations (SmoothQuant).
+                model_type=None if is_convnet(graph) else nncf.ModelType.TRANSFORMER,
+                ignored_scope=nncf.IgnoredScope(names=ignored) if ignored else None,
+            )
+        finally:
+            torch.set_rng_state(random_state)
+    _halve_constants(quantized)
+    _save(quantized, path, halve=False)
     return PreparedFiles(
         quantized=tuple(
             QuantizedLayer(name=name, kind="static", dtype="qint8", reduce_range=OpenVino.saturates())
-            for name in covered
+            for name in layers
+            if name in layer_by_node.values()
         )
     )
-
-
-def _quantize_with_nncf(model: Any, images: Batch, excluded: Collection[str], *, is_transformer: bool) -> Any:
-    import torch
-
-    hide_telemetry()
-    with muted("nncf", "torch.utils._pytree"):
-        nncf: Any = importlib.import_module("nncf")
-        names = [
-            name
-            for op in model.get_ops()
-            if op.get_type_name() in LAYER_TYPES and exported_name(name := op.get_friendly_name()) in excluded
-        ]
-        random_state = torch.get_rng_state()
-        try:
-            with _conversion_errors("NNCF can't quantize the model"):
-                return nncf.quantize(
-                    model,
-                    nncf.Dataset([{INPUT: image[None]} for image in images]),
-                    subset_size=len(images),
-                    fast_bias_correction=True,
-                    # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the first layer.
-                    advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
-                    if OpenVino.saturates()
-                    else None,
-                    # For attention: leaves softmax and norms in float, and smooths activations (SmoothQuant).
-                    model_type=nncf.ModelType.TRANSFORMER if is_transformer else None,
-                    ignored_scope=nncf.IgnoredScope(names=names) if names else None,
-                )
-        finally:
-            torch.set_rng_state(random_state)

@@ -348,8 +348,7 @@ def save_deployed(
 ) -> Recipe:
     """Convert `source` for `deployment` and write it to `folder`, complete or not at all; return its recipe.
 
-    The opened model's logits of two images are stored with it, and `complexity`, if given: params and MACs of the float32
-    model.
+    The opened model's logits of two images are stored with it, and `complexity`: params and MACs of the float32 model.
 
     Raises:
         ArtifactError: `folder` exists, the disk is full, or the runtime lacks what it needs.
@@ -494,10 +493,8 @@ def cpu_note(folder: Path, recipe: Recipe, here: Environment) -> str | None:
     executor = runtime(recipe.deployment.runtime)
     # By flags only: a cloud has one name for processors with different instructions.
     if (needed := executor.needed_instructions(recipe.quantized)) and not executor.has_vnni(here.cpu_flags):
-        return (
-            f"{cpus}, which has no {' or '.join(needed)}: its int8 sums may saturate here, and its answers be others; a run on this "
-            "machine (`profiling-agent run`) makes a model whose sums don't"
-        )
+        lacks = f"{cpus}, which has no {' or '.join(needed)}"
+        return f"{lacks}: its int8 sums may saturate here; `profiling-agent run` makes a model for this machine"
     if recipe.cpu != here.cpu:
         return f"{cpus}: it computes the same, but another deployment may be faster; `profiling-agent race` finds out"
     return None

@@ -76,9 +76,7 @@ class TorchRuntime(Runtime):
     @classmethod
     def session(cls, module: "nn.Module", *, device: str, tf32: bool) -> "TorchSession":
         """Return the session of a module on its device; on the CPU eager torch, on CUDA in the layout of its kernels."""
-        if device != "cuda":
-            return TorchSession(module, device=device)
-        return TorchSession(to_kernel_layout(module), device=device, memory_format=memory_format(module), tf32=tf32)
+        return TorchSession(module, device=device, in_kernel_layout=device == "cuda", tf32=tf32)
 
 
 class Eager(TorchRuntime):
@@ -161,6 +159,7 @@ def logits_function(module: "nn.Module") -> "Callable[[Tensor], Tensor]":
 class TorchSession:
     """A module on its device; `call` maps images to logits, by default through the module itself.
 
+    `in_kernel_layout` puts weights and images of networks of convolutions in channels last, for which kernels are written.
     On CUDA `tf32` rounds its float32 products to TF32, independently of the process's other sessions.
     """
 
@@ -170,17 +169,23 @@ class TorchSession:
         *,
         device: str,
         call: "Callable[[Tensor], Tensor] | None" = None,
-        memory_format: "torch.memory_format | None" = None,
+        in_kernel_layout: bool = False,
         tf32: bool = False,
     ) -> None:
         import torch
 
+        from profiling_agent.lib.modules import floating_dtype
+
+        dims = [tensor.dim() for tensor in module.state_dict().values()]
+        is_channels_last = in_kernel_layout and dims.count(4) > dims.count(2)
+        self._memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
+        if in_kernel_layout:
+            module.to(memory_format=self._memory_format)  # pyright: ignore[reportCallIssue] - torch's stubs lack this overload
         self.module = module
         self._tf32 = tf32
         self.fixed_size: int | None = None
         self.device = torch.device(device)
         self._call = call or logits_function(module)
-        self._memory_format = memory_format or torch.contiguous_format
         self._dtype = floating_dtype(module)
 
     def to_device(self, pixel_values: Batch) -> "Tensor":
@@ -259,7 +264,7 @@ class SizedSession(TorchSession):
     def __init__(
         self, module: "nn.Module", *, device: str, call: "Callable[[Tensor], Tensor]", tf32: bool = False
     ) -> None:
-        super().__init__(module, device=device, call=call, memory_format=memory_format(module), tf32=tf32)
+        super().__init__(module, device=device, call=call, in_kernel_layout=True, tf32=tf32)
         self._sizes: set[int] = set()
         self._last = 0
 
@@ -283,7 +288,6 @@ class GraphedSession(SizedSession):
     """A session that captures a CUDA graph for each batch size and replays it: kernels are launched at once."""
 
     def __init__(self, module: "nn.Module", *, tf32: bool = False) -> None:
-        module = to_kernel_layout(module)
         # By shape of the images: the graph, and the tensors that it reads and writes.
         self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._lock = threading.Lock()
@@ -341,7 +345,6 @@ class InductorSession(SizedSession):
     def __init__(self, module: "nn.Module", *, device: str) -> None:
         import torch
 
-        module = to_kernel_layout(module)
         self._compiled_shapes: set[torch.Size] = set()
         self._is_cuda = device == "cuda"
         if not self._is_cuda:
@@ -399,16 +402,3 @@ def _with_unique_code(function: "Callable[[Tensor], Tensor]") -> "Callable[[Tens
     assert isinstance(function, FunctionType), "it is one of ours"
     code, closure = function.__code__.replace(co_name=f"logits_{next(NUMBERS)}"), function.__closure__
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
-
-
-def to_kernel_layout(module: "nn.Module") -> "nn.Module":
-    """Return the module with its weights in the memory format of its kernels."""
-    return module.to(memory_format=memory_format(module))  # pyright: ignore[reportCallIssue] - torch's stubs lack this overload
-
-
-def memory_format(module: "nn.Module") -> "torch.memory_format":
-    """Return channels_last for networks of convolutions, whose kernels are written for it."""
-    import torch
-
-    dims = [tensor.dim() for tensor in module.state_dict().values()]
-    return torch.channels_last if dims.count(4) > dims.count(2) else torch.contiguous_format

@@ -35,7 +35,7 @@ BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2, "dynamic": 6e-2, "
 INT8 = ("dynamic", "static", "static_nncf")
 Saved = Callable[..., Path]
 # Compiling takes seconds for each size of batch, an export of int8 layers as long.
-SLOW = {("resnet", "openvino static")}
+SLOW = {("resnet", "openvino static"), ("vit", "openvino static")}
 # test_opened_elsewhere.py has the others' layers.
 COMPILED = {("vit", "inductor bfloat16"), ("resnet", "inductor static")}
 NAMES = [deployment.name for deployment in deployments.all_deployments()]

@@ -115,22 +115,14 @@ def test_a_torch_model_gives_its_module_and_another_says_that_it_has_none(saved:
         _ = load(saved(SIMPLE)).module
 
 
-def test_a_graph_for_onnx_runtime_is_exported_as_it_is_for_its_own_batches(saved: Saved, tmp_path: Path):
-    folder = saved(SIMPLE)
-
-    export(folder, "onnx", tmp_path / "again")
-
-    assert (tmp_path / "again" / "model.onnx").read_bytes() == (folder / "model.onnx").read_bytes()
-    with pytest.raises(RequestError, match="batch_size is for models of torch"):
-        export(folder, "onnx", tmp_path / "other", batch_size=2)
-
-
-def test_images_of_another_shape_are_one_line(saved: Saved):
+def test_images_of_another_shape_and_no_threads_are_one_line(saved: Saved):
     model = load(saved(SIMPLE))
 
     for wrong in (IMAGES[0], IMAGES[:, :, :16], IMAGES[:0]):
         with pytest.raises(ArtifactError, match=r"takes pixel_values of shape \(n, 3, 32, 32\)"):
             model(wrong)
+    with pytest.raises(RequestError, match="num_threads is 0: give 1 or more"):
+        load(saved(SIMPLE), num_threads=0)
 
 
 def test_the_card_may_be_rewritten(copy: Path):
@@ -174,14 +166,12 @@ def test_an_artifact_of_another_cpu_loads_with_a_warning(copy: Path):
     ("name", "layer", "cpu_flags", "lacks"),
     [
         ("onnxruntime static", {}, ("avx2",), "avx512_vnni or avx_vnni"),
-        ("onnxruntime dynamic", {"kind": "dynamic"}, (), "avx512_vnni or avx_vnni"),
         ("openvino static_nncf", {}, ("avx2", "avx512f"), "avx512_vnni or avx_vnni"),
         ("inductor static", {}, ("avx2", "avx_vnni"), "avx512_vnni"),
         ("onnxruntime static", {}, ("avx2", "avx_vnni"), None),
         ("inductor static", {}, ("avx512_vnni",), None),
         # Seven bits, which torch's dynamic layers take by themselves, and int8 that is computed in float32.
         ("onnxruntime static", {"reduce_range": True}, ("avx2",), None),
-        ("eager dynamic", {"kind": "dynamic"}, ("avx2",), None),
         ("eager static", {}, ("avx2",), None),
         ("openvino bfloat16", {"kind": "cast", "dtype": "bfloat16"}, ("avx2",), None),
     ],
@@ -251,36 +241,26 @@ def test_two_threads_that_load_at_once_leave_torchs_initialisers_to_others(
     for (place, name), held in zip(places, before, strict=True):
         # Put back by pytest, so that no other test suffers where this one fails.
         monkeypatch.setattr(place, name, held)
-    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
-    # What a thread does as soon as a module of its own is given its first parameter.
-    turns: dict[str, Callable[[], object]] = {
-        "first": lambda: (first_in.set(), second_in.wait(CHANCE_S)),
-        "second": lambda: (second_in.set(), first_out.wait(LONG_S)),
-    }
-    models: dict[str, nn.Module] = {}
+    models: list[nn.Module] = []
+    second, first_out = threading.Thread(target=lambda: models.append(load_module(folder))), threading.Event()
 
-    def begin(_module: nn.Module, _name: str, _held: Any) -> None:
-        turns.pop(threading.current_thread().name, lambda: None)()
+    def begin(*_: Any) -> None:
+        """Start the second in the midst of the first, and hold it there until the first is done."""
+        if threading.current_thread() is second:
+            first_out.wait(LONG_S)
+        elif second.ident is None:
+            second.start()
+            second.join(CHANCE_S)
 
-    def load_first() -> None:
-        models["first"] = load_module(folder)
-        first_out.set()
-
-    def load_second() -> None:
-        first_in.wait(LONG_S)
-        models["second"] = load_module(folder)
-
-    threads = [threading.Thread(target=load_first, name="first"), threading.Thread(target=load_second, name="second")]
     handle = register_module_parameter_registration_hook(begin)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        models.append(load_module(folder))
+        first_out.set()
+        second.join()
     finally:
         handle.remove()
 
-    weights, others = (models[name].state_dict() for name in ("first", "second"))
+    weights, others = (model.state_dict() for model in models)
     assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
     assert [getattr(place, name) for place, name in places] == before
 
