@@ -23,6 +23,7 @@ from profiling_agent.lib.io import (
     cache_folder,
     cached,
     clean,
+    expanded,
     inert,
     inside,
     parse_json,
@@ -40,15 +41,22 @@ from profiling_agent.workspace import storage_errors
 def test_what_is_written_is_read_and_nothing_else_stays(tmp_path: Path):
     write_text(tmp_path / "a", "one")
     write_text(tmp_path / "a", "zwei \udcff")
-    (tmp_path / "log").write_text('{"cut')
-    append_line(tmp_path / "log", "next")
+    append_line(tmp_path / "log", "first")
+    append_line(tmp_path / "log", "second")
 
     assert (tmp_path / "a").read_text() == "zwei \\udcff"
-    # A line that was cut off doesn't take the next one with it.
-    assert (tmp_path / "log").read_text() == '{"cut\nnext\n'
+    assert (tmp_path / "log").read_text() == "first\nsecond\n"
     assert {path.name for path in tmp_path.iterdir()} == {"a", "log"}
     # As any file that a program makes, and readable for others where the user's mask allows it.
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "log").stat().st_mode
+
+
+def test_a_line_that_was_cut_off_does_not_take_the_next_one_with_it(tmp_path: Path):
+    (tmp_path / "log").write_text('{"cut')
+
+    append_line(tmp_path / "log", "next")
+
+    assert (tmp_path / "log").read_text() == '{"cut\nnext\n'
 
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "link", "folder/../../secret", "nul\0"])
@@ -59,6 +67,12 @@ def test_a_path_stays_in_its_folder(tmp_path: Path, path: str):
 
     with pytest.raises(FileRefusedError):
         inside(tmp_path / "run" / path, tmp_path / "run")
+
+
+@pytest.mark.parametrize("named", ["~nosuchuserhere/x", "a\0b"])
+def test_a_path_that_is_none_is_refused(named: str):
+    with pytest.raises(FileRefusedError):
+        expanded(named)
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path):
@@ -137,8 +151,10 @@ def test_what_the_disk_has_against_it_is_one_line_with_the_way_on(tmp_path: Path
 
 
 def test_an_error_that_says_nothing_of_the_disk_goes_on(tmp_path: Path):
-    with pytest.raises(FileRefusedError), storage_errors(tmp_path):
-        raise FileRefusedError(tmp_path, "it is no path")
+    for error in (FileNotFoundError(errno.ENOENT, "none"), FileRefusedError(tmp_path, "it is no path")):
+        assert storage_problem(error) is None
+        with pytest.raises(type(error)), storage_errors(tmp_path):
+            raise error
 
 
 def test_what_sqlite_says_of_the_disk_is_told_from_damage(tmp_path: Path):
@@ -147,11 +163,16 @@ def test_what_sqlite_says_of_the_disk_is_told_from_damage(tmp_path: Path):
         connection.execute("PRAGMA max_page_count = 3")
         with pytest.raises(sqlite3.Error) as full:
             connection.executemany("INSERT INTO t VALUES (?)", [("x" * 4000,)] * 20)
+        connection.rollback()
+        connection.execute("PRAGMA query_only = 1")
+        with pytest.raises(sqlite3.Error) as readonly:
+            connection.execute("INSERT INTO t VALUES (1)")
     (tmp_path / "bad").write_bytes(b"no database" * 100)
     with closing(sqlite3.connect(tmp_path / "bad")) as connection, pytest.raises(sqlite3.Error) as damaged:
         connection.execute("SELECT * FROM t")
 
     assert storage_problem(full.value) == "there is no space left: free some"
+    assert storage_problem(readonly.value) == "it is read-only: choose a folder that can be written"
     assert storage_problem(damaged.value) is None
 
 

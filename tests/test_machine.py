@@ -119,6 +119,7 @@ def test_where_the_system_does_not_tell_each_is_a_core(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("files", "quota"),
     [
+        ({"app/one/cpu.max": "800000 100000"}, 8),
         ({"app/one/cpu.max": "75000 50000"}, 1.5),
         ({"app/one/cpu.max": "max 100000", "app/cpu.max": "400000 100000", "cpu.max": "800000 100000"}, 4),
         # In a container the own group is the root, whatever it is called outside.
@@ -135,7 +136,7 @@ def test_the_narrowest_quota_on_the_way_up_counts(tmp_path: Path, files: dict[st
 
 
 @pytest.mark.parametrize(
-    ("quota", "most"), [("1000", 1), ("100000", 1), ("150000", 2), ("100000000", 1000), ("max", 10**6)]
+    ("quota", "most"), [("1000", 1), ("50000", 1), ("100000", 1), ("150000", 2), ("100000000", 1000), ("max", 10**6)]
 )
 def test_no_more_threads_than_a_quota_has_time_for_and_no_more_than_there_are_cores(
     tmp_path: Path, quota: str, most: int
@@ -147,6 +148,13 @@ def test_no_more_threads_than_a_quota_has_time_for_and_no_more_than_there_are_co
     # A library that is told nothing takes as many as there are cores.
     assert quota_threads(tmp_path, groups, own) == (threads if most < len(ALLOWED) else None)
     assert available_cores(tmp_path) == len(ALLOWED)
+
+
+def test_a_machine_has_whole_gigabytes_whatever_its_kernel_keeps():
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    assert environment().memory_bytes % 2**30 == 0
+    assert 0 <= environment().memory_bytes - physical < 2**30
 
 
 def found(folder: Path, **versions: str) -> tuple[dict[str, str], str]:
@@ -171,33 +179,43 @@ def test_another_timm_or_torchvision_is_another_installation_whose_jobs_are_done
 
 @pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
 def test_without_timm_neither_has_a_part_in_anything(tmp_path: Path):
-    libraries, _ = found(tmp_path / "torchvision", torchvision="0.1")
+    alone, beside = found(tmp_path / "none"), found(tmp_path / "torchvision", torchvision="0.1")
 
-    assert set(libraries) == set(LIBRARIES)
+    assert alone == beside
+    assert set(alone[0]) == set(LIBRARIES)
 
 
-A100 = Gpu(name="A100", compute_capability="8.0", memory_bytes=80 * GIB, driver="580.1", cuda="13.0", cudnn="9.15")
+A100 = Gpu(
+    name="NVIDIA A100-SXM4-80GB",
+    compute_capability="8.0",
+    memory_bytes=80 * 2**30,
+    driver="580.1",
+    cuda="13.0",
+    cudnn="9.15",
+)
 
 
 def test_a_gpu_is_part_of_the_machine_s_name_and_its_driver_of_the_versions():
     here = environment()
     there = here.model_copy(update={"device": "cuda", "gpu": A100})
 
-    assert there.machine == f"A100 (compute capability 8.0, 80 GiB), {here.machine}"
+    assert there.machine == f"NVIDIA A100-SXM4-80GB (compute capability 8.0, 80 GiB), {here.machine}"
     assert there.versions == here.versions | {"NVIDIA driver": "580.1", "CUDA": "13.0", "cuDNN": "9.15"}
     assert Environment.model_validate_json(there.model_dump_json()) == there
 
 
 def test_keys_of_jobs_differ_by_gpu_where_the_job_uses_one():
     model = ArtifactRef(path="model", sha256="0" * 64, size_bytes=1, kind="model")
-    gpu = environment("cuda").model_copy(update={"gpu": A100})
+    here, there = environment("cuda"), environment("cuda").model_copy(update={"gpu": A100})
 
-    def key(device: str, *, with_gpu: bool) -> str:
-        task = HeadlineTask(model=model, batch_size=1, device=device)
-        return job_key(task, lambda name: gpu if name == "cuda" and with_gpu else environment(name))
+    def key(device: str, gpu: Environment) -> str:
+        return job_key(
+            HeadlineTask(model=model, batch_size=1, device=device), lambda name: gpu if name != "cpu" else environment()
+        )
 
-    assert key("cuda", with_gpu=True) != key("cuda", with_gpu=False)
-    assert key("cpu", with_gpu=True) == key("cpu", with_gpu=False)
+    assert key("cuda", here) != key("cuda", there)
+    assert key("cpu", here) == key("cpu", there)
+    assert key("cuda", here) == job_key(HeadlineTask(model=model, batch_size=1, device="cuda"))
 
 
 # How long the second thread has to come in: all of it passes where it is made to wait, as it should be.
@@ -210,20 +228,21 @@ def overlap() -> None:
     """Have a second thread mute while a first does and leave after it has left, unless it is made to wait."""
     first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
 
-    def mute(begin: threading.Event, inside: threading.Event, end: threading.Event, wait_s: float) -> None:
-        begin.wait(LONG_S)
-        with muted(*NAMES), muted():
-            inside.set()
-            end.wait(wait_s)
-
-    begun = threading.Event()
-    begun.set()
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(mute, begun, first_in, second_in, CHANCE_S)
-        second = pool.submit(mute, first_in, second_in, first_out, LONG_S)
-        first.result()
+    def first() -> None:
+        with muted(*NAMES):
+            first_in.set()
+            second_in.wait(CHANCE_S)
         first_out.set()
-        second.result()
+
+    def second() -> None:
+        first_in.wait(LONG_S)
+        with muted(*NAMES):
+            second_in.set()
+            first_out.wait(LONG_S)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(first), pool.submit(second)]:
+            done.result()
 
 
 def test_what_is_printed_logged_and_warned_of_is_as_it_was_after_two_threads_have_muted_it(
@@ -242,6 +261,16 @@ def test_what_is_printed_logged_and_warned_of_is_as_it_was_after_two_threads_hav
     assert (sys.stdout, sys.stderr) == streams
     assert list(warnings.filters) == filters
     assert [logger.level for logger in loggers] == [logging.INFO, logging.NOTSET]
+
+
+def test_muted_code_may_mute(capsys: pytest.CaptureFixture[str]):
+    with muted():
+        with muted(*NAMES):
+            sys.stdout.write("inner")
+        sys.stdout.write("outer")
+    sys.stdout.write("after")
+
+    assert capsys.readouterr().out == "after"
 
 
 def test_the_package_that_reports_is_hidden(monkeypatch: pytest.MonkeyPatch):
@@ -271,7 +300,10 @@ def raising(error):
     return Strange(nn.Linear(8, 3), forward)
 
 
-@pytest.mark.parametrize("error", [KeyError("no such\nkey"), StopIteration(), OSError(2, "gone")], ids=repr)
+RAISED = [KeyError("no such\nkey"), ZeroDivisionError("by zero"), StopIteration(), OSError(2, "gone")]
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
 def test_what_a_forward_pass_raises_is_a_refusal_that_names_it(error):
     name, model = type(error).__name__, raising(error)
 
@@ -282,6 +314,26 @@ def test_what_a_forward_pass_raises_is_a_refusal_that_names_it(error):
     assert refused.value.__cause__ is error
     assert reason.startswith(f"untraceable: {name} (")
     assert "\n" not in str(refused.value) + reason
+
+
+FAILING = {
+    "a torch module": lambda inside, x: inside(x),
+    "a kernel": lambda inside, x: x @ torch.zeros(5, 5, device=x.device),
+    "the standard library": lambda inside, x: next(iter(())),
+    "no logits": lambda inside, x: x,
+}
+
+
+@pytest.mark.parametrize("forward", FAILING.values(), ids=FAILING)
+def test_a_forward_pass_that_fails_in_a_library_is_untraceable(forward):
+    reason = find_units(Strange(nn.Linear(8, 3), forward), zoo.SPEC, {}).refusals["inside"]
+
+    assert reason.startswith("untraceable: ")
+
+
+def test_a_model_that_takes_no_pixel_values_is_refused():
+    with pytest.raises(ShapeUnresolvedError, match="TypeError"):
+        verify(nn.Sequential(nn.Linear(8, 3)), zoo.SPEC)
 
 
 def test_errors_raised_on_purpose_go_through():

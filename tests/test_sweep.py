@@ -1,6 +1,7 @@
 """Sweeps: what a file asks for, finished, cut and failing runs, the command, and a Ray cluster that loses a node."""
 
 import json
+import os
 import secrets
 import shutil
 import subprocess
@@ -176,16 +177,23 @@ def test_the_command_goes_on_with_every_cell_and_reads_them_back(tmp_path: Path,
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"machine": "another"}))
 
     rows = json.loads(call("sweep", file, "--output", output, "--json").stdout)
-    written = {run_id: (output / run_id / "report.json").stat().st_mtime_ns for run_id in run_ids}
-    again = call("sweep", file, "--output", output)
 
     assert [(output / run_id / "mine").exists() for run_id in run_ids] == [True, False]
-    assert [(row["request"]["run_id"], row["failure"]) for row in rows] == [(run_id, "") for run_id in run_ids]
+    assert [row["request"]["run_id"] for row in rows] == run_ids
+    assert [row["failure"] for row in rows] == ["", ""]
     # Nothing meets the second contract: its run has a verdict all the same.
     assert rows[1]["report"]["verdict"]["outcome"] != "MET"
-    assert again.exit_code == 1
+    written = {run_id: (output / run_id / "report.json").stat().st_mtime_ns for run_id in run_ids}
+    page = (output / PAGE).read_text()
+    assert all(f'href="{run_id}/report.html"' in page for run_id in run_ids)
+
+    # A process of its own: the width of the terminal is read once in each.
+    program = [sys.executable, "-m", "profiling_agent.cli.main", "sweep", str(file), "--output", str(output)]
+    again = subprocess.run(program, env=os.environ | {"COLUMNS": "250"}, capture_output=True, text=True, check=False)
+
+    assert again.returncode == 1, again.stderr
+    assert all(run_id in again.stdout for run_id in run_ids)
     assert {run_id: (output / run_id / "report.json").stat().st_mtime_ns for run_id in run_ids} == written
-    assert all(f'href="{run_id}/report.html"' in (output / PAGE).read_text() for run_id in run_ids)
 
 
 @pytest.fixture

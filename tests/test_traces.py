@@ -42,6 +42,44 @@ def test_a_number_whose_last_digit_is_another_is_found_nowhere():
     assert [claim.printed for claim in intervals for steps in (-3, -1, 1, 3) if is_found(moved(claim, steps))] == []
 
 
+PAGE = """# Page
+
+From `verdicts_xeon.json`:
+
+| model | processor | bytes | times as fast | run takes (not kept) |
+|---|---|---|---|---|
+| ViT, 1.2 M | Xeon | 20.5% | 3.91 [3.79, 4.03] | 9.9 min |
+| *the paper's* | | 97.5% | *1.02* | |
+
+It was 0.66 where 0.6 is allowed, `0.77`, torch 2.13.0 (88.8 in all, not kept), and 7,500.5 passes.
+
+## Another
+
+Nothing is named here: 4.44 times.
+"""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    (tmp_path / "page.md").write_text(PAGE)
+    return tmp_path / "page.md"
+
+
+def test_what_a_page_claims_is_read_with_its_sources(page: Path):
+    named = ("verdicts_xeon.json",)
+
+    found = {claim.printed: claim.sources for claim in claims(page)}
+
+    assert found == {"20.5%": named, "3.91 [3.79, 4.03]": named, "0.66": named, "7,500.5": named, "4.44": ()}
+
+
+def test_a_number_that_no_named_file_holds_is_unfounded(page: Path):
+    assert {"7,500.5", "4.44"} <= {claim.printed for claim in unfounded([page])} <= {"0.66", "7,500.5", "4.44"}
+
+    page.write_text(PAGE.replace("[3.79, 4.03]", "[3.79, 4.04]"))
+    assert "3.91 [3.79, 4.04]" in {claim.printed for claim in unfounded([page])}
+
+
 def test_a_file_that_is_not_there_holds_nothing():
     assert places("nowhere.json") == ()
     assert places("full_run_*.json")
