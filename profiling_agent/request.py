@@ -119,29 +119,41 @@ class Request(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str = Field(
-        "reference:vit", min_length=1, description="Hub id, local folder, or reference:vit|deit|swin|resnet"
+        default="reference:vit", min_length=1, description="Hub id, local folder, or reference:vit|deit|swin|resnet"
     )
-    revision: str | None = Field(None, description="branch, tag or commit of the model on the Hub")
-    dataset: str = Field("reference:digits", min_length=1, description="Hub id, local folder, or reference:digits")
-    dataset_config: str | None = Field(None, description="configuration of the data set, where it has several")
-    dataset_revision: str | None = Field(None, description="branch, tag or commit of the data set on the Hub")
-    split: str | None = Field(None, description="split to measure on; by default one the model was not trained on")
-    image_column: str | None = Field(None, description="column of images; found by type when not named")
-    label_column: str | None = Field(None, description="column of labels; found by type when not named")
+    revision: str | None = Field(default=None, description="branch, tag or commit of the model on the Hub")
+    dataset: str = Field(
+        default="reference:digits", min_length=1, description="Hub id, local folder, or reference:digits"
+    )
+    dataset_config: str | None = Field(default=None, description="configuration of the data set, where it has several")
+    dataset_revision: str | None = Field(default=None, description="branch, tag or commit of the data set on the Hub")
+    split: str | None = Field(
+        default=None, description="split to measure on; by default one the model was not trained on"
+    )
+    image_column: str | None = Field(default=None, description="column of images; found by type when not named")
+    label_column: str | None = Field(default=None, description="column of labels; found by type when not named")
     label_match: MatchBy = Field(
-        "auto",
+        default="auto",
         description="how labels become the model's classes. auto: by names, or by what the model's answers fit best. number: "
         "label 3 is class 3. from-1: label 1 is class 0. place: the order of the list. natural: folders as timm sorts them",
     )
-    max_accuracy_drop: DropLimit = Field(0.01, description="top-1 that may be lost: 0.01, 1% or 1pt is one point")
-    min_speedup: SpeedupLimit = Field(1.0, description="least speedup over the baseline: 1.5 or 1.5x; 1 is not slower")
-    max_size_ratio: RatioLimit = Field(0.5, description="most bytes on disk, over the baseline's: 0.5 or 50% is half")
-    max_memory_ratio: RatioLimit | None = Field(None, description="most peak memory of a process, over the baseline's")
+    max_accuracy_drop: DropLimit = Field(
+        default=0.01, description="top-1 that may be lost: 0.01, 1% or 1pt is one point"
+    )
+    min_speedup: SpeedupLimit = Field(
+        default=1.0, description="least speedup over the baseline: 1.5 or 1.5x; 1 is not slower"
+    )
+    max_size_ratio: RatioLimit = Field(
+        default=0.5, description="most bytes on disk, over the baseline's: 0.5 or 50% is half"
+    )
+    max_memory_ratio: RatioLimit | None = Field(
+        default=None, description="most peak memory of a process, over the baseline's"
+    )
     objective: Literal["speed", "size", "memory"] = Field(
-        "speed", description="what to optimize among the models that keep the contract"
+        default="speed", description="what to optimize among the models that keep the contract"
     )
     selection: Literal["contract", "paper"] = Field(
-        "contract",
+        default="contract",
         description="contract: the cheapest that keeps the accuracy; paper: fp32 that beats the baseline by accuracy, then "
         "params, then latency",
     )
@@ -150,67 +162,75 @@ class Request(BaseModel):
         description="let images choose what is cut, make up for it and tune int8; without, weights alone do",
     )
     iterate: bool = Field(default=True, description="plan again after the first evaluation")
-    max_iterations: int = Field(5, ge=1, le=100, description="plans to measure, the first one included")
-    plan: str | None = Field(None, description="JSON file with a plan of your own, used instead of analysis")
-    recover_epochs: int = Field(0, ge=0, le=100, description="epochs of distillation after pruning; 0: training-free")
-    quantize_layers: str = Field("all", min_length=1, max_length=300, description="layers to quantize: all, or RE2")
+    max_iterations: int = Field(default=5, ge=1, le=100, description="plans to measure, the first one included")
+    plan: str | None = Field(default=None, description="JSON file with a plan of your own, used instead of analysis")
+    recover_epochs: int = Field(
+        default=0, ge=0, le=100, description="epochs of distillation after pruning; 0: training-free"
+    )
+    quantize_layers: str = Field(
+        default="all", min_length=1, max_length=300, description="layers to quantize: all, or RE2"
+    )
     quantize_dtype: Literal["auto", "qint8", "float8", "float16", "bfloat16", "none"] = Field(
-        "auto",
+        default="auto",
         description="dtype to quantize to (or int8, fp8, fp16, bf16, fp32) when no plan names one; auto: the best",
     )
     runtimes: str = Field(
-        "auto",
+        default="auto",
         min_length=1,
         max_length=100,
         description="runtimes that may execute the result, separated by commas: auto for all that are installed, or some of "
         "eager (torch), graphed (CUDA graphs), inductor, onnxruntime (onnx, ort), openvino",
     )
     num_samples: int | None = Field(
-        None, ge=50, le=1_000_000, description="images to search on; by default half of the split, at most 2000"
+        default=None, ge=50, le=1_000_000, description="images to search on; by default half of the split, at most 2000"
     )
     fresh_ledger: str | None = Field(
-        None,
-        pattern=r"^\P{C}*[^\s\pC]\P{C}*$",
+        default=None,
+        pattern=r"^[^\x00-\x1f\x7f]*[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]*$",
         max_length=300,
         description="why earlier openings of the held-out images don't count, such as: these are new photographs",
     )
-    num_sessions: int = Field(NUM_SESSIONS, ge=2, le=100, description="times that models start anew; fewer prove less")
+    num_sessions: int = Field(
+        default=NUM_SESSIONS, ge=2, le=100, description="times that models start anew; fewer prove less"
+    )
     effort: Literal["quick", "default", "thorough"] = Field(
-        "default",
+        default="default",
         description="how much a run does. quick: 2 plans, 3 sessions, 1 deployment measured in full, 1,024 held-out images; it gives up deeper cuts, "
         "alternatives and most certificates. default: as much as suits the model's speed. thorough: everything asked for, however long it takes",
     )
     time_budget: Annotated[str | None, AfterValidator(_check_duration)] = Field(
-        None, description="time that the run may take, such as 30m or 1h30m: it does what is worth most of that"
+        default=None, description="time that the run may take, such as 30m or 1h30m: it does what is worth most of that"
     )
     cache: bool = Field(default=True, description="reuse an earlier run's evidence on the same model and images")
-    batch_size: int = Field(32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to measure; auto is the CPU")
-    seed: int = Field(0, ge=0, lt=2**32, description="draws the images and everything else that is random")
+    batch_size: int = Field(default=32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure; auto is the CPU")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="draws the images and everything else that is random")
     approve: Literal["never", "plan", "each"] = Field(
-        "never", description="wait for a person before pruning: never, for the first plan, or for each"
+        default="never", description="wait for a person before pruning: never, for the first plan, or for each"
     )
     llm: str = Field(
-        "none",
+        default="none",
         min_length=1,
         max_length=500,
         description="language model that plans beside the built-in rules: none, openai:MODEL (any OpenAI-compatible server with "
         "base_url), or recorded:FILE for the answers in the llm.jsonl of an earlier run",
     )
     base_url: str | None = Field(
-        None, max_length=500, description="address of an OpenAI-compatible server, without keys"
+        default=None, max_length=500, description="address of an OpenAI-compatible server, without keys"
     )
     planner: Literal["hybrid", "llm", "rules"] = Field(
-        "hybrid", description="hybrid: a language model next to the rules; llm: it alone, as in the paper"
+        default="hybrid", description="hybrid: a language model next to the rules; llm: it alone, as in the paper"
     )
-    llm_tokens: int = Field(500_000, ge=1, le=10**9, description="tokens that a run may use up, read and written")
+    llm_tokens: int = Field(
+        default=500_000, ge=1, le=10**9, description="tokens that a run may use up, read and written"
+    )
     llm_timeout_s: float = Field(
-        120.0, gt=0, le=3600, description="seconds for one request and the repairs of its answer"
+        default=120.0, gt=0, le=3600, description="seconds for one request and the repairs of its answer"
     )
     run_id: str | None = Field(
-        None, pattern=f"^{RUN_ID.pattern}$", description="name of the run folder; by default one is made up"
+        default=None, pattern=f"^{RUN_ID.pattern}$", description="name of the run folder; by default one is made up"
     )
-    output: str = Field("runs", min_length=1, description="folder that holds the run folders")
+    output: str = Field(default="runs", min_length=1, description="folder that holds the run folders")
 
     @model_validator(mode="before")
     @classmethod

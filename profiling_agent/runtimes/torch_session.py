@@ -174,8 +174,6 @@ class TorchSession:
     ) -> None:
         import torch
 
-        from profiling_agent.lib.modules import floating_dtype
-
         dims = [tensor.dim() for tensor in module.state_dict().values()]
         is_channels_last = in_kernel_layout and dims.count(4) > dims.count(2)
         self._memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
