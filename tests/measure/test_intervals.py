@@ -183,12 +183,8 @@ def test_a_decision_is_what_the_bounds_show(counts, decision):
 def test_how_many_images_it_takes_is_what_as_many_like_them_show():
     enough = images_until_kept(Counts(8, 3, 512), 0.02, ERROR)
     assert enough is not None
-
-    def bound(num_images):
-        times = num_images / 512
-        return upper_bound(Counts(round(8 * times), round(3 * times), round(num_images)), ERROR)
-
-    assert bound(enough) <= 0.02 + 1e-3 < bound(0.8 * enough)
+    bounds = [upper_bound(Counts(round(n / 64), round(3 * n / 512), round(n)), ERROR) for n in (enough, 0.8 * enough)]
+    assert bounds[0] <= 0.02 + 1e-3 < bounds[1]
     assert images_until_kept(Counts(30, 3, 512), 0.02, ERROR) is None
 
 
