@@ -21,6 +21,7 @@ from profiling_agent.schemas import (
     Origin,
     Plan,
     ShapeFacts,
+    Status,
     Target,
     Tuned,
     Variant,
@@ -93,7 +94,7 @@ def searched() -> DeploymentSearch:
             deployed=leads,
             evaluation=evaluation("leads", Variant.QUANTIZED, correct=897),
             race_result=race_result("leads", 2.81, 2.74, 2.88),
-            keeps_accuracy=True,
+            status=Status.ACCEPTED,
             reason="top-1 fell by 0.0030",
         ),
     )

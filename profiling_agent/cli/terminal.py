@@ -224,7 +224,7 @@ class RequestCommand(TyperCommand):
         self._fields = vars(self.callback)["fields"]
 
     @property
-    def params(self) -> list[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def params(self) -> list[Any]:
         """Return the options: the fields', then the command's own."""
         if (fields := self._fields) is not None:
             self._fields, self._params = None, [*_field_options(fields), *self._params]

@@ -142,7 +142,7 @@ def _check_kind(fields: dict[str, Any], name: str) -> None:
             f"{transformers.__version__} doesn't know: choose an architecture that it implements"
             f"{did_you_mean(str(model_type), list(MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES))}"
         )
-    built_for = ", ".join(fields.get("architectures") or [model_type])
+    built_for = ", ".join(fields.get("architectures") or [str(model_type)])
     raise AcquisitionError(f"model {name!r} is no image classifier ({built_for}): choose one that is")
 
 

@@ -338,7 +338,7 @@ def _write_train_splits(
     evaluation_rows = {image.digest: row for row, image in evaluation_pool.images.items() if image.digest}
     in_both = [row for row in rows if pool.images[row].digest in evaluation_rows]
     if len(in_both) > MAX_REPEATED * len(rows):
-        original = evaluation_rows[pool.images[in_both[0]].digest]
+        original = evaluation_rows[pool.images[in_both[0]].digest or b""]
         raise AcquisitionError(
             f"{len(in_both)} of {len(rows)} images drawn from split {train!r} are in split {evaluation_pool.split!r} too, the first "
             f"is {pool.location(in_both[0])}, there {evaluation_pool.location(original)}: accuracies would be measured on what "

@@ -325,7 +325,7 @@ def save_plain(
         with third_party_errors(refuse):
             plain_model.save_pretrained(temporary)
             processor.save_pretrained(temporary)
-            loaded = AutoModelForImageClassification.from_pretrained(
+            loaded: Any = AutoModelForImageClassification.from_pretrained(
                 temporary, local_files_only=True, trust_remote_code=False, use_safetensors=True
             )
         if half is None or saved is None:

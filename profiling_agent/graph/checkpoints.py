@@ -5,14 +5,20 @@ import enum
 import json
 import sqlite3
 import zlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 from langchain_core.runnables import RunnableConfig
-from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
+from langgraph.checkpoint.base import (
+    BaseCheckpointSaver,
+    ChannelVersions,
+    Checkpoint,
+    CheckpointMetadata,
+    CheckpointTuple,
+)
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
 from pydantic import BaseModel
@@ -99,7 +105,7 @@ def _delete_checkpoints(saver: SqliteSaver, condition: str, *parameters: str) ->
         cursor.execute("DELETE FROM writes WHERE checkpoint_id NOT IN (SELECT checkpoint_id FROM checkpoints)")
 
 
-def _in_thread(method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+def _in_thread(method: Callable[..., Any]) -> Any:
     """Return the async form of a saver's method."""
 
     async def call(*args: Any, **options: Any) -> Any:
@@ -133,15 +139,23 @@ class RunSaver(BaseCheckpointSaver[str]):
         with self._open(_thread_of(config)) as saver:
             yield from saver.list(config, **options)
 
-    def put(self, config: RunnableConfig, *args: Any) -> RunnableConfig:
+    def put(
+        self,
+        config: RunnableConfig,
+        checkpoint: Checkpoint,
+        metadata: CheckpointMetadata,
+        new_versions: ChannelVersions,
+    ) -> RunnableConfig:
         """Store a checkpoint."""
         with self._open(_thread_of(config), create=True) as saver:
-            return saver.put(config, *args)
+            return saver.put(config, checkpoint, metadata, new_versions)
 
-    def put_writes(self, config: RunnableConfig, *args: Any) -> None:
+    def put_writes(
+        self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
+    ) -> None:
         """Store a node's writes before the step is complete."""
         with self._open(_thread_of(config), create=True) as saver:
-            saver.put_writes(config, *args)
+            saver.put_writes(config, writes, task_id, task_path)
 
     def get_next_version(self, current: str | None, channel: None) -> str:  # noqa: ARG002 - LangGraph's signature
         """Return a version that sorts after `current`."""

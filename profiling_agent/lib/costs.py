@@ -75,7 +75,12 @@ def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
     """
     counter = _MatmulCounter()
     stack = counter.call_stack
-    with watching(model, before=lambda name, _: stack.append(name), after=lambda *_: stack.pop()), counter:
+    with (
+        watching(
+            model, before=lambda name, _input: stack.append(name), after=lambda _name, _input, _output: stack.pop()
+        ),
+        counter,
+    ):
         yield counter.macs
 
 

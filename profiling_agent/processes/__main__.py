@@ -17,7 +17,7 @@ import socket
 import sys
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from profiling_agent.processes.child import FORK, run_child, send_number
 
@@ -81,7 +81,7 @@ def _start(
             if request == FORK:
                 _import(modules)
                 others = [*controls, *(each.connection for each in running.values()), ours]
-            context = multiprocessing.get_context("fork" if request == FORK else "spawn")
+            context: Any = multiprocessing.get_context("fork" if request == FORK else "spawn")
             process = context.Process(target=run_child, args=(connection, stderr, theirs, others))
             with theirs:
                 process.start()

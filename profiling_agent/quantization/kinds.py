@@ -13,6 +13,7 @@ from profiling_agent.quantization.layers import (
     BufferedLayer,
     CastLayer,
     Dtype,
+    Dtypes,
     DynamicLinear,
     Kind,
     QuantizedModule,
@@ -43,7 +44,7 @@ class RowwiseLinear(BufferedLayer):
 
     kind = "rowwise"
     replaces = (nn.Linear,)
-    dtypes: ClassVar = {torch.int8: "qint8", torch.float8_e4m3fn: "float8"}
+    dtypes: ClassVar[Dtypes] = {torch.int8: "qint8", torch.float8_e4m3fn: "float8"}
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: Dtype) -> Self:

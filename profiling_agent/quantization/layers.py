@@ -20,6 +20,7 @@ from profiling_agent.lib.modules import border_of
 
 Kind = Literal["dynamic", "static", "cast", "rowwise"]
 Dtype = Literal["qint8", "float16", "bfloat16", "float8"]
+Dtypes = Mapping[torch.dtype, Dtype]
 Layer = nn.Linear | nn.Conv2d
 
 
@@ -55,7 +56,7 @@ class QuantizedModule(nn.Module, ABC):
 
     kind: ClassVar[Kind]
     replaces: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d)
-    dtypes: ClassVar[Mapping[torch.dtype, Dtype]]
+    dtypes: ClassVar[Dtypes]
     # Padding of a convolution: rows and columns, and what one side has more. None for a linear layer.
     border: tuple[int, int] | None = None
     uneven: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -177,7 +178,7 @@ class DynamicLinear(QuantizedModule):
 
     kind = "dynamic"
     replaces = (nn.Linear,)
-    dtypes: ClassVar = {torch.int8: "qint8", torch.float16: "float16"}
+    dtypes: ClassVar[Dtypes] = {torch.int8: "qint8", torch.float16: "float16"}
 
     def __init__(
         self, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool = False
@@ -244,7 +245,7 @@ class CastLayer(BufferedLayer):
     """`nn.Linear` or `nn.Conv2d` in bfloat16. Tensors: `weight` and `bias` (if any)."""
 
     kind = "cast"
-    dtypes: ClassVar = {torch.bfloat16: "bfloat16"}
+    dtypes: ClassVar[Dtypes] = {torch.bfloat16: "bfloat16"}
 
     @classmethod
     def from_float(cls, layer: Layer) -> Self:
@@ -309,7 +310,7 @@ class StaticLayer(BufferedLayer):
     """
 
     kind = "static"
-    dtypes: ClassVar = {torch.int8: "qint8"}
+    dtypes: ClassVar[Dtypes] = {torch.int8: "qint8"}
 
     def __init__(
         self, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool = False

@@ -79,7 +79,7 @@ def quantize_model(
             elif name in observed:
                 low, high = observed[name].range(num_levels(reduce_range=reduce_range))
                 layers[name] = StaticLayer.from_float(layer, low, high, reduce_range=reduce_range)
-    expected = {}
+    expected: Mapping[str, Sequence[Tensor]] = {}
     if calibration:
         # A layer used in two places becomes two layers, while its means cover both.
         num_places = module_counts(quantized)

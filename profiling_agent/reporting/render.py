@@ -216,7 +216,7 @@ def cell(text: object) -> str:
 def _templates(**options: Any) -> Environment:
     loader = PackageLoader("profiling_agent.reporting", "")
     jinja = Environment(loader=loader, undefined=StrictUndefined, **options)
-    jinja.filters |= FORMATS | {"prose": prose, "cell": cell, "predictions": predictions, "omissions": omissions}
+    jinja.filters.update(FORMATS | {"prose": prose, "cell": cell, "predictions": predictions, "omissions": omissions})
     return jinja
 
 
@@ -229,8 +229,12 @@ def _page(template: str, **values: Any) -> str:
 
 def render_markdown(report: RunReport) -> str:
     """Return the report as Markdown."""
+
     # Autoescape would mangle Markdown. `finalize` applies to every inserted value, so that a template can't forget a filter.
-    jinja = _templates(autoescape=False, finalize=lambda value: inert(value) if isinstance(value, str) else value)
+    def finalize(value: object) -> object:
+        return inert(value) if isinstance(value, str) else value
+
+    jinja = _templates(autoescape=False, finalize=finalize)
     return jinja.get_template("report.md.jinja").render(r=report)
 
 

@@ -188,7 +188,7 @@ def _fold_resizes(path: Path) -> None:
         (name,) = node.output
         part = Extractor(model).extract_model([], [name])
         if not any(INPUT in inner.input for inner in part.graph.node):
-            (resized,) = one_thread(part.SerializeToString()).run([name], {})
+            resized: Any = one_thread(part.SerializeToString()).run([name], {})[0]
             model.graph.initializer.append(onnx.numpy_helper.from_array(resized, name))
             model.graph.node.remove(node)
     if resizes:

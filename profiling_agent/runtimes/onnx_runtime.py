@@ -77,8 +77,8 @@ class OnnxSession:
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
         """Return a function that runs these images once and returns the milliseconds it took."""
         check_fixed_batch(self.fixed_size, pixel_values)
-        feed = {INPUT: pixel_values}
-        return timed(lambda: self._session.run([OUTPUT], feed))
+        session: Any = self._session
+        return timed(lambda: session.run([OUTPUT], {INPUT: pixel_values}))
 
 
 def _session_options(num_threads: int | None) -> Any:

@@ -205,12 +205,13 @@ def _fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def _halve_rest_(model: nn.Module) -> None:
     """Convert unsaved buffers, as Swin v2's table of coordinates, if the whole model is in one half precision."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) != 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+    if dtypes not in ({torch.bfloat16}, {torch.float16}):
         return
+    (dtype,) = dtypes
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if not isinstance(module, QuantizedModule) and buffer.is_floating_point():
-                setattr(module, name, buffer.to(*dtypes))
+                setattr(module, name, buffer.to(dtype))
 
 
 def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)

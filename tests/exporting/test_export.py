@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import transformers as hf
 import zoo
 from photographs import PHOTOGRAPHS
 from PIL import Image
+from pruning.families import FAMILIES, processor_of, spec_of
+from skips import TIMM
 from transformers import PerceiverImageProcessorPil
 
 from profiling_agent.data.images import decode_rgb
@@ -24,7 +27,7 @@ from profiling_agent.errors import ArtifactError
 from profiling_agent.exporting.export import export, preprocessing_of
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
-from profiling_agent.runtimes.artifact import QuantizedLayer
+from profiling_agent.runtimes.artifact import QuantizedLayer, write_card
 from profiling_agent.runtimes.registry import Source, runtime
 from profiling_agent.runtimes.torch_artifact import load, load_recipe, save_deployed, save_model
 from profiling_agent.schemas import Cut, InputSpec
@@ -290,3 +293,40 @@ def test_what_is_no_resize_crop_and_scale_of_colors_has_no_numbers(name: str):
     spec = {"Perceiver": square(224), "ViT": InputSpec(channels=1, height=28, width=28, source="test")}[name]
 
     assert preprocessing_of(getattr(hf, f"{name}ImageProcessorPil")(), spec) is None
+
+
+def timm_source(family: str, folder: Path) -> Source:
+    """Save a model of timm's in `folder`/model, and return it as a source of deployments."""
+    model = FAMILIES[family]()
+    spec = spec_of(model)
+    save_model(model, folder / "model", spec=spec, processor=processor_of(spec), base_model="zoo")
+    return replace(deployments.saved_source(folder), processor=processor_of(spec))
+
+
+@pytest.mark.parametrize("family", [pytest.param("timm_vit", marks=TIMM)])
+def test_the_cards_own_lines_run_a_timm_model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """transformers would take timm's config for its processor's, which gives torch alone."""
+    source = timm_source(family, tmp_path)
+    save_deployed(source, deployments.deployment("onnxruntime float32"), tmp_path / "saved", num_threads=1)
+    write_card(tmp_path / "saved")
+    Image.new("RGB", (40, 40)).save(tmp_path / "saved" / "image.png")
+    monkeypatch.chdir(tmp_path / "saved")
+    _, without_us = (tmp_path / "saved" / "README.md").read_text().split("## Run it without\n")
+    said: dict[str, Any] = {"print": lambda label: said.update(label=label)}
+
+    exec(without_us.partition("```python")[2].partition("```")[0], said)
+
+    (tmp_path / "saved" / "image.png").unlink()
+    assert said["label"] == load(tmp_path / "saved").predict(Image.new("RGB", (40, 40))).label
+
+
+@pytest.mark.parametrize("family", [pytest.param("timm_vit", marks=TIMM)])
+def test_a_timm_model_that_was_not_changed_is_an_ordinary_folder(family: str, tmp_path: Path):
+    timm_source(family, tmp_path)
+
+    export(tmp_path / "model", "hf", tmp_path / "hf")
+
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+    card = (tmp_path / "hf" / "README.md").read_text()
+    required = card.partition("```console")[2].partition("```")[0].split()
+    assert {f"{each}=={metadata.version(each).partition('+')[0]}" for each in ("timm", "torchvision")} <= set(required)

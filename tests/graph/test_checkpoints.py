@@ -93,8 +93,15 @@ class Tiny(BaseModel):
 
 def tiny_graph(saver: RunSaver):
     graph = StateGraph(Tiny)
-    graph.add_node("first", lambda state: {"turn": state.turn + 1, "journal": journal()})
-    graph.add_node("second", lambda state: {"turn": state.turn + 1})
+
+    def first(state: Tiny) -> dict[str, Any]:
+        return {"turn": state.turn + 1, "journal": journal()}
+
+    def second(state: Tiny) -> dict[str, Any]:
+        return {"turn": state.turn + 1}
+
+    graph.add_node("first", first)
+    graph.add_node("second", second)
     graph.add_edge(START, "first")
     graph.add_edge("first", "second")
     graph.add_edge("second", END)

@@ -130,14 +130,9 @@ def test_what_takes_a_norms_place_answers_its_attributes_and_keeps_its_activatio
     for name, value in (("weight", 1), ("bias", 0), ("running_mean", 0), ("running_var", 1)):
         assert torch.equal(getattr(found, name), torch.full((8,), float(value)))
     assert list(found.children()) == [norm.act]
-
-
-def test_a_norm_without_scales_has_none_and_what_a_stranger_hung_on_it_is_left():
-    norm = nn.BatchNorm2d(8, affine=False).eval()
-    # As hooks of other libraries wrap it.
-    norm.forward = lambda input: input * 9
-
-    found: Any = Folded(norm)
-
+    # Without scales, and with what hooks of other libraries wrap around it.
+    bare = nn.BatchNorm2d(8, affine=False).eval()
+    bare.forward = lambda input: input * 9
+    found = Folded(bare)
     assert (found.weight, found.bias) == (None, None)
     assert torch.equal(found(torch.ones(1, 8, 2, 2)), torch.ones(1, 8, 2, 2))
