@@ -16,8 +16,9 @@ from profiling_agent.quantization.calibrate import (
     MIN_IMAGES,
     Images,
     Sampler,
-    correct_biases_,
+    correct_biases_if_nearer_,
     fold_norms_,
+    judged_logits,
     observe,
     output_means,
 )
@@ -80,6 +81,7 @@ def quantize_model(
                 low, high = observed[name].range(num_levels(reduce_range=reduce_range))
                 layers[name] = StaticLayer.from_float(layer, low, high, reduce_range=reduce_range)
     expected: Mapping[str, Sequence[Tensor]] = {}
+    logits, shifts = torch.empty(0), dict[str, Tensor]()
     if calibration:
         # A layer used in two places becomes two layers, while its means cover both.
         num_places = module_counts(quantized)
@@ -88,8 +90,10 @@ def quantize_model(
         }
         corrected = [name for name in layers if is_static[name] and num_places[name] == 1]
         expected = output_means(quantized, corrected, calibration)
+        logits = judged_logits(quantized, calibration) if expected else logits
     _replace_(quantized, layers, model)
-    shifts = correct_biases_(quantized, expected, calibration) if calibration else {}
+    if calibration and expected:
+        shifts = correct_biases_if_nearer_(quantized, logits, expected, calibration)
     return Quantized(model=quantized, layers=tuple(layers), folded=folded, shifts=shifts)
 
 

@@ -17,7 +17,13 @@ from zoo import inside
 from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.modules import logits_of, mean_kl
 from profiling_agent.quantization import calibrate
-from profiling_agent.quantization.calibrate import correct_biases_, fold_norms_, output_means
+from profiling_agent.quantization.calibrate import (
+    correct_biases_,
+    correct_biases_if_nearer_,
+    fold_norms_,
+    judged_logits,
+    output_means,
+)
 from profiling_agent.quantization.layers import StaticLayer
 from profiling_agent.quantization.quantize import Quantized, quantize_model
 from profiling_agent.quantization.sensitivity import mark_float_layers, measure_costs, measure_layers
@@ -161,6 +167,27 @@ def test_a_chain_by_hand(batches: list[torch.Tensor]):
     if len(batches) == 1:
         # The second is given 1.4 in place of 1.4, 1.8 and 1.0, and doubles their mean as it is.
         assert shifts["second"].tolist() == pytest.approx([0.0], abs=1e-5)
+
+
+@pytest.mark.parametrize(("later", "is_kept"), [(1.0, True), (0.0, False)])
+def test_a_correction_that_moves_other_images_away_is_taken_back(later: float, is_kept: bool):
+    """Rounding loses 0.4 of an image of 1.0, and nothing of one of 0.0."""
+    model = Chain().eval()
+    model.second = nn.Conv2d(1, 2, 1)
+    model.second.weight = nn.Parameter(torch.tensor([1.0, -1.0]).view(2, 1, 1, 1))
+    quantized: Any = copy.deepcopy(model)
+    quantized.first = StaticLayer.from_float(model.first, 0.0, 2.55, reduce_range=False)
+    before = quantized.first.bias.clone()
+
+    def begin() -> Iterator[torch.Tensor]:
+        return iter([images(*[1.0] * calibrate.MAX_IMAGES), images(*[later] * calibrate.MAX_IMAGES)])
+
+    shifts = correct_biases_if_nearer_(
+        quantized, judged_logits(model, begin), output_means(model, ["first"], begin), begin
+    )
+
+    assert bool(shifts) == is_kept
+    assert (quantized.first.bias - before).tolist() == pytest.approx([0.4 if is_kept else 0.0], abs=1e-5)
 
 
 def test_no_more_images_are_run_than_tell_something():
