@@ -132,12 +132,6 @@ def images_until_kept(counts: Counts, max_drop: float, error: float) -> int | No
     return _fewest(lambda num: _log_wealth(lost * num, gained * num, num, max_drop) >= -math.log(error))
 
 
-def can_be_proven(counts: Counts, num_more: int, max_drop: float, error: float) -> bool:
-    """Return whether `num_more` images, as discordant as those seen, would show the drop below `max_drop` at no net loss."""
-    num_each = num_more * (counts.num_lost + counts.num_gained) / counts.num_images / 2
-    return upper_bound(counts.with_more(round(num_each), round(num_each), num_more), error) <= max_drop
-
-
 def _centre_and_error(num_lost: float, num_gained: float, num_images: float) -> tuple[float, float]:
     lost, gained = ((num + 1) / (num_images + 2) for num in (num_lost, num_gained))
     variance = (lost + gained - (lost - gained) ** 2) / (num_images + 2)
@@ -262,11 +256,6 @@ def least_images(max_drop: float, confidence: float) -> int | None:
     return _fewest(lambda num_images: perfect_bound(num_images, confidence) <= max_drop)
 
 
-def least_certain_images(max_drop: float, confidence: float) -> int | None:
-    """Return `least_images` for `certain_bound` at a single look."""
-    return _fewest(lambda num_images: certain_perfect_bound(num_images, confidence) <= max_drop)
-
-
 def selection_bias(drops: Sequence[AccuracyDrop]) -> float:
     """Return how far the smallest of several measured drops is expected to lie below its own true value.
 
@@ -283,9 +272,3 @@ def pooled_drop(search: AccuracyDrop, heldout: AccuracyDrop, bias: float) -> flo
     """Return the drop on search and held-out images together; that of the search images is raised by `bias`."""
     net = search.num_lost - search.num_gained + heldout.num_lost - heldout.num_gained
     return (net + bias * search.num_images) / (search.num_images + heldout.num_images)
-
-
-def pooled_error(search: AccuracyDrop, heldout: AccuracyDrop) -> float:
-    """Return the standard error of `pooled_drop`."""
-    counts = counts_of(search).with_more(heldout.num_lost, heldout.num_gained, heldout.num_images)
-    return _centre_and_error(counts.num_lost, counts.num_gained, counts.num_images)[1]

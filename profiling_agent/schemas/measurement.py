@@ -227,26 +227,6 @@ class Throughput(Record):
     latency: LatencyStats
 
 
-class Refusal(Record):
-    """A batch size that a model could not be run at."""
-
-    model: ArtifactRef
-    batch_size: int
-    reason: str
-
-
-class Throughputs(Record):
-    """Throughput of models that took turns at each batch size."""
-
-    rows: tuple[Throughput, ...]
-    refused: tuple[Refusal, ...] = ()
-    environment: Environment
-
-    def of(self, model: ArtifactRef) -> tuple[Throughput, ...]:
-        """Return the rows of `model`, by batch size."""
-        return tuple(row for row in self.rows if row.model.sha256 == model.sha256)
-
-
 class MemoryUse(Record):
     """Peak memory of a process that only loads and runs a model, libraries included, and bytes on disk."""
 
