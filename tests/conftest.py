@@ -23,6 +23,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from profiling_agent import Request
 from profiling_agent.jobs.tasks import MODULES
+from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY
 from profiling_agent.processes.child import child_environment, fork_server
 
 # The models are so small that a second thread costs more than it gives.
@@ -96,7 +97,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def _imported_once(_own_cache: None) -> Iterator[None]:
     """Keep what the children of all jobs are copies of, which imports torch once for all tests of this process."""
-    with fork_server(MODULES, child_environment()):
+    environment = child_environment()
+    with fork_server(MODULES, environment), fork_server(MODULES, environment | {WAIT_POLICY: PASSIVE}):
         yield
 
 

@@ -126,7 +126,8 @@ class Jobs:
         self._worker_variables: Mapping[str, str] = {}
         self._running: Child[Message] | None = None
         self._is_closed = False
-        self._server: ForkServer | None = None
+        # By how their children wait for work: threads read it when they start, so that each policy has a supervisor.
+        self._servers: dict[str | None, ForkServer] = {}
         self._stack = ExitStack()
 
     def set_limits_from(self, headline: Headline, device: str) -> None:
@@ -265,17 +266,16 @@ class Jobs:
 
         A worker that was given secrets ends before the first batch that may not see them.
         """
-        variables = withheld(job.secrets) | self._wait_variables(job)
+        policy, variables = self._wait_variables(job), withheld(job.secrets)
         if (worker := self._worker) is not None and (
             (can_fork() and worker.resident_bytes() > MAX_RESIDENT)
-            or not (isolated or (worker.is_alive and variables == self._worker_variables))
+            or not (isolated or (worker.is_alive and (policy | variables) == self._worker_variables))
         ):
             self._end_worker()
         process = self._worker
         if isolated or process is None:
-            self._server = self._server or self._stack.enter_context(fork_server(MODULES))
             process = Child(
-                self._server,
+                self._fork_server(policy),
                 ["profiling_agent.jobs.worker:serve"],
                 Message,
                 WORDING,
@@ -284,7 +284,7 @@ class Jobs:
                 anew=job.anew,
             )
         if not isolated:
-            self._worker, self._worker_variables = process, variables
+            self._worker, self._worker_variables = process, policy | variables
         self._running, is_reusable = process, False
         try:
             self._check_open()
@@ -295,6 +295,12 @@ class Jobs:
             if not is_reusable:
                 process.end()
                 self._worker = None if process is self._worker else self._worker
+
+    def _fork_server(self, policy: Mapping[str, str]) -> ForkServer:
+        name = policy.get(WAIT_POLICY)
+        if name not in self._servers:
+            self._servers[name] = self._stack.enter_context(fork_server(MODULES, child_environment() | policy))
+        return self._servers[name]
 
     def _wait_variables(self, job: JobRow) -> dict[str, str]:
         """Return the variables that set how threads wait on a busy machine; a timed job first waits for an idle one."""
