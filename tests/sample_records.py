@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from scipy import stats
-from zoo import left_alone as unchanged  # noqa: F401 - by this name for profiles
 
 from profiling_agent.measure.predictions import Answers
 from profiling_agent.pruning.widths import aligned_widths

@@ -101,7 +101,9 @@ def match_numbers(numbers: Iterable[int], id2label: Mapping[int, str], *, by: Ma
         "number": {index: index for index in sorted(id2label)},
         "from-1": {index + 1: index for index in sorted(id2label)},
     }
-    fitting = {kind: class_of for kind, class_of in class_of_by_kind.items() if class_of.keys() >= set(ordered)}
+    fitting: dict[MatchKind, Mapping[int, int]] = {
+        kind: class_of for kind, class_of in class_of_by_kind.items() if class_of.keys() >= set(ordered)
+    }
     if not fitting.keys() & {"name", "number"}:
         raise AcquisitionError(
             f"labels are whole numbers from {ordered[0]} to {ordered[-1]}, but the model has {num_classes} classes, 0 to "

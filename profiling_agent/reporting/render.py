@@ -216,7 +216,9 @@ def cell(text: object) -> str:
 def _templates(**options: Any) -> Environment:
     loader = PackageLoader("profiling_agent.reporting", "")
     jinja = Environment(loader=loader, undefined=StrictUndefined, **options)
-    jinja.filters.update(FORMATS | {"prose": prose, "cell": cell, "predictions": predictions, "omissions": omissions})
+    filters: dict[str, Any] = {"prose": prose, "cell": cell, "predictions": predictions, "omissions": omissions}
+    jinja.filters.update(FORMATS)
+    jinja.filters.update(filters)
     return jinja
 
 

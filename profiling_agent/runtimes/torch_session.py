@@ -17,7 +17,6 @@ from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import first_line
 from profiling_agent.lib.logs import compiled_code, muted
 from profiling_agent.lib.machine import available_threads
-from profiling_agent.lib.modules import floating_dtype
 from profiling_agent.runtimes.artifact import WEIGHTS, PreparedFiles, Recipe
 from profiling_agent.runtimes.registry import MODULE, Batch, OperatorTime, Runtime, Source, recommended
 from profiling_agent.schemas import Deployment
@@ -173,6 +172,8 @@ class TorchSession:
         tf32: bool = False,
     ) -> None:
         import torch
+
+        from profiling_agent.lib.modules import floating_dtype
 
         dims = [tensor.dim() for tensor in module.state_dict().values()]
         is_channels_last = in_kernel_layout and dims.count(4) > dims.count(2)

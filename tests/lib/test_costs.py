@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from sample_records import unchanged
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import ViTConfig, ViTForImageClassification
+from zoo import left_alone
 
 from profiling_agent.errors import RequestError
 from profiling_agent.lib.costs import (
@@ -247,7 +247,7 @@ def test_every_module_that_runs_has_a_time(family):
 
 def test_hooks_are_gone_afterwards_even_if_the_model_fails():
     model = zoo.vit()
-    with unchanged(model):
+    with left_alone(model):
         layer_latency(model, random_batch(zoo.SPEC, 1), passes=1)
         activation_bytes(model, random_batch(zoo.SPEC, 1))
         for measure in (activation_bytes, partial(layer_latency, passes=1)):

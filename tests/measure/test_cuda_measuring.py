@@ -3,6 +3,7 @@
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ SPEC = zoo.SPEC.model_copy(update={"height": 224, "width": 224})
 
 def vit(hidden: int, heads: int, depth: int = 12) -> nn.Module:
     """Return a ViT/16 for images of 224 pixels, with random weights, on the GPU."""
-    widths = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": 4 * hidden}
+    widths: dict[str, Any] = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": 4 * hidden}
     config = ViTConfig(**widths, num_hidden_layers=depth)
     torch.manual_seed(0)
     return on_device(ViTForImageClassification(config).eval(), "cuda")

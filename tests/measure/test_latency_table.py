@@ -11,9 +11,9 @@ from itertools import pairwise
 import pytest
 import zoo
 from pruning import families
-from sample_records import unchanged
 from sample_records import unit as made_unit
 from torch import nn
+from zoo import left_alone
 
 from profiling_agent.lib.modules import random_batch
 from profiling_agent.measure.latency_table import LatencyTable, WidthSamples, draw_table, time_units
@@ -278,6 +278,6 @@ def test_attention_whose_keys_are_reduced_is_timed_with_as_many(monkeypatch):
 @pytest.mark.parametrize("family", ["vit", "swin", "resnet_basic"])
 def test_the_model_is_left_as_it_was_found(family):
     model = families.FAMILIES[family]().train()
-    with unchanged(model):
+    with left_alone(model):
         assert time_units(model, zoo.units_of(model), BATCH).times
     assert time_units(model, [], BATCH).times == {}

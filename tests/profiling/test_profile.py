@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from sample_records import unchanged
 from torch import nn
+from zoo import left_alone
 
 from profiling_agent.lib.modules import random_batch
 from profiling_agent.measure.throughput import measure_headline
@@ -86,7 +86,7 @@ def test_a_quantized_model_is_counted_on_its_skeleton_and_timed_itself(vit_profi
 def test_the_model_is_left_as_it_was_found_and_the_trace_is_written(tmp_path):
     model, steps = zoo.resnet().train(), []
     model.resnet.embedder.eval()
-    with unchanged(model):
+    with left_alone(model):
         profile(model, trace_path=tmp_path / "trace.json", progress=lambda *step: steps.append(step))
 
     assert (tmp_path / "trace.json").stat().st_size > 0

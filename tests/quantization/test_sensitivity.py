@@ -176,8 +176,8 @@ def test_a_correction_that_moves_other_images_away_is_taken_back(later: float, i
     model.second = nn.Conv2d(1, 2, 1)
     model.second.weight = nn.Parameter(torch.tensor([1.0, -1.0]).view(2, 1, 1, 1))
     quantized: Any = copy.deepcopy(model)
-    quantized.first = StaticLayer.from_float(model.first, 0.0, 2.55, reduce_range=False)
-    before = quantized.first.bias.clone()
+    first: Any = StaticLayer.from_float(model.first, 0.0, 2.55, reduce_range=False)
+    quantized.first, before = first, first.bias.clone()
 
     def begin() -> Iterator[torch.Tensor]:
         return iter([images(*[1.0] * calibrate.MAX_IMAGES), images(*[later] * calibrate.MAX_IMAGES)])
@@ -187,7 +187,7 @@ def test_a_correction_that_moves_other_images_away_is_taken_back(later: float, i
     )
 
     assert bool(shifts) == is_kept
-    assert (quantized.first.bias - before).tolist() == pytest.approx([0.4 if is_kept else 0.0], abs=1e-5)
+    assert (first.bias - before).tolist() == pytest.approx([0.4 if is_kept else 0.0], abs=1e-5)
 
 
 def test_no_more_images_are_run_than_tell_something():
