@@ -34,7 +34,8 @@ from profiling_agent.lib.machine import environment
 from profiling_agent.request import Request, without_retired
 from profiling_agent.schemas import ArtifactRef, Record
 
-SCHEMA_VERSION = 6
+# Of a run folder with its checkpoints, and of report.json.
+RUN_VERSION, REPORT_VERSION = 7, 6
 # The file that marks a run folder.
 MANIFEST = "request.json"
 LOCK, HOLDER = "run.lock", "holder.txt"
@@ -124,11 +125,11 @@ class Workspace:
             sweep(folder)
 
 
-def check_version(path: Path, version: Any) -> None:
+def check_version(path: Path, version: Any, expected: int) -> None:
     """Raise RunError if a run's folder or file has a schema version that this version can't read."""
-    if version != SCHEMA_VERSION:
+    if version != expected:
         raise RunError(
-            f"{str(path)!r} was written with schema version {version!r}, this version reads {SCHEMA_VERSION}: "
+            f"{str(path)!r} was written with schema version {version!r}, this version reads {expected}: "
             "resume it with the version that wrote it, or start a new run"
         )
 
@@ -141,7 +142,7 @@ def read_manifest(root: Path) -> Manifest:
         raise RunError(f"{str(root)!r} is no run folder: {reason}; give a folder under the output folder")
     try:
         document = read_json(path)
-        check_version(root, document["schema_version"])
+        check_version(root, document["schema_version"], RUN_VERSION)
         return Manifest.model_validate(document)
     # Neither JSON nor a manifest: DocumentError and ValidationError are ValueErrors.
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -150,7 +151,7 @@ def read_manifest(root: Path) -> Manifest:
 
 def _write_manifest(root: Path, request: Request) -> None:
     make_folders(root / "jobs")
-    manifest = Manifest(schema_version=SCHEMA_VERSION, request=request, machine=environment(request.device).machine)
+    manifest = Manifest(schema_version=RUN_VERSION, request=request, machine=environment(request.device).machine)
     write_text(root / MANIFEST, manifest.model_dump_json(indent=2))
 
 

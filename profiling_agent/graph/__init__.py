@@ -1,1 +1,1 @@
-"""LangGraph layer: agents as nodes, their state, the run session and checkpoints."""
+"""LangGraph layer: agents as nodes, their state, the run and its checkpoints."""

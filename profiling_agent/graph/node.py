@@ -5,7 +5,7 @@ from contextlib import aclosing, closing
 from types import FunctionType
 from typing import Any, cast
 
-from langchain_core.runnables.config import RunnableConfig
+from langchain_core.runnables.config import RunnableConfig, ensure_config
 from langgraph.graph.state import CompiledStateGraph
 from langgraph.runtime import Runtime
 from langgraph.types import Command, StateUpdate
@@ -56,7 +56,7 @@ class ProgressEvent(Record):
 
 def progress_event(state: RunState, stage: str) -> ProgressEvent:
     """Return an event without a message: the current attempt, and the best accepted so far."""
-    event = ProgressEvent(stage=stage, message="", iterations=state.max_iterations, budget_s=state.time_budget_s)
+    event = ProgressEvent(stage=stage, message="", iterations=state.num_attempts, budget_s=state.time_budget_s)
     if state.journal is None or (state.is_first and stage not in LOOP):
         return event
     journal, best = state.seen, None
@@ -70,7 +70,7 @@ def progress_event(state: RunState, stage: str) -> ProgressEvent:
             macs_saved=1 - measured.footprint.macs / max(baseline.footprint.macs, 1),
             size_ratio=size_ratio(measured, baseline),
         )
-    iteration = min(len(journal.attempts) + 1, state.max_iterations)
+    iteration = min(len(journal.attempts) + 1, state.num_attempts)
     return event.model_copy(update={"iteration": iteration, "best": best})
 
 
@@ -137,8 +137,8 @@ class CheckedGraph(CompiledStateGraph[RunState, Any, Request, RunResult]):
 
     def _run(self, context: Any, config: RunnableConfig | None) -> Run:
         run = context if isinstance(context, Run) else self.make_run()
-        # A graph that calls this one passes its own checkpointer on; LangGraph has no public name for it.
-        inherited = (config or {}).get("configurable", {}).get("__pregel_checkpointer")
+        # A graph whose node calls this one passes its own checkpointer on; LangGraph has no public name for it.
+        inherited = ensure_config(config).get("configurable", {}).get("__pregel_checkpointer")
         run.is_checkpointed = bool(self.checkpointer or inherited)
         return run
 

@@ -8,13 +8,13 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.types import Command, interrupt
 
 from profiling_agent.data.labels import why_doubtful
-from profiling_agent.errors import AdvisorError, PlanError, RequestError, ShapeUnresolvedError
+from profiling_agent.errors import AdvisorError, PlanError, RequestError, RunError, ShapeUnresolvedError
 from profiling_agent.graph.node import Update
 from profiling_agent.graph.run import Run
 from profiling_agent.graph.state import RESULTS, RunState, choose_endpoint, key_for
 from profiling_agent.jobs.runner import Jobs, measure_headline, profile_artifact, read_profile
 from profiling_agent.jobs.tasks import AcquireTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
-from profiling_agent.lib.io import expanded, inside, make_folders, read_record, write_text
+from profiling_agent.lib.io import DocumentError, expanded, inside, make_folders, read_record, write_text
 from profiling_agent.llm.chat import check_endpoint, name_of
 from profiling_agent.llm.transcript import FILE, RECORDED, LanguageModel, Recorded, Transcript, open_recording
 from profiling_agent.planning.allocation import apply_demands, dry_run
@@ -256,7 +256,7 @@ def evaluation(state: RunState, run: Run) -> Update:
     assert state.journal is not None, "the deployment search comes first"
     evaluator = run.evaluator(state)
     attempt = measure_attempt(evaluator, state.prepared, state.journal)
-    if state.iterate and attempt.number < state.max_iterations and run.advisor(state) is not None:
+    if state.iterate and attempt.number < state.num_attempts and run.advisor(state) is not None:
         attempt = add_race_result(evaluator, attempt)
     journal = state.journal.with_attempt(attempt.model_copy(update={"origin": state.origin or attempt.origin}))
     return {
@@ -277,7 +277,7 @@ def iterative_pruning(state: RunState, run: Run) -> Update:
         run.profile(state),
         state.goal,
         state.seen,
-        max_iterations=min(state.max_iterations, evaluator.effort.num_attempts),
+        max_iterations=state.num_attempts,
         setting=setting_of(evaluator, state.seen) if advisor else UNKNOWN,
     )
     if isinstance(choice, StopReason):
@@ -305,7 +305,11 @@ def report(state: RunState, run: Run) -> Update:
     assert state.profiled is not None, "profiling comes first"
     assert state.stopped is not None, "the loop says why it stopped"
     evaluator, workspace, journal = run.evaluator(state), run.workspace, state.seen
-    final = read_record(FinalChoice, inside(workspace.root / state.final, workspace.root))
+    path = inside(workspace.root / state.final, workspace.root)
+    try:
+        final = read_record(FinalChoice, path)
+    except (OSError, DocumentError) as error:
+        raise RunError(f"{str(path)!r} is damaged: delete {str(workspace.checkpoints)!r}, and resume") from error
     # A fork after the verdict may have changed the contract.
     if final.goal != state.goal:
         final = finalize(evaluator, journal)

@@ -18,7 +18,8 @@ from typing import Any, Self
 
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.graph.state import Limits, RunState, key_for, trusted_addresses
-from profiling_agent.jobs.runner import Jobs, read_profile
+from profiling_agent.jobs.runner import JOB_LOG, Jobs, read_profile
+from profiling_agent.jobs.store import TIMESHEET_FILE
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.llm.chat import Chat, name_of, open_model
 from profiling_agent.llm.transcript import FILE, LanguageModel, Recorded, Transcript, open_recording
@@ -66,7 +67,7 @@ def seconds_left(state: RunState, stage: str, jobs: Jobs, in_stage_s: float) -> 
     last_s = sum(expected[later] for later in LAST if stage not in (later, "report"))
     middle_s = sum(expected.get(later, 0.0) for later in STAGES[STAGES.index(stage) + 1 :] if later not in LAST)
     num_begun = (len(state.journal.attempts) if state.journal else 0) + (stage != "iterative_pruning")
-    num_more = max((min(state.max_iterations, effort.num_attempts) if state.iterate else 1) - num_begun, 0)
+    num_more = max((state.num_attempts if state.iterate else 1) - num_begun, 0)
     attempts_s = num_more * (state.longest_s or sum(expected[each] for each in ROUND))
     spare_s = 0.0 if stage in LAST else max(deadline.free_s - stage_s - middle_s, 0.0)
     return stage_s, stage_s + middle_s + min(attempts_s, spare_s) + last_s
@@ -167,7 +168,11 @@ class Run:
             if self._made.is_dir():
                 shutil.rmtree(self._made, ignore_errors=True)
             else:
+                # A checkpointer made the folder, and may still write to it.
                 self._made.unlink(missing_ok=True)
+                shutil.rmtree(self.jobs.workspace.jobs, ignore_errors=True)
+                for name in (TIMESHEET_FILE, JOB_LOG):
+                    (self._made.parent / name).unlink(missing_ok=True)
 
     async def __aenter__(self) -> Self:
         return self

@@ -36,6 +36,7 @@ from profiling_agent.schemas import (
     Verdict,
 )
 from profiling_agent.search.attempt import PreparedAttempt
+from profiling_agent.search.deadline import EFFORTS
 from profiling_agent.search.selection import rejudged
 
 
@@ -89,6 +90,11 @@ class RunState(Request):
     def needs_approval(self) -> bool:
         """Return whether a person decides on the proposed plan."""
         return self.approve == "each" or (self.approve == "plan" and self.is_first)
+
+    @property
+    def num_attempts(self) -> int:
+        """Return how many plans the run measures at most."""
+        return min(self.max_iterations, EFFORTS[self.effort].num_attempts)
 
     @property
     def has_advisor(self) -> bool:

@@ -186,7 +186,14 @@ class Jobs:
         if needs:
             self._do(needs)
         for kind in dict.fromkeys((task.job, task.isolated) for task in missing.values()):
-            batch = {key: task for key, task in missing.items() if (task.job, task.isolated) == kind}
+            # A job may need one that others here need too, which then is done by now.
+            batch = {
+                key: task
+                for key, task in missing.items()
+                if (task.job, task.isolated) == kind and not self._is_done(key, task)
+            }
+            if not batch:
+                continue
             # Locked by batch, so that another run waits for one batch at most.
             with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
                 self._check_open()
@@ -274,15 +281,20 @@ class Jobs:
             self._end_worker()
         process = self._worker
         if isolated or process is None:
-            process = Child(
-                self._fork_server(policy),
-                ["profiling_agent.jobs.worker:serve"],
-                Message,
-                WORDING,
-                log=self.workspace.root / JOB_LOG,
-                variables=variables,
-                anew=job.anew,
-            )
+            try:
+                process = Child(
+                    self._fork_server(policy),
+                    ["profiling_agent.jobs.worker:serve"],
+                    Message,
+                    WORDING,
+                    log=self.workspace.root / JOB_LOG,
+                    variables=variables,
+                    anew=job.anew,
+                )
+            except KilledError as error:
+                # The machine's fault, or that of a `close` meanwhile; no candidate's.
+                self._check_open()
+                raise RunError(str(error)) from error
         if not isolated:
             self._worker, self._worker_variables = process, policy | variables
         self._running, is_reusable = process, False
@@ -424,7 +436,11 @@ def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device:
 
 def read_profile(jobs: Jobs, profiled: Profiled) -> ModelProfile:
     """Return the full profile that a job wrote; RunError if the file is missing or damaged."""
-    return read_record(ModelProfile, jobs.path(profiled.profile))
+    path = jobs.path(profiled.profile)
+    try:
+        return read_record(ModelProfile, path)
+    except (OSError, DocumentError) as error:
+        raise RunError(f"{str(path)!r} is damaged: delete {str(path.parent)!r}, and resume") from error
 
 
 def profile_source(request: Request, folder: Path, *, batch_size: int, progress: Progress = silent) -> ModelProfile:

@@ -344,7 +344,7 @@ class RecoverTask(Task[RecoveredModel]):
     `batch_size` is for training and isn't the request's: with a batch of 1 or 4096 the learning rate would be wrong.
     """
 
-    # An interrupted recovery continues after its last epoch, but a hundred epochs may take a day.
+    # A hundred epochs may take a day.
     job: ClassVar = JobRow(f"{MODELS}:recover", RecoveredModel, timeout_s=24 * HOUR, passes=1_000_000)
     model: ArtifactRef
     baseline: ArtifactRef

@@ -37,7 +37,7 @@ TELEMETRY, ORT_SWITCH = "openvino_telemetry", "ORT_DISABLE_TELEMETRY"
 CPU_ALLOCATOR_FAILURE = "DefaultCPUAllocator: can't allocate memory"
 MAX_TEXT = 200
 # Held while process-wide settings are changed temporarily: of two threads that overlap, the second would save the first's change and
-# restore it for good. A fork server has no other thread, so its copies find it free.
+# restore it for good. A supervisor has no other thread, so its forks find it free.
 SETTINGS_LOCK = threading.RLock()
 
 

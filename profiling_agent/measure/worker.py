@@ -109,11 +109,12 @@ def _neighbours(running: list[Any]) -> tuple[str, ...]:
     if os.getpid() not in pids:
         return ()
     names: list[str] = []
-    for pid in sorted(pids):
-        with contextlib.suppress(psutil.Error, OSError):
-            # Processes of one run are in one group.
-            if os.getpgid(pid) != os.getpgid(0):
-                names.append(f"{psutil.Process(pid).name()} ({pid})")
+    with contextlib.suppress(psutil.Error, IndexError):
+        # A supervisor's parent is the run, whose children don't count.
+        run = psutil.Process().parents()[1]
+        for process in map(psutil.Process, sorted(pids)):
+            if run not in process.parents():
+                names.append(f"{process.name()} ({process.pid})")
     return tuple(names)
 
 

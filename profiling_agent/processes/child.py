@@ -153,7 +153,7 @@ class OwnForkServer(ForkServer):
         self._modules, self._environment = modules, dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        self._has_forked = self._is_harmful = False
+        self._has_forked = self._is_harmful = self._is_ended = False
 
     def start(self, stderr: IO[bytes], *, anew: bool) -> tuple[Connection, int]:
         """Start a child as `ForkServer.start` does; none is forked once an import has taken the supervisor down."""
@@ -164,7 +164,8 @@ class OwnForkServer(ForkServer):
         except KilledError:
             self._is_harmful = not anew and not self._has_forked
             # One that just died may still be closing its files.
-            wait([self._control], POLL_S)
+            with contextlib.suppress(OSError, ValueError):
+                wait([self._control], POLL_S)
             self._begin()
             return super().start(stderr, anew=anew or self._is_harmful)
         self._has_forked |= not anew
@@ -172,6 +173,8 @@ class OwnForkServer(ForkServer):
 
     def _begin(self) -> None:
         with self._lock:
+            if self._is_ended:
+                raise KilledError("the run was left before a child process could be started: resume")
             if self._process is not None:
                 # It sends nothing there.
                 if not wait([self._control], 0):
@@ -194,6 +197,7 @@ class OwnForkServer(ForkServer):
     def end(self) -> None:
         """Kill the supervisor and all that it started."""
         with self._lock:
+            self._is_ended = True
             if self._process is not None:
                 if self._process.poll() is None:
                     os.killpg(self._process.pid, signal.SIGKILL)

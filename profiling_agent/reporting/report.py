@@ -37,8 +37,9 @@ from profiling_agent.schemas import (
     WidthOption,
     nearest_option,
 )
+from profiling_agent.search.deadline import EFFORTS
 from profiling_agent.search.finalize import FinalChoice
-from profiling_agent.workspace import SCHEMA_VERSION
+from profiling_agent.workspace import REPORT_VERSION
 
 
 class Summary(Record):
@@ -101,7 +102,7 @@ class TimeRow(Record):
 class RunReport(Record):
     """Contents of `report.json`."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = REPORT_VERSION
     run_id: str
     verdict: Verdict
     goal: Goal
@@ -299,7 +300,8 @@ def omissions(report: RunReport) -> tuple[str, ...]:
     num_seen, num_all = report.heldout.predictions.num_images, report.acquired.heldout.num_images
     accuracy = next(term for term in report.verdict.terms if term.name == "accuracy")
     is_cut = accuracy.holds and accuracy.bound is not None and accuracy.bound > accuracy.required and num_seen < num_all
-    plans = f"{len(report.attempts)} of up to {report.request.max_iterations}"
+    max_plans = min(report.request.max_iterations, EFFORTS[report.request.effort].num_attempts)
+    plans = f"{len(report.attempts)} of up to {max_plans}"
     cases = (
         (bool(untried), f"deployments that were not tried: {untried}"),
         (bool(unmeasured), f"deployments that were made and not measured: {unmeasured}"),

@@ -14,7 +14,7 @@ from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.units import count, drop, ms, percent, size, speedup
 from profiling_agent.runtimes.artifact import CardRow, HeldOutAccuracy
 from profiling_agent.schemas import ArtifactRef
-from profiling_agent.workspace import MANIFEST, Workspace, check_version, read_manifest
+from profiling_agent.workspace import MANIFEST, REPORT_VERSION, Workspace, check_version, read_manifest
 
 REPORT = "report.json"
 FORKS = "forks"
@@ -34,7 +34,7 @@ def read_report(folder: Path) -> RunReport:
         text = path.read_bytes()
         document: Any = parse_json(text)
         if isinstance(document, dict) and "schema_version" in document:
-            check_version(path, document["schema_version"])
+            check_version(path, document["schema_version"], REPORT_VERSION)
         return parse_record(RunReport, text)
     except (OSError, DocumentError) as error:
         raise RunError(f"{str(path)!r} is damaged ({error}): run again") from error
