@@ -52,6 +52,12 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
+def _check_reason(value: str | None) -> str | None:
+    if value is not None and (not value.strip() or not value.isprintable()):
+        raise ValueError("a reason of one printable line is needed, which the report prints")
+    return value
+
+
 def _check_duration(text: str | None) -> str | None:
     if text is not None:
         parse_duration(text)
@@ -184,9 +190,8 @@ class Request(BaseModel):
     num_samples: int | None = Field(
         default=None, ge=50, le=1_000_000, description="images to search on; by default half of the split, at most 2000"
     )
-    fresh_ledger: str | None = Field(
+    fresh_ledger: Annotated[str | None, AfterValidator(_check_reason)] = Field(
         default=None,
-        pattern=r"^[^\x00-\x1f\x7f]*[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]*$",
         max_length=300,
         description="why earlier openings of the held-out images don't count, such as: these are new photographs",
     )

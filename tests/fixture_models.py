@@ -22,9 +22,9 @@ from world import write_data
 from profiling_agent import Request, optimize
 from profiling_agent.lib.io import make_folders, write_text
 from profiling_agent.runtimes.artifact import SCHEMA_VERSION
-from profiling_agent.runtimes.artifact import SCHEMA_VERSION as REPORT_VERSION
 from profiling_agent.runtimes.registry import Source
 from profiling_agent.runtimes.torch_artifact import save_deployed, save_model
+from profiling_agent.workspace import REPORT_VERSION
 
 FIXTURES = Path(__file__).with_name("fixtures")
 SAVED, REPORTS = FIXTURES / "saved", FIXTURES / "reports"

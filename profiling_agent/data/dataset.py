@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -244,8 +244,15 @@ def _choose_config(data: OpenedData, card: Path | None, build: Callable[..., Any
     if hasattr(builder.config, "decode_num_threads"):
         # Threads would decode every image of a Hub data set, not only the drawn ones.
         setattr(builder.config, "decode_num_threads", 0)  # noqa: B010 - only some kinds declare it
-    for file in chain.from_iterable((builder.config.data_files or {}).values()):
-        data.inside(str(file))
+    split_of: dict[str, str] = {}
+    for split, names in (builder.config.data_files or {}).items():
+        for file in map(str, names):
+            data.inside(file)
+            if (other := split_of.setdefault(file, split)) != split and isinstance(builder, ImageFolder):
+                raise AcquisitionError(
+                    f"{file.removeprefix(data.root)!r} is in split {other!r} and in {split!r}, as folders on its way are called like "
+                    "both: rename one of them"
+                )
     kind = next((kind for kind in (ImageFolder, Parquet) if isinstance(builder, kind)), None)
     return replace(data, splits=builder.as_streaming_dataset(), build=build, kind=kind)
 

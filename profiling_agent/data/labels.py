@@ -29,8 +29,8 @@ WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
 FIRST_NAME, LAST_NAMES = "tench", frozenset({"toilet tissue", "toilet paper", "bathroom tissue"})
 # "without mask" and "no mask" are the same name, and differ from "mask".
 NO_WORDS = frozenset({"no", "not", "non", "without", "w/o"})
-# A normalised name with such a word is no list of synonyms: "mask, not worn" is no mask.
-NEGATION = re.compile(r"\b(?:no|un|anti|never|lacking|missing)\b|n['\u2019]t\b")
+# A normalised name that has such a word in some parts is no list of synonyms: "mask, not worn" is no mask.
+NEGATION = re.compile(r"\b(?:no|un|anti|none|nor|never|cannot|lacking|missing|absent|minus|sans)\b|n['\u2019]t\b")
 # One-sided error rates of two tests: the choice between two matchings, and predictions better than chance.
 CHOICE_ERROR, CHANCE_ERROR = 0.01, 0.05
 # With fewer images a gain of MIN_GAIN may be chance: of 100 images its standard error is at most seven points.
@@ -253,9 +253,10 @@ def _normalise(name: str) -> str:
 
 
 def _synonyms(name: str) -> frozenset[str]:
-    """Return the normalised name and its comma-separated parts, ImageNet's synonyms."""
+    """Return the normalised name and its comma-separated parts, ImageNet's synonyms, if all or none of them are negated."""
     whole, *parts = (_normalise(part) for part in (name, *name.split(",")))
-    return frozenset(filter(None, (whole, *(() if NEGATION.search(whole) else parts))))
+    are_negated = {bool(NEGATION.search(part)) for part in parts}
+    return frozenset(filter(None, (whole, *(parts if len(are_negated) == 1 else ()))))
 
 
 def _parse_number(name: str) -> int | None:

@@ -1,6 +1,7 @@
 """Image classifiers and their image processors from the Hub, a folder or the references; and the device to run on."""
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, TimmWrapperConfig
 from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
@@ -24,6 +26,8 @@ WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "
 # Files of this package's saved and exported models, whose int8 weights transformers may read as floats.
 OUTPUT_FILES = ("recipe.json", "layers.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+# Half precisions by their names in safetensors.
+HALF_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +67,30 @@ def load_model(
             commit = folder.name
         progress(f"loading {name}", 0, 0)
         config = _read_config(folder, name)
-        dtype = config.dtype
         model: Any = _read_weights(folder, name, config)
         processor = _read_processor(folder, name, config)
         model.config.name_or_path = model.name_or_path = str(folder)
-    note = None
-    if dtype in (torch.float16, torch.bfloat16):
-        megabytes = sum(2 * parameter.numel() for parameter in model.parameters()) / 1e6
-        note = (
-            f"the weights are stored in {str(dtype).removeprefix('torch.')}, {megabytes:.3g} MB: the baseline is float32, of twice "
-            "that, and all sizes and speeds are compared with that"
-        )
     return LoadedModel(
         model=model.to(device).eval(),
         processor=processor,
         source=str(folder) if is_local(name) else name,
         revision=commit,
         architecture=type(model).__name__,
-        note=note,
+        note=_precision_note(folder, model),
+    )
+
+
+def _precision_note(folder: Path, model: nn.Module) -> str | None:
+    """Return a note on weights in half precision, as the first file stores its largest tensor, or None."""
+    with safe_open(min(folder.glob("*.safetensors")), framework="pt") as file:
+        tensors = [file.get_slice(key) for key in file.keys()]  # noqa: SIM118 - no mapping
+    dtype = max(tensors, key=lambda tensor: math.prod(tensor.get_shape())).get_dtype()
+    if dtype not in HALF_DTYPES:
+        return None
+    megabytes = sum(2 * parameter.numel() for parameter in model.parameters()) / 1e6
+    return (
+        f"the weights are stored in {HALF_DTYPES[dtype]}, {megabytes:.3g} MB: the baseline is float32, of twice that, and all sizes "
+        "and speeds are compared with that"
     )
 
 

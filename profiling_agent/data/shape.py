@@ -88,17 +88,22 @@ def verify(model: nn.Module, spec: InputSpec) -> None:
         raise ShapeUnresolvedError(f"the model answers one image of {shape} with {result!r}, not one row of logits")
 
 
+def _propose(rule: Callable[[nn.Module, Any], InputSpec | None], model: nn.Module, processor: Any) -> InputSpec | None:
+    try:
+        return rule(model, processor)
+    except ValidationError as error:
+        invalid = error.errors()[0]
+        raise ShapeUnresolvedError(f"it says {invalid['loc'][0]} = {invalid['input']!r}") from error
+
+
 def _findings(model: nn.Module, processor: Any) -> Iterator[ShapeFinding]:
     """Yield the answer of each rule, verified by a forward pass."""
     for rule in RULES:
         spec = refusal = None
         try:
-            spec = rule(model, processor)
+            spec = _propose(rule, model, processor)
             if spec is not None:
                 verify(model, spec)
-        except ValidationError as error:
-            invalid = error.errors()[0]
-            refusal = f"it says {invalid['loc'][0]} = {invalid['input']!r}"
         except ShapeUnresolvedError as error:
             refusal = str(error)
         yield ShapeFinding(rule.__name__, spec, refusal)
@@ -131,12 +136,11 @@ def check_processor(model: nn.Module, processor: Any) -> None:
     Raises:
         ShapeUnresolvedError: the model refuses them; the message has the shape of its config.
     """
-    if (spec := from_processor(model, processor)) is None:
-        return
     try:
-        verify(model, spec)
+        if (spec := _propose(from_processor, model, processor)) is not None:
+            verify(model, spec)
     except ShapeUnresolvedError as error:
-        stated = from_config(model, processor)
+        stated = _propose(from_config, model, processor)
         by_config = f", and its config.json says {_format_shape(stated)}" if stated else ""
         raise ShapeUnresolvedError(
             f"the image processor doesn't fit the model: {error}{by_config}; correct size, crop_size, image_mean and image_std in "

@@ -188,7 +188,7 @@ def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
     """Return why held-out images refused a model; among several of one deployment, the run's notes tell which."""
     if report.kept_beside == evaluation.model.path:
         return (FAILED,)
-    made_by = {each.deployed.model: f"attempt {each.number} (" for each in report.attempts if each.deployed}
+    made_by = {each.deployed.model: f"attempt {each.number} (" for each in reversed(report.attempts) if each.deployed}
     # The run doesn't note the attempt of a model in another deployment than it was judged in.
     default = "quantized (" if evaluation.variant is Variant.QUANTIZED else "attempt "
     beginning = made_by.get(evaluation.model, default)

@@ -108,14 +108,12 @@ def _neighbours(running: list[Any]) -> tuple[str, ...]:
     pids = {int(process.pid) for process in running}
     if os.getpid() not in pids:
         return ()
-    names: list[str] = []
     with contextlib.suppress(psutil.Error, IndexError):
         # A supervisor's parent is the run, whose children don't count.
         run = psutil.Process().parents()[1]
-        for process in map(psutil.Process, sorted(pids)):
-            if run not in process.parents():
-                names.append(f"{process.name()} ({process.pid})")
-    return tuple(names)
+        others = [process for process in map(psutil.Process, sorted(pids)) if run not in process.parents()]
+        return tuple(f"{process.name()} ({process.pid})" for process in others)
+    return ()
 
 
 def gpu_free_bytes() -> int | None:

@@ -253,9 +253,12 @@ def interpolate_kl(measured: Mapping[int, float], predicted: Mapping[int, float]
     widest_first = sorted(measured, reverse=True)
     xs = np.maximum.accumulate([0.0, *(predicted[keep] for keep in widest_first)])
     ys = np.maximum.accumulate([0.0, *(measured[keep] for keep in widest_first)])
+    # Of widths with one prediction the widest counts.
+    xs, firsts = np.unique(xs, return_index=True)
     keeps = sorted(predicted, reverse=True)
     kls = [
-        max(measured[keep], 0.0) if keep in measured else float(np.interp(predicted[keep], xs, ys)) for keep in keeps
+        max(measured[keep], 0.0) if keep in measured else float(np.interp(predicted[keep], xs, ys[firsts]))
+        for keep in keeps
     ]
     return dict(zip(keeps, np.maximum.accumulate(kls).tolist(), strict=True))
 

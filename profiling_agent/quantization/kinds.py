@@ -66,7 +66,8 @@ class RowwiseLinear(BufferedLayer):
         inputs = x.reshape(-1, self.rounded.shape[1])
         if x.is_cuda and (self.dtype == "qint8" or has_float8()):
             padding = max(0, MIN_ROWS - len(inputs))
-            rows, scale = _rounded_rows(nn.functional.pad(inputs, (0, 0, 0, padding)), self.dtype)
+            padded = nn.functional.pad(inputs, (0, 0, 0, padding)) if padding else inputs
+            rows, scale = _rounded_rows(padded, self.dtype)
             output = self._product(rows, scale)[: len(inputs)]
         else:
             rows, scale = _rounded_rows(inputs, self.dtype)

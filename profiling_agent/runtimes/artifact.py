@@ -149,6 +149,8 @@ def read_recipe(folder: Path) -> Recipe:
 def open_folder(folder: Path, *, verify: bool) -> Recipe:
     """Return the recipe of a folder; ArtifactError if a file is missing, leads out of it or, with `verify`, was changed."""
     recipe = read_recipe(folder)
+    if not recipe.files.keys() >= {*recipe.model_files}:
+        raise ArtifactError(f"{str(folder / RECIPE)!r} doesn't name the model's files: save the model again")
     for name, sha256 in recipe.files.items():
         path = folder / name
         try:

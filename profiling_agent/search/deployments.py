@@ -328,8 +328,11 @@ def _convert(evaluator: "Evaluator", deployments: Sequence[Deployment], stage: D
     took_s = {False: 0.0, True: SLOW_CONVERSION_S}
     for deployment in deployments:
         is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
-        has_time = stage.allows(took_s[is_slow]) and not (is_slow and evaluator.settings.effort == "quick")
-        is_optional = any(option.deployed for option in options) and not evaluator.choices.is_named
+        is_named, settings = evaluator.choices.is_named, evaluator.settings
+        has_time = stage.allows(took_s[is_slow]) and not (is_slow and settings.effort == "quick" and not is_named)
+        # Named runtimes take the time that they need, unless the time is named too.
+        is_wanted = is_named and settings.time_budget_s is None
+        is_optional = any(option.deployed for option in options) and not is_wanted
         if is_optional and not has_time:
             reason = f"not tried: no time left for its conversion; {NO_TIME}"
             options.append(DeploymentOption(deployment=deployment, reason=reason, wants_time=True))

@@ -230,7 +230,7 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
     failed: list[_Tested] = []
     took_s = 0.0
     while queue and len(failed) < MAX_TESTED:
-        if failed and not evaluator.closing.allows(took_s):
+        if took_s and not evaluator.closing.allows(took_s):
             notes.append(f"the time budget has no room to test {_format_name(queue[0])}")
             break
         began_s = timesheet.spent_s
@@ -241,12 +241,14 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
             winner, race = _time_candidates(evaluator, queue[0], [c for c in rivals if c != queue[0]], screening)
         except JobError as error:
             notes.append(f"{_format_name(queue.pop(0))} could not be timed: {error}")
+            took_s = max(took_s, timesheet.spent_s - began_s)
             continue
         queue.remove(winner)
         if (result := race.result_of(winner.evaluation.model)).speedup_high < 1:
             notes.append(f"{_format_name(winner)} is shown slower ({result.speedup:.2f}x) and was left out")
+            took_s = max(took_s, timesheet.spent_s - began_s)
             continue
-        if winner.status is not Status.ACCEPTED:
+        if winner.status is not Status.ACCEPTED and goal.selection == "contract":
             notes.append(f"{_format_name(winner)} {UNCERTAIN}")
         test = run_heldout_test(
             evaluator,

@@ -229,7 +229,7 @@ def first_proposal(
     """Return the first plan: a language model's, which sees the rules' plan, or the rules' if there is an objection."""
     if advisor is None or planner == "rules":
         return rules, RULES
-    answer = _ask(advisor, planner, profile, goal, rules, journal, setting)
+    answer = _ask(advisor, planner, profile, goal, rules, journal, setting, target=rules.target)
     return answer if isinstance(answer, tuple) else (rules, Origin(by="rules", note=answer))
 
 
@@ -254,13 +254,14 @@ def next_proposal(
     if rules_plan is not None and not _is_redundant(rules_plan, profile, journal):
         return rules_plan, Origin(by="rules", note=f"beside {advisor.name}'s first plan, the rules' own is measured")
     proposed, num_left = None if isinstance(rules, StopReason) else rules, max_iterations - len(journal.attempts)
-    answer = _ask(advisor, planner, profile, goal, proposed, journal, setting, num_left)
+    target = (rules_plan or journal.attempts[0].plan).target
+    answer = _ask(advisor, planner, profile, goal, proposed, journal, setting, num_left, target=target)
     if isinstance(answer, (tuple, StopReason)):
         return answer
     return rules if isinstance(rules, StopReason) else (rules, Origin(by="rules", note=answer))
 
 
-def _ask(
+def _ask(  # noqa: PLR0913 (all that a question is made of)
     advisor: LanguageModel,
     planner: Planner,
     profile: ModelProfile,
@@ -269,12 +270,13 @@ def _ask(
     journal: Journal | None,
     setting: Setting,
     num_left: int | None = None,
+    *,
+    target: Target | None,
 ) -> Proposal | StopReason | str:
     """Return a language model's proposal, a stop if it decides alone, or why the rules' plan is measured instead.
 
-    `num_left` are the attempts left, None before the first.
+    `num_left` are the attempts left, None before the first. `target` is that of the rules' first plan, whose metric plans are compared by.
     """
-    target = rules.target if rules else None
     setting = replace(setting, admission=admission_text(planner, is_first=num_left is None))
     try:
         advice = ask_for_plan(

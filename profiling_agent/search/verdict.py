@@ -25,6 +25,7 @@ from profiling_agent.measure.predictions import share
 from profiling_agent.measure.race import pool, run_sessions
 from profiling_agent.measure.statistics import bound_over_sessions
 from profiling_agent.pruning.widths import snap
+from profiling_agent.runtimes import registry
 from profiling_agent.schemas import (
     SHARD,
     AccuracyDrop,
@@ -44,8 +45,8 @@ from profiling_agent.schemas import (
     Variant,
     Verdict,
 )
-from profiling_agent.search.deadline import MIN_LOOK, TEST_S
-from profiling_agent.search.deployments import REFUSALS, possible_deployments
+from profiling_agent.search.deadline import MIN_LOOK, SLOW_CONVERSION_S, TEST_S
+from profiling_agent.search.deployments import REFUSALS, by_promise, possible_deployments
 from profiling_agent.search.evaluator import MAX_AT_ONCE, Evaluator
 from profiling_agent.search.selection import SEARCH_CONFIDENCE
 
@@ -256,7 +257,7 @@ def decide_verdict(facts: Facts, goal: Goal, out_of_reach: str | None = None) ->
             # A larger set is looked at more than once, which takes more images to show the same.
             if num_needed is not None and num_needed > MAX_AT_ONCE:
                 num_needed = images_until_kept(counts_of(facts.drop), goal.max_accuracy_drop, facts.accuracy_error)
-        explanation = _met_text(facts, certified=certified)
+        explanation = _met_text(facts, certified=all(map(_is_certain, terms)))
     elif out_of_reach is not None:
         outcome, binding = Outcome.INFEASIBLE, out_of_reach
         explanation = (
@@ -300,18 +301,22 @@ def is_out_of_reach(evaluator: Evaluator, journal: Journal, term: str) -> bool:
     speedups = [option.race_result.speedup_high for option in options if option.race_result]
     if term == "speed" and max(speedups, default=0.0) >= goal.min_speedup:
         return False
+    if not evaluator.closing.allows(TEST_S):
+        return False
     try:
         cheapest = [_make_cheapest(evaluator)]
     except ProfilingAgentError:
         return False
-    for deployment in possible_deployments(Plan(quantization=journal.wish), evaluator.choices):
+    for deployment in by_promise(possible_deployments(Plan(quantization=journal.wish), evaluator.choices)):
         sizes = [model.size_bytes / baseline.size_bytes for model in (*models, *cheapest)]
-        if not evaluator.closing.allows(TEST_S) or (term == "size" and goal.allows_size(min(sizes))):
+        is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
+        has_time = evaluator.closing.allows(SLOW_CONVERSION_S if is_slow else TEST_S)
+        if not has_time or (term == "size" and goal.allows_size(min(sizes))):
             return False
         with suppress(*REFUSALS):
             cheapest.append(evaluator.jobs.run(evaluator.deployer.deploy_task(cheapest[0], deployment)).model)
     if term == "speed":
-        return _are_slow(evaluator, cheapest)
+        return evaluator.closing.allows(TEST_S) and _are_slow(evaluator, cheapest)
     return not goal.allows_size(min(model.size_bytes for model in (*models, *cheapest)) / baseline.size_bytes)
 
 

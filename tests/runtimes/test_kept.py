@@ -12,10 +12,10 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from profiling_agent.runtimes.artifact import GOLDEN, STEP_TOLERANCE, tolerance
-from profiling_agent.runtimes.artifact import SCHEMA_VERSION as REPORT_VERSION
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.runtimes.torch_artifact import Deployed, load, load_recipe
 from profiling_agent.search.deployments import INT8
+from profiling_agent.workspace import REPORT_VERSION
 
 MODELS = sorted(path.parent for path in SAVED.glob("*/*/recipe.json"))
 
