@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs.tasks import JobContext, JobRow, Task
@@ -39,6 +39,20 @@ class TimedTask(DoubleTask):
     """Double a number once the machine is idle."""
 
     job: ClassVar = JobRow("toy_job:double", Doubled, torch=False, anew=True, timed=True)
+
+
+class LaterTask(DoubleTask):
+    """Double a number after all smaller ones are doubled."""
+
+    def needs(self, find: Any) -> dict[str, tuple[DoubleTask, ...]]:
+        """Return the jobs of the smaller numbers; that of the next smaller one needs the others too."""
+        if self.number == 1:
+            return {}
+        return {"smaller": (LaterTask(number=self.number - 1), *map(_later, range(1, self.number - 1)))}
+
+
+def _later(number: int) -> LaterTask:
+    return LaterTask(number=number)
 
 
 class SecretTask(DoubleTask):

@@ -229,3 +229,12 @@ def test_one_inside_another_may_be_read_and_not_the_other_with_it(outer):
 )
 def test_parts_of_one_data_set_are_left_together(files):
     assert choose_sibling_folder("x", None, files) is None
+
+
+def test_an_image_whose_folders_are_called_like_two_splits_is_refused(photographs, draw):
+    folder = photographs(
+        {f"train/{name}/{index}.png": png(index) for name in ("cat", "test tube") for index in range(2)}
+    )
+
+    with pytest.raises(AcquisitionError, match=r"'/?train/test tube/0.png' is in split .* rename one of them"):
+        draw(folder, ["cat", "test tube"])

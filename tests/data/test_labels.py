@@ -248,6 +248,15 @@ def test_a_negation_is_never_dropped(label):
     assert ids(matched([f"mask, {label}", "other"], ["mask", "other"])) == [None, 1]
 
 
+@pytest.mark.parametrize("word", ["none", "absent", "cannot"])
+def test_a_class_that_says_its_absence_is_not_its_first_word(word):
+    assert ids(matched(["mask", "other"], [f"mask, {word}", "other"])) == [None, 1]
+
+
+def test_a_name_all_of_whose_parts_are_negated_is_a_list_of_synonyms():
+    assert ids(matched(["no mask", "mask"], ["mask", "no mask, without mask"])) == [1, 0]
+
+
 def by_rule(rule):
     return [
         LabelMatch(dataset_label=name, model_id=index, model_label=f"LABEL_{index}", rule=rule)

@@ -11,10 +11,11 @@ import pytest
 from conftest import World
 from interrupted import held_locks
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, StateGraph
 from langgraph.types import Command
 
 from profiling_agent import build_graph
-from profiling_agent.errors import RequestError, RunError
+from profiling_agent.errors import PlanError, RequestError, RunError
 from profiling_agent.graph.run import Run
 from profiling_agent.workspace import LOCK, create_workspace
 
@@ -52,6 +53,21 @@ def test_an_unknown_or_impossible_term_is_refused_before_anything_starts(call: s
     with pytest.raises(RequestError, match=r"^max_size_ratio: give a fraction .* 0\.5 is half"):
         CALLS[call](graph, {"max_size_ratio": 50, "output": str(tmp_path / "runs")})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("saver", "message"), [(None, "with a checkpointer"), (InMemorySaver(), "plan file")])
+def test_a_graph_whose_node_calls_this_one_passes_its_checkpointer_on(saver: Any, message: str, tmp_path: Path):
+    graph = build_graph()
+
+    def calls(state: dict[str, Any]) -> dict[str, Any]:
+        with pytest.raises((RequestError, PlanError), match=message):
+            graph.invoke({"approve": "plan", "plan": "/nowhere/plan.json", "output": str(tmp_path / "runs")})
+        return state
+
+    outer: Any = StateGraph(dict)
+    outer.add_node("calls", calls)
+    outer.add_edge(START, "calls")
+    outer.compile(checkpointer=saver).invoke({"a": 1}, {"configurable": {"thread_id": "t"}})
 
 
 def test_an_update_of_an_unknown_field_is_refused():

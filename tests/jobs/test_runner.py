@@ -10,7 +10,7 @@ from typing import get_type_hints
 import in_process
 import psutil
 import pytest
-from toy_job import AnewTask, Doubled, DoubleTask, HangTask, KillTask, SecretTask, WaitTask
+from toy_job import AnewTask, Doubled, DoubleTask, HangTask, KillTask, LaterTask, SecretTask, WaitTask
 
 from profiling_agent.errors import JobError, RequestError, RunError
 from profiling_agent.jobs import tasks
@@ -33,6 +33,15 @@ def workers() -> list[psutil.Process]:
 
 def isolated(*numbers: int) -> list[DoubleTask]:
     return [DoubleTask(number=number, isolated=True) for number in numbers]
+
+
+def test_a_job_that_several_others_need_is_done_once(toys: Jobs):
+    heard = list[str]()
+    toys.progress = lambda message, done, total: heard.append(message)
+
+    assert toys.run(LaterTask(number=4)).twice == 8
+
+    assert heard.count("doubling") == 4
 
 
 def test_a_new_job_is_done_in_the_worker_and_isolated_and_read_back(toys: Jobs):

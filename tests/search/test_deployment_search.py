@@ -353,10 +353,17 @@ INT8 = {"openvino static": Made(), "inductor static": Made()}
         (INT8, 400.0, ["openvino static", "inductor static"]),
     ],
 )
+@pytest.mark.parametrize("is_named", [False, True])
 def test_a_time_budget_ends_the_search_once_it_has_had_its_share(
-    tmp_path: Path, tried: dict[str, Made], time_budget_s: float, converted: list[str]
+    tmp_path: Path, tried: dict[str, Made], time_budget_s: float, converted: list[str], is_named: bool
 ):
-    held, script = deployment_search(tmp_path, tried, scripted=Timed, settings={"time_budget_s": time_budget_s})
+    held, script = deployment_search(
+        tmp_path,
+        tried,
+        scripted=Timed,
+        choices=DeploymentChoices(is_named=is_named),
+        settings={"time_budget_s": time_budget_s},
+    )
 
     assert script.converted == converted
     assert chosen(held)
