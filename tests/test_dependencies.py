@@ -50,6 +50,8 @@ def modules_of(name: str) -> set[str]:
 def distributions_of(module: str) -> frozenset[str]:
     """Return who brings a module; of a namespace that several share, those whose file it is."""
     top = module.split(".")[0]
+    # pydantic pins its core, which is imported by itself where a start is to be quick.
+    top = "pydantic" if top == "pydantic_core" else top
     names = set(brought().get(top, [top]))
     if len(names) > 1:
         path = module.replace(".", "/")

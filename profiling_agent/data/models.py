@@ -84,7 +84,7 @@ def _precision_note(folder: Path, model: nn.Module) -> str | None:
     """Return a note on weights in half precision, as the first file stores its largest tensor, or None."""
     with safe_open(min(folder.glob("*.safetensors")), framework="pt") as file:
         tensors = [file.get_slice(key) for key in file.keys()]  # noqa: SIM118 - no mapping
-    dtype = max(tensors, key=lambda tensor: math.prod(tensor.get_shape())).get_dtype()
+    _, dtype = max((math.prod(tensor.get_shape()), str(tensor.get_dtype())) for tensor in tensors)
     if dtype not in HALF_DTYPES:
         return None
     megabytes = sum(2 * parameter.numel() for parameter in model.parameters()) / 1e6

@@ -7,6 +7,7 @@ machine may be twice as fast or slow, so measured attempts replace their forecas
 
 import asyncio
 import hashlib
+import math
 import operator
 import os
 import shutil
@@ -70,7 +71,9 @@ def seconds_left(state: RunState, stage: str, jobs: Jobs, in_stage_s: float) -> 
     num_more = max((state.num_attempts if state.iterate else 1) - num_begun, 0)
     attempts_s = num_more * (state.longest_s or sum(expected[each] for each in ROUND))
     spare_s = 0.0 if stage in LAST else max(deadline.free_s - stage_s - middle_s, 0.0)
-    return stage_s, stage_s + middle_s + min(attempts_s, spare_s) + last_s
+    run_s = stage_s + middle_s + min(attempts_s, spare_s) + last_s
+    left_s = math.inf if state.time_budget_s is None else state.time_budget_s - jobs.timesheet.spent_s
+    return stage_s, max(min(run_s, left_s), stage_s)
 
 
 # Seconds to wait for a node after its job ended: it may do work without a child process, such as a download.

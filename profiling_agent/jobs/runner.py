@@ -311,7 +311,7 @@ class Jobs:
     def _fork_server(self, policy: Mapping[str, str]) -> ForkServer:
         name = policy.get(WAIT_POLICY)
         if name not in self._servers:
-            self._servers[name] = self._stack.enter_context(fork_server(MODULES, child_environment() | policy))
+            self._servers[name] = self._stack.enter_context(fork_server(MODULES, {**child_environment(), **policy}))
         return self._servers[name]
 
     def _wait_variables(self, job: JobRow) -> dict[str, str]:

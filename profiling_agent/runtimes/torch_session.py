@@ -175,7 +175,7 @@ class TorchSession:
 
         from profiling_agent.lib.modules import floating_dtype
 
-        dims = [tensor.dim() for tensor in module.state_dict().values()]
+        dims = [value.dim() for value in module.state_dict().values() if isinstance(value, torch.Tensor)]
         is_channels_last = in_kernel_layout and dims.count(4) > dims.count(2)
         self._memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
         if in_kernel_layout:

@@ -212,7 +212,7 @@ def test_the_same_seed_gives_the_same_evidence_whatever_the_batches():
 def test_the_model_is_left_as_it_was_found(family):
     model = {"vit": small, "resnet": MODELS["resnet"]}[family]().train()
     model.classifier.eval()
-    with sample_records.unchanged(model):
+    with zoo.left_alone(model):
         studied(model)
 
 
