@@ -248,7 +248,7 @@ def test_a_lost_profile_is_measured_again_once_the_checkpoints_are_deleted(finis
     shutil.rmtree(profile.parent)
     refused = call("resume", run)
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-    assert all(word in refused.stderr for word in (profile.parent.name, "missing or damaged", "checkpoints.sqlite"))
+    assert all(word in refused.stderr for word in (profile.parent.name, "is missing", "checkpoints.sqlite"))
 
     (run / "checkpoints.sqlite").unlink()
     with pytest.raises(EnoughError):
