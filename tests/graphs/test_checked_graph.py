@@ -64,7 +64,8 @@ def test_a_graph_whose_node_calls_this_one_passes_its_checkpointer_on(saver: Any
             graph.invoke({"approve": "plan", "plan": "/nowhere/plan.json", "output": str(tmp_path / "runs")})
         return state
 
-    outer: Any = StateGraph(dict)
+    schema: Any = dict
+    outer: Any = StateGraph(schema)
     outer.add_node("calls", calls)
     outer.add_edge(START, "calls")
     outer.compile(checkpointer=saver).invoke({"a": 1}, {"configurable": {"thread_id": "t"}})
