@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 26919, "tests": 25581, "benchmarks": 6411}
+MAX_LINES = {"profiling_agent graphs": 26919, "tests": 25583, "benchmarks": 6411}
 MAX_MODULES = 124
 
 

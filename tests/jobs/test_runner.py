@@ -27,8 +27,9 @@ BASELINE = Headline(
 
 
 def workers() -> list[psutil.Process]:
-    """Return the processes that do this one's jobs: children of its supervisor."""
-    return [child for supervisor in psutil.Process().children() for child in supervisor.children()]
+    """Return the processes that do this one's jobs: children of its supervisors, but for the tracker of those started anew."""
+    children = [child for supervisor in psutil.Process().children() for child in supervisor.children()]
+    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
 
 def isolated(*numbers: int) -> list[DoubleTask]:
