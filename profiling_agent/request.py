@@ -217,7 +217,7 @@ class Request(BaseModel):
         default="none",
         min_length=1,
         max_length=500,
-        description="language model that plans beside the built-in rules: none, openai:MODEL (any OpenAI-compatible server with "
+        description="language model that plans next to the built-in rules: none, openai:MODEL (any OpenAI-compatible server with "
         "base_url), or recorded:FILE for the answers in the llm.jsonl of an earlier run",
     )
     base_url: str | None = Field(

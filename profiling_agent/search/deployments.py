@@ -326,12 +326,12 @@ def _convert(evaluator: "Evaluator", deployments: Sequence[Deployment], stage: D
     """
     timesheet, options, tuned = evaluator.jobs.timesheet, list[DeploymentOption](), set[bool]()
     took_s = {False: 0.0, True: SLOW_CONVERSION_S}
+    is_named, settings = evaluator.choices.is_named, evaluator.settings
+    # Named runtimes take the time that they need, unless the time is named too.
+    is_wanted = is_named and settings.time_budget_s is None
     for deployment in deployments:
         is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
-        is_named, settings = evaluator.choices.is_named, evaluator.settings
         has_time = stage.allows(took_s[is_slow]) and not (is_slow and settings.effort == "quick" and not is_named)
-        # Named runtimes take the time that they need, unless the time is named too.
-        is_wanted = is_named and settings.time_budget_s is None
         is_optional = any(option.deployed for option in options) and not is_wanted
         if is_optional and not has_time:
             reason = f"not tried: no time left for its conversion; {NO_TIME}"
