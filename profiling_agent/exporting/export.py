@@ -4,13 +4,9 @@ Preprocessing is exported as plain numbers. Part of it is in a processor's code,
 tried on images: the first that prepares all of them as the processor does is used.
 """
 
-import itertools
 import json
-import math
 import shutil
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
-from fractions import Fraction
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +15,7 @@ import torch
 from huggingface_hub import ModelCard
 from numpy.typing import NDArray
 from PIL import Image
-from torch import nn
-from transformers import AutoConfig, AutoModelForImageClassification
-from transformers.initialization import no_init_weights
+from transformers import AutoModelForImageClassification
 
 from profiling_agent.data import pixels
 from profiling_agent.data.pixels import RESAMPLE, prepare
@@ -29,14 +23,13 @@ from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.exporting.pick import MANIFEST, ExportManifest, model_folder, new_folder
 from profiling_agent.lib.io import file_sha256, write_text
 from profiling_agent.lib.logs import SETTINGS_LOCK, quiet, third_party_errors
-from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
+from profiling_agent.lib.modules import logits_of
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
 from profiling_agent.runtimes.artifact import (
     CARD,
     ONNX,
     Recipe,
-    appearing,
     card_head,
     check_golden,
     golden_distance,
@@ -47,11 +40,13 @@ from profiling_agent.runtimes.artifact import (
 )
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import runtime
-from profiling_agent.runtimes.torch_artifact import HALVES, config_of, load_module, load_processor, load_skeleton
-from profiling_agent.schemas import Cut, InputSpec, UnitKind
+from profiling_agent.runtimes.torch_artifact import HALVES, load_module, load_processor, load_skeleton
+from profiling_agent.schemas import InputSpec
 
 # Absolute, in prepared images, where a step of an 8-bit channel is 0.004 to 0.02.
 TOLERANCE = 1e-5
+# Relative distance of logits, if the attention kernel is another; if also everything between half-precision layers is rounded.
+SAME_TOLERANCE, HALF_TOLERANCE = 1e-5, 2e-2
 # Height and width of test images in multiples of the model's: wide, high, small, and the model's own.
 PROBE_SCALES = ((1.3, 1.9), (1.7, 1.2), (0.6, 0.5), (1.0, 1.0))
 # LeViT crops 256 pixels to 224, which only its code states.
@@ -123,7 +118,7 @@ def export(source: Path, format_: str | None, output: Path, *, batch_size: int |
 
     - "onnx": models for ONNX Runtime as they are, and float32 models of torch, for `batch_size` images or any number.
     - "openvino": models for OpenVINO as they are.
-    - "hf": models of torch without int8 layers, for `AutoModelForImageClassification.from_pretrained`.
+    - "hf": unpruned models of torch without int8 layers, for `AutoModelForImageClassification.from_pretrained`.
     - None: the first format that takes the model as it is.
 
     Each is checked against the saved model before it appears.
@@ -139,7 +134,8 @@ def export(source: Path, format_: str | None, output: Path, *, batch_size: int |
     folder = named_folder(model_folder(source))
     recipe = open_folder(folder, verify=True)
     executor = runtime(recipe.deployment.runtime)
-    format_ = format_ or executor.graph_format or "hf"
+    is_pruned_float32 = bool(recipe.cuts) and recipe.deployment.scheme == "float32"
+    format_ = format_ or executor.graph_format or ("onnx" if is_pruned_float32 else "hf")
     if batch_size is not None and (format_ != "onnx" or not executor.is_torch):
         raise RequestError("batch_size is for models of torch in the format onnx: leave it out")
     if refusal := _refusal(recipe, format_):
@@ -213,24 +209,32 @@ def _write_graph(
 
 
 def _write_hf(folder: Path, recipe: Recipe, temporary: Path) -> str:
-    """Write a Hugging Face model; a model with half-precision layers in half precision as a whole, if its logits allow it."""
+    """Write a Hugging Face model; one with half-precision layers is written in half precision as a whole."""
     scheme = recipe.deployment.scheme
     half = HALVES.get(scheme)
-    reason = save_plain(
-        load_skeleton(folder) if half else load_module(folder),
-        temporary / "plain",
-        spec=recipe.input,
-        processor=load_processor(folder),
-        cuts=recipe.cuts,
-        half=half,
-        saved=folder,
-    )
-    if reason:
+    if recipe.cuts:
         hint = PICK if half else "use --format onnx"
-        raise ArtifactError(f"{str(folder)!r} is no ordinary Hugging Face model: {reason}; {hint}")
-    for path in (temporary / "plain").iterdir():
-        path.rename(temporary / path.name)
-    (temporary / "plain").rmdir()
+        raise ArtifactError(f"{str(folder)!r} is pruned, and no config of transformers holds its widths: {hint}")
+
+    def refuse(cause: str) -> ArtifactError:
+        return ArtifactError(f"transformers can't write and load {str(folder)!r} ({cause}): deploy the folder itself")
+
+    # While loading, transformers disables initialisers in all threads.
+    with quiet(), SETTINGS_LOCK, third_party_errors(refuse):
+        model: Any = load_skeleton(folder).to(half or torch.float32)
+        model.save_pretrained(temporary)
+        load_processor(folder).save_pretrained(temporary)
+        loaded: Any = AutoModelForImageClassification.from_pretrained(
+            temporary, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+    distance = golden_distance(lambda images: logits_of(loaded, torch.from_numpy(images)).numpy(), folder)
+    tolerance = HALF_TOLERANCE if half else SAME_TOLERANCE
+    # `not <=` so that a NaN fails.
+    if not distance <= tolerance:
+        raise ArtifactError(
+            f"the model that transformers loads from its config computes logits {distance:.2g} apart (relative), "
+            f"{tolerance:g} is allowed: run it with `profiling_agent.load`, or {PICK}"
+        )
     write_text(temporary / SCRIPT, _render("run.py.jinja", format="hf"))
     return f"from_pretrained loads it{f', in {scheme} as a whole' if half else ''}, with the saved model's logits"
 
@@ -274,145 +278,3 @@ def _write_card(folder: Path, recipe: Recipe, format_: str, temporary: Path, bat
 
 def _render(template: str, **values: Any) -> str:
     return text_templates("profiling_agent.exporting").get_template(template).render(values)
-
-
-# Parts of field names over all model families; trying finds the field that counts.
-HEAD_FIELDS = ("heads",)
-WIDTH_FIELDS = ("intermediate_size", "ratio", "expan", "ffn_multiplier")
-# Relative distance of the logits: weights and layers are the same, at most the attention kernel is another.
-SAME_TOLERANCE = 1e-6
-# The same if everything between layers is rounded to half precision as well; bfloat16 has steps of 0.8%.
-HALF_TOLERANCE = 2e-2
-
-Fields = dict[str, Any]
-
-
-def save_plain(
-    model: nn.Module,
-    folder: Path,
-    *,
-    spec: InputSpec,
-    processor: Any,
-    cuts: Sequence[Cut] = (),
-    half: torch.dtype | None = None,
-    saved: Path | None = None,
-) -> str | None:
-    """Write `model` so that `AutoModelForImageClassification.from_pretrained(folder)` loads it; None if written.
-
-    If no config can express the cuts, nothing is written and the reason is returned as a phrase. The folder appears complete or
-    not at all, after it was loaded and gave the model's logits for two images. With `half` the whole model is in that precision;
-    `model` then has the weights of the one in `saved`, of which only layers are in it, and whose golden logits count.
-
-    Raises:
-        ArtifactError: `folder` exists, transformers can't write and load the model, or the loaded model's logits are more than
-            1e-6 apart (relative), in half precision more than 2e-2.
-    """
-    fields = _plain_config(model, cuts)
-    if isinstance(fields, str):
-        return fields
-    plain_model: Any = _build(fields)
-    tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-    if half is not None:
-        tensors = {name: tensor.to(half) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-    plain_model.load_state_dict(tensors, assign=True)
-    plain_model.tie_weights()
-
-    def refuse(cause: str) -> ArtifactError:
-        return ArtifactError(f"transformers can't write and load the model ({cause}): deploy the saved folder instead")
-
-    # While loading, transformers disables initialisers in all threads.
-    with appearing(folder) as temporary, quiet(), SETTINGS_LOCK:
-        with third_party_errors(refuse):
-            plain_model.save_pretrained(temporary)
-            processor.save_pretrained(temporary)
-            loaded: Any = AutoModelForImageClassification.from_pretrained(
-                temporary, local_files_only=True, trust_remote_code=False, use_safetensors=True
-            )
-        if half is None or saved is None:
-            batch, tolerance = random_batch(spec, 2), SAME_TOLERANCE
-            distance = relative_distance(logits_of(loaded, batch), logits_of(model, batch))
-        else:
-            tolerance = HALF_TOLERANCE
-            distance = golden_distance(lambda images: logits_of(loaded, torch.from_numpy(images)).numpy(), saved)
-        # `not <=` so that a NaN fails.
-        if not distance <= tolerance:
-            raise ArtifactError(
-                f"the model that transformers loads from its config computes logits {distance:.2g} apart (relative), "
-                f"{tolerance:g} is allowed: run it with `profiling_agent.load`, or pick another candidate"
-            )
-    return None
-
-
-def _plain_config(model: nn.Module, cuts: Sequence[Cut]) -> Fields | str:
-    """Return the config from which transformers itself builds `model`, or a phrase on why there is none.
-
-    Fields of the original config that count heads or widths are scaled as the cuts were. A config is accepted if the model
-    built from it (without weights) has a state dict of the same names, shapes and shared tensors.
-    """
-    expected = _structure(model)
-    nearest: list[str] | None = None
-    for fields in _candidate_configs(model, cuts):
-        with suppress(ArtifactError), third_party_errors(ArtifactError):
-            structure = _structure(_build(fields))
-            if structure == expected:
-                return fields
-            mismatches = [name for name in expected | structure if expected.get(name) != structure.get(name)]
-            nearest = min(nearest or mismatches, mismatches, key=len)
-    example = f" (of {nearest[0]!r}, for one)" if nearest else ""
-    return f"no {type(model.config).__name__} has fields for the widths of this model{example}"
-
-
-def _build(fields: Fields) -> nn.Module:
-    """Build the model of a config on the meta device: names and shapes without weights."""
-    settings = {name: value for name, value in fields.items() if name != "model_type"}
-    with SETTINGS_LOCK, torch.random.fork_rng(devices=[]), torch.device("meta"), no_init_weights(), quiet():
-        config = AutoConfig.for_model(fields["model_type"], **settings)
-        return AutoModelForImageClassification.from_config(config, trust_remote_code=False)
-
-
-def _structure(model: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return the shape of every saved tensor, and the first of the names that share it."""
-    first_names: dict[int, str] = {}
-    tensors = model.state_dict(keep_vars=True)
-    return {name: (tuple(tensor.shape), first_names.setdefault(id(tensor), name)) for name, tensor in tensors.items()}
-
-
-def _candidate_configs(model: nn.Module, cuts: Sequence[Cut]) -> Generator[Fields]:
-    """Yield every config that may express the cuts: each field of heads with each field of widths."""
-    original, tensors = config_of(model), dict(model.named_parameters())
-    head_cuts = [cut for cut in cuts if cut.unit.kind is UnitKind.HEADS]
-    width_cuts = [cut for cut in cuts if cut.unit.kind is not UnitKind.HEADS]
-    head_sizes = {tensors[f"{cut.unit.consumer}.weight"].shape[1] // cut.keep for cut in head_cuts}
-    # Heads keep their size, which transformers otherwise derives from the number of heads.
-    head_dims = [{"head_dim": head_sizes.pop()}, {}] if len(head_sizes) == 1 else [{}]
-    sections = [name for name, value in original.items() if isinstance(value, dict) and "model_type" in value]
-    for section in (None, *sections):
-        fields = original[section] if section else original
-        for changes in itertools.product(
-            _scaled_fields(fields, HEAD_FIELDS, head_cuts), head_dims, _scaled_fields(fields, WIDTH_FIELDS, width_cuts)
-        ):
-            changed = {name: value for part in (fields, *changes) for name, value in part.items()}
-            yield original | {section: changed} if section else changed
-
-
-def _scaled_fields(fields: Fields, words: Sequence[str], cuts: Sequence[Cut]) -> Generator[Fields]:
-    """Yield changes of each field whose name contains one of `words`, a number or one for each stage, scaled as the cuts scaled widths.
-
-    Each is tried as integers, as floats, and as the next floats above: transformers truncates ratio times width to an integer.
-    """
-    if not cuts:
-        yield {}
-    # In network order, to fit lists of one entry per stage.
-    shares = list({cut.unit.width: Fraction(cut.keep, cut.unit.width) for cut in cuts}.values())
-    for name, value in fields.items():
-        entries = value if isinstance(value, list) else [value]
-        fitting = shares if len(shares) == len(entries) else shares[:1] * len(entries) if len({*shares}) == 1 else []
-        if not fitting or not any(word in name for word in words) or not all(type(e) in (int, float) for e in entries):
-            continue
-        exact = [Fraction(entry) * share for entry, share in zip(entries, fitting, strict=True)]
-        for scaled in (
-            [int(entry) for entry in exact],
-            [float(entry) for entry in exact],
-            [math.nextafter(float(entry), math.inf) for entry in exact],
-        ):
-            yield {name: scaled if isinstance(value, list) else scaled[0]}

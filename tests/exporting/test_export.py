@@ -25,12 +25,10 @@ from profiling_agent.data.images import decode_rgb
 from profiling_agent.data.pixels import prepare
 from profiling_agent.errors import ArtifactError
 from profiling_agent.exporting.export import export, preprocessing_of
-from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.units import find_units
 from profiling_agent.runtimes.artifact import QuantizedLayer, write_card
 from profiling_agent.runtimes.registry import Source, runtime
 from profiling_agent.runtimes.torch_artifact import load, load_recipe, save_deployed, save_model
-from profiling_agent.schemas import Cut, InputSpec
+from profiling_agent.schemas import InputSpec
 
 RUN = """
 import importlib.util, runpy
@@ -122,18 +120,13 @@ def test_photographs_are_prepared_as_those_that_accuracy_is_measured_on(saved: S
 
 
 @pytest.mark.slow
-def test_a_model_whose_layers_were_cut_differently_is_exported_to_onnx_alone(tmp_path: Path):
-    model = zoo.vit()
-    units = find_units(model, zoo.SPEC, {}).units
-    # The first of each kind alone, so that no config can say it.
-    first = {unit.kind: unit for unit in reversed(units)}.values()
-    cuts = [Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in first]
-    small = prune_model(model, cuts, spec=zoo.SPEC).model
+def test_a_pruned_model_is_exported_to_onnx_alone(tmp_path: Path):
+    small, cuts = deployments.pruned(zoo.vit())
     save_model(small, tmp_path / "saved", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts)
 
-    with pytest.raises(ArtifactError, match=r"no ViTConfig has fields for the widths .*; use --format onnx"):
-        export(tmp_path / "saved", None, tmp_path / "hf")
-    export(tmp_path / "saved", "onnx", tmp_path / "home")
+    with pytest.raises(ArtifactError, match=r"no config of transformers holds its widths: use --format onnx"):
+        export(tmp_path / "saved", "hf", tmp_path / "hf")
+    export(tmp_path / "saved", None, tmp_path / "home")
 
     assert not (tmp_path / "hf").exists()
     assert_prints_as_saved(tmp_path / "home", ONNX, tmp_path / "saved", tmp_path)
