@@ -18,8 +18,7 @@ from typing import Any
 
 from checks import Check, finish, stamped
 
-from profiling_agent.jobs.handlers import model_check
-from profiling_agent.jobs.runner import ModelCheck
+from profiling_agent.jobs.check import ModelCheck, lay_out
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import RUNTIMES, Deployability, Form, Prunable, RuntimeName, Scheme
 
@@ -51,7 +50,7 @@ def looked_at(
     model = FAMILIES[family]()
     spec = spec_of(model)
     with ModelCheck() as look:
-        told = model_check.lay_out(model, look.folder, spec=spec, processor=processor_of(spec), name=family)
+        told = lay_out(model, look.folder, spec=spec, processor=processor_of(spec), name=family)
         yield told
         for form in wanted:
             if (look.folder / form).is_dir():

@@ -185,7 +185,7 @@ def push(
 def _look_at_model(request: "Request", *, is_json: bool) -> None:
     """Cut a model, deploy the result in every way and show what worked; exit with 1 if no deployment did."""
     from profiling_agent.cli.tables import model_tables
-    from profiling_agent.jobs.runner import ModelCheck
+    from profiling_agent.jobs.check import ModelCheck
 
     with terminal.exit_on_errors():
         names, left_out = _installed(request)

@@ -1,6 +1,5 @@
 """Evaluation in shards, by real jobs on a model small enough to run over a thousand images: what is done how often."""
 
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -14,12 +13,10 @@ import pytest
 import sample_records
 import torch
 import zoo
-from full_disk import at_most
 
 from profiling_agent.data.prepared import PIXELS, PreparedImages
-from profiling_agent.errors import StorageError
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, LogitsTask, PrepareTask, PruneTask, prepared
+from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, LogitsTask, PrepareTask, PruneTask
 from profiling_agent.lib.inference import quick_products
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.measure.predictions import Answers, answers_of, concatenate, read_predictions
@@ -189,24 +186,6 @@ def test_images_that_were_forgotten_are_prepared_again_and_what_was_prepared_sta
     jobs.forget_images()
 
 
-@pytest.mark.slow
-def test_a_full_disk_ends_in_one_line_and_leaves_nothing(root: Path, tmp_path: Path):
-    images = info(root, "search", NUM_IMAGES)
-    shutil.copy(root / images.file.path, tmp_path)
-
-    # Forty images of 3,072 bytes each.
-    with (
-        in_process.opened(tmp_path) as opened,
-        at_most(100_000),
-        pytest.raises(StorageError, match="there is no space left: free some") as full,
-    ):
-        opened.run(prepared(images, root / "baseline")[2])
-
-    assert "\n" not in str(full.value)
-    assert "resume" in str(full.value)
-    assert list((tmp_path / "jobs").iterdir()) == []
-
-
 def test_the_logits_of_a_float_model_are_computed_once_for_all_its_deployments(jobs: Jobs, root: Path):
     baseline, calibration = ref(root, "baseline"), info(root, "calibration", 128)
     before = times(root)
@@ -228,9 +207,7 @@ def test_the_logits_of_a_float_model_are_computed_once_for_all_its_deployments(j
 
 
 def test_whoever_evaluates_imports_no_torch_for_a_runtime_that_has_none():
-    code = (
-        "import sys, profiling_agent.jobs.handlers.measurement; print({'torch', 'transformers'} & sys.modules.keys())"
-    )
+    code = "import sys, profiling_agent.jobs.measuring; print({'torch', 'transformers'} & sys.modules.keys())"
 
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
