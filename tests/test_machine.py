@@ -324,6 +324,11 @@ def test_a_forward_pass_that_fails_in_a_library_is_untraceable(forward):
     assert reason.startswith("untraceable: ")
 
 
+def test_a_model_that_takes_no_pixel_values_is_refused():
+    with pytest.raises(ShapeUnresolvedError, match="TypeError"):
+        verify(nn.Sequential(nn.Linear(8, 3)), zoo.SPEC)
+
+
 def test_errors_raised_on_purpose_go_through():
     with pytest.raises(QuantizationError, match="as it is"), third_party_errors(PruningError):
         raise QuantizationError("as it is")

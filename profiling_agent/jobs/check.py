@@ -6,9 +6,8 @@ Each step is a job in a child process, as a runtime or driver that was built for
 import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -17,9 +16,8 @@ from safetensors.numpy import load_file
 from profiling_agent.data.images import write_rows
 from profiling_agent.errors import ArtifactError, JobError, PlanError, ProfilingAgentError, QuantizationError
 from profiling_agent.jobs.base import HOUR, LOGITS, LOGITS_FILE, JobContext, Task
-from profiling_agent.jobs.runner import Jobs, job_key, profile_artifact, read_profile, scratch_jobs
-from profiling_agent.jobs.tasks import DeployTask, ExportTask, HeadlineTask, LogitsTask, PruneTask
-from profiling_agent.lib.logs import Progress, silent
+from profiling_agent.jobs.runner import Jobs, job_key, profile_artifact, read_profile
+from profiling_agent.jobs.tasks import DeployTask, ExportTask, HeadlineTask, LogitsTask, ModelTask, PruneTask
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.artifact import check_golden, model_bytes, open_session, read_golden
@@ -141,18 +139,14 @@ def deployment_folder(folder: Path, row: Deployability) -> Path:
     return folder / f"{row.form}-{row.deployment.runtime}-{row.deployment.scheme}"
 
 
-class LookTask(Task[Prunable]):
+class LookTask(ModelTask[Prunable]):
     """Load a model, and save it whole and with a quarter cut off every unit."""
-
-    model: str
-    revision: str | None = None
 
     def run(self, context: JobContext) -> Prunable:
         """Read a model and lay it out; AcquisitionError and ShapeUnresolvedError if it can't be read."""
-        from profiling_agent.data.models import load_model
         from profiling_agent.data.shape import check_processor, resolve_input_shape
 
-        loaded = load_model(self.model, revision=self.revision, progress=context.progress)
+        loaded = self.load(context, "cpu")
         check_processor(loaded.model, loaded.processor)
         spec, folder = resolve_input_shape(loaded.model, loaded.processor), context.root / CHECK_FOLDER
         return lay_out(loaded.model, folder, spec=spec, processor=loaded.processor, name=self.model)
@@ -177,51 +171,28 @@ class TryTask(Task[Deployability]):
         return reopen(folder, row, num_threads=threads)
 
 
-class ModelCheck:
-    """Check of one model without a run; a context manager that leaves neither files nor processes."""
+def deployable(jobs: Jobs, form: Form, runtimes: Sequence[RuntimeName]) -> Iterator[Deployability]:
+    """Deploy a form of LookTask's model in every scheme of these runtimes, and reopen each in another process; raise nothing."""
 
-    def __init__(self, progress: Progress = silent) -> None:
-        self._progress, self._stack = progress, ExitStack()
-        self._jobs = self._stack.enter_context(scratch_jobs(progress))
-        self.folder = self._jobs.workspace.root / CHECK_FOLDER
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def prunable(self, model: str, revision: str | None = None) -> Prunable:
-        """Load the model and return what can be cut of it.
-
-        Raises:
-            AcquisitionError: it can't be found or read.
-            ShapeUnresolvedError: its input shape is unknown.
-            JobError: reading it crashes the process.
-        """
-        return self._jobs.run(LookTask(model=model, revision=revision))
-
-    def deployable(self, form: Form, runtimes: Sequence[RuntimeName]) -> Iterator[Deployability]:
-        """Deploy a form in every scheme of these runtimes, and reopen each in another process; yield results, raise nothing."""
-        deployments = [Deployment(runtime=name, scheme=s) for name in runtimes for s in runtime(name).schemes("cpu")]
-        export_error = ""
-        if any(map(reads_onnx, deployments)):
-            self._progress(f"{form}: exporting to ONNX", 0, len(deployments))
-            export_error = self._try_step("export", Deployability(form=form, deployment=Deployment())).refused
-        for number, deployment in enumerate(deployments):
-            self._progress(f"{form}: {deployment.name}", number, len(deployments))
-            row = Deployability(form=form, deployment=deployment)
-            if export_error and reads_onnx(deployment):
-                yield row.model_copy(update={"refused": export_error})
-                continue
-            result = self._try_step("make", row)
-            yield result if result.refused else self._try_step("reopen", result)
-
-    def _try_step(self, step: Literal["export", "make", "reopen"], row: Deployability) -> Deployability:
+    def try_step(step: Literal["export", "make", "reopen"], row: Deployability) -> Deployability:
         try:
-            return self._jobs.run(TryTask(step=step, row=row))
+            return jobs.run(TryTask(step=step, row=row))
         except JobError as error:
             return row.model_copy(update={"refused": f"{'export' if step == 'export' else 'crashed'}: {error}"})
+
+    deployments = [Deployment(runtime=name, scheme=s) for name in runtimes for s in runtime(name).schemes("cpu")]
+    export_error = ""
+    if any(map(reads_onnx, deployments)):
+        jobs.progress(f"{form}: exporting to ONNX", 0, len(deployments))
+        export_error = try_step("export", Deployability(form=form, deployment=Deployment())).refused
+    for number, deployment in enumerate(deployments):
+        jobs.progress(f"{form}: {deployment.name}", number, len(deployments))
+        row = Deployability(form=form, deployment=deployment)
+        if export_error and reads_onnx(deployment):
+            yield row.model_copy(update={"refused": export_error})
+            continue
+        result = try_step("make", row)
+        yield result if result.refused else try_step("reopen", result)
 
 
 # A device adds float32 numbers in another order than the CPU.

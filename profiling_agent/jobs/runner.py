@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,7 +159,7 @@ class Jobs:
                 # Locked by batch, so that another run waits for one batch at most.
                 with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
                     self._check_open()
-                    self._check_memory(isolated=kind[1])
+                    self._check_memory()
                     self._run_batch(batch)
 
     def _run_batch(self, tasks: dict[str, Task[Any]]) -> None:
@@ -214,16 +214,12 @@ class Jobs:
         if self._is_closed:
             raise RunError(f"run {self.workspace.root.name!r} was left before it ended: resume it")
 
-    def _check_memory(self, *, isolated: bool) -> None:
-        """Raise RunError if a job needs more memory than is free; the worker's is free for its own jobs, and freed for others."""
-        needed, free = int(MIN_FREE_PEAKS * (self.peak_bytes or 0)), self._available_bytes()
-        if self._worker is not None and free < needed:
-            if isolated:
-                self._end_worker()
-                free = self._available_bytes()
-            else:
-                free += self._worker.resident_bytes()
-        if free < needed:
+    def _check_memory(self) -> None:
+        """Raise RunError if a job needs more memory than is free, even without the idle worker."""
+        needed = int(MIN_FREE_PEAKS * (self.peak_bytes or 0))
+        if self._available_bytes() < needed:
+            self._end_worker()
+        if (free := self._available_bytes()) < needed:
             raise RunError(
                 f"{free / 2**30:.1f} GiB of memory are free, and a job on this model takes {needed / 2**30:.1f} at least: end other "
                 "programs and resume, or start anew with a lower batch_size"
@@ -237,9 +233,10 @@ class Jobs:
             self.patience_s -= 1
             time.sleep(1)
             raise_if_stopped()
-        worker = self._worker
-        if worker is not None and (not worker.is_alive or (can_fork() and worker.resident_bytes() > MAX_RESIDENT)):
-            self._end_worker()
+        if (worker := self._worker) is not None:
+            is_large = can_fork() and worker.resident_bytes() > MAX_RESIDENT
+            if is_large or not worker.is_alive:
+                self._end_worker()
         process = None if task.isolated else self._worker
         if process is None:
             try:
@@ -292,11 +289,8 @@ def jobs_in(folder: Path, progress: Progress = silent) -> Generator[Jobs]:
     """Yield jobs of no run, whose results lie in a folder that the caller removes."""
     workspace = Workspace(folder)
     workspace.jobs.mkdir(parents=True)
-    jobs = Jobs(workspace, progress)
-    try:
+    with closing(Jobs(workspace, progress)) as jobs:
         yield jobs
-    finally:
-        jobs.close()
 
 
 @contextmanager
@@ -306,17 +300,14 @@ def scratch_jobs(progress: Progress = silent) -> Generator[Jobs]:
         yield jobs
 
 
-MAX_NAMED = 5
-
-
 def check_match(jobs: Jobs, fields: Mapping[str, Any]) -> None:
     """Raise AcquisitionError if a request's model or data set can't be loaded, or a label is no class of the model."""
     matched = jobs.run(MatchLabelsTask.model_validate(fields))
     if unknown := [label.dataset_label for label in matched.labels if label.model_id is None]:
-        shown = ", ".join(map(repr, unknown[:MAX_NAMED]))
+        shown = ", ".join([*map(repr, unknown[:5]), *(["..."] if len(unknown) > 5 else [])])
         raise AcquisitionError(
             f"{len(unknown)} of the {len(matched.labels)} labels of split {matched.split!r} are no class of the model "
-            f"({shown}{', ...' if len(unknown) > MAX_NAMED else ''}): use the data that it was trained for"
+            f"({shown}): use the data that it was trained for"
         )
 
 
@@ -348,20 +339,11 @@ def profile_artifact(
 
     With `cache`, evidence of an earlier run on the same model, images and machine is used. `headline` is measured if it isn't given.
     """
-    if headline is None:
-        headline = measure_headline(jobs, model, batch_size=batch_size, device=device)
+    headline = headline or measure_headline(jobs, model, batch_size=batch_size, device=device)
+    inputs: dict[str, Any] = {"model": model, "batch_size": batch_size, "device": device, "headline": headline}
     if calibration is None:
-        return jobs.run(ProfileTask(model=model, batch_size=batch_size, device=device, headline=headline))
-    task = EvidenceTask(
-        model=model,
-        batch_size=batch_size,
-        device=device,
-        headline=headline,
-        calibration=calibration,
-        seed=seed,
-        cache=cache,
-    )
-    return jobs.run(task)
+        return jobs.run(ProfileTask(**inputs))
+    return jobs.run(EvidenceTask(**inputs, calibration=calibration, seed=seed, cache=cache))
 
 
 def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device: str) -> Headline:

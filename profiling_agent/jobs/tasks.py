@@ -63,11 +63,23 @@ MAX_COMPARED = 64
 MAX_CALIBRATION = 128
 
 
-class SourceTask(Task[ResultT]):
-    """A job on a model and a data set at their sources."""
+class ModelTask(Task[ResultT]):
+    """A job on a model at its source."""
 
     model: str
     revision: str | None = None
+
+    def load(self, context: JobContext, device: str) -> "LoadedModel":
+        """Load the model on a device."""
+        from profiling_agent.data.models import load_model, resolve_device
+
+        on = resolve_device(device)
+        return load_model(self.model, revision=self.revision, device=on, progress=context.progress)
+
+
+class SourceTask(ModelTask[ResultT]):
+    """A job on a model and a data set at their sources."""
+
     dataset: str
     dataset_config: str | None = None
     dataset_revision: str | None = None
@@ -75,15 +87,6 @@ class SourceTask(Task[ResultT]):
     image_column: str | None = None
     label_column: str | None = None
     label_match: MatchBy = "auto"
-
-    def load(self, context: JobContext, device: str) -> "LoadedModel":
-        """Load the model and check that its processor fits."""
-        from profiling_agent.data.models import load_model
-        from profiling_agent.data.shape import check_processor
-
-        loaded = load_model(self.model, revision=self.revision, device=device, progress=context.progress)
-        check_processor(loaded.model, loaded.processor)
-        return loaded
 
 
 class AcquireTask(SourceTask[Acquired]):
@@ -100,12 +103,14 @@ class AcquireTask(SourceTask[Acquired]):
 
         from profiling_agent.data.dataset import DataQuery
         from profiling_agent.data.models import device_note, resolve_device
+        from profiling_agent.data.shape import check_processor
         from profiling_agent.data.splits import draw_splits
 
         device, note = resolve_device(self.device), device_note(self.device, has_cuda=torch.cuda.is_available())
         if note:
             context.progress(note, 0, 0)
         loaded = self.load(context, device)
+        check_processor(loaded.model, loaded.processor)
         query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
         names = loaded.model.config.id2label
         drawn = draw_splits(query, id2label=names, folder=context.folder, progress=context.progress)
@@ -183,9 +188,12 @@ class MatchLabelsTask(SourceTask[MatchedLabels]):
     def run(self, context: JobContext) -> MatchedLabels:
         """Open the model and the data set, and match their classes."""
         from profiling_agent.data.dataset import DataQuery
+        from profiling_agent.data.shape import check_processor
         from profiling_agent.data.splits import look_up_labels
 
-        names = self.load(context, "cpu").model.config.id2label
+        loaded = self.load(context, "cpu")
+        check_processor(loaded.model, loaded.processor)
+        names = loaded.model.config.id2label
         query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
         split, matches = look_up_labels(query, id2label=names, progress=context.progress)
         return MatchedLabels(split=split, labels=matches, num_classes=len(names))
@@ -199,50 +207,38 @@ class ResolvedShape(Record):
     device: str
 
 
-class ResolveShapeTask(Task[ResolvedShape]):
+class ResolveShapeTask(ModelTask[ResolvedShape]):
     """Find the input shape of a model, or verify the `stated` one, and save the model with it."""
 
-    model: str
-    revision: str | None = None
     device: Device = "auto"
     stated: InputSpec | None = None
 
     def run(self, context: JobContext) -> ResolvedShape:
         """Find the input shape; save the baseline with it."""
-        from profiling_agent.data.models import load_model, resolve_device
+        from profiling_agent.data.models import resolve_device
         from profiling_agent.data.shape import resolve_input_shape, verify
         from profiling_agent.runtimes.torch_artifact import save_model
 
-        device, folder = resolve_device(self.device), context.folder / "model"
-        loaded = load_model(self.model, revision=self.revision, device=device, progress=context.progress)
-        spec = self.stated or resolve_input_shape(loaded.model, loaded.processor)
+        loaded, folder = self.load(context, self.device), context.folder / "model"
+        model, processor = loaded.model, loaded.processor
+        spec = self.stated or resolve_input_shape(model, processor)
         if self.stated is not None:
-            verify(loaded.model, spec)
-        save_model(
-            loaded.model.cpu(),
-            folder,
-            spec=spec,
-            processor=loaded.processor,
-            base_model=self.model,
-            base_revision=loaded.revision,
-        )
-        return ResolvedShape(input=spec, baseline=context.ref(folder, "model"), device=device)
+            verify(model, spec)
+        source: dict[str, Any] = {"base_model": self.model, "base_revision": loaded.revision}
+        save_model(model.cpu(), folder, spec=spec, processor=processor, **source)
+        return ResolvedShape(input=spec, baseline=context.ref(folder, "model"), device=resolve_device(self.device))
 
 
-class SurveyShapeTask(Task[ShapeFacts]):
+class SurveyShapeTask(ModelTask[ShapeFacts]):
     """Apply every rule for a model's input shape, and verify each result by the model."""
 
-    model: str
-    revision: str | None = None
     device: Device = "auto"
 
     def run(self, context: JobContext) -> ShapeFacts:
         """Gather what is known of the input shape."""
-        from profiling_agent.data.models import load_model, resolve_device
         from profiling_agent.data.shape import survey
 
-        device = resolve_device(self.device)
-        loaded = load_model(self.model, revision=self.revision, device=device, progress=context.progress)
+        loaded = self.load(context, self.device)
         return survey(loaded.model, loaded.processor)
 
 
@@ -294,6 +290,13 @@ class LogitsTask(Task[SavedLogits]):
         return SavedLogits(num_images=len(stacked))
 
 
+def reference_logits(task: Any, model: ArtifactRef, **which: Any) -> tuple[LogitsTask, ...]:
+    """Return the job that computes a model's logits on the calibration images as `task` reads them, if there are any."""
+    images = task.calibration
+    logits = LogitsTask(model=model, split=images, batch_size=task.batch_size, device=task.device, **which)
+    return (logits,) if images.num_images else ()
+
+
 class PruneTask(Task[PrunedModel]):
     """Cut units of the unpruned model, and by default compensate without training.
 
@@ -311,12 +314,9 @@ class PruneTask(Task[PrunedModel]):
 
     def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
         """Return the jobs that prepare calibration images and compute the baseline's logits on those that judge compensation."""
-        judged = LogitsTask(
-            model=self.baseline, split=self.calibration, batch_size=self.batch_size, device=self.device, judged=True
-        )
         return {
             "calibration": prepared(self.calibration, find(self.baseline)),
-            "logits": (judged,) if self.compensate and self.calibration.num_images else (),
+            "logits": reference_logits(self, self.baseline, judged=True) if self.compensate else (),
         }
 
     def run(self, context: JobContext) -> PrunedModel:
@@ -373,14 +373,10 @@ class RecoverTask(Task[RecoveredModel]):
 
     def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
         """Return the jobs that prepare both sets of images and compute the baseline's logits on those that judge the epochs."""
-        baseline, calibration = find(self.baseline), self.calibration
-        judged = LogitsTask(
-            model=self.baseline, split=calibration, batch_size=self.batch_size, device=self.device, judged=True
-        )
         return {
-            "recovery": prepared(self.recovery, baseline),
-            "calibration": prepared(calibration, baseline),
-            "logits": (judged,) if calibration.num_images else (),
+            "recovery": prepared(self.recovery, find(self.baseline)),
+            "calibration": prepared(self.calibration, find(self.baseline)),
+            "logits": reference_logits(self, self.baseline, judged=True),
         }
 
     def run(self, context: JobContext) -> RecoveredModel:
@@ -480,16 +476,9 @@ class DeployTask(Task[DeployedModel]):
 
     def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
         """Return the jobs that prepare calibration images and compute the logits of the first, once for all deployments."""
-        expected = LogitsTask(
-            model=self.model,
-            split=self.calibration,
-            batch_size=self.batch_size,
-            device=self.device,
-            num_images=MAX_COMPARED,
-        )
         return {
             "calibration": prepared(self.calibration, find(self.model)),
-            "logits": (expected,) if self.calibration.num_images else (),
+            "logits": reference_logits(self, self.model, num_images=MAX_COMPARED),
         }
 
     def run(self, context: JobContext) -> DeployedModel:

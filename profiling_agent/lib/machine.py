@@ -36,18 +36,8 @@ gpu = torch.cuda.get_device_properties(0)
 print(json.dumps([gpu.name, gpu.major, gpu.minor, gpu.total_memory]))
 """
 LIBRARIES = (
-    "datasets",
-    "google-re2",
-    "langgraph",
-    "numpy",
-    "pillow",
-    "ptflops",
-    "pydantic",
-    "safetensors",
-    "scipy",
-    "torch",
-    "torch-pruning",
-    "transformers",
+    *("datasets", "google-re2", "langgraph", "numpy", "pillow", "ptflops", "pydantic", "safetensors", "scipy"),
+    *("torch", "torch-pruning", "transformers"),
 )
 # Optional libraries that a runtime's speed depends on.
 RUNTIME_LIBRARIES = ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf", "torchao")

@@ -78,8 +78,6 @@ def child_environment(environment: Mapping[str, str] = os.environ) -> dict[str, 
 
 # Prefix of our own variables, which no import reads.
 OWN_PREFIX = "PROFILING_AGENT_"
-# AMD's driver, which an import may initialize; no fork can use it then, nor NVIDIA's.
-AMD_DRIVER = "/dev/kfd"
 # Requests to the supervisor.
 FORK, SPAWN = b"f", b"s"
 # How often a child without output is checked.
@@ -88,18 +86,14 @@ POLL_S = 0.25
 START_S, END_S = 300.0, 5.0
 # A child may take nearly everything: beyond this the system would start to kill processes of its own choice.
 MEMORY_FRACTION = 0.92
-# Signals that come from outside; the others are crashes.
-KILL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM})
-# How much of a dead child's last output an error quotes.
-TAIL_LINES, TAIL_CHARACTERS = 3, 500
 
 
 def can_fork() -> bool:
     """Return whether children are forked here: Linux without an accelerator.
 
-    A fork can't use a driver that its parent initialized, and macOS doesn't allow what its libraries do in one.
+    A fork can't use a driver that an import initialized in its parent, and macOS doesn't allow what its libraries do in one.
     """
-    return sys.platform == "linux" and not any(map(os.path.exists, (*DRIVER_FILES, AMD_DRIVER)))
+    return sys.platform == "linux" and not any(map(os.path.exists, (*DRIVER_FILES, "/dev/kfd")))
 
 
 class Supervisor:
@@ -243,10 +237,9 @@ def ending(code: int) -> str:
 def stderr_tail(text: str) -> str:
     """Return the last lines of a process's output, after the message of the C++ exception that ended it, if any."""
     lines = text.strip().splitlines()
-    tail = " | ".join(lines[-TAIL_LINES:])[-TAIL_CHARACTERS:]
     # C++ prints the message of an uncaught exception first; frames of the stack follow it, more than fit.
-    causes = [cause for line in lines[:-TAIL_LINES] if (cause := line.strip()).startswith("what():")]
-    return " | ".join([*(cause[:TAIL_CHARACTERS] for cause in causes[-1:]), tail])
+    causes = [cause for line in lines[:-3] if (cause := line.strip()).startswith("what():")]
+    return " | ".join([*(cause[:500] for cause in causes[-1:]), " | ".join(lines[-3:])[-500:]])
 
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -368,7 +361,8 @@ class Child(Generic[RecordT]):
         self._stderr.seek(0)
         output = stderr_tail(self._stderr.read().decode(errors="replace")) or "it printed nothing"
         code = -signal.SIGKILL if self._code is None else self._code
-        kind = KilledError if -code in KILL_SIGNALS else JobError
+        # Signals that come from outside; the others are crashes.
+        kind = KilledError if -code in (signal.SIGKILL, signal.SIGTERM) else JobError
         return kind(f"{self._name} died with {ending(code)}: {output}")
 
 

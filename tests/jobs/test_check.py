@@ -13,7 +13,7 @@ from profiling_agent.cli.models import _installed
 from profiling_agent.cli.tables import model_tables
 from profiling_agent.cli.terminal import console
 from profiling_agent.jobs import check
-from profiling_agent.jobs.check import ModelCheck
+from profiling_agent.jobs.runner import scratch_jobs
 from profiling_agent.request import Request
 from profiling_agent.schemas import Deployment, Prunable
 
@@ -109,11 +109,11 @@ def test_a_model_is_looked_at_from_its_folder_a_crash_is_a_refusal_and_nothing_i
 def test_an_export_that_fails_is_the_reason_of_each_deployment_that_reads_it(tmp_path: Path):
     zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "model")
 
-    with ModelCheck() as look:
-        look.prunable(str(tmp_path / "model"))
+    with scratch_jobs() as jobs:
+        jobs.run(check.LookTask(model=str(tmp_path / "model")))
         # Where the file would be written.
-        (look.folder / "whole.onnx").mkdir()
-        rows = list(look.deployable("whole", ["onnxruntime"]))
+        (jobs.workspace.root / check.CHECK_FOLDER / "whole.onnx").mkdir()
+        rows = list(check.deployable(jobs, "whole", ["onnxruntime"]))
 
     assert [row.deployment.scheme for row in rows] == ["float32", "dynamic", "static"]
     assert all(row.refused.startswith("export: ") for row in rows)

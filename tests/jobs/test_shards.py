@@ -15,8 +15,9 @@ import torch
 import zoo
 
 from profiling_agent.data.prepared import PIXELS, PreparedImages
+from profiling_agent.jobs.base import PrepareTask
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, LogitsTask, PrepareTask, PruneTask
+from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, LogitsTask, PruneTask
 from profiling_agent.lib.inference import quick_products
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.measure.predictions import Answers, answers_of, concatenate, read_predictions
