@@ -49,7 +49,7 @@ from profiling_agent.schemas import (
 
 if TYPE_CHECKING:
     from profiling_agent.data.models import LoadedModel
-    from profiling_agent.data.splits import DrawnSplit, DrawnSplits
+    from profiling_agent.data.splits import DrawnSplits
 
 # What forks have imported: the worker, the measurements, and what nearly every run needs late.
 MODULES = (
@@ -124,29 +124,17 @@ class AcquireTask(SourceTask[Acquired]):
         for text in notes:
             context.progress(text, 0, 0)
 
-        def split_info(name: Any, split: "DrawnSplit") -> SplitInfo:
-            return SplitInfo(
-                name=name,
-                source_split=split.source_split,
-                num_images=split.num_images,
-                num_skipped=split.num_skipped,
-                file=context.ref(split.path, "split"),
-            )
-
-        return Acquired(
-            source=ModelSource(
-                name=loaded.source,
-                revision=loaded.revision,
-                architecture=loaded.architecture,
-                device=device,
-            ),
-            calibration=split_info("calibration", drawn.calibration),
-            search=split_info("search", drawn.search),
-            heldout=split_info("heldout", drawn.heldout),
-            recovery=split_info("recovery", drawn.recovery) if drawn.recovery else None,
-            labels=drawn.labels,
-            notes=(*notes, *([note] if note else [])),
+        splits: dict[str, Any] = {}
+        for name in ("calibration", "search", "heldout", "recovery"):
+            if (split := getattr(drawn, name)) is not None:
+                fields = {"name": name, "file": context.ref(split.path, "split"), "source_split": split.source_split}
+                fields |= {"num_images": split.num_images, "num_skipped": split.num_skipped}
+                splits[name] = SplitInfo.model_validate(fields)
+        source = ModelSource(
+            name=loaded.source, revision=loaded.revision, architecture=loaded.architecture, device=device
         )
+        notes = (*notes, *([note] if note else []))
+        return Acquired(source=source, labels=drawn.labels, notes=notes, **splits)
 
 
 def _choose_labels(drawn: "DrawnSplits", loaded: "LoadedModel", context: JobContext) -> "DrawnSplits":

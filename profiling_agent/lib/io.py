@@ -156,7 +156,8 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
     """
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
-    make_folders(folder.parent)
+    if not folder.parent.exists():
+        make_folders(folder.parent)
     temporary = folder.with_name(f"{TEMPORARY}{folder.name[:50]}-{uuid4().hex[:12]}")
     temporary.mkdir()
     try:
