@@ -24,14 +24,14 @@ from profiling_agent.jobs.tasks import MODULES
 from profiling_agent.measure.race import SHORT, session_starter
 from profiling_agent.measure.session import run_session, worker_command
 from profiling_agent.measure.worker import WorkerSetup
-from profiling_agent.processes.child import ForkServer, can_fork, child_environment, fork_server
+from profiling_agent.processes.child import Supervisor, can_fork, child_environment, fork_server
 
 MODELS = ("vit-cifar10", "resnet-cifar10", "swin-cifar10")
 # Of 30 sessions each, the lower end of a ratio of equal spreads is about 0.69.
 MAX_SLOWER, MIN_SPREAD = 1.05, 0.5
 
 
-def hold(commands: list[list[str]], start: WorkerSetup, seed: int, server: ForkServer | None) -> dict[str, float]:
+def hold(commands: list[list[str]], start: WorkerSetup, seed: int, server: Supervisor | None) -> dict[str, float]:
     """Return what one session of equal models says, with both in copies where there is a server."""
     servers = None if server is None else dict.fromkeys(range(len(commands)), server)
     started = time.monotonic()

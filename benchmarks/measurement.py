@@ -24,7 +24,7 @@ from profiling_agent.measure.race import SHORT, run_sessions, session_starter
 from profiling_agent.measure.session import RaceSession, run_session, worker_command
 from profiling_agent.measure.statistics import score
 from profiling_agent.measure.worker import WorkerSetup
-from profiling_agent.processes.child import ForkServer, child_environment, fork_server
+from profiling_agent.processes.child import Supervisor, child_environment, fork_server
 from profiling_agent.schemas import NUM_SESSIONS
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -46,7 +46,7 @@ def save(model: Path, folder: Path) -> Path:
 
 
 def compare(
-    kind: str, copy: list[str], folder: Path, num: int, batch_size: int, server: ForkServer | None
+    kind: str, copy: list[str], folder: Path, num: int, batch_size: int, server: Supervisor | None
 ) -> list[dict[str, Any]]:
     """Return one row for each of `num` comparisons, whose processes are copies where there is a server, as a run's are."""
     rows: list[dict[str, Any]] = []

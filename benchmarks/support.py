@@ -18,8 +18,8 @@ from typing import Any
 
 from checks import Check, finish, stamped
 
-from profiling_agent.jobs.handlers import model_check
-from profiling_agent.jobs.runner import ModelCheck
+from profiling_agent.jobs.check import CHECK_FOLDER, deployable, lay_out
+from profiling_agent.jobs.runner import scratch_jobs
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import RUNTIMES, Deployability, Form, Prunable, RuntimeName, Scheme
 
@@ -50,12 +50,13 @@ def looked_at(
     """Look at one family, as `profiling-agent doctor --model` does."""
     model = FAMILIES[family]()
     spec = spec_of(model)
-    with ModelCheck() as look:
-        told = model_check.lay_out(model, look.folder, spec=spec, processor=processor_of(spec), name=family)
+    with scratch_jobs() as jobs:
+        folder = jobs.workspace.root / CHECK_FOLDER
+        told = lay_out(model, folder, spec=spec, processor=processor_of(spec), name=family)
         yield told
         for form in wanted:
-            if (look.folder / form).is_dir():
-                yield from look.deployable(form, runtimes)
+            if (folder / form).is_dir():
+                yield from deployable(jobs, form, runtimes)
 
 
 def measured(

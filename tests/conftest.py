@@ -23,8 +23,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from profiling_agent import Request
 from profiling_agent.jobs.tasks import MODULES
-from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY
-from profiling_agent.processes.child import child_environment, fork_server
+from profiling_agent.processes.child import fork_server
 
 # The models are so small that a second thread costs more than it gives.
 torch.set_num_threads(1)
@@ -78,7 +77,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROFILING_AGENT_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("PROFILING_AGENT_DATA", str(tmp_path_factory.mktemp("data")))
-        # Other tests beside this one are no reason to wait for a quieter moment.
+        # Other tests beside this one are no reason to wait for a quieter moment, and their threads leave the cores to them.
+        patch.setenv("PROFILING_AGENT_PATIENCE_S", "0")
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         # The profiler sets it in whatever process it is used, and children could be no copies of the server from then on.
         patch.setenv("KINETO_LOG_LEVEL", "99")
@@ -97,8 +97,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def _imported_once(_own_cache: None) -> Iterator[None]:
     """Keep what the children of all jobs are copies of, which imports torch once for all tests of this process."""
-    environment = child_environment()
-    with fork_server(MODULES, environment), fork_server(MODULES, environment | {WAIT_POLICY: PASSIVE}):
+    with fork_server(MODULES):
         yield
 
 

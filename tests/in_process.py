@@ -1,10 +1,9 @@
-"""Jobs done in the test's own process: what a task needs first, as the runner has it, then its handler; and what tasks read."""
+"""Jobs done in the test's own process: what a task needs first, as the runner has it, then the job itself; and what tasks read."""
 
 import io
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -73,6 +72,6 @@ def context(task: Task[Any], root: Path, name: str, progress: Progress = silent)
 def run(task: Task[Any], root: Path, name: str, progress: Progress = silent) -> Any:
     """Do a job as `name`, whatever there is of it; return its result."""
     job = context(task, root, name, progress)
-    result = resolve_name(task.job.handler)(task, job)
+    result = task.run(job)
     write_text(job.folder / "result.json", result.model_dump_json())
     return result

@@ -13,7 +13,7 @@ import pytest
 from full_disk import at_most
 from pydantic import Field
 
-from profiling_agent.errors import AcquisitionError, RunError, StorageError
+from profiling_agent.errors import AcquisitionError, StorageError
 from profiling_agent.lib.io import (
     CACHE_VARIABLE,
     DocumentError,
@@ -140,21 +140,17 @@ def test_a_quota_is_told_from_damage_and_leaves_the_old_file(tmp_path: Path):
     ],
 )
 def test_what_the_disk_has_against_it_is_one_line_with_the_way_on(tmp_path: Path, number: int, says: str):
-    def fail() -> None:
-        with storage_errors(tmp_path):
-            raise OSError(number, os.strerror(number), "file")
-
-    with pytest.raises(StorageError, match=f"{says}.*profiling-agent resume") as told:
-        fail()
-
-    assert isinstance(told.value, RunError)
+    with pytest.raises(StorageError, match=f"{says}.*profiling-agent resume"), storage_errors(tmp_path):
+        raise OSError(number, os.strerror(number), "file")
 
 
-def test_an_error_that_says_nothing_of_the_disk_goes_on(tmp_path: Path):
-    for error in (FileNotFoundError(errno.ENOENT, "none"), FileRefusedError(tmp_path, "it is no path")):
-        assert storage_problem(error) is None
-        with pytest.raises(type(error)), storage_errors(tmp_path):
-            raise error
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(errno.ENOENT, "none"), FileRefusedError(Path("x"), "it is no path")]
+)
+def test_an_error_that_says_nothing_of_the_disk_goes_on(tmp_path: Path, error: OSError):
+    assert storage_problem(error) is None
+    with pytest.raises(type(error)), storage_errors(tmp_path):
+        raise error
 
 
 def test_what_sqlite_says_of_the_disk_is_told_from_damage(tmp_path: Path):
@@ -228,33 +224,23 @@ def _homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_homeless")
 @pytest.mark.parametrize(("variable", "folder"), FOLDERS)
-@pytest.mark.parametrize("named", [None, "", "~/here", "~nobody-of-that-name/here"])
-def test_without_a_home_folder_there_is_an_error_of_the_systems_that_says_what_to_set(
-    monkeypatch: pytest.MonkeyPatch, variable: str, folder: Callable[[], Path], named: str | None
-):
-    if named is not None:
-        monkeypatch.setenv(variable, named)
-
-    with pytest.raises(OSError, match=variable) as refused:
-        folder()
-
-    assert refused.value.strerror == f"the home folder can't be found: set {variable} to an absolute path"
-
-
-@pytest.mark.usefixtures("_homeless")
-def test_what_would_be_kept_is_not_made_where_the_cache_folder_is_not_known():
-    with pytest.raises(AcquisitionError, match=f"cache folder .* can't be written .*set {CACHE_VARIABLE}"):
-        cached("thing", lambda folder: (folder / "whole").touch())
-
-
-@pytest.mark.usefixtures("_homeless")
-@pytest.mark.parametrize(("variable", "folder"), FOLDERS)
-def test_a_folder_is_the_named_one_or_lies_in_the_home_folder(
+def test_a_folder_is_the_named_one_or_in_the_home_folder_and_without_one_an_error_says_what_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, folder: Callable[[], Path]
 ):
+    for named in ("", "~/here", "~nobody-of-that-name/here"):
+        monkeypatch.setenv(variable, named)
+        with pytest.raises(OSError, match=variable) as refused:
+            folder()
+        assert refused.value.strerror == f"the home folder can't be found: set {variable} to an absolute path"
+
     monkeypatch.setenv(variable, str(tmp_path / "own"))
     assert folder() == tmp_path / "own"
-
     monkeypatch.delenv(variable)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert folder().is_relative_to(tmp_path / "home")
+
+
+@pytest.mark.usefixtures("_homeless")
+def test_what_would_be_kept_is_not_made_if_the_cache_folder_is_not_known():
+    with pytest.raises(AcquisitionError, match=f"cache folder .* can't be written .*set {CACHE_VARIABLE}"):
+        cached("thing", lambda folder: (folder / "whole").touch())

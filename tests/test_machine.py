@@ -57,27 +57,31 @@ def memory(group: str, limit: str, used: int, files: int = 0) -> dict[str, str]:
     return {f"{group}/memory.max": limit, f"{group}/memory.current": str(used), f"{group}/memory.stat": stat}
 
 
-def test_a_limit_of_a_container_counts_less_what_is_used_and_files_are_dropped(tmp_path: Path):
-    groups, own = held(tmp_path, memory("app/one", str(GIB), GIB // 2, files=GIB // 4))
-
-    assert total_bytes(groups, own) == GIB
-    assert available_bytes(groups, own) == GIB // 2 + GIB // 4
-
-
-def test_the_narrowest_limit_on_the_way_up_counts(tmp_path: Path):
-    files = memory("app/one", "max", 1000) | memory("app", str(GIB // 8), 1000) | memory(".", str(GIB // 4), GIB)
+@pytest.mark.parametrize(
+    ("files", "total", "available"),
+    [
+        # What is used counts, and files that can be dropped don't.
+        (memory("app/one", str(GIB), GIB // 2, files=GIB // 4), GIB, GIB // 2 + GIB // 4),
+        # The narrowest limit on the way up counts, and more may be used above than is allowed.
+        (
+            memory("app/one", "max", 1000) | memory("app", str(GIB // 8), 1000) | memory(".", str(GIB // 4), GIB),
+            GIB // 8,
+            0,
+        ),
+    ],
+)
+def test_a_limit_of_a_container_counts(tmp_path: Path, files: dict[str, str], total: int, available: int):
     groups, own = held(tmp_path, files)
 
-    assert total_bytes(groups, own) == GIB // 8
-    # More is used above than is allowed: nothing is left, and not less than nothing.
-    assert available_bytes(groups, own) == 0
+    assert (total_bytes(groups, own), available_bytes(groups, own)) == (total, available)
 
 
-@pytest.mark.parametrize("limit", ["max", "", "9223372036854771712"])
-def test_without_a_limit_the_machine_counts(tmp_path: Path, limit: str):
-    assert total_bytes(*held(tmp_path, memory("app/one", limit, 1000))) == psutil.virtual_memory().total
-    assert total_bytes(tmp_path / "nothing", tmp_path / "none") == psutil.virtual_memory().total
-    assert 0 < available_bytes(tmp_path / "nothing", tmp_path / "none") <= psutil.virtual_memory().total
+@pytest.mark.parametrize("limit", ["max", "", "9223372036854771712", None])
+def test_without_a_limit_the_machine_counts(tmp_path: Path, limit: str | None):
+    groups, own = held(tmp_path, memory("app/one", limit, 1000) if limit is not None else {})
+
+    assert total_bytes(groups, own) == psutil.virtual_memory().total
+    assert 0 < available_bytes(groups, own) <= psutil.virtual_memory().total
 
 
 ALLOWED = sorted(os.sched_getaffinity(0))
@@ -86,7 +90,7 @@ import json
 from profiling_agent.jobs.runner import job_key
 from profiling_agent.jobs.tasks import SurveyShapeTask
 from profiling_agent.lib.machine import environment
-assert not SurveyShapeTask.job.uses_runtimes
+assert not SurveyShapeTask.uses_runtimes
 print(json.dumps([environment().libraries, job_key(SurveyShapeTask(model="nowhere"))]))
 """
 
@@ -100,20 +104,17 @@ def described(folder: Path, cores: dict[int, tuple[int, int]]) -> Path:
     return folder
 
 
-def test_second_threads_of_a_core_are_none_of_ours(tmp_path: Path):
+def test_second_threads_of_a_core_are_none_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Ray sets it for each of its tasks, which changes nothing.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     both = described(tmp_path / "one", dict.fromkeys(ALLOWED, (0, 3)))
     # The same number on another processor is another core; what this process may not use counts for nothing.
     apart = described(tmp_path / "each", {cpu: (cpu, 0) for cpu in ALLOWED} | {max(ALLOWED) + 1: (99, 0)})
 
     assert available_cores(both) == available_threads(both, tmp_path) == 1
-    assert available_cores(apart) == available_threads(apart, tmp_path) == len(ALLOWED)
-
-
-def test_where_the_system_does_not_tell_each_is_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Ray sets it for each of its tasks, which changes nothing.
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-    assert available_threads(tmp_path, tmp_path) == len(ALLOWED)
+    # Where the system doesn't describe them, each is a core.
+    for cpus in (apart, tmp_path):
+        assert available_cores(cpus) == available_threads(cpus, tmp_path) == len(ALLOWED)
 
 
 @pytest.mark.parametrize(
@@ -218,45 +219,37 @@ def test_keys_of_jobs_differ_by_gpu_where_the_job_uses_one():
     assert key("cuda", here) == job_key(HeadlineTask(model=model, batch_size=1, device="cuda"))
 
 
-# How long the second thread has to come in: all of it passes where it is made to wait, as it should be.
-CHANCE_S = 0.2
-LONG_S = 30
 NAMES = ("profiling_agent_test.one", "profiling_agent_test.two")
-
-
-def overlap() -> None:
-    """Have a second thread mute while a first does and leave after it has left, unless it is made to wait."""
-    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
-
-    def first() -> None:
-        with muted(*NAMES):
-            first_in.set()
-            second_in.wait(CHANCE_S)
-        first_out.set()
-
-    def second() -> None:
-        first_in.wait(LONG_S)
-        with muted(*NAMES):
-            second_in.set()
-            first_out.wait(LONG_S)
-
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(first), pool.submit(second)]:
-            done.result()
 
 
 def test_what_is_printed_logged_and_warned_of_is_as_it_was_after_two_threads_have_muted_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
     for name in ("stdout", "stderr"):
-        # Put back by pytest, so that no other test is mute where this one fails.
+        # Put back by pytest, so that no other test is mute if this one fails.
         monkeypatch.setattr(sys, name, getattr(sys, name))
     streams, filters = (sys.stdout, sys.stderr), list(warnings.filters)
     loggers = [logging.getLogger(name) for name in NAMES]
     for logger, level in zip(loggers, (logging.INFO, logging.NOTSET), strict=True):
         logger.setLevel(level)
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
 
-    overlap()
+    def first() -> None:
+        with muted(*NAMES):
+            first_in.set()
+            # How long the second thread has to come in, unless it is made to wait.
+            second_in.wait(0.2)
+        first_out.set()
+
+    def second() -> None:
+        first_in.wait(30)
+        with muted(*NAMES):
+            second_in.set()
+            first_out.wait(30)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(first), pool.submit(second)]:
+            done.result()
 
     assert (sys.stdout, sys.stderr) == streams
     assert list(warnings.filters) == filters

@@ -6,10 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from profiling_agent.processes.child import Child, Parent, Wording, fork_server
+from profiling_agent.processes.child import Child, Parent, fork_server
 from profiling_agent.schemas import Record
-
-WORDING = Wording(process="the child", work="the work", too_slow="do less", too_large="do less")
 
 
 class Word(Record):
@@ -32,7 +30,7 @@ def talk(parent: Parent, *words: str) -> None:
 
 
 def describe(parent: Parent) -> None:
-    """Tell what this process is, as JSON lines would a program started anew."""
+    """Tell what this process is."""
     own = sorted(name for name in os.environ if name.startswith("PROFILING_AGENT_X"))
     ignores_ctrl_c = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     parent.send(Word(text=f"{Path.cwd()} {own} {ignores_ctrl_c} heavy: {'heavy' in sys.modules}"))
@@ -40,10 +38,11 @@ def describe(parent: Parent) -> None:
 
 
 def breed(parent: Parent) -> None:
-    """Have the own supervisor start a child, and repeat what it repeats; tell its process id first."""
-    with fork_server() as server:
-        child = Child(server, ["toy_child:talk", "child"], Word, WORDING)
-        parent.send(Word(text=str(child.pid)))
+    """Have the own supervisor start a child, hang it, and repeat what another repeats; tell their process ids first."""
+    with fork_server() as supervisor:
+        hanging, child = (Child(supervisor, ["toy_child:talk", "child"], Word) for _ in range(2))
+        hanging.send(Word(text="hang"))
+        parent.send(Word(text=f"{hanging.pid} {child.pid}"))
         while True:
             child.send(parent.receive(Word))
             parent.send(child.receive(time.monotonic() + 60, "late"))

@@ -23,7 +23,7 @@ from profiling_agent.api import Listener, complete, ignore
 from profiling_agent.data.prepared import PreparedImages
 from profiling_agent.errors import ProfilingAgentError, PruningError, QuantizationError
 from profiling_agent.graph.node import ProgressEvent
-from profiling_agent.jobs.handlers.measurement import answer
+from profiling_agent.jobs.measuring import answer
 from profiling_agent.jobs.runner import Jobs, job_key, read_profile
 from profiling_agent.jobs.tasks import prepared
 from profiling_agent.lib.machine import environment

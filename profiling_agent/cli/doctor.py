@@ -3,7 +3,6 @@
 import os
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +12,12 @@ from typing import Literal
 
 import numpy as np
 
-from profiling_agent.errors import RequestError
-from profiling_agent.lib.io import cache_folder, parse_json
+from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.jobs.check import check_device, probe_runtime
+from profiling_agent.jobs.runner import Jobs, scratch_jobs
+from profiling_agent.lib.io import cache_folder
 from profiling_agent.lib.logs import Progress, silent
-from profiling_agent.lib.machine import available_bytes, available_cores, cpu_quota, environment, total_bytes
-from profiling_agent.processes.child import child_command, child_environment, ending
+from profiling_agent.lib.machine import available_bytes, available_cores, cpu_quota, environment, find_gpu, total_bytes
 from profiling_agent.reporting.units import percent, size
 from profiling_agent.request import Request
 from profiling_agent.runtimes import registry
@@ -25,8 +25,6 @@ from profiling_agent.schemas import RUNTIMES, Environment, Record, RuntimeName
 
 # Bytes: what a small model's run needs, what default runs of the paper's models stay below (ResNet-101 5.7 GB, Swin-B 9.1), and free disk.
 FREE_MEMORY, AMPLE_MEMORY, FREE_DISK = 4e9, 10e9, 5e9
-# A probe imports torch and at worst compiles, a device's self-test loads CUDA's libraries as well; a slower one is broken.
-TIMEOUT_S = {"runtime": 180.0, "device": 600.0}
 # Relative spread of equal repeats above which a race needs several sessions.
 NOISY = 0.10
 NUM_REPEATS = 40
@@ -50,21 +48,23 @@ def _finding(name: str, seen: str, advice: str = "", state: State | None = None)
 
 def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     """Yield the result of each check as soon as it ends; nothing is raised."""
-    checks: list[Callable[[], Finding]] = [
-        _check_software,
-        lambda: check_cpu(environment(), cpu_quota()),
-        lambda: check_memory(available_bytes(), total_bytes()),
-        partial(_check_disk, request.output_dir),
-        _measure_noise,
-        partial(_check_language_model, request),
-        _check_hub,
-        # Last: each takes seconds.
-        *(partial(_check_runtime, name) for name in RUNTIMES if registry.runtime(name).schemes("cpu")),
-        lambda: read_self_test(request.device, *_self_test("device", request.device)),
-    ]
-    for number, check in enumerate(checks):
-        progress("looking", number, len(checks))
-        yield check()
+    with scratch_jobs() as jobs:
+        jobs.patience_s = 0
+        checks: list[Callable[[], Finding]] = [
+            _check_software,
+            lambda: check_cpu(environment(), cpu_quota()),
+            lambda: check_memory(available_bytes(), total_bytes()),
+            partial(_check_disk, request.output_dir),
+            _measure_noise,
+            partial(_check_language_model, request),
+            _check_hub,
+            # Last: each takes seconds.
+            *(partial(_check_runtime, jobs, name) for name in RUNTIMES if registry.runtime(name).schemes("cpu")),
+            lambda: _check_device(jobs, request.device),
+        ]
+        for number, check in enumerate(checks):
+            progress("looking", number, len(checks))
+            yield check()
 
 
 def _check_software() -> Finding:
@@ -149,44 +149,24 @@ def _check_hub() -> Finding:
     return _finding("Hugging Face", f"cache in {os.environ.get('HF_HOME', '~/.cache/huggingface')}{note}")
 
 
-def _check_runtime(name: RuntimeName) -> Finding:
+def _check_runtime(jobs: Jobs, name: RuntimeName) -> Finding:
     if reason := registry.missing(name):
         return _finding(name, "not installed", reason)
-    exit_code, stdout, stderr = _self_test("runtime", name)
-    if exit_code:
-        seen = f"{ending(exit_code)}: {(stderr.strip().splitlines() or [''])[-1][:200]}"
-        return _finding(name, seen, "install it again, or leave it out with --runtimes", "problem")
-    latency_ms = parse_json(stdout.strip().splitlines()[-1])["latency_ms"]
+    try:
+        latency_ms = probe_runtime(jobs, name)
+    except ProfilingAgentError as error:
+        return _finding(name, str(error), "install it again, or leave it out with --runtimes", "problem")
     return _finding(name, f"runs a tiny model in {latency_ms:.2f} ms")
 
 
-def _self_test(kind: str, name: str) -> tuple[int, str, str]:
-    """Return the exit code and the output of a self-test in a process of its own."""
-    command, timeout_s = child_command("profiling_agent.jobs.self_test", kind, name), TIMEOUT_S[kind]
-    try:
-        ended = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=timeout_s, env=child_environment()
-        )
-    except subprocess.TimeoutExpired:
-        return 1, "", f"it hangs for {timeout_s:.0f} s"
-    return ended.returncode, ended.stdout, ended.stderr
-
-
-def read_self_test(name: str, exit_code: int, stdout: str, stderr: str) -> Finding:
-    """Return the finding of a self-test on the device `name`, from its exit code and its output, a JSON line per step.
-
-    A CUDA device that wasn't requested keeps no run from working: `auto` is the CPU.
-    """
-    rows = [parse_json(line) for line in stdout.splitlines() if line.startswith("{")]
-    device = next((row["device"] for row in rows if "device" in row), name)
-    if device is None:
+def _check_device(jobs: Jobs, name: str) -> Finding:
+    """Test a device with a small model; a CUDA device that wasn't requested keeps no run from working: `auto` is the CPU."""
+    is_auto, device = name == "auto", "cuda" if name == "auto" else name
+    if is_auto and find_gpu() is None:
         return _finding("device", "the CPU: there is no CUDA device")
-    steps, seen = [row["begun"] for row in rows if "begun" in row], [row["seen"] for row in rows if "seen" in row]
-    notes = [device, *(f"{step}: {text}" for step, text in zip(steps, seen, strict=False))]
-    if exit_code:
-        last_line = (stderr.strip().splitlines() or [ending(exit_code)])[-1][:300]
-        notes.append(f"{steps[-1] if steps else 'start'} failed: {last_line}")
-        return _finding("device", "; ".join(notes), "use --device cpu", "note" if name == "auto" else "problem")
-    return _finding(
-        "device", "; ".join(notes), "runs use the CPU unless --device cuda asks for it" if name == "auto" else ""
-    )
+    seen, failure = check_device(jobs, device)
+    if failure:
+        text = "; ".join([device, *seen, failure])
+        return _finding("device", text, "use --device cpu", "note" if is_auto else "problem")
+    advice = "runs use the CPU unless --device cuda asks for it" if is_auto else ""
+    return _finding("device", "; ".join([device, *seen]), advice)

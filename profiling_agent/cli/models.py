@@ -185,13 +185,14 @@ def push(
 def _look_at_model(request: "Request", *, is_json: bool) -> None:
     """Cut a model, deploy the result in every way and show what worked; exit with 1 if no deployment did."""
     from profiling_agent.cli.tables import model_tables
-    from profiling_agent.jobs.runner import ModelCheck
+    from profiling_agent.jobs.check import LookTask, deployable
+    from profiling_agent.jobs.runner import scratch_jobs
 
     with terminal.exit_on_errors():
         names, left_out = _installed(request)
-        with terminal.Display(terminal.errors) as display, ModelCheck(display.stage("doctor")) as look:
-            prunable = look.prunable(request.model, request.revision)
-            rows = list(look.deployable("pruned" if prunable.cut_share else "whole", names))
+        with terminal.Display(terminal.errors) as display, scratch_jobs(display.stage("doctor")) as jobs:
+            prunable = jobs.run(LookTask(model=request.model, revision=request.revision))
+            rows = list(deployable(jobs, "pruned" if prunable.cut_share else "whole", names))
     document = {"prunable": prunable, "deployable": rows, "left_out": left_out}
     terminal.print_result(document, lambda: model_tables(prunable, rows, left_out), is_json=is_json)
     raise typer.Exit(0 if any(not row.refused for row in rows) else 1)

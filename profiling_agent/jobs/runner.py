@@ -6,61 +6,36 @@ One warm worker does most jobs, a process of its own each isolated batch; one at
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from profiling_agent import errors
 from profiling_agent.data.prepared import PIXELS
-from profiling_agent.errors import AcquisitionError, JobError, KilledError, ProfilingAgentError, RunError
+from profiling_agent.errors import AcquisitionError, KilledError, ProfilingAgentError, RunError
+from profiling_agent.jobs.base import PrepareTask, Task
 from profiling_agent.jobs.store import RESULT, TIMESHEET_FILE, Message, Order, Timesheet, artifacts_of
 from profiling_agent.jobs.tasks import (
-    CHECK_FOLDER,
     MODULES,
     EvidenceTask,
     HeadlineTask,
-    JobRow,
-    LookTask,
     MatchLabelsTask,
-    PrepareTask,
     Profiled,
     ProfileTask,
     ResolveShapeTask,
-    Task,
-    TryTask,
 )
 from profiling_agent.lib.io import DocumentError, read_record, sweep
 from profiling_agent.lib.logs import Progress, raise_if_stopped, silent
-from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY, available_bytes, environment, is_busy
-from profiling_agent.processes.child import (
-    Child,
-    ForkServer,
-    Wording,
-    can_fork,
-    child_environment,
-    fork_server,
-    withheld,
-)
+from profiling_agent.lib.machine import available_bytes, environment, is_busy
+from profiling_agent.processes.child import Child, can_fork, fork_server
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.request import Request
-from profiling_agent.runtimes import registry
-from profiling_agent.schemas import (
-    ArtifactRef,
-    Deployability,
-    Deployment,
-    Environment,
-    Form,
-    Headline,
-    ModelProfile,
-    Prunable,
-    Record,
-    RuntimeName,
-    SplitInfo,
-)
+from profiling_agent.schemas import ArtifactRef, Environment, Headline, ModelProfile, Record, SplitInfo
 from profiling_agent.workspace import Workspace
 
 ResultT = TypeVar("ResultT", bound=Record)
@@ -71,31 +46,21 @@ MIN_FREE_PEAKS = 1.5
 # Bytes that the idle worker may hold, where another one is forked within moments: imports take 0.5 GB, a full-size model and its job another
 # 0.5. A profile with gradients never frees several GB, and a race of a ViT-B/16 in six deployments needs them.
 MAX_RESIDENT = 3 * 2**29
-# Seconds that a run waits for an idle machine, in all, and between two checks. On one that is never idle it goes on.
-PATIENCE_S, LOOK_S = 60.0, 1.0
-WORDING = Wording(
-    process="the child process",
-    work="the job",
-    too_slow="lower num_samples",
-    too_large="lower batch_size or num_samples",
-)
+# Seconds that a run waits for an idle machine, in all, or another number of the environment. On one that is never idle it goes on.
+PATIENCE_VARIABLE, PATIENCE_S = "PROFILING_AGENT_PATIENCE_S", 60.0
 
 
 def job_key(task: Task[ResultT], describe: Callable[[str], Environment] = environment) -> str:
     """Return a job's key: its kind and a hash of its inputs, and of the code, libraries, machine and GPU from `describe`."""
     # A task without a device computes on the CPU; with "auto" it may use the GPU.
     device: str = getattr(task, "device", "cpu")
-    ignored = None if task.job.uses_runtimes else {"runtimes"}
+    ignored = None if task.uses_runtimes else {"runtimes"}
     inputs = {
         "task": task.model_dump(mode="json"),
         "environment": describe(device).model_dump(mode="json", exclude=ignored),
     }
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-    return f"{_kind_name(type(task))}-{digest[:20]}"
-
-
-def _kind_name(kind: type[Task[Any]]) -> str:
-    return kind.__name__.removesuffix("Task").lower()
+    return f"{task.kind()}-{digest[:20]}"
 
 
 class Jobs:
@@ -107,7 +72,7 @@ class Jobs:
         progress: Progress = silent,
         *,
         available: Callable[[], int] = available_bytes,
-        patience_s: float = PATIENCE_S,
+        patience_s: float | None = None,
     ) -> None:
         """Use `workspace`; nothing is started before the first job.
 
@@ -120,15 +85,14 @@ class Jobs:
         self.pass_s: float | None = None
         # The baseline's peak memory in bytes, in a process that does nothing else; None on a GPU.
         self.peak_bytes: int | None = None
-        self._available_bytes, self._patience_s = available, patience_s
-        self._waits_passively = False
+        self._available_bytes = available
+        # Seconds that timed jobs still wait for an idle machine.
+        self.patience_s = float(os.environ.get(PATIENCE_VARIABLE, PATIENCE_S)) if patience_s is None else patience_s
         self._worker: Child[Message] | None = None
-        self._worker_variables: Mapping[str, str] = {}
         self._running: Child[Message] | None = None
         self._is_closed = False
-        # By how their children wait for work: threads read it when they start, so that each policy has a supervisor.
-        self._servers: dict[str | None, ForkServer] = {}
         self._stack = ExitStack()
+        self._supervisor = self._stack.enter_context(fork_server(MODULES))
 
     def set_limits_from(self, headline: Headline, device: str) -> None:
         """Set time and memory limits from the baseline's `headline` on `device`; a GPU's memory sets none, as it isn't the machine's."""
@@ -147,7 +111,6 @@ class Jobs:
 
         If the tasks are isolated, that process ends with the last. Raises as `run` does; results before the error stay.
         """
-        assert len({(type(task), task.isolated) for task in tasks}) <= 1, "jobs that share a process are of one kind"
         keyed = {job_key(task): task for task in tasks}
         for key, task in keyed.items():
             if self._is_done(key, task):
@@ -161,7 +124,7 @@ class Jobs:
 
     def _result(self, key: str, task: Task[Any]) -> Any:
         try:
-            return read_record(task.job.result, self.workspace.jobs / key / RESULT)
+            return read_record(task.result_type(), self.workspace.jobs / key / RESULT)
         except DocumentError as error:
             raise RunError(f"{str(self.workspace.jobs / key)!r} is damaged: delete it, and resume") from error
 
@@ -185,32 +148,31 @@ class Jobs:
             needs |= {job_key(need): need for need in itertools.chain(*task.needs(self.path).values())}
         if needs:
             self._do(needs)
-        for kind in dict.fromkeys((task.job, task.isolated) for task in missing.values()):
+        for kind in dict.fromkeys((type(task), task.isolated) for task in missing.values()):
             # A job may need one that others here need too, which then is done by now.
             batch = {
                 key: task
                 for key, task in missing.items()
-                if (task.job, task.isolated) == kind and not self._is_done(key, task)
+                if (type(task), task.isolated) == kind and not self._is_done(key, task)
             }
-            if not batch:
-                continue
-            # Locked by batch, so that another run waits for one batch at most.
-            with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
-                self._check_open()
-                self._check_memory(isolated=kind[1])
-                self._run_batch(batch, *kind)
+            if batch:
+                # Locked by batch, so that another run waits for one batch at most.
+                with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
+                    self._check_open()
+                    self._check_memory()
+                    self._run_batch(batch)
 
-    def _run_batch(self, tasks: dict[str, Task[Any]], job: JobRow, isolated: bool) -> None:  # noqa: FBT001
+    def _run_batch(self, tasks: dict[str, Task[Any]]) -> None:
         """Do tasks of one kind in one process; one whose process was killed is done once more. Raises the first error."""
-        limit_s, was_killed, started = job.limit_s(isolated=isolated, pass_s=self.pass_s), False, time.monotonic()
+        was_killed, started = False, time.monotonic()
         while tasks:
             error: ProfilingAgentError | None = None
             try:
-                with self._process(job, isolated=isolated) as process:
+                with self._process(next(iter(tasks.values()))) as process:
                     while tasks and error is None:
                         key, task = next(iter(tasks.items()))
                         try:
-                            self._carry_out(key, task, process, limit_s)
+                            self._carry_out(key, task, process)
                         except ProfilingAgentError as raised:
                             self._check_open()
                             # The process may have ended just after finishing the job.
@@ -230,17 +192,17 @@ class Jobs:
                 raise error
             was_killed = error is not None
 
-    def _carry_out(self, key: str, task: Task[Any], process: Child[Message], limit_s: float) -> None:
+    def _carry_out(self, key: str, task: Task[Any], process: Child[Message]) -> None:
         shutil.rmtree(self.workspace.jobs / key, ignore_errors=True)
-        kind = type(task)
         order = Order(
             root=str(self.workspace.root.resolve()),
             key=key,
-            record=f"{kind.__module__}:{kind.__qualname__}",
+            record=f"{type(task).__module__}:{type(task).__qualname__}",
             task=task.model_dump(mode="json"),
             given={name: tuple(map(job_key, needs)) for name, needs in task.needs(self.path).items()},
         )
         process.send(order)
+        limit_s = task.limit_s(self.pass_s)
         deadline = time.monotonic() + limit_s
         while (message := process.receive(deadline, f"took longer than {limit_s:.0f} s")).kind == "progress":
             self.progress(message.text, message.done, message.total)
@@ -252,86 +214,59 @@ class Jobs:
         if self._is_closed:
             raise RunError(f"run {self.workspace.root.name!r} was left before it ended: resume it")
 
-    def _check_memory(self, *, isolated: bool) -> None:
-        """Raise RunError if a job needs more memory than is free; the worker's is free for its own jobs, and freed for others."""
-        needed, free = int(MIN_FREE_PEAKS * (self.peak_bytes or 0)), self._available_bytes()
-        if self._worker is not None and free < needed:
-            if isolated:
-                self._end_worker()
-                free = self._available_bytes()
-            else:
-                free += self._worker.resident_bytes()
-        if free < needed:
+    def _check_memory(self) -> None:
+        """Raise RunError if a job needs more memory than is free, even without the idle worker."""
+        needed = int(MIN_FREE_PEAKS * (self.peak_bytes or 0))
+        if self._available_bytes() < needed:
+            self._end_worker()
+        if (free := self._available_bytes()) < needed:
             raise RunError(
                 f"{free / 2**30:.1f} GiB of memory are free, and a job on this model takes {needed / 2**30:.1f} at least: end other "
                 "programs and resume, or start anew with a lower batch_size"
             )
 
     @contextmanager
-    def _process(self, job: JobRow, *, isolated: bool) -> Generator[Child[Message]]:
-        """Yield the process that does one batch, the worker unless it is isolated.
-
-        A worker that was given secrets ends before the first batch that may not see them.
-        """
-        policy, variables = self._wait_variables(job), withheld(job.secrets)
-        if (worker := self._worker) is not None and (
-            (can_fork() and worker.resident_bytes() > MAX_RESIDENT)
-            or not (isolated or (worker.is_alive and (policy | variables) == self._worker_variables))
-        ):
-            self._end_worker()
-        process = self._worker
-        if isolated or process is None:
+    def _process(self, task: Task[Any]) -> Generator[Child[Message]]:
+        """Yield the process that does one batch of jobs like `task`, the worker unless they are isolated."""
+        while task.timed and self.patience_s > 0 and is_busy():
+            self.progress("waiting for a quieter moment to time in: something else is running on this machine", 0, 0)
+            self.patience_s -= 1
+            time.sleep(1)
+            raise_if_stopped()
+        if (worker := self._worker) is not None:
+            is_large = can_fork() and worker.resident_bytes() > MAX_RESIDENT
+            if is_large or not worker.is_alive:
+                self._end_worker()
+        process = None if task.isolated else self._worker
+        if process is None:
             try:
                 process = Child(
-                    self._fork_server(policy),
+                    self._supervisor,
                     ["profiling_agent.jobs.worker:serve"],
                     Message,
-                    WORDING,
                     log=self.workspace.root / JOB_LOG,
-                    variables=variables,
-                    anew=job.anew,
+                    spawned=task.spawned,
                 )
             except KilledError as error:
                 # The machine's fault, or that of a `close` meanwhile; no candidate's.
                 self._check_open()
                 raise RunError(str(error)) from error
-        if not isolated:
-            self._worker, self._worker_variables = process, policy | variables
+        if not task.isolated:
+            self._worker = process
         self._running, is_reusable = process, False
         try:
             self._check_open()
             yield process
-            is_reusable = not isolated and process.is_alive
+            is_reusable = not task.isolated and process.is_alive
         finally:
             self._running = None
             if not is_reusable:
                 process.end()
                 self._worker = None if process is self._worker else self._worker
 
-    def _fork_server(self, policy: Mapping[str, str]) -> ForkServer:
-        name = policy.get(WAIT_POLICY)
-        if name not in self._servers:
-            self._servers[name] = self._stack.enter_context(fork_server(MODULES, {**child_environment(), **policy}))
-        return self._servers[name]
-
-    def _wait_variables(self, job: JobRow) -> dict[str, str]:
-        """Return the variables that set how threads wait on a busy machine; a timed job first waits for an idle one."""
-        if WAIT_POLICY in child_environment():
-            return {}
-        if not job.timed:
-            # For good: a process that waits otherwise has to import everything again.
-            self._waits_passively |= is_busy()
-            return {WAIT_POLICY: PASSIVE} if self._waits_passively else {}
-        while self._patience_s > 0 and is_busy():
-            self.progress("waiting for a quieter moment to time in: something else is running on this machine", 0, 0)
-            self._patience_s -= LOOK_S
-            time.sleep(LOOK_S)
-            raise_if_stopped()
-        return {}
-
     def forget_images(self) -> None:
         """Delete prepared images, most of a run's disk space; they are prepared again when needed."""
-        for pixels in self.workspace.jobs.glob(f"{_kind_name(PrepareTask)}-*/{PIXELS}"):
+        for pixels in self.workspace.jobs.glob(f"{PrepareTask.kind()}-*/{PIXELS}"):
             pixels.unlink()
 
     def close(self) -> None:
@@ -354,11 +289,8 @@ def jobs_in(folder: Path, progress: Progress = silent) -> Generator[Jobs]:
     """Yield jobs of no run, whose results lie in a folder that the caller removes."""
     workspace = Workspace(folder)
     workspace.jobs.mkdir(parents=True)
-    jobs = Jobs(workspace, progress)
-    try:
+    with closing(Jobs(workspace, progress)) as jobs:
         yield jobs
-    finally:
-        jobs.close()
 
 
 @contextmanager
@@ -368,17 +300,14 @@ def scratch_jobs(progress: Progress = silent) -> Generator[Jobs]:
         yield jobs
 
 
-MAX_NAMED = 5
-
-
 def check_match(jobs: Jobs, fields: Mapping[str, Any]) -> None:
     """Raise AcquisitionError if a request's model or data set can't be loaded, or a label is no class of the model."""
     matched = jobs.run(MatchLabelsTask.model_validate(fields))
-    if unknown := matched.unknown:
-        shown = ", ".join(map(repr, unknown[:MAX_NAMED]))
+    if unknown := [label.dataset_label for label in matched.labels if label.model_id is None]:
+        shown = ", ".join([*map(repr, unknown[:5]), *(["..."] if len(unknown) > 5 else [])])
         raise AcquisitionError(
             f"{len(unknown)} of the {len(matched.labels)} labels of split {matched.split!r} are no class of the model "
-            f"({shown}{', ...' if len(unknown) > MAX_NAMED else ''}): use the data that it was trained for"
+            f"({shown}): use the data that it was trained for"
         )
 
 
@@ -410,20 +339,11 @@ def profile_artifact(
 
     With `cache`, evidence of an earlier run on the same model, images and machine is used. `headline` is measured if it isn't given.
     """
-    if headline is None:
-        headline = measure_headline(jobs, model, batch_size=batch_size, device=device)
+    headline = headline or measure_headline(jobs, model, batch_size=batch_size, device=device)
+    inputs: dict[str, Any] = {"model": model, "batch_size": batch_size, "device": device, "headline": headline}
     if calibration is None:
-        return jobs.run(ProfileTask(model=model, batch_size=batch_size, device=device, headline=headline))
-    task = EvidenceTask(
-        model=model,
-        batch_size=batch_size,
-        device=device,
-        headline=headline,
-        calibration=calibration,
-        seed=seed,
-        cache=cache,
-    )
-    return jobs.run(task)
+        return jobs.run(ProfileTask(**inputs))
+    return jobs.run(EvidenceTask(**inputs, calibration=calibration, seed=seed, cache=cache))
 
 
 def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device: str) -> Headline:
@@ -449,52 +369,3 @@ def profile_source(request: Request, folder: Path, *, batch_size: int, progress:
         resolved = jobs.run(ResolveShapeTask(model=request.model, revision=request.revision, device=request.device))
         profiled = profile_artifact(jobs, resolved.baseline, batch_size=batch_size, device=resolved.device)
         return read_profile(jobs, profiled)
-
-
-class ModelCheck:
-    """Check of one model without a run; a context manager that leaves neither files nor processes."""
-
-    def __init__(self, progress: Progress = silent) -> None:
-        self._progress, self._stack = progress, ExitStack()
-        self._jobs = self._stack.enter_context(scratch_jobs(progress))
-        self.folder = self._jobs.workspace.root / CHECK_FOLDER
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def prunable(self, model: str, revision: str | None = None) -> Prunable:
-        """Load the model and return what can be cut of it.
-
-        Raises:
-            AcquisitionError: it can't be found or read.
-            ShapeUnresolvedError: its input shape is unknown.
-            JobError: reading it crashes the process.
-        """
-        return self._jobs.run(LookTask(model=model, revision=revision))
-
-    def deployable(self, form: Form, runtimes: Sequence[RuntimeName]) -> Iterator[Deployability]:
-        """Deploy a form in every scheme of these runtimes, and reopen each in another process; yield results, raise nothing."""
-        deployments = [
-            Deployment(runtime=name, scheme=s) for name in runtimes for s in registry.runtime(name).schemes("cpu")
-        ]
-        export_error = ""
-        if any(map(registry.reads_onnx, deployments)):
-            self._progress(f"{form}: exporting to ONNX", 0, len(deployments))
-            export_error = self._try_step("export", Deployability(form=form, deployment=Deployment())).refused
-        for number, deployment in enumerate(deployments):
-            self._progress(f"{form}: {deployment.name}", number, len(deployments))
-            row = Deployability(form=form, deployment=deployment)
-            if export_error and registry.reads_onnx(deployment):
-                yield row.model_copy(update={"refused": export_error})
-                continue
-            result = self._try_step("make", row)
-            yield result if result.refused else self._try_step("reopen", result)
-
-    def _try_step(self, step: str, row: Deployability) -> Deployability:
-        try:
-            return self._jobs.run(TryTask.model_validate({"step": step, "row": row}))
-        except JobError as error:
-            return row.model_copy(update={"refused": f"{'export' if step == 'export' else 'crashed'}: {error}"})

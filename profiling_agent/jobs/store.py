@@ -45,12 +45,10 @@ def artifacts_of(value: Any) -> list[ArtifactRef]:
         return [value]
     if isinstance(value, BaseModel):
         # A record from a checkpoint may lack a field.
-        return [ref for name in type(value).model_fields for ref in artifacts_of(getattr(value, name, None))]
-    if isinstance(value, dict):
-        return [ref for item in value.values() for ref in artifacts_of(item)]
-    if isinstance(value, (tuple, list)):
-        return [ref for item in value for ref in artifacts_of(item)]
-    return []
+        value = [getattr(value, name, None) for name in type(value).model_fields]
+    elif isinstance(value, dict):
+        value = list(value.values())
+    return [ref for item in value for ref in artifacts_of(item)] if isinstance(value, (tuple, list)) else []
 
 
 TIMESHEET_FILE = "timesheet.jsonl"
@@ -68,11 +66,8 @@ class Timesheet:
     """Timesheet of one run folder; a line that can't be read counts nothing."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._up_to: dict[str, float] = {}
-        self.spent_s = 0.0
-        for entry in _read_entries(path):
-            self._up_to[entry.key] = entry.up_to
+        self._path, self.spent_s = path, 0.0
+        self._up_to = {entry.key: entry.up_to for entry in _read_entries(path)}
 
     def note(self, key: str, seconds: float) -> None:
         """Record the time of a job that ended or failed.
@@ -80,11 +75,9 @@ class Timesheet:
         A job that is done again, as its folder was deleted, isn't counted again, unless it is the last: that adds to its time.
         """
         if key not in self._up_to or key == next(reversed(self._up_to)):
-            before = max(self.spent_s, self._up_to.get(key, 0.0))
-            up_to = round(before + seconds, 3)
-            entry = Entry(key=key, seconds=round(seconds, 3), up_to=up_to)
-            append_line(self._path, entry.model_dump_json())
-            self._up_to[key] = entry.up_to
+            up_to = round(max(self.spent_s, self._up_to.get(key, 0.0)) + seconds, 3)
+            append_line(self._path, Entry(key=key, seconds=round(seconds, 3), up_to=up_to).model_dump_json())
+            self._up_to[key] = up_to
         self.reach(key)
 
     def reach(self, key: str) -> None:
@@ -107,12 +100,7 @@ class Timesheet:
 
 def _read_entries(path: Path) -> list[Entry]:
     entries: list[Entry] = []
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        # Missing or unreadable: earlier time counts nothing.
-        return entries
-    for line in lines:
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(DocumentError):
             entries.append(parse_record(Entry, line))
     return entries

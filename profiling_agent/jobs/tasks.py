@@ -1,113 +1,85 @@
-"""Tasks: the jobs that a child process can do, a record in and a record out, each with its handler and limits; and a job's context.
+"""Tasks that make models and read data: acquisition, shapes, logits, pruning, recovery, tuning, export, deployment."""
 
-No torch here. Handlers are named and not imported: the parent of a run imports no torch, and a process that times a model only what the
-model's runtime needs.
-"""
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
-
+import numpy as np
 from pydantic import Field
 
-from profiling_agent.data.prepared import PreparedImages
-from profiling_agent.lib.io import file_sha256
-from profiling_agent.lib.logs import Progress
-from profiling_agent.processes.child import HUB
-from profiling_agent.runtimes.artifact import RECIPE, model_bytes, processor_text
+from profiling_agent.data.images import SplitImages, relabel_split
+from profiling_agent.data.labels import choose_matching
+from profiling_agent.data.prepared import iter_batches, processed_batches, shuffled_batches
+from profiling_agent.errors import AcquisitionError, QuantizationError, RequestError
+from profiling_agent.jobs.base import (
+    HOUR,
+    LOGITS,
+    LOGITS_FILE,
+    Device,
+    Find,
+    JobContext,
+    ResultT,
+    Task,
+    complexity_of,
+    prepared,
+)
+from profiling_agent.jobs.measuring import *  # noqa: F403 - re-exported
+from profiling_agent.lib.io import write_bytes
+from profiling_agent.lib.machine import available_threads
+from profiling_agent.measure.predictions import answers_of
+from profiling_agent.runtimes import artifact
 from profiling_agent.schemas import (
     Acquired,
     ArtifactRef,
     Cut,
-    Deployability,
     DeployedModel,
     Deployment,
-    Footprint,
-    Headline,
     InputSpec,
     LabelMatch,
     MatchBy,
-    MemoryUse,
-    Opening,
-    Predictions,
-    Prunable,
+    ModelSource,
     PrunedModel,
-    Race,
     Record,
     RecoveredModel,
     ShapeFacts,
     SplitInfo,
     Tuned,
-    Variant,
 )
-from profiling_agent.workspace import Workspace
 
-ResultT = TypeVar("ResultT", bound=Record)
-Device = Literal["auto", "cpu", "cuda"]
+if TYPE_CHECKING:
+    from profiling_agent.data.models import LoadedModel
+    from profiling_agent.data.splits import DrawnSplits
+
+# What forks have imported: the worker, the measurements, and what nearly every run needs late.
+MODULES = (
+    *("torch", "transformers.models.auto.modeling_auto", "profiling_agent.jobs.worker", "profiling_agent.jobs.check"),
+    *("profiling_agent.data.splits", "profiling_agent.profiling.evidence", "profiling_agent.pruning.recovery"),
+    *("profiling_agent.quantization.sensitivity", "profiling_agent.profiling.profile"),
+)
 # Images on which each deployment is compared with its parent: float32 takes longest, and large errors show on half of them.
 MAX_COMPARED = 64
-# Returns the path of an artifact.
-Find = Callable[[ArtifactRef], Path]
+# Images: activation ranges and NNCF's statistics settle well before; more only take longer.
+MAX_CALIBRATION = 128
 
 
-HOUR = 3600.0
-MODELS, MODEL_CHECK, MEASUREMENT = (
-    f"profiling_agent.jobs.handlers.{module}" for module in ("models", "model_check", "measurement")
-)
-# What forks have imported: the worker, all handlers, and a module that handlers import late but nearly every run needs.
-MODULES = (
-    *("torch", "transformers.models.auto.modeling_auto", "profiling_agent.jobs.worker"),
-    *(MODELS, MODEL_CHECK, MEASUREMENT),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class JobRow:
-    """How one kind of job is done: by `handler`, "module:function", which takes the task and a `JobContext` and returns a `result`.
-
-    With `torch` the process sets torch's threads and seed first. The time limit is at least that of `passes` of the baseline over one image,
-    several times what the job should need. `secrets` are environment variables that only processes of such jobs see. A job that starts
-    `anew` measures its own process, to which a fork's imports would add. A `timed` job waits for an idle machine. Installing another runtime
-    changes the keys of jobs that use them.
-    """
-
-    handler: str
-    result: type[Record]
-    torch: bool = True
-    timeout_s: float = 4 * HOUR
-    isolated_timeout_s: float = HOUR
-    passes: int = 10_000
-    secrets: tuple[str, ...] = ()
-    anew: bool = False
-    timed: bool = False
-    uses_runtimes: bool = False
-
-    def limit_s(self, *, isolated: bool, pass_s: float | None = None) -> float:
-        """Return the job's time limit in seconds, if the baseline takes `pass_s` for an image."""
-        base_s = self.isolated_timeout_s if isolated else self.timeout_s
-        return max(base_s, self.passes * (pass_s or 0.0))
-
-
-class Task(Record, Generic[ResultT]):
-    """One job; an `isolated` one gets a process of its own and shares no memory, caches or crash with others."""
-
-    job: ClassVar[JobRow]
-    isolated: bool = False
-
-    def needs(self, find: Find) -> Mapping[str, tuple["Task[Any]", ...]]:  # noqa: ARG002 (subclasses use it)
-        """Return the jobs that are done before this one, by the names under which its handler finds their folders.
-
-        They follow from the task and are no part of its key: once it has a result, they aren't needed.
-        """
-        return {}
-
-
-class SourceTask(Task[ResultT], Generic[ResultT]):
-    """A job on a model and a data set at their sources."""
+class ModelTask(Task[ResultT]):
+    """A job on a model at its source."""
 
     model: str
     revision: str | None = None
+
+    def load(self, context: JobContext, device: str) -> "LoadedModel":
+        """Load the model on a device."""
+        from profiling_agent.data.models import load_model, resolve_device
+
+        on = resolve_device(device)
+        return load_model(self.model, revision=self.revision, device=on, progress=context.progress)
+
+
+class SourceTask(ModelTask[ResultT]):
+    """A job on a model and a data set at their sources."""
+
     dataset: str
     dataset_config: str | None = None
     dataset_revision: str | None = None
@@ -120,11 +92,74 @@ class SourceTask(Task[ResultT], Generic[ResultT]):
 class AcquireTask(SourceTask[Acquired]):
     """Check that the model can be loaded, and draw the images."""
 
-    job: ClassVar = JobRow(f"{MODELS}:acquire", Acquired, secrets=HUB)
     device: Device = "auto"
     num_samples: int | None = None
     num_recovery: int = 0
     seed: int = 0
+
+    def run(self, context: JobContext) -> Acquired:
+        """Check the model, draw the images."""
+        import torch
+
+        from profiling_agent.data.dataset import DataQuery
+        from profiling_agent.data.models import device_note, resolve_device
+        from profiling_agent.data.shape import check_processor
+        from profiling_agent.data.splits import draw_splits
+
+        device, note = resolve_device(self.device), device_note(self.device, has_cuda=torch.cuda.is_available())
+        if note:
+            context.progress(note, 0, 0)
+        loaded = self.load(context, device)
+        check_processor(loaded.model, loaded.processor)
+        query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
+        names = loaded.model.config.id2label
+        drawn = draw_splits(query, id2label=names, folder=context.folder, progress=context.progress)
+        drawn = _choose_labels(drawn, loaded, context)
+        if len(classes := np.unique(SplitImages(drawn.search.path).labels)) < 2:
+            raise AcquisitionError(
+                f"all {drawn.search.num_images} images to search on are of one class ({names[int(classes[0])]!r}), so that no loss of "
+                "accuracy would show: give a split of several classes; in folders of images, each class has its own"
+            )
+        notes = (*drawn.notes, *([loaded.note] if loaded.note else []))
+        for text in notes:
+            context.progress(text, 0, 0)
+
+        splits: dict[str, Any] = {}
+        for name in ("calibration", "search", "heldout", "recovery"):
+            if (split := getattr(drawn, name)) is not None:
+                fields = {"name": name, "file": context.ref(split.path, "split"), "source_split": split.source_split}
+                fields |= {"num_images": split.num_images, "num_skipped": split.num_skipped}
+                splits[name] = SplitInfo.model_validate(fields)
+        source = ModelSource(
+            name=loaded.source, revision=loaded.revision, architecture=loaded.architecture, device=device
+        )
+        notes = (*notes, *([note] if note else []))
+        return Acquired(source=source, labels=drawn.labels, notes=notes, **splits)
+
+
+def _choose_labels(drawn: "DrawnSplits", loaded: "LoadedModel", context: JobContext) -> "DrawnSplits":
+    """Label the images by the matching that fits the model's predictions on the calibration images.
+
+    Raises:
+        AcquisitionError: the predictions don't decide between matchings.
+    """
+    import torch
+
+    if len(drawn.matchings) == 1:
+        return drawn
+    context.progress(f"labels fit in {len(drawn.matchings)} ways, of which the model's answers choose one", 0, 0)
+    split, device = SplitImages(drawn.calibration.path), next(loaded.model.parameters()).device
+    with torch.inference_mode():
+        logits = [
+            loaded.model(pixel_values=torch.from_numpy(pixels).to(device)).logits.cpu().numpy()
+            for pixels in processed_batches(split, range(len(split)), loaded.processor)
+        ]
+    predicted = answers_of(np.concatenate(logits), split.labels).predicted
+    chosen, note = choose_matching(drawn.matchings, predicted, split.labels)
+    if chosen != drawn.matchings[0]:
+        for part in filter(None, (drawn.calibration, drawn.search, drawn.heldout, drawn.recovery)):
+            relabel_split(part.path, drawn.matchings[0].becomes(chosen))
+    return replace(drawn, matchings=(chosen,), notes=(note, *drawn.notes))
 
 
 class MatchedLabels(Record):
@@ -134,16 +169,22 @@ class MatchedLabels(Record):
     labels: tuple[LabelMatch, ...]
     num_classes: int
 
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """Return the labels that are no class of the model."""
-        return tuple(label.dataset_label for label in self.labels if label.model_id is None)
-
 
 class MatchLabelsTask(SourceTask[MatchedLabels]):
     """Check that a model and a data set can be loaded and match, before images are drawn."""
 
-    job: ClassVar = JobRow(f"{MODELS}:match_labels", MatchedLabels, secrets=HUB)
+    def run(self, context: JobContext) -> MatchedLabels:
+        """Open the model and the data set, and match their classes."""
+        from profiling_agent.data.dataset import DataQuery
+        from profiling_agent.data.shape import check_processor
+        from profiling_agent.data.splits import look_up_labels
+
+        loaded = self.load(context, "cpu")
+        check_processor(loaded.model, loaded.processor)
+        names = loaded.model.config.id2label
+        query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
+        split, matches = look_up_labels(query, id2label=names, progress=context.progress)
+        return MatchedLabels(split=split, labels=matches, num_classes=len(names))
 
 
 class ResolvedShape(Record):
@@ -154,71 +195,39 @@ class ResolvedShape(Record):
     device: str
 
 
-class ResolveShapeTask(Task[ResolvedShape]):
+class ResolveShapeTask(ModelTask[ResolvedShape]):
     """Find the input shape of a model, or verify the `stated` one, and save the model with it."""
 
-    job: ClassVar = JobRow(f"{MODELS}:resolve_shape", ResolvedShape, secrets=HUB)
-    model: str
-    revision: str | None = None
     device: Device = "auto"
     stated: InputSpec | None = None
 
+    def run(self, context: JobContext) -> ResolvedShape:
+        """Find the input shape; save the baseline with it."""
+        from profiling_agent.data.models import resolve_device
+        from profiling_agent.data.shape import resolve_input_shape, verify
+        from profiling_agent.runtimes.torch_artifact import save_model
 
-class SurveyShapeTask(Task[ShapeFacts]):
+        loaded, folder = self.load(context, self.device), context.folder / "model"
+        model, processor = loaded.model, loaded.processor
+        spec = self.stated or resolve_input_shape(model, processor)
+        if self.stated is not None:
+            verify(model, spec)
+        source: dict[str, Any] = {"base_model": self.model, "base_revision": loaded.revision}
+        save_model(model.cpu(), folder, spec=spec, processor=processor, **source)
+        return ResolvedShape(input=spec, baseline=context.ref(folder, "model"), device=resolve_device(self.device))
+
+
+class SurveyShapeTask(ModelTask[ShapeFacts]):
     """Apply every rule for a model's input shape, and verify each result by the model."""
 
-    job: ClassVar = JobRow(f"{MODELS}:survey_shape", ShapeFacts, secrets=HUB)
-    model: str
-    revision: str | None = None
     device: Device = "auto"
 
+    def run(self, context: JobContext) -> ShapeFacts:
+        """Gather what is known of the input shape."""
+        from profiling_agent.data.shape import survey
 
-# Work folder of the jobs that check one model.
-CHECK_FOLDER = "looked"
-
-
-class LookTask(Task[Prunable]):
-    """Load a model, and save it whole and with a quarter cut off every unit."""
-
-    job: ClassVar = JobRow(f"{MODEL_CHECK}:look", Prunable, secrets=HUB)
-    model: str
-    revision: str | None = None
-
-
-class TryTask(Task[Deployability]):
-    """Export a form of the model that LookTask saved, make its deployment of `row`, or reopen that."""
-
-    job: ClassVar = JobRow(
-        f"{MODEL_CHECK}:try_deployment", Deployability, isolated_timeout_s=HOUR / 4, uses_runtimes=True
-    )
-    isolated: bool = True
-    step: Literal["export", "make", "reopen"]
-    row: Deployability
-
-
-class Prepared(Record):
-    """A shard's images, decoded and processed, in the job's folder; `data.prepared` describes the array."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class PrepareTask(Task[Prepared]):
-    """Decode and process the images of a shard, once for all jobs of a run that read it.
-
-    `processor` is the text of the file that describes the image processor: models with the same one share the images.
-    """
-
-    job: ClassVar = JobRow(f"{MODELS}:prepare", Prepared)
-    split: SplitInfo
-    shard: int = Field(ge=0)
-    processor: str
-
-
-def prepared(split: SplitInfo, model: Path, shards: range | None = None) -> tuple[PrepareTask, ...]:
-    """Return the jobs that prepare shards of a split, by default all, with the saved model's processor."""
-    text = processor_text(model)
-    return tuple(PrepareTask(split=split, shard=shard, processor=text) for shard in shards or split.shards())
+        loaded = self.load(context, self.device)
+        return survey(loaded.model, loaded.processor)
 
 
 class SavedLogits(Record):
@@ -234,7 +243,6 @@ class LogitsTask(Task[SavedLogits]):
     comparison, so that equal models have equal logits.
     """
 
-    job: ClassVar = JobRow(f"{MODELS}:compute_logits", SavedLogits)
     model: ArtifactRef
     split: SplitInfo
     batch_size: int
@@ -242,73 +250,39 @@ class LogitsTask(Task[SavedLogits]):
     judged: bool = False
     num_images: int | None = Field(default=None, description="at most so many of the split's first, by default all")
 
-    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
+    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
         """Return the jobs that prepare the images."""
         return {"images": prepared(self.split, find(self.model))}
 
+    def run(self, context: JobContext) -> SavedLogits:
+        """Run the model over the images and write down its logits."""
+        import torch
+        from safetensors.torch import save
 
-class HeadlineTask(Task[Headline]):
-    """Measure the latency and memory of a model in a process that does nothing else."""
+        from profiling_agent.lib.inference import fuse_norms_, quick_products
+        from profiling_agent.lib.modules import device_of, logits_of
+        from profiling_agent.pruning.compensation import Calibration
 
-    job: ClassVar = JobRow(
-        f"{MEASUREMENT}:headline",
-        Headline,
-        torch=False,
-        isolated_timeout_s=HOUR / 2,
-        anew=True,
-        timed=True,
-        uses_runtimes=True,
-    )
-    isolated: bool = True
-    model: ArtifactRef
-    batch_size: int
-    device: str
-
-
-class Profiled(Record):
-    """Reference to the full profile, and its totals."""
-
-    profile: ArtifactRef
-    params: int
-    macs: int
-    latency_ms: float
-    peak_memory_bytes: int
-    forward_passes: int
+        model = context.load(self.model, self.device)
+        read = partial(iter_batches, context.images("images"), batch_size=self.batch_size, limit=self.num_images)
+        images = Calibration(batches=read, device=device_of(model), dtype=next(model.parameters()).dtype)
+        if self.device == "cpu":
+            fuse_norms_(model.eval(), next(images.every())[:2])
+        with quick_products():
+            logits = [logits_of(model, batch).float() for batch in (images.judged() if self.judged else images.every())]
+        # Fewer than 32 images hold none that judge; the comparison then uses all.
+        if not logits and not self.judged:
+            raise RequestError("there are 0 images to ask a model about: raise num_samples")
+        stacked = torch.cat(logits).cpu() if logits else torch.empty(0, 0)
+        write_bytes(context.folder / LOGITS_FILE, save({LOGITS: stacked}))
+        return SavedLogits(num_images=len(stacked))
 
 
-class ProfileTask(Task[Profiled]):
-    """Time a model and its layers; with `times_widths` also each unit at each width."""
-
-    job: ClassVar = JobRow(f"{MODELS}:profile", Profiled, timed=True)
-    model: ArtifactRef
-    batch_size: int
-    device: str
-    headline: Headline
-    times_widths: bool = False
-
-
-class EvidenceTask(Task[Profiled]):
-    """Add the KL divergence after pruning each unit to a profile; nothing is timed, so other jobs may run next to it."""
-
-    job: ClassVar = JobRow(f"{MODELS}:add_evidence", Profiled, passes=100_000)
-    model: ArtifactRef
-    batch_size: int
-    device: str
-    headline: Headline
-    calibration: SplitInfo
-    seed: int = 0
-    cache: bool = True
-
-    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
-        """Return the job that makes the profile and latency table, and those that prepare calibration images."""
-        profile = ProfileTask(
-            model=self.model,
-            batch_size=self.batch_size,
-            device=self.device,
-            headline=self.headline,
-            times_widths=True,
-        )
-        return {"profile": (profile,), "calibration": prepared(self.calibration, find(self.model))}
+def reference_logits(task: Any, model: ArtifactRef, **which: Any) -> tuple[LogitsTask, ...]:
+    """Return the job that computes a model's logits on the calibration images as `task` reads them, if there are any."""
+    images = task.calibration
+    logits = LogitsTask(model=model, split=images, batch_size=task.batch_size, device=task.device, **which)
+    return (logits,) if images.num_images else ()
 
 
 class PruneTask(Task[PrunedModel]):
@@ -317,7 +291,6 @@ class PruneTask(Task[PrunedModel]):
     `keep` has the kept channels or heads by unit name; for other units the weights decide.
     """
 
-    job: ClassVar = JobRow(f"{MODELS}:prune", PrunedModel)
     baseline: ArtifactRef
     cuts: tuple[Cut, ...]
     keep: dict[str, tuple[int, ...]] = Field(default_factory=dict)
@@ -327,15 +300,45 @@ class PruneTask(Task[PrunedModel]):
     batch_size: int = 32
     device: str = "cpu"
 
-    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
+    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
         """Return the jobs that prepare calibration images and compute the baseline's logits on those that judge compensation."""
-        judged = LogitsTask(
-            model=self.baseline, split=self.calibration, batch_size=self.batch_size, device=self.device, judged=True
-        )
         return {
             "calibration": prepared(self.calibration, find(self.baseline)),
-            "logits": (judged,) if self.compensate and self.calibration.num_images else (),
+            "logits": reference_logits(self, self.baseline, judged=True) if self.compensate else (),
         }
+
+    def run(self, context: JobContext) -> PrunedModel:
+        """Cut the units, pass the gates, compensate, save the candidate."""
+        from profiling_agent.lib.inference import quick_products
+        from profiling_agent.pruning.compensation import compensate
+        from profiling_agent.pruning.prune import NUM_GATE_IMAGES, prune_model
+
+        dense, spec = context.load(self.baseline, self.device), context.recipe(self.baseline).input
+        read_batches = partial(iter_batches, context.images("calibration"), batch_size=self.batch_size)
+        images, _ = next(read_batches(batch_size=NUM_GATE_IMAGES))
+        keep = {name: list(indices) for name, indices in self.keep.items()}
+        pruned = prune_model(dense, self.cuts, spec=spec, seed=self.seed, images=images, keep=keep or None)
+        model, effect = pruned.model, dict[str, Any]()
+        if self.compensate:
+            with quick_products():
+                compensated = compensate(
+                    dense,
+                    model,
+                    self.cuts,
+                    pruned.keep,
+                    read_batches,
+                    expected=context.logits(),
+                    progress=context.progress,
+                )
+            model = compensated.model
+            effect = {
+                "kl": compensated.kl_after,
+                "kl_uncompensated": compensated.kl_before,
+                "compensation": compensated.steps,
+                "compensation_note": compensated.note,
+            }
+        saved = context.save_derived(model, self.baseline, cuts=self.cuts)
+        return PrunedModel(model=saved, cuts=self.cuts, mask_error=pruned.mask_error, **effect)
 
 
 class RecoverTask(Task[RecoveredModel]):
@@ -345,7 +348,8 @@ class RecoverTask(Task[RecoveredModel]):
     """
 
     # A hundred epochs may take a day.
-    job: ClassVar = JobRow(f"{MODELS}:recover", RecoveredModel, timeout_s=24 * HOUR, passes=1_000_000)
+    timeout_s = 24 * HOUR
+    passes = 1_000_000
     model: ArtifactRef
     baseline: ArtifactRef
     recovery: SplitInfo
@@ -355,32 +359,71 @@ class RecoverTask(Task[RecoveredModel]):
     batch_size: int = 32
     device: str = "cpu"
 
-    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
+    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
         """Return the jobs that prepare both sets of images and compute the baseline's logits on those that judge the epochs."""
-        baseline, calibration = find(self.baseline), self.calibration
-        judged = LogitsTask(
-            model=self.baseline, split=calibration, batch_size=self.batch_size, device=self.device, judged=True
-        )
         return {
-            "recovery": prepared(self.recovery, baseline),
-            "calibration": prepared(calibration, baseline),
-            "logits": (judged,) if calibration.num_images else (),
+            "recovery": prepared(self.recovery, find(self.baseline)),
+            "calibration": prepared(self.calibration, find(self.baseline)),
+            "logits": reference_logits(self, self.baseline, judged=True),
         }
+
+    def run(self, context: JobContext) -> RecoveredModel:
+        """Recover, judged on the images that compensation wasn't fitted to; save what was recovered."""
+        from profiling_agent.lib.inference import quick_products
+        from profiling_agent.lib.modules import device_of
+        from profiling_agent.pruning.compensation import Calibration
+        from profiling_agent.pruning.recovery import recover
+
+        dense, pruned = (context.load(ref, self.device) for ref in (self.baseline, self.model))
+        calibration = Calibration(
+            batches=partial(iter_batches, context.images("calibration"), batch_size=self.batch_size),
+            device=device_of(dense),
+            dtype=next(dense.parameters()).dtype,
+        )
+        with quick_products():
+            recovered = recover(
+                dense,
+                pruned,
+                shuffled_batches(context.images("recovery"), batch_size=self.batch_size, seed=self.seed),
+                calibration.judged,
+                epochs=self.epochs,
+                expected=context.logits(),
+                progress=context.progress,
+            )
+        return RecoveredModel(
+            model=self.model if recovered.model is pruned else context.save_derived(recovered.model, self.model),
+            epochs_run=recovered.epochs_run,
+            kl_before=recovered.kl_before,
+            kl_after=recovered.kl_after,
+            stopped=recovered.stopped,
+        )
 
 
 class TuneTask(Task[Tuned]):
     """Measure the KL of quantizing all layers to int8, and each by itself, on calibration images."""
 
-    job: ClassVar = JobRow(f"{MODELS}:tune", Tuned)
     model: ArtifactRef
     scheme: Literal["dynamic", "static"]
     calibration: SplitInfo
     latency_shares: dict[str, float] = Field(default_factory=dict, description="of the layers' time, by layer name")
     batch_size: int = 32
 
-    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
+    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
         """Return the jobs that prepare the calibration images."""
         return {"calibration": prepared(self.calibration, find(self.model))}
+
+    def run(self, context: JobContext) -> Tuned:
+        """Measure what int8 costs the model, and each of its layers."""
+        from profiling_agent.lib.inference import quick_products
+        from profiling_agent.quantization.sensitivity import measure_costs
+
+        started, model = time.perf_counter(), context.load(self.model)
+        images = (pixels for pixels, _ in iter_batches(context.images("calibration"), batch_size=self.batch_size))
+        with quick_products():
+            kl, layers, num_images = measure_costs(
+                model, images, self.scheme, self.latency_shares, progress=context.progress
+            )
+        return Tuned(layers=layers, kl=kl, num_images=num_images, seconds=time.perf_counter() - started)
 
 
 class Exported(Record):
@@ -393,15 +436,25 @@ class Exported(Record):
 class ExportTask(Task[Exported]):
     """Export a float32 model to ONNX, for the runtimes that read it; isolated, because exporters crash."""
 
-    job: ClassVar = JobRow(f"{MODELS}:export", Exported, isolated_timeout_s=HOUR / 2, uses_runtimes=True)
+    isolated_timeout_s = HOUR / 2
+    uses_runtimes = True
     isolated: bool = True
     model: ArtifactRef
+
+    def run(self, context: JobContext) -> Exported:
+        """Write a float32 model as ONNX."""
+        from profiling_agent.runtimes.onnx_export import export_onnx
+
+        path = context.folder / "model.onnx"
+        distance = export_onnx(context.load(self.model), path, spec=context.recipe(self.model).input)
+        return Exported(onnx=context.ref(path, "onnx"), distance=distance)
 
 
 class DeployTask(Task[DeployedModel]):
     """Make one deployment of a float32 model; isolate any but eager torch: converters crash and hang."""
 
-    job: ClassVar = JobRow(f"{MODELS}:deploy", DeployedModel, isolated_timeout_s=HOUR / 2, uses_runtimes=True)
+    isolated_timeout_s = HOUR / 2
+    uses_runtimes = True
     model: ArtifactRef
     deployment: Deployment
     calibration: SplitInfo
@@ -409,139 +462,47 @@ class DeployTask(Task[DeployedModel]):
     batch_size: int
     device: str = "cpu"
 
-    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
+    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
         """Return the jobs that prepare calibration images and compute the logits of the first, once for all deployments."""
-        expected = LogitsTask(
-            model=self.model,
-            split=self.calibration,
-            batch_size=self.batch_size,
-            device=self.device,
-            num_images=MAX_COMPARED,
-        )
         return {
             "calibration": prepared(self.calibration, find(self.model)),
-            "logits": (expected,) if self.calibration.num_images else (),
+            "logits": reference_logits(self, self.model, num_images=MAX_COMPARED),
         }
 
+    def run(self, context: JobContext) -> DeployedModel:
+        """Bring a float32 model into a deployment, save it, open it again, and see how far it is from its parent."""
+        import torch
 
-class Evaluated(Record):
-    """A model's predictions on a shard, and its footprint."""
+        from profiling_agent.lib.modules import mean_kl, relative_distance
+        from profiling_agent.runtimes.torch_artifact import read_source, save_deployed
 
-    footprint: Footprint
-    predictions: Predictions
-
-
-class EvaluateTask(Task[Evaluated]):
-    """Evaluate a model on one shard of a split; isolate any runtime but eager torch, as it may crash.
-
-    Request several shards of a model together (`Jobs.run_each`): they share one process, whose start takes as long as
-    hundreds of images, and the opened model, which some runtimes compile for minutes. Only missing shards are done.
-    """
-
-    job: ClassVar = JobRow(f"{MEASUREMENT}:evaluate", Evaluated, torch=False, uses_runtimes=True)
-    model: ArtifactRef
-    split: SplitInfo
-    shard: int = Field(ge=0)
-    batch_size: int
-    device: str
-
-    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
-        """Return the job that prepares the shard's images."""
-        return {"images": prepared(self.split, find(self.model), range(self.shard, self.shard + 1))}
-
-
-class OpenHeldoutTask(Task[Opening]):
-    """Record that a candidate, made of the baseline, is tested on held-out images; a resumed run records it once."""
-
-    job: ClassVar = JobRow(f"{MEASUREMENT}:open_heldout", Opening, torch=False)
-    baseline: ArtifactRef
-    candidate: ArtifactRef
-    heldout: SplitInfo
-    fresh: str | None = None
-
-
-class RaceTask(Task[Race]):
-    """Time models in turns in one session, to choose among them; the first is the baseline."""
-
-    job: ClassVar = JobRow(f"{MEASUREMENT}:race", Race, torch=False, timed=True, uses_runtimes=True)
-    isolated: bool = True
-    entries: tuple[tuple[Variant, ArtifactRef], ...]
-    batch_size: int
-    device: str
-    seed: int
-    pass_s: float = Field(default=0.0, ge=0, description="what the baseline takes for a batch: a hang takes far longer")
-
-
-class SessionTask(RaceTask):
-    """Time one of several sessions, each in a new process, that together estimate speedups, and memory if requested."""
-
-    job: ClassVar = JobRow(f"{MEASUREMENT}:session", Race, torch=False, timed=True, uses_runtimes=True)
-    number: int
-    reads_memory: bool
-
-
-class MemoryTask(Task[MemoryUse]):
-    """Measure the peak memory of a process that only loads and runs a model."""
-
-    job: ClassVar = JobRow(
-        f"{MEASUREMENT}:memory", MemoryUse, torch=False, isolated_timeout_s=HOUR / 2, uses_runtimes=True
-    )
-    isolated: bool = True
-    model: ArtifactRef
-    batch_size: int
-    device: str = "cpu"
-
-
-class LayerTimes(Record):
-    """Milliseconds of each layer of a deployed model in a pass over a batch, by its name in the model."""
-
-    layers: dict[str, float]
-
-
-class LayerTimesTask(Task[LayerTimes]):
-    """Measure the time of each layer by the model's runtime; `onnx` is the file that the runtime was given, if any."""
-
-    job: ClassVar = JobRow(f"{MEASUREMENT}:layer_times", LayerTimes, torch=False, timed=True, uses_runtimes=True)
-    isolated: bool = True
-    model: ArtifactRef
-    onnx: ArtifactRef | None = None
-    batch_size: int
-
-
-@dataclass(frozen=True)
-class JobContext:
-    """Context of one job, which writes under `folder`; that becomes `final` (relative to `root`) when it is done.
-
-    `given` has the keys of the jobs that its task needs, by name. What a handler stores in `kept` is there for the next job
-    of the process, if that is of the same kind.
-    """
-
-    root: Path
-    folder: Path
-    final: str
-    progress: Progress
-    given: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    kept: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    def path(self, ref: ArtifactRef) -> Path:
-        """Return the path of an earlier job's artifact; ArtifactError if that isn't in the run folder."""
-        return Workspace(self.root).path(ref)
-
-    def folders(self, name: str) -> list[Path]:
-        """Return the folders of the jobs that the task needs under this name."""
-        return [Workspace(self.root).jobs / key for key in self.given[name]]
-
-    def images(self, name: str) -> PreparedImages:
-        """Return the images that the task needs under this name; ArtifactError if they can't be read."""
-        return PreparedImages(self.folders(name))
-
-    def ref(
-        self, path: Path, kind: Literal["model", "profile", "trace", "predictions", "split", "onnx"]
-    ) -> ArtifactRef:
-        """Return the reference that `path`, under this job's folder, will have."""
-        return ArtifactRef(
-            path=f"{self.final}/{path.relative_to(self.folder).as_posix()}",
-            sha256=file_sha256(path / RECIPE if path.is_dir() else path),
-            size_bytes=model_bytes(path) if path.is_dir() else path.stat().st_size,
-            kind=kind,
+        batches = context.images("calibration").batches(self.batch_size, limit=MAX_CALIBRATION)
+        if not (images := [pixel_values for pixel_values, _ in batches]):
+            raise QuantizationError("there are 0 calibration images: raise num_samples")
+        parent, onnx = context.path(self.model), context.path(self.onnx) if self.onnx else None
+        source = read_source(parent, np.concatenate(images), batch_size=self.batch_size, onnx=onnx, device=self.device)
+        folder, num_threads = context.folder / "model", available_threads()
+        context.progress(f"converting to {self.deployment.name}", 0, 0)
+        started, complexity = time.perf_counter(), complexity_of(parent)
+        recipe = save_deployed(source, self.deployment, folder, complexity=complexity, num_threads=num_threads)
+        seconds = time.perf_counter() - started
+        session = artifact.open_session(folder, device=self.device, num_threads=num_threads)
+        expected = context.logits()
+        assert expected is not None, "where there are calibration images, the float32 model was asked about them"
+        starts = range(0, min(len(expected), len(source.calibration)), self.batch_size)
+        compared = source.calibration[: len(expected)]
+        logits = torch.cat(
+            [torch.from_numpy(session.run(compared[start : start + self.batch_size])) for start in starts]
+        ).double()
+        if not logits.isfinite().all():
+            raise QuantizationError("on calibration images the logits aren't finite in this deployment: leave it out")
+        artifact.check_golden(session.run, folder, recipe)
+        return DeployedModel(
+            model=context.ref(folder, "model"),
+            deployment=self.deployment,
+            layers=tuple(layer.name for layer in recipe.quantized),
+            distance=relative_distance(logits, expected.double()),
+            # Rounding makes it slightly negative if both are equal.
+            kl=max(0.0, mean_kl(expected.double(), logits)),
+            seconds=seconds,
         )

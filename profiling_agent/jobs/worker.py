@@ -9,8 +9,8 @@ from pkgutil import resolve_name
 from typing import Any
 
 from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.jobs.base import JobContext, Task
 from profiling_agent.jobs.store import RESULT, TASK, Message, Order
-from profiling_agent.jobs.tasks import JobContext
 from profiling_agent.lib.io import NO_SPACE, appearing, first_line, storage_problem, write_text
 from profiling_agent.lib.logs import is_out_of_memory
 from profiling_agent.processes.child import Parent
@@ -21,7 +21,7 @@ def serve(parent: Parent) -> None:
     """Serve orders until the parent exits; never returns."""
     # Warnings go to the worker's log, not to the user's screen.
     warnings.simplefilter("default")
-    kept, last_handler = dict[str, Any](), ""
+    kept, last_kind = dict[str, Any](), None
 
     def progress(message: str, done: int, total: int) -> None:
         parent.send(Message(kind="progress", text=message, done=done, total=total))
@@ -30,25 +30,24 @@ def serve(parent: Parent) -> None:
         order, reply = parent.receive(Order), Message(kind="done")
         root, final = Path(order.root), f"jobs/{order.key}"
         try:
-            task = resolve_name(order.record).model_validate(order.task)
-            if task.job.handler != last_handler:
+            task: Task[Any] = resolve_name(order.record).model_validate(order.task)
+            if type(task) is not last_kind:
                 # Drop what the last kind of job kept: an opened model, say, would take memory from this one.
-                kept, last_handler = {}, task.job.handler
+                kept, last_kind = {}, type(task)
             # A job is complete or absent.
             with appearing(root / final) as folder:
-                if task.job.torch:
+                if task.sets_torch:
                     import torch
 
                     from profiling_agent.lib.modules import pin_threads
 
                     pin_threads()
                     torch.manual_seed(0)
-                handle = resolve_name(task.job.handler)
                 if config := sys.modules.get("datasets.config"):
                     # After each stream of parquet it sleeps five seconds, in case Python shuts down under Arrow's threads
                     # (apache/arrow#45214). A worker ends by `_exit`, so it needn't.
                     setattr(config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # noqa: B010 - a module's
-                result = handle(task, JobContext(root, folder, final, progress, order.given, kept))
+                result = task.run(JobContext(root, folder, final, progress, order.given, kept))
                 write_text(folder / TASK, task.model_dump_json(indent=1))
                 write_text(folder / RESULT, result.model_dump_json(indent=1))
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result

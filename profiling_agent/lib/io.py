@@ -30,12 +30,10 @@ TEMPORARY = ".tmp-"
 # The disk is full, the user's quota is, or the file exceeds the size limit.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Why the disk can't be written, and the remedy.
-NO_PERMISSION = "it isn't yours to write: take it over, or choose another folder"
 STORAGE_PROBLEMS = {
     **dict.fromkeys(NO_SPACE, "there is no space left: free some"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "it isn't yours to write: take it over, or choose another folder"),
     errno.EROFS: "it is read-only: choose a folder that can be written",
-    errno.EACCES: NO_PERMISSION,
-    errno.EPERM: NO_PERMISSION,
     errno.EIO: "the disk reports an input/output error: look at the disk",
 }
 SQLITE_ERRNO = {
@@ -45,8 +43,6 @@ SQLITE_ERRNO = {
     sqlite3.SQLITE_IOERR: errno.EIO,
 }
 MAX_QUOTED = 80
-# Unicode categories that move a terminal's cursor or reverse the text.
-HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 CACHE_VARIABLE = "PROFILING_AGENT_CACHE"
 
 
@@ -63,22 +59,21 @@ class DocumentError(ValueError):
 
 def storage_problem(error: BaseException) -> str | None:
     """Return why the disk can't be written, and the remedy; None for other errors."""
-    number = None if isinstance(error, FileRefusedError) else getattr(error, "errno", None)
     if isinstance(error, sqlite3.Error):
         # The low byte of an extended code is the primary one.
-        number = SQLITE_ERRNO.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
-    return STORAGE_PROBLEMS.get(number) if isinstance(error, OSError | sqlite3.Error) and number else None
+        return STORAGE_PROBLEMS.get(SQLITE_ERRNO.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, 0))
+    is_system = isinstance(error, OSError) and not isinstance(error, FileRefusedError)
+    return STORAGE_PROBLEMS.get(error.errno or 0) if is_system else None
 
 
 def expanded(text: str) -> Path:
     """Return a user's path with `~` expanded; FileRefusedError if the home folder is unknown, or for a NUL."""
-    path = Path(text)
     if "\0" in text:
-        raise FileRefusedError(path, "it holds a NUL character")
+        raise FileRefusedError(Path(text), "it holds a NUL character")
     try:
-        return path.expanduser()
+        return Path(text).expanduser()
     except RuntimeError as error:
-        raise FileRefusedError(path, f"it names a home folder that can't be found ({error})") from error
+        raise FileRefusedError(Path(text), f"it names a home folder that can't be found ({error})") from error
 
 
 def resolved(path: Path) -> Path:
@@ -114,14 +109,10 @@ def make_folders(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def _temporary_path(path: Path) -> Path:
-    return path.with_name(f"{TEMPORARY}{path.name[:50]}-{uuid4().hex[:12]}")
-
-
 @contextmanager
 def replacing(path: Path) -> Generator[IO[bytes], None, None]:
     """Yield a new file next to `path`, which it replaces when the block ends; remove it on an error."""
-    temporary = _temporary_path(path)
+    temporary = path.with_name(f"{TEMPORARY}{path.name[:50]}-{uuid4().hex[:12]}")
     try:
         with temporary.open("xb") as stream:
             yield stream
@@ -167,7 +158,7 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
     if not folder.parent.exists():
         make_folders(folder.parent)
-    temporary = _temporary_path(folder)
+    temporary = folder.with_name(f"{TEMPORARY}{folder.name[:50]}-{uuid4().hex[:12]}")
     temporary.mkdir()
     try:
         yield temporary
@@ -179,11 +170,8 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
 def sweep(folder: Path, name: str = "") -> None:
     """Remove half-written files of killed processes, by default of any name; the caller holds their lock."""
     for leftover in folder.glob(f"{TEMPORARY}{glob.escape(name[:50])}*"):
-        if leftover.is_dir() and not leftover.is_symlink():
-            # Another process may be removing it too.
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
+        # Another process may be removing it too.
+        shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -203,7 +191,7 @@ def first_problem(error: ValidationError, *, quotes: bool = True) -> str:
     if is_ours and quotes and not problem["loc"]:
         # From our validator of several fields, which names them and their values.
         return message
-    location = clean(".".join(str(part) for part in problem["loc"])[:MAX_QUOTED]) or "document"
+    location = clean(".".join(map(str, problem["loc"]))[:MAX_QUOTED]) or "document"
     if quotes:
         return f"{location}: {message} (got {str(problem['input'])[:MAX_QUOTED]!r})"
     # Only our own validators put values into their messages.
@@ -234,14 +222,14 @@ def first_line(error: BaseException) -> str:
 
 
 def clean(text: str, *, layout: bool = False) -> str:
-    """Escape control, format and unassigned characters; `layout` keeps \\n and \\t."""
-
-    def is_hidden(character: str) -> bool:
-        return unicodedata.category(character) in HIDDEN_CATEGORIES and not (layout and character in "\n\t")
-
-    if text.isprintable():
-        return text
-    return "".join(char.encode("unicode_escape").decode("ascii") if is_hidden(char) else char for char in text)
+    """Escape control, format and unassigned characters, which move a cursor or reverse text; `layout` keeps \\n and \\t."""
+    hidden = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+    return "".join(
+        char.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(char) in hidden and not (layout and char in "\n\t")
+        else char
+        for char in text
+    )
 
 
 def inert(text: str) -> str:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.lib.io import NO_SPACE
@@ -29,13 +29,7 @@ Progress = Callable[[str, int, int], None]
 # Makes our exception of a description of a third party's.
 Refuse = Callable[[str], ProfilingAgentError]
 
-# CUDA libraries that no CPU has, and a deprecation between torchao and torch: users can mend neither.
-UNWANTED = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass and is now natively supported"}
-HUGGING_FACE = ("datasets", "huggingface_hub", "transformers")
-TELEMETRY, ORT_SWITCH = "openvino_telemetry", "ORT_DISABLE_TELEMETRY"
-# The message of the plain RuntimeError that torch's CPU allocator raises.
-CPU_ALLOCATOR_FAILURE = "DefaultCPUAllocator: can't allocate memory"
-MAX_TEXT = 200
+TELEMETRY = "openvino_telemetry"
 # Held while process-wide settings are changed temporarily: of two threads that overlap, the second would save the first's change and
 # restore it for good. A supervisor has no other thread, so its forks find it free.
 SETTINGS_LOCK = threading.RLock()
@@ -45,20 +39,18 @@ def silent(message: str, done: int, total: int) -> None:
     """Report nothing."""
 
 
-class _Stop:
-    """Whether the process has to stop; no Events, as a handler interrupted by another signal can't take a lock twice."""
-
-    requested = interrupted = False
+# Why the process has to stop; no Events, as a handler interrupted by another signal can't take a lock twice.
+_stops: set[str] = set()
 
 
 def request_stop() -> None:
     """Make everything that waits in this process end; this can't be undone."""
-    _Stop.requested = True
+    _stops.add("requested")
 
 
 def raise_if_stopped() -> None:
     """Raise KeyboardInterrupt in this thread if the process has to stop."""
-    if _Stop.requested or _Stop.interrupted:
+    if _stops:
         raise KeyboardInterrupt
 
 
@@ -74,7 +66,7 @@ def interruptible() -> Generator[None]:
         return
 
     def handle_interrupt(number: int, frame: FrameType | None) -> None:
-        _Stop.interrupted = True
+        _stops.add("interrupted")
         previous_handler(number, frame)
 
     signal.signal(signal.SIGINT, handle_interrupt)
@@ -82,17 +74,17 @@ def interruptible() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous_handler)
-        _Stop.interrupted = False
-
-
-def _is_wanted(record: logging.LogRecord) -> bool:
-    return UNWANTED[record.name] not in str(record.msg)
+        _stops.discard("interrupted")
 
 
 def silence_torchao() -> None:
-    """Filter out two messages that torchao logs when transformers imports it; call once, before torch is imported."""
-    for name in UNWANTED:
-        logging.getLogger(name).addFilter(_is_wanted)
+    """Filter out two messages that torchao logs when transformers imports it; call once, before torch is imported.
+
+    They are on CUDA libraries that no CPU has, and on a deprecation between torchao and torch: users can mend neither.
+    """
+    unwanted = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass and is now natively supported"}
+    for name, text in unwanted.items():
+        logging.getLogger(name).addFilter(lambda record, text=text: text not in str(record.msg))
 
 
 @contextmanager
@@ -118,7 +110,7 @@ def muted(*loggers: str) -> Generator[None]:
 
 def quiet() -> contextlib.AbstractContextManager[None]:
     """Mute the logs and progress bars of Hugging Face's libraries."""
-    return muted(*HUGGING_FACE)
+    return muted("datasets", "huggingface_hub", "transformers")
 
 
 def hide_telemetry() -> None:
@@ -134,7 +126,7 @@ def import_openvino() -> ModuleType:
 
 def import_onnxruntime() -> ModuleType:
     """Import `onnxruntime` without telemetry: from 1.31 on, importing it stores a machine id in the user's cache."""
-    os.environ.setdefault(ORT_SWITCH, "1")
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     return importlib.import_module("onnxruntime")
 
 
@@ -168,18 +160,19 @@ def compiled_code(refuse: Refuse) -> Generator[None]:
         while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) and id(inner) not in seen:
             seen.add(id(inner))
             cause = inner
-        lacks_resources = isinstance(cause, OSError) or is_out_of_memory(cause) or CPU_ALLOCATOR_FAILURE in str(cause)
-        if lacks_resources or isinstance(cause, ProfilingAgentError):
+        # torch's CPU allocator raises a plain RuntimeError.
+        is_short = is_out_of_memory(cause) or "DefaultCPUAllocator: can't allocate memory" in str(cause)
+        if is_short or isinstance(cause, (OSError, ProfilingAgentError)):
             raise cause from (None if cause is error else error)
         raise refuse(_describe(cause)) from error
 
 
 def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__} ({' '.join(str(error).split())[:MAX_TEXT]!r})"
+    return f"{type(error).__name__} ({' '.join(str(error).split())[:200]!r})"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, the machine's or a device's, for which torch has its own exception."""
+    """Return whether the machine's or a device's memory ran out."""
     return isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
 
 
@@ -199,13 +192,6 @@ def checked_logits(model: "nn.Module", images: "Tensor", refuse: Refuse) -> "Ten
     return logits
 
 
-def private_stdout() -> TextIO:
-    """Reserve standard output for the caller; all other writes to it go to standard error."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(2, 1)
-    return channel
-
-
 def keep_stdout() -> None:
     """Reserve standard output for Python's prints: scipy's HiGHS now and then prints a line there, which is no JSON.
 
@@ -214,4 +200,5 @@ def keep_stdout() -> None:
     # A stream that replaced it, such as a test's, gets nothing from C.
     if sys.stdout is sys.__stdout__:
         sys.stdout.flush()
-        sys.stdout = private_stdout()
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+        os.dup2(2, 1)

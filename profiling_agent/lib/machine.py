@@ -1,8 +1,4 @@
-"""Machine: memory, processor, GPU, busy threads, and the environment that measurements depend on.
-
-Busy cores: next to one spinning process, on two cores, a batch of 32 small images took 839 ms instead of 20. Threads that sleep while they
-wait take only twice as long there, but slightly longer on a quiet machine too, so nothing that is timed waits like that.
-"""
+"""Machine: memory, processor, GPU, busy cores, and the environment that measurements depend on."""
 
 import hashlib
 import json
@@ -13,7 +9,6 @@ import resource
 import runpy
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
@@ -35,33 +30,19 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_i
 # Without one of these files there is no NVIDIA driver; the last is for Linux on Windows (WSL).
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 PROBE_S = 120.0
-# torch describes the GPU without NVML, but only in a process that then holds a context on it.
 PROBE = """
 import json, torch
-if torch.cuda.is_available():
-    found = torch.cuda.get_device_properties(0)
-    print(json.dumps([found.name, f"{found.major}.{found.minor}", found.total_memory, None]))
+gpu = torch.cuda.get_device_properties(0)
+print(json.dumps([gpu.name, gpu.major, gpu.minor, gpu.total_memory]))
 """
 LIBRARIES = (
-    "datasets",
-    "google-re2",
-    "langgraph",
-    "numpy",
-    "pillow",
-    "ptflops",
-    "pydantic",
-    "safetensors",
-    "scipy",
-    "torch",
-    "torch-pruning",
-    "transformers",
+    *("datasets", "google-re2", "langgraph", "numpy", "pillow", "ptflops", "pydantic", "safetensors", "scipy"),
+    *("torch", "torch-pruning", "transformers"),
 )
 # Optional libraries that a runtime's speed depends on.
 RUNTIME_LIBRARIES = ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf", "torchao")
-# What idle OpenMP threads do, torch's among them; if it is set, we set the same for ONNX Runtime.
-WAIT_POLICY, PASSIVE = "OMP_WAIT_POLICY", "PASSIVE"
-# Samples of the load and the pause between them: a process that wakes up now and then isn't in all of them.
-NUM_SAMPLES, PAUSE_S = 3, 0.01
+# How long the load is watched.
+BUSY_S = 0.1
 
 
 def _read(path: Path) -> str:
@@ -92,14 +73,14 @@ def _memory_limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
             yield int(limit), max(int(used) - files, 0)
 
 
-def _own_groups(groups: Path, own: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control group, of version 2, and of its parents.
+def _own_groups(groups: Path, own: Path) -> list[Path]:
+    """Return the folders of this process's control group, of version 2, and of its parents.
 
     A folder may be missing: in a container only the last one exists, which is its own group.
     """
     name = next((line.removeprefix("0::") for line in _read(own).splitlines() if line.startswith("0::")), "")
     folder = groups / name.strip("/")
-    yield from (group for group in (folder, *folder.parents) if group.is_relative_to(groups))
+    return [group for group in (folder, *folder.parents) if group.is_relative_to(groups)]
 
 
 def cpu_quota(groups: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
@@ -122,9 +103,9 @@ def available_cores(cpus: Path = CPU_FOLDER) -> int:
 def available_threads(cpus: Path = CPU_FOLDER, groups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
     """Return the number of threads for a model's work: one per usable physical core, within a container's CPU quota.
 
-    ONNX Runtime and torch (with MKL) use one a core by default: a second thread of a core shares its multipliers, and gains nothing. More
-    threads than the quota's processors use it up early in each period, and then all of them stall. `OMP_NUM_THREADS` is ignored: Ray sets
-    it, and a run that is resumed without it would count as another machine's.
+    A second thread of a core shares its multipliers and gains nothing. More threads than the quota's processors use it up
+    early in each period, and then all of them stall. `OMP_NUM_THREADS` is ignored: Ray sets it, and a run that is resumed
+    without it would count as another machine's.
     """
     cores, quota = available_cores(cpus), cpu_quota(groups, own)
     return cores if quota is None else min(cores, math.ceil(quota))
@@ -158,15 +139,26 @@ def find_gpu() -> Gpu | None:
     spec = find_spec("torch")
     folders = spec.submodule_search_locations if spec else None
     cuda = runpy.run_path(str(Path(folders[0]) / "version.py")).get("cuda") if folders else None
-    has_driver = any(Path(driver).exists() for driver in DRIVER_FILES)
-    properties = (_query_nvml() or _query_torch()) if cuda and has_driver else None
-    if cuda is None or properties is None:
+    if cuda is None or not any(map(os.path.exists, DRIVER_FILES)):
         return None
-    name, capability, memory_bytes, driver = properties
+    driver = None
+    try:
+        if (library := nvml()) is not None:
+            module, handle = library
+            major, minor = module.nvmlDeviceGetCudaComputeCapability(handle)
+            name, memory_bytes = module.nvmlDeviceGetName(handle), int(module.nvmlDeviceGetMemoryInfo(handle).total)
+            driver = module.nvmlSystemGetDriverVersion()
+        else:
+            # Without NVML torch describes it, but only in a process that then holds a context on it.
+            command = [sys.executable, "-P", "-c", PROBE]
+            ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_S)
+            name, major, minor, memory_bytes = json.loads(ended.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
     cudnn = f"nvidia-cudnn-cu{cuda.partition('.')[0]}"
     return Gpu(
         name=name,
-        compute_capability=capability,
+        compute_capability=f"{major}.{minor}",
         # In whole GiB, since drivers reserve different shares of it.
         memory_bytes=-(-memory_bytes // 2**30) * 2**30,
         driver=driver,
@@ -175,35 +167,14 @@ def find_gpu() -> Gpu | None:
     )
 
 
-def _query_nvml() -> tuple[str, str, int, str | None] | None:
-    if (library := nvml()) is None:
-        return None
-    module, handle = library
-    try:
-        major, minor = module.nvmlDeviceGetCudaComputeCapability(handle)
-        memory_bytes = int(module.nvmlDeviceGetMemoryInfo(handle).total)
-        return module.nvmlDeviceGetName(handle), f"{major}.{minor}", memory_bytes, module.nvmlSystemGetDriverVersion()
-    except module.NVMLError:
-        return None
-
-
-def _query_torch() -> tuple[str, str, int, str | None] | None:
-    command = [sys.executable, "-P", "-c", PROBE]
-    with suppress(OSError, subprocess.SubprocessError, ValueError):
-        completed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_S)
-        name, capability, memory_bytes, driver = json.loads(completed.stdout)
-        return name, capability, memory_bytes, driver
-    return None
-
-
-def _read_cpuinfo(field: str) -> str:
+def _cpu_field(field: str) -> str:
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
 
 
 def cpu_vendor() -> str:
     """Return the processor's vendor ("GenuineIntel", "AuthenticAMD"), or an empty string if unknown."""
-    return _read_cpuinfo("vendor_id")
+    return _cpu_field("vendor_id")
 
 
 @cache
@@ -220,10 +191,10 @@ def code_version() -> str:
 @cache
 def environment(device: str = "cpu") -> Environment:
     """Return the fingerprint of this machine and installation, for measurements on `device`."""
-    flags = set(_read_cpuinfo("flags").split())
+    flags = set(_cpu_field("flags").split())
     timm = _installed_versions(TIMM_PACKAGES)
     return Environment(
-        cpu=_read_cpuinfo("model name") or platform.processor() or platform.machine(),
+        cpu=_cpu_field("model name") or platform.processor() or platform.machine(),
         cpu_flags=tuple(flag for flag in CPU_FLAGS if flag in flags),
         num_threads=available_threads(),
         # In whole GiB: another kernel on the same machine reserves a few pages more or fewer.
@@ -272,33 +243,11 @@ def own_memory_bytes(pid: int) -> int:
 
 
 def is_busy() -> bool:
-    """Return whether more threads of others run, in every sample, than the spare cores have room for.
+    """Return whether others use more cores than fit next to our threads: half of the machine's remaining logical processors.
 
-    Call it only while no worker of this process computes. False if the system doesn't show it, as for others in a container that use our
-    quota.
+    Call it only while no worker of this process computes. Next to one spinning process on two cores, a batch of 32 small
+    images took 839 ms instead of 20.
     """
-    allowed = len(os.sched_getaffinity(0))
-    num_free = num_spare(os.cpu_count() or allowed, allowed, available_cores(), available_threads())
-    for sample in range(NUM_SAMPLES):
-        if sample:
-            time.sleep(PAUSE_S)
-        # Running and runnable threads of the whole machine, this one included.
-        running = _read(Path("/proc/loadavg")).split()[3:4] or ["1"]
-        if int(running[0].partition("/")[0]) - 1 <= num_free:
-            return False
-    return True
-
-
-def num_spare(num_all: int, num_allowed: int, num_cores: int, num_threads: int) -> int:
-    """Return how many threads of others fit next to `num_threads` of ours, each on one of our `num_cores`.
-
-    They fit on all processors except those of our threads' cores, and on half of these cores' second threads. If a quota allows fewer
-    threads than cores, the load is still counted on the whole machine: other tenants use the cores that the quota leaves idle.
-    """
-    num_ours = num_allowed * num_threads // num_cores
-    return num_all - num_ours + (num_ours - num_threads) // 2
-
-
-def waits_passively() -> bool:
-    """Return whether this process was started to sleep while it waits."""
-    return os.environ.get(WAIT_POLICY, "").upper() == PASSIVE
+    num_all = os.cpu_count() or 1
+    num_busy = psutil.cpu_percent(interval=BUSY_S) / 100 * num_all
+    return num_busy > max(0.5, (num_all - available_threads()) / 2)

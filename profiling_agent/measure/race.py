@@ -17,7 +17,7 @@ from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.measure.session import RaceSession, SessionLimits, Timed, TimedProcess, run_session, worker_command
 from profiling_agent.measure.statistics import Score, detectable, latency_stats, score
 from profiling_agent.measure.worker import WorkerSetup
-from profiling_agent.processes.child import ForkServer
+from profiling_agent.processes.child import Supervisor
 from profiling_agent.runtimes.artifact import open_folder
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.schemas import ArtifactRef, Dropped, Race, RaceResult, Variant
@@ -44,7 +44,7 @@ def session_starter(
     commands: Sequence[Sequence[str]],
     start: WorkerSetup,
     *,
-    servers: Mapping[int, ForkServer] | None = None,
+    servers: Mapping[int, Supervisor] | None = None,
     pass_s: float = 0.0,
 ) -> StartSession:
     """Return a function that makes a process for each of the chosen `commands`, and ends them all after the session.
@@ -80,7 +80,7 @@ class Conditions:
     num_threads: int | None = None
     seed: int = 0
     pass_s: float = 0.0
-    server: ForkServer | None = None
+    server: Supervisor | None = None
     enqueued: bool = False
 
     def starter(self, entries: Entries) -> StartSession:
@@ -89,7 +89,7 @@ class Conditions:
             batch_size=self.batch_size, device=self.device, num_threads=self.num_threads, enqueued=self.enqueued
         )
         folders = [self.root / ref.path for _, ref in entries]
-        servers: dict[int, ForkServer] = {}
+        servers: dict[int, Supervisor] = {}
         for place, folder in enumerate(folders if self.server is not None else ()):
             # A model that can't be opened fails in its turn.
             with suppress(ArtifactError):

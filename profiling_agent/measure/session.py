@@ -16,7 +16,7 @@ from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes, own_memory_bytes, peak_memory_bytes, total_bytes
 from profiling_agent.measure.statistics import NUM_RESAMPLES, Ratios, log_ratios, score_one_session
 from profiling_agent.measure.worker import NO_NVML, Reply, SampleRequest, WorkerSetup, gpu_free_bytes, gpu_runs
-from profiling_agent.processes.child import Child, ForkServer, Wording, fork_server
+from profiling_agent.processes.child import Child, Supervisor, fork_server
 
 # Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever. A turn is ten passes at
 # most, of a slow model one or two, and a model slower than the baseline by more than that isn't worth waiting for.
@@ -38,7 +38,7 @@ class TimedProcess:
         command: Sequence[str],
         first: WorkerSetup,
         *,
-        server: ForkServer | None = None,
+        server: Supervisor | None = None,
         pass_s: float = 0.0,
         cool_s: float = COOL_S,
     ) -> None:
@@ -61,15 +61,11 @@ class TimedProcess:
         """Start the process, once; it loads while others run."""
         if self._started is not None:
             return
-        name = self._command[-1]
-        wording = Wording(
-            process=f"the process that raced {name!r}",
-            work=f"the race of {name!r}",
-            too_slow="lower batch_size",
-            too_large="lower batch_size",
-        )
+        name, is_fork = f"the race of {self._command[-1]!r}", self._server is not None
         server = self._server or self._stack.enter_context(fork_server())
-        self._started = Child(server, self._command, Reply, wording, anew=self._server is None)
+        self._started = Child(
+            server, self._command, Reply, name=name, advice="lower batch_size", spawned=not is_fork
+        )
         self._stack.callback(self._started.end)
         self._started.send(self._first)
 

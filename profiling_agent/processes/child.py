@@ -7,9 +7,8 @@ import contextlib
 import json
 import multiprocessing
 import os
-import queue
 import re
-import resource
+import select
 import signal
 import socket
 import subprocess
@@ -17,10 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO, Generic, TypeVar
@@ -40,6 +38,11 @@ QUIET_SETTINGS = {
     "ORT_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# What fetches from the Hub: the token reaches children, the keys of language models don't.
+HUB = """
+    HF_ENDPOINT HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH HF_HUB_DISABLE_IMPLICIT_TOKEN
+    HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy https_proxy all_proxy no_proxy
+"""
 SETTINGS = """
     PATH HOME USER LOGNAME SHELL TMPDIR TMP TEMP LANG LANGUAGE TZ TZDIR TERM NO_COLOR
     LD_LIBRARY_PATH LD_PRELOAD VIRTUAL_ENV CONDA_PREFIX LOCALE_ARCHIVE MPLCONFIGDIR
@@ -56,39 +59,26 @@ SETTING_PREFIXES = """
     OMP_ GOMP_ KMP_ MKL_ ONEDNN_ DNNL_ OPENBLAS_ BLIS_ NVPL_ VECLIB_ NUMEXPR_ TBB_ LOKY_ JOBLIB_
     MALLOC_ GLIBC_ JEMALLOC_ TCMALLOC_
 """
-SETTING_NAMES, PREFIXES = frozenset(SETTINGS.split()), tuple(SETTING_PREFIXES.split())
-# Words in a name that mark its value as secret, whatever the prefix.
+# Words in a name that mark its value as secret, whatever the prefix; and a user and a password in an address.
 SECRET = frozenset({"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "AUTH"})
-PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy")
-# A user and a password in an address; a proxy's may come without its scheme.
 URL_PASSWORD = re.compile(r"://[^/\s]*@")
-# Variables only for children that fetch from the Hub.
-HUB = ("HF_ENDPOINT", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_DISABLE_IMPLICIT_TOKEN", *PROXIES)
 
 
 def child_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a child's environment: settings and no secrets, no progress bars, telemetry or parallel tokenizers."""
-    return {name: value for name, value in environment.items() if _is_safe(name, value)} | QUIET_SETTINGS
+    """Return a child's environment: settings and what the Hub needs, no other secrets, progress bars or telemetry."""
+    names, prefixes, hub = SETTINGS.split(), tuple(SETTING_PREFIXES.split()), HUB.split()
 
+    def is_passed(name: str, value: str) -> bool:
+        is_setting = name in names or name.startswith(prefixes)
+        is_secret = URL_PASSWORD.search(value) or SECRET & set(name.upper().split("_"))
+        return name in hub or (is_setting and not is_secret)
 
-def withheld(names: Collection[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return those of the named variables that are set and that children get only if passed explicitly."""
-    return {name: environment[name] for name in names if name in environment and not _is_safe(name, environment[name])}
-
-
-def _is_safe(name: str, value: str) -> bool:
-    if name in PROXIES:
-        return "@" not in value
-    if URL_PASSWORD.search(value):
-        return False
-    return name in SETTING_NAMES or (name.startswith(PREFIXES) and not SECRET & set(name.upper().split("_")))
+    return {name: value for name, value in environment.items() if is_passed(name, value)} | QUIET_SETTINGS
 
 
 # Prefix of our own variables, which no import reads.
 OWN_PREFIX = "PROFILING_AGENT_"
-# AMD's driver, which an import may initialize; no fork can use it then, nor NVIDIA's.
-AMD_DRIVER = "/dev/kfd"
-# Requests to the supervisor, each with the child's end of a connection and its standard error.
+# Requests to the supervisor.
 FORK, SPAWN = b"f", b"s"
 # How often a child without output is checked.
 POLL_S = 0.25
@@ -96,103 +86,97 @@ POLL_S = 0.25
 START_S, END_S = 300.0, 5.0
 # A child may take nearly everything: beyond this the system would start to kill processes of its own choice.
 MEMORY_FRACTION = 0.92
-# Signals that come from outside; the others are crashes.
-KILL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM})
-# How much of a dead child's last output an error quotes.
-TAIL_LINES, TAIL_CHARACTERS = 3, 500
-# C++ prints this before the message of an uncaught exception.
-CPP_CAUSE = "what():"
 
 
 def can_fork() -> bool:
     """Return whether children are forked here: Linux without an accelerator.
 
-    A fork can't use a driver that its parent initialized, and macOS doesn't allow what its libraries do in one.
+    A fork can't use a driver that an import initialized in its parent, and macOS doesn't allow what its libraries do in one.
     """
-    return sys.platform == "linux" and not any(map(os.path.exists, (*DRIVER_FILES, AMD_DRIVER)))
+    return sys.platform == "linux" and not any(map(os.path.exists, (*DRIVER_FILES, "/dev/kfd")))
 
 
-def child_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs one of our modules."""
-    # -P: a user's torch.py in the working folder must not be imported.
-    return [sys.executable, "-P", "-m", module, *arguments]
+class Supervisor:
+    """Client of a process that starts children; it is started with the first one, and replaced if it died."""
 
+    def __init__(
+        self,
+        modules: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        *,
+        requests: socket.socket | None = None,
+    ) -> None:
+        """Use a supervisor whose forks have imported `modules`, or the running one that takes `requests`."""
+        # Of `fork_server`, which ends it with the last of them.
+        self.num_users = 0
+        self._modules, self._environment = modules, dict(environment or {})
+        self._requests, self._lock, self._is_ended = requests, threading.Lock(), False
+        self._process: subprocess.Popen[bytes] | None = None
 
-class ForkServer:
-    """Client of a supervisor, which starts child processes."""
-
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
-
-    def start(self, stderr: IO[bytes], *, anew: bool) -> tuple[Connection, int]:
-        """Start a child, not forked if `anew`; return the connection to it and its process id.
+    def start(self, stderr: IO[bytes], *, spawned: bool) -> tuple[Connection, int]:
+        """Start a child, by default as a fork; return the connection to it and its process id.
 
         Raises:
             KilledError: the supervisor is gone, or the system has no room for another process.
         """
+        spawned = spawned or not can_fork()
+        if (started := self._request(stderr, SPAWN if spawned else FORK)) is None and self._process is not None:
+            # It was killed, maybe by what it imports to fork.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(POLL_S)
+            started = self._request(stderr, SPAWN)
+        if started is None:
+            raise KilledError("no child process could be started: resume")
+        return started
+
+    def _request(self, stderr: IO[bytes], request: bytes) -> tuple[Connection, int] | None:
         ours, theirs = multiprocessing.Pipe()
         with contextlib.ExitStack() as stack, contextlib.suppress(EOFError, OSError):
             stack.callback(ours.close)
             with theirs:
-                socket.send_fds(self._control, [SPAWN if anew else FORK], [theirs.fileno(), stderr.fileno()])
+                requests = self._running()
+                files = [theirs.fileno(), stderr.fileno(), requests.fileno()]
+                socket.send_fds(requests, [request], files)
             for _ in range(round(START_S / POLL_S)):
                 if ours.poll(POLL_S):
                     pid = int(ours.recv_bytes())
                     stack.pop_all()
                     return ours, pid
                 raise_if_stopped()
-        raise KilledError("no child process could be started: resume")
+        return None
 
-
-class OwnForkServer(ForkServer):
-    """A supervisor that this process started and has to end; one that died is replaced."""
-
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        # Of `fork_server`, which ends it with the last of them.
-        self.num_users = 0
-        self._modules, self._environment = modules, dict(environment)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
-        self._has_forked = self._is_harmful = self._is_ended = False
-
-    def start(self, stderr: IO[bytes], *, anew: bool) -> tuple[Connection, int]:
-        """Start a child as `ForkServer.start` does; none is forked once an import has taken the supervisor down."""
-        anew = anew or self._is_harmful or not can_fork()
-        self._begin()
-        try:
-            started = super().start(stderr, anew=anew)
-        except KilledError:
-            self._is_harmful = not anew and not self._has_forked
-            # One that just died may still be closing its files.
-            with contextlib.suppress(OSError, ValueError):
-                wait([self._control], POLL_S)
-            self._begin()
-            return super().start(stderr, anew=anew or self._is_harmful)
-        self._has_forked |= not anew
-        return started
-
-    def _begin(self) -> None:
+    def _running(self) -> socket.socket:
         with self._lock:
             if self._is_ended:
                 raise KilledError("the run was left before a child process could be started: resume")
-            if self._process is not None:
-                # It sends nothing there.
-                if not wait([self._control], 0):
-                    return
-                self._process.wait()
-                self._control.close()
-            self._control, theirs = socket.socketpair()
-            with theirs:
-                self._process = subprocess.Popen(
-                    child_command("profiling_agent.processes", str(theirs.fileno()), *self._modules),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env=self._environment,
-                    pass_fds=[theirs.fileno()],
-                    # A group of its own: a terminal's Ctrl-C is the parent's, and all of it is ended at once.
-                    process_group=0,
-                )
+            if self._process is not None and self._process.poll() is not None:
+                self._close()
+            if self._requests is None:
+                # Each request is one message, whichever process it comes from.
+                self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+                # -P: a user's torch.py in the working folder must not be imported.
+                command = [sys.executable, "-P", "-m", "profiling_agent.processes", str(theirs.fileno())]
+                with theirs:
+                    self._process = subprocess.Popen(
+                        [*command, *self._modules],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        env=self._environment,
+                        pass_fds=[theirs.fileno()],
+                        # A group of its own: a terminal's Ctrl-C is the parent's, and all of it is ended at once.
+                        process_group=0,
+                    )
+            return self._requests
+
+    def _close(self) -> None:
+        assert self._requests is not None, "it was started"
+        assert self._process is not None, "it was started"
+        assert self._process.stdin is not None, "it is a pipe"
+        self._process.wait()
+        self._process.stdin.close()
+        self._requests.close()
+        self._requests = self._process = None
 
     def end(self) -> None:
         """Kill the supervisor and all that it started."""
@@ -201,30 +185,22 @@ class OwnForkServer(ForkServer):
             if self._process is not None:
                 if self._process.poll() is None:
                     os.killpg(self._process.pid, signal.SIGKILL)
-                    self._process.wait()
-                self._control.close()
+                self._close()
 
 
 # The supervisor that started this process, if one did.
-_inherited: list[ForkServer] = []
-_shared_servers: dict[tuple[object, ...], OwnForkServer] = {}
+_inherited: list[Supervisor] = []
+_shared: dict[tuple[object, ...], Supervisor] = {}
 _lock = threading.Lock()
 
 
-def inherited() -> ForkServer | None:
+def inherited() -> Supervisor | None:
     """Return the supervisor that started this process, if it forks; else None."""
     return _inherited[0] if _inherited and can_fork() else None
 
 
-def _starting_conditions(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Return what a child inherits, except our own variables: environment, cores, limit of file sizes."""
-    variables = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN_PREFIX))
-    cores = os.sched_getaffinity(0) if sys.platform == "linux" else set[int]()
-    return (*variables, *sorted(cores), resource.getrlimit(resource.RLIMIT_FSIZE))
-
-
 @contextmanager
-def fork_server(modules: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Generator[ForkServer]:
+def fork_server(modules: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Generator[Supervisor]:
     """Yield the supervisor that started this process, or one shared in it, which ends with its last user.
 
     Its forks have imported `modules`.
@@ -233,18 +209,19 @@ def fork_server(modules: Sequence[str] = (), environment: Mapping[str, str] | No
         yield _inherited[0]
         return
     environment = child_environment() if environment is None else environment
-    key = (tuple(modules), *_starting_conditions(environment))
+    variables = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN_PREFIX))
+    key = (*modules, *variables)
     with _lock:
-        server = _shared_servers.setdefault(key, OwnForkServer(modules, environment))
-        server.num_users += 1
+        supervisor = _shared.setdefault(key, Supervisor(modules, environment))
+        supervisor.num_users += 1
     try:
-        yield server
+        yield supervisor
     finally:
         with _lock:
-            server.num_users -= 1
-            if not server.num_users:
-                del _shared_servers[key]
-                server.end()
+            supervisor.num_users -= 1
+            if not supervisor.num_users:
+                del _shared[key]
+                supervisor.end()
 
 
 def ending(code: int) -> str:
@@ -252,41 +229,17 @@ def ending(code: int) -> str:
     if code >= 0:
         return f"exit status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    meaning = {
-        "SIGKILL": ", killed from outside, as the system does when memory runs out; lower batch_size or num_samples"
-    }.get(name, "")
-    return f"exit status {code} ({name}{meaning})"
+    if code == -signal.SIGKILL:
+        name += ", killed from outside, as the system does when memory runs out; lower batch_size or num_samples"
+    return f"exit status {code} ({name})"
 
 
 def stderr_tail(text: str) -> str:
     """Return the last lines of a process's output, after the message of the C++ exception that ended it, if any."""
     lines = text.strip().splitlines()
-    tail = " | ".join(lines[-TAIL_LINES:])[-TAIL_CHARACTERS:]
-    # Frames of the stack follow it, more than fit.
-    causes = [cause for line in lines[:-TAIL_LINES] if (cause := line.strip()).startswith(CPP_CAUSE)]
-    return " | ".join([*(cause[:TAIL_CHARACTERS] for cause in causes[-1:]), tail])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wording:
-    """What error messages call a child process and its work, and the advice on its limits."""
-
-    process: str
-    work: str
-    too_slow: str
-    too_large: str
-
-
-class ChildSetup(Record):
-    """First record to a child: the function that it calls ("module:name") with its parent and these arguments.
-
-    `variables` are those that its supervisor doesn't have; of our own it keeps no others.
-    """
-
-    function: str
-    arguments: tuple[str, ...]
-    folder: str
-    variables: dict[str, str]
+    # C++ prints the message of an uncaught exception first; frames of the stack follow it, more than fit.
+    causes = [cause for line in lines[:-3] if (cause := line.strip()).startswith("what():")]
+    return " | ".join([*(cause[:500] for cause in causes[-1:]), " | ".join(lines[-3:])[-500:]])
 
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -300,28 +253,25 @@ class Child(Generic[RecordT]):
 
     def __init__(
         self,
-        server: ForkServer,
+        supervisor: Supervisor,
         call: Sequence[str],
         answer: type[RecordT],
-        wording: Wording,
         *,
+        name: str = "the job",
+        advice: str = "lower batch_size or num_samples",
         log: Path | None = None,
-        variables: Mapping[str, str] | None = None,
-        anew: bool = False,
+        spawned: bool = False,
     ) -> None:
         """Start a process that does `call`, a function ("module:name") and its arguments.
 
-        What it and its libraries print goes to `log` or a temporary file. One with `variables` isn't forked: imports read them.
+        Error messages call its work `name` and end with `advice` if that exceeded a limit. What it and its libraries print
+        goes to `log` or a temporary file.
         """
-        self._answer, self._wording = answer, wording
-        function, *arguments = call
-        own = {
-            name: value for name, value in os.environ.items() if name.startswith(OWN_PREFIX) and _is_safe(name, value)
-        }
+        self._answer, self._name, self._advice = answer, name, advice
         with contextlib.ExitStack() as stack:
             # Closed with the process.
             self._stderr: IO[bytes] = stack.enter_context(log.open("a+b") if log else tempfile.TemporaryFile())  # noqa: SIM115
-            self._connection, self.pid = server.start(self._stderr, anew=anew or bool(variables))
+            self._connection, self.pid = supervisor.start(self._stderr, spawned=spawned)
             stack.pop_all()
         self._code: int | None = None
         self._is_killed = False
@@ -329,15 +279,10 @@ class Child(Generic[RecordT]):
         self._process: psutil.Process | None = None
         with contextlib.suppress(psutil.NoSuchProcess):
             self._process = psutil.Process(self.pid)
-        setup = ChildSetup(
-            function=function,
-            arguments=tuple(arguments),
-            folder=str(Path.cwd()),
-            variables=own | dict(variables or {}),
-        )
+        own = {name: value for name, value in child_environment().items() if name.startswith(OWN_PREFIX)}
         # Whoever died at its start is noticed when its answer is awaited.
-        with contextlib.suppress(JobError):
-            self.send(setup)
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(json.dumps([str(Path.cwd()), own, *call]).encode())
 
     @property
     def is_alive(self) -> bool:
@@ -369,12 +314,10 @@ class Child(Generic[RecordT]):
             raise_if_stopped()
             if time.monotonic() >= deadline:
                 self.kill()
-                raise JobError(f"{self._wording.work} {late} and was ended: {self._wording.too_slow}")
+                raise JobError(f"{self._name} {late} and was ended: {self._advice}")
             if (used := self.resident_bytes()) > MEMORY_FRACTION * total_bytes():
                 self.kill()
-                raise JobError(
-                    f"{self._wording.work} used {used / 2**30:.1f} GiB and was ended: {self._wording.too_large}"
-                )
+                raise JobError(f"{self._name} used {used / 2**30:.1f} GiB and was ended: {self._advice}")
         if (data := self._read()) is None:
             raise self._death_error()
         return self._answer.model_validate_json(data)
@@ -418,8 +361,9 @@ class Child(Generic[RecordT]):
         self._stderr.seek(0)
         output = stderr_tail(self._stderr.read().decode(errors="replace")) or "it printed nothing"
         code = -signal.SIGKILL if self._code is None else self._code
-        kind = KilledError if -code in KILL_SIGNALS else JobError
-        return kind(f"{self._wording.process} died with {ending(code)}: {output}")
+        # Signals that come from outside; the others are crashes.
+        kind = KilledError if -code in (signal.SIGKILL, signal.SIGTERM) else JobError
+        return kind(f"{self._name} died with {ending(code)}: {output}")
 
 
 class Parent:
@@ -427,44 +371,37 @@ class Parent:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._records: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._await_end, daemon=True).start()
 
     def receive(self, kind: type[RecordT]) -> RecordT:
         """Wait for the parent's next request and return it."""
-        return kind.model_validate_json(self._records.get())
+        with contextlib.suppress(EOFError, OSError):
+            return kind.model_validate_json(self._connection.recv_bytes())
+        os._exit(1)
 
     def send(self, record: Record) -> None:
         """Send one record to the parent."""
         self._connection.send_bytes(record.model_dump_json().encode())
 
-    def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._records.put(self._connection.recv_bytes())
+    def _await_end(self) -> None:
+        closing = select.poll()
+        # Nothing but the end of the other side, which is always reported.
+        closing.register(self._connection, 0)
+        closing.poll()
         os._exit(1)
 
 
-def run_child(
-    connection: Connection, stderr: Connection, control: socket.socket, others: Sequence[Connection | socket.socket]
-) -> None:
-    """Be a child: do what the parent's first record has; `others` are the supervisor's, which a fork holds too."""
+def run_child(connection: Connection, stderr: Connection, requests: Connection, others: Sequence[Connection]) -> None:
+    """Be a child: do the call that the parent sends first; `others` are the supervisor's files, which a fork has too."""
     for other in others:
         other.close()
     for stream in (1, 2):
         os.dup2(stderr.fileno(), stream)
     stderr.close()
-    _inherited[:] = [ForkServer(control)]
-    parent = Parent(connection)
-    setup = parent.receive(ChildSetup)
-    os.chdir(setup.folder)
+    _inherited[:] = [Supervisor(requests=socket.socket(fileno=os.dup(requests.fileno())))]
+    folder, variables, function, *arguments = json.loads(connection.recv_bytes())
+    os.chdir(folder)
     for name in [name for name in os.environ if name.startswith(OWN_PREFIX)]:
         del os.environ[name]
-    os.environ.update(setup.variables)
-    resolve_name(setup.function)(parent, *setup.arguments)
-
-
-def send_number(connection: Connection, number: int) -> None:
-    """Send a process id or an exit code, as its supervisor does; nothing if the parent has gone."""
-    with contextlib.suppress(OSError):
-        connection.send_bytes(json.dumps(number).encode())
+    os.environ.update(variables)
+    resolve_name(function)(Parent(connection), *arguments)

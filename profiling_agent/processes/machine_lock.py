@@ -11,21 +11,11 @@ from filelock import FileLock, Timeout
 from profiling_agent.lib.io import cache_folder, make_folders, note_holder, read_holder
 from profiling_agent.lib.logs import Progress, raise_if_stopped, silent
 
-# Two runs at once wait for each other's threads: on two cores each took ten times as long instead of twice, and neither latency table
-# showed a width that saves time (LOG, 2026-11-22).
-POLL_S = 0.2
-
-
-def _read_machine_id() -> str:
-    """Return the id of this boot, which the machine's containers share, or the host's name if there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")[:8]
-    except OSError:
-        return re.sub(r"[^A-Za-z0-9.-]", "-", platform.node())[:60]
-
-
-# One lock per machine, as several machines may share the folder.
-MACHINE = _read_machine_id()
+# One lock per machine, as several machines may share the folder: by the id of this boot, which the machine's containers share.
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+MACHINE = (
+    BOOT.read_text(encoding="utf-8")[:8] if BOOT.exists() else re.sub(r"[^A-Za-z0-9.-]", "-", platform.node())[:60]
+)
 LOCK, HOLDER = f"machine-{MACHINE}.lock", f"machine-{MACHINE}.txt"
 
 
@@ -33,7 +23,8 @@ LOCK, HOLDER = f"machine-{MACHINE}.lock", f"machine-{MACHINE}.txt"
 def machine_lock(progress: Progress = silent, what: str = "another run") -> Generator[None]:
     """Wait until no other process of this user runs a job; a process that dies releases the lock.
 
-    `what` is what waiting processes report of this one.
+    `what` is what waiting processes report of this one. Two runs at once wait for each other's threads: on two cores each
+    took ten times as long instead of twice (LOG, 2026-11-22).
     """
     try:
         folder = cache_folder()
@@ -50,7 +41,7 @@ def machine_lock(progress: Progress = silent, what: str = "another run") -> Gene
     while not lock.is_locked:
         raise_if_stopped()
         with suppress(Timeout):
-            lock.acquire(timeout=1, poll_interval=POLL_S)
+            lock.acquire(timeout=1, poll_interval=0.2)
     note_holder(folder / HOLDER, what)
     try:
         yield

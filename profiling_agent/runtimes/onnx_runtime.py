@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.io import first_line, read_json
 from profiling_agent.lib.logs import import_onnxruntime, muted, third_party_errors
-from profiling_agent.lib.machine import quota_threads, waits_passively
+from profiling_agent.lib.machine import quota_threads
 from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, QuantizedLayer, Recipe
 from profiling_agent.runtimes.registry import (
     INPUT,
@@ -90,8 +90,6 @@ def _session_options(num_threads: int | None) -> Any:
     options.inter_op_num_threads = 1
     # Its threads wait for the next pass by spinning, which takes cores from the next process.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    if waits_passively():
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 
 

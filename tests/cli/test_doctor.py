@@ -12,8 +12,9 @@ from chat_server import Said, chat_server, error, in_turn
 from commands import call
 from crashing_library import break_library
 
-from profiling_agent.cli.doctor import Finding, check_cpu, check_memory, examine, read_self_test
-from profiling_agent.jobs.self_test import SelfTest
+from profiling_agent.cli.doctor import Finding, _check_device, check_cpu, check_memory, examine
+from profiling_agent.jobs.check import check_device
+from profiling_agent.jobs.runner import scratch_jobs
 from profiling_agent.lib.io import CACHE_VARIABLE
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import environment
@@ -118,33 +119,23 @@ def test_a_language_model_is_asked_for_one_word(tmp_path: Path):
         ),
     ],
 )
-def test_a_small_model_goes_through_profile_prune_and_evaluate_on_a_device(tmp_path: Path, device: str, works: str):
-    seen = {name: step() for name, step in SelfTest(device, tmp_path).steps.items()}
+def test_a_small_model_goes_through_profile_prune_and_evaluate_on_a_device(device: str, works: str):
+    with scratch_jobs() as jobs:
+        seen, failure = check_device(jobs, device)
 
-    assert list(seen) == ["find", "profile", "prune", "evaluate"]
-    assert "4 units" in seen["profile"]
-    assert "after compensation" in seen["prune"]
-    assert works in seen["evaluate"]
-
-
-def said_by(*told: dict[str, Any]) -> str:
-    return "\n".join(["a warning of a library", *map(json.dumps, told)])
+    assert failure == ""
+    assert [line.partition(":")[0] for line in seen] == ["find", "profile", "prune", "evaluate"]
+    assert "4 units" in seen[1]
+    assert "after compensation" in seen[2]
+    assert works in seen[3]
 
 
-def test_what_a_self_test_saw_and_where_it_failed_is_shown():
-    cuda = {"device": "cuda"}, {"begun": "find"}, {"seen": "a card"}, {"begun": "profile"}
-    error = "Traceback\n  line\nRuntimeError: no kernel image is available"
-    failed = read_self_test("cuda", 1, said_by(*cuda), error)
-    well = read_self_test("auto", 0, said_by(*cuda, {"seen": "quick"}), "")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device_auto_is_the_cpu():
+    with scratch_jobs() as jobs:
+        finding = _check_device(jobs, "auto")
 
-    assert (failed.state, failed.name) == ("problem", "device")
-    assert failed.seen == "cuda; find: a card; profile failed: RuntimeError: no kernel image is available"
-    # Nobody's run is kept from working by a device that it doesn't use.
-    assert read_self_test("auto", 1, said_by(*cuda), error).state == "note"
-    assert read_self_test("cuda", -11, said_by(*cuda), "").seen.endswith("failed: exit status -11 (SIGSEGV)")
-    assert (well.state, well.seen) == ("note", "cuda; find: a card; profile: quick")
-    assert read_self_test("cuda", 0, said_by(*cuda, {"seen": "quick"}), "").state == "ok"
-    assert read_self_test("auto", 0, said_by({"device": None}), "").seen == "the CPU: there is no CUDA device"
+    assert (finding.state, finding.seen) == ("ok", "the CPU: there is no CUDA device")
 
 
 @pytest.mark.slow

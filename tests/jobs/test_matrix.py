@@ -10,9 +10,9 @@ import in_process
 import pytest
 from pruning.families import FAMILIES, TYPICAL, marked, processor_of, spec_of
 
-from profiling_agent.jobs.handlers import model_check
+from profiling_agent.jobs import check
+from profiling_agent.jobs.check import CHECK_FOLDER, TryTask
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import CHECK_FOLDER, TryTask
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.schemas import Deployability, Deployment, Form, RuntimeName
 
@@ -57,10 +57,10 @@ def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere
     model, folder = FAMILIES[family](), jobs.workspace.root / CHECK_FOLDER
     spec = spec_of(model)
 
-    told = model_check.lay_out(model, folder, spec=spec, processor=processor_of(spec), name=family)
-    assert model_check.write_onnx(folder, form) is None
+    told = check.lay_out(model, folder, spec=spec, processor=processor_of(spec), name=family)
+    assert check.write_onnx(folder, form) == ""
     rows = [
-        model_check.make(folder, form, Deployment(runtime=name, scheme=scheme), num_threads=1)
+        check.make(folder, form, Deployment(runtime=name, scheme=scheme), num_threads=1)
         for name in RUNTIMES
         for scheme in runtime(name).schemes("cpu")
     ]

@@ -12,7 +12,6 @@ import zoo
 
 from profiling_agent.data.prepared import iter_batches
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.jobs.handlers.models import prune
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask, PruneTask, TuneTask
 from profiling_agent.lib.modules import logits_of
 from profiling_agent.measure.predictions import read_predictions
@@ -145,7 +144,7 @@ def task(tmp_path) -> PruneTask:
 
 def test_the_saved_candidate_is_the_compensated_one(task: PruneTask, tmp_path):
     job = in_process.context(task, tmp_path, "on")
-    done = prune(task, job)
+    done = task.run(job)
     plain = in_process.run(task.model_copy(update={"compensate": False}), tmp_path, "off")
     images = torch.cat([images for images, _ in iter_batches(job.images("calibration"), batch_size=32)])
     expected, near, far = (

@@ -6,7 +6,6 @@ import torch
 import zoo
 
 from profiling_agent.data.prepared import iter_batches
-from profiling_agent.jobs.handlers.models import recover
 from profiling_agent.jobs.tasks import RecoverTask
 from profiling_agent.lib.modules import mean_kl
 from profiling_agent.pruning.prune import prune_model
@@ -33,7 +32,7 @@ def task(tmp_path) -> RecoverTask:
 
 def test_the_saved_model_is_nearer_to_the_baseline_on_the_judged_images(task: RecoverTask, tmp_path):
     job = in_process.context(task, tmp_path, "job")
-    done = recover(task, job)
+    done = task.run(job)
     images = torch.cat([images for images, _ in iter_batches(job.images("calibration"), batch_size=64)])
     # Of each 32 images the last 8.
     judged = images.reshape(2, 32, 3, 32, 32)[:, 24:].flatten(0, 1)
@@ -53,7 +52,7 @@ def test_the_saved_model_is_nearer_to_the_baseline_on_the_judged_images(task: Re
 
 def test_where_no_epoch_helps_the_pruned_model_itself_is_handed_on(task: RecoverTask, tmp_path):
     job = in_process.context(task, tmp_path, "job")
-    done = recover(task.model_copy(update={"model": task.baseline}), job)
+    done = task.model_copy(update={"model": task.baseline}).run(job)
 
     # The baseline is already at 0, below which no KL falls.
     assert done.model == task.baseline
@@ -63,7 +62,7 @@ def test_where_no_epoch_helps_the_pruned_model_itself_is_handed_on(task: Recover
 
 def test_the_order_of_images_is_the_seeds(task: RecoverTask, tmp_path):
     one, other = (
-        recover(task.model_copy(update={"epochs": 1, "seed": seed}), in_process.context(task, tmp_path, f"job{seed}"))
+        task.model_copy(update={"epochs": 1, "seed": seed}).run(in_process.context(task, tmp_path, f"job{seed}"))
         for seed in (1, 2)
     )
 

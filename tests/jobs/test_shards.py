@@ -1,10 +1,9 @@
 """Evaluation in shards, by real jobs on a model small enough to run over a thousand images: what is done how often."""
 
-import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import pytest
 import sample_records
 import torch
 import zoo
-from full_disk import at_most
 
 from profiling_agent.data.prepared import PIXELS, PreparedImages
-from profiling_agent.errors import StorageError
+from profiling_agent.jobs.base import PrepareTask
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, LogitsTask, PrepareTask, PruneTask, prepared
+from profiling_agent.jobs.tasks import DeployTask, Evaluated, EvaluateTask, LogitsTask, PruneTask
 from profiling_agent.lib.inference import quick_products
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.measure.predictions import Answers, answers_of, concatenate, read_predictions
@@ -27,18 +25,7 @@ from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.runtimes.torch_artifact import load_module
-from profiling_agent.schemas import (
-    SHARD,
-    Acquired,
-    ArtifactRef,
-    Cut,
-    Deployment,
-    Evaluation,
-    ModelSource,
-    SplitInfo,
-    Variant,
-)
-from profiling_agent.search.evaluator import Evaluator, Settings
+from profiling_agent.schemas import SHARD, ArtifactRef, Cut, Deployment, SplitInfo
 
 NUM_IMAGES, BATCH_SIZE = 2 * SHARD + 40, 48
 
@@ -73,30 +60,6 @@ def jobs(root: Path) -> Iterator[Jobs]:
         yield jobs
 
 
-def evaluator(jobs: Jobs, root: Path) -> Evaluator:
-    search, calibration = info(root, "search", NUM_IMAGES), info(root, "calibration", 128)
-    acquired = Acquired(
-        source=ModelSource(name="m", architecture="A", device="cpu"),
-        calibration=calibration,
-        search=search,
-        heldout=search.model_copy(update={"name": "heldout"}),
-        labels=(),
-    )
-    return Evaluator(
-        jobs=jobs,
-        acquired=acquired,
-        baseline=ref(root, "baseline"),
-        profile=sample_records.profile(),
-        goal=sample_records.GOAL,
-        settings=Settings(batch_size=BATCH_SIZE, seed=0),
-    )
-
-
-def evaluated(jobs: Jobs, root: Path, model: str, **asked: Any) -> Evaluation:
-    measuring = evaluator(jobs, root)
-    return measuring.evaluate(Variant.BASELINE, ref(root, model), measuring.acquired.search, **asked)
-
-
 def done(root: Path) -> Counter[str]:
     """Return how many jobs of each kind there are."""
     return Counter(name.rpartition("-")[0] for name in times(root))
@@ -114,6 +77,10 @@ def times(root: Path) -> dict[str, int]:
 def evaluation(root: Path, model: str, shard: int) -> EvaluateTask:
     split = info(root, "search", NUM_IMAGES)
     return EvaluateTask(model=ref(root, model), split=split, shard=shard, batch_size=BATCH_SIZE, device="cpu")
+
+
+def evaluated(jobs: Jobs, root: Path, model: str, shards: Iterable[int] = range(3)) -> list[Evaluated]:
+    return jobs.run_each([evaluation(root, model, shard) for shard in shards])
 
 
 def test_shards_are_512_images_and_what_is_left():
@@ -134,19 +101,17 @@ def test_shards_are_512_images_and_what_is_left():
         of(1100).rows(3)
 
 
-def test_no_image_is_decoded_or_answered_twice_whoever_asks(jobs: Jobs, root: Path):
-    sample = evaluated(jobs, root, "baseline", images=range(SHARD))
+def test_no_image_is_decoded_or_evaluated_twice(jobs: Jobs, root: Path):
+    sample = evaluated(jobs, root, "baseline", [0])
     assert done(root) == {"prepare": 1, "evaluate": 1}
     whole = evaluated(jobs, root, "baseline")
     assert done(root) == {"prepare": 3, "evaluate": 3}
-    assert (sample.predictions.num_images, whole.predictions.num_images) == (SHARD, NUM_IMAGES)
-    assert whole.predictions.files[0] == sample.predictions.files[0]
+    assert [each.predictions.num_images for each in whole] == [SHARD, SHARD, NUM_IMAGES - 2 * SHARD]
+    assert whole[0] == sample[0]
 
-    other = evaluated(jobs, root, "other", against=whole)
+    evaluated(jobs, root, "other")
     assert done(root) == {"prepare": 3, "evaluate": 6}, "a model with the same processor reads the same images"
-    assert other.drop is not None
-    assert other.drop.num_images == NUM_IMAGES
-    evaluated(jobs, root, "brighter", images=range(SHARD))
+    evaluated(jobs, root, "brighter", [0])
     assert done(root) == {"prepare": 4, "evaluate": 7}, "another processor makes something else of them"
 
     before = times(root)
@@ -155,9 +120,7 @@ def test_no_image_is_decoded_or_answered_twice_whoever_asks(jobs: Jobs, root: Pa
 
 
 def test_the_answers_are_those_of_all_images_at_once_whichever_shard_is_first(jobs: Jobs, root: Path):
-    for shard in (2, 0, 1):
-        jobs.run(evaluation(root, "baseline", shard))
-    predictions = evaluated(jobs, root, "baseline").predictions
+    predictions = [each.predictions for each in reversed(evaluated(jobs, root, "baseline", (2, 1, 0)))]
 
     text, images = (root / "baseline" / "preprocessor_config.json").read_text(), info(root, "search", NUM_IMAGES)
     tasks = [PrepareTask(split=images, shard=shard, processor=text) for shard in images.shards()]
@@ -167,11 +130,10 @@ def test_the_answers_are_those_of_all_images_at_once_whichever_shard_is_first(jo
             shard_images = PreparedImages([root / "jobs" / job_key(task)])
             for pixel_values, labels in shard_images.batches(BATCH_SIZE):
                 expected.append(answers_of(model(pixel_values=torch.from_numpy(pixel_values)).logits.numpy(), labels))
-    found = [read_predictions(root / file.path) for file in predictions.files]
+    found = concatenate([read_predictions(root / each.files[0].path) for each in predictions])
     for name in ("predicted", "true"):
-        assert np.array_equal(getattr(concatenate(found), name), getattr(concatenate(expected), name)), name
-    assert [len(part.true) for part in found] == [SHARD, SHARD, NUM_IMAGES - 2 * SHARD]
-    assert predictions.num_correct == int(concatenate(expected).right.sum())
+        assert np.array_equal(getattr(found, name), getattr(concatenate(expected), name)), name
+    assert sum(each.num_correct for each in predictions) == int(concatenate(expected).right.sum())
 
 
 def test_images_that_were_forgotten_are_prepared_again_and_what_was_prepared_stays_told(jobs: Jobs, root: Path):
@@ -187,24 +149,6 @@ def test_images_that_were_forgotten_are_prepared_again_and_what_was_prepared_sta
     assert np.load(pixels).shape == (NUM_IMAGES - 2 * SHARD, 3, 32, 32)
     jobs.forget_images()
     jobs.forget_images()
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_in_one_line_and_leaves_nothing(root: Path, tmp_path: Path):
-    images = info(root, "search", NUM_IMAGES)
-    shutil.copy(root / images.file.path, tmp_path)
-
-    # Forty images of 3,072 bytes each.
-    with (
-        in_process.opened(tmp_path) as opened,
-        at_most(100_000),
-        pytest.raises(StorageError, match="there is no space left: free some") as full,
-    ):
-        opened.run(prepared(images, root / "baseline")[2])
-
-    assert "\n" not in str(full.value)
-    assert "resume" in str(full.value)
-    assert list((tmp_path / "jobs").iterdir()) == []
 
 
 def test_the_logits_of_a_float_model_are_computed_once_for_all_its_deployments(jobs: Jobs, root: Path):
@@ -228,9 +172,7 @@ def test_the_logits_of_a_float_model_are_computed_once_for_all_its_deployments(j
 
 
 def test_whoever_evaluates_imports_no_torch_for_a_runtime_that_has_none():
-    code = (
-        "import sys, profiling_agent.jobs.handlers.measurement; print({'torch', 'transformers'} & sys.modules.keys())"
-    )
+    code = "import sys, profiling_agent.jobs.measuring; print({'torch', 'transformers'} & sys.modules.keys())"
 
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 

@@ -60,13 +60,18 @@ def test_artifacts_are_found_however_deep():
     assert artifacts_of({"a": [1, (ref, {"b": ref})]}) == [ref, ref]
 
 
-def test_time_is_counted_up_to_the_latest_job_that_was_asked_for(tmp_path: Path):
-    sheet = Timesheet(tmp_path / TIMESHEET_FILE)
-    for key, seconds in (("prepare-1", 1.0), ("evaluate-1", 2.0), ("evaluate-2", 4.0)):
-        sheet.note(key, seconds)
-    assert sheet.spent_s == 7.0
+def timesheet(folder: Path, **seconds: float) -> Timesheet:
+    """Return the timesheet of a run that is resumed after jobs that took so long."""
+    sheet = Timesheet(folder / TIMESHEET_FILE)
+    for name, job_s in seconds.items():
+        sheet.note(name.replace("_", "-"), job_s)
+    assert sheet.spent_s == sum(seconds.values())
+    return Timesheet(folder / TIMESHEET_FILE)
 
-    resumed = Timesheet(tmp_path / TIMESHEET_FILE)
+
+def test_time_is_counted_up_to_the_latest_job_that_was_requested(tmp_path: Path):
+    resumed = timesheet(tmp_path, prepare_1=1.0, evaluate_1=2.0, evaluate_2=4.0)
+
     assert resumed.spent_s == 0.0
     resumed.reach("evaluate-1")
     resumed.reach("prepare-1")
@@ -74,32 +79,22 @@ def test_time_is_counted_up_to_the_latest_job_that_was_asked_for(tmp_path: Path)
     resumed.resume_at(6.5)
     assert resumed.spent_s == 6.5
     resumed.reach("evaluate-2")
-    resumed.reach("nobody's")
+    resumed.reach("unknown")
     assert resumed.spent_s == 7.0
     assert resumed.by_kind() == {"evaluate": (2, 6.0), "prepare": (1, 1.0)}
 
 
-def test_a_job_that_is_done_again_counts_once_and_one_that_is_tried_again_both_times(tmp_path: Path):
-    sheet = Timesheet(tmp_path / TIMESHEET_FILE)
-    sheet.note("prepare-1", 1.0)
-    sheet.note("deploy-1", 2.0)
-    sheet.note("prepare-1", 100.0)
-    assert (sheet.spent_s, Timesheet(tmp_path / TIMESHEET_FILE).by_kind()) == (
-        3.0,
-        {"deploy": (1, 2.0), "prepare": (1, 1.0)},
-    )
+def test_a_job_that_is_done_again_counts_once_and_the_last_one_both_times(tmp_path: Path):
+    resumed = timesheet(tmp_path, prepare_1=1.0, deploy_1=2.0)
+    resumed.note("prepare-1", 100.0)
+    assert resumed.by_kind() == {"deploy": (1, 2.0), "prepare": (1, 1.0)}
 
-    resumed = Timesheet(tmp_path / TIMESHEET_FILE)
-    resumed.reach("prepare-1")
     resumed.note("deploy-1", 500.0)
     assert resumed.spent_s == 503.0
 
 
 def test_a_fork_is_not_charged_for_what_the_other_branch_did(tmp_path: Path):
-    sheet = Timesheet(tmp_path / TIMESHEET_FILE)
-    for key, seconds in (("prune-1", 100.0), ("prune-2", 80.0)):
-        sheet.note(key, seconds)
-    fork = Timesheet(tmp_path / TIMESHEET_FILE)
+    fork = timesheet(tmp_path, prune_1=100.0, prune_2=80.0)
     fork.resume_at(100.0)
     fork.note("prune-3", 5.0)
 

@@ -12,8 +12,8 @@ from crashing_library import break_library
 from profiling_agent.cli.models import _installed
 from profiling_agent.cli.tables import model_tables
 from profiling_agent.cli.terminal import console
-from profiling_agent.jobs.handlers import model_check
-from profiling_agent.jobs.runner import ModelCheck
+from profiling_agent.jobs import check
+from profiling_agent.jobs.runner import scratch_jobs
 from profiling_agent.request import Request
 from profiling_agent.schemas import Deployment, Prunable
 
@@ -22,7 +22,7 @@ from profiling_agent.schemas import Deployment, Prunable
 def laid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Prunable]:
     """Return the folder of a model of one block that was laid out, and what can be cut of it."""
     folder, model = tmp_path_factory.mktemp("laid"), zoo.vit(num_hidden_layers=1)
-    return folder, model_check.lay_out(model, folder, spec=zoo.SPEC, processor=zoo.processor(), name="zoo")
+    return folder, check.lay_out(model, folder, spec=zoo.SPEC, processor=zoo.processor(), name="zoo")
 
 
 def test_what_can_be_cut_is_counted_with_a_reason_for_the_rest(laid: tuple[Path, Prunable]):
@@ -38,19 +38,19 @@ def test_what_can_be_cut_is_counted_with_a_reason_for_the_rest(laid: tuple[Path,
 
 
 def test_a_deployment_that_can_not_be_made_says_why(laid: tuple[Path, Prunable]):
-    row = model_check.make(laid[0], "pruned", Deployment(runtime="openvino", scheme="float32"))
+    row = check.make(laid[0], "pruned", Deployment(runtime="openvino", scheme="float32"))
 
     assert row.refused == "conversion: OpenVINO needs the model as ONNX, and was given none"
 
 
 def test_a_damaged_deployment_is_told_when_it_is_opened_again(laid: tuple[Path, Prunable]):
-    row = model_check.make(laid[0], "whole", Deployment(runtime="eager", scheme="dynamic"))
-    folder = model_check.deployment_folder(laid[0], "whole", row.deployment)
-    assert (row.refused, model_check.reopen(laid[0], row).refused) == ("", "")
+    row = check.make(laid[0], "whole", Deployment(runtime="eager", scheme="dynamic"))
+    folder = check.deployment_folder(laid[0], row)
+    assert (row.refused, check.reopen(laid[0], row).refused) == ("", "")
 
     (folder / "weights.safetensors").write_bytes(b"")
 
-    assert model_check.reopen(laid[0], row).refused.startswith("reopening: ")
+    assert check.reopen(laid[0], row).refused.startswith("reopening: ")
 
 
 def test_runtimes_that_are_not_there_or_take_long_are_named():
@@ -67,8 +67,8 @@ def test_a_look_is_shown_as_tables_with_a_reason_for_what_stays(
     laid: tuple[Path, Prunable], capsys: pytest.CaptureFixture[str]
 ):
     folder, prunable = laid
-    made = model_check.make(folder, "pruned", Deployment(runtime="eager", scheme="dynamic"))
-    refused = model_check.make(folder, "pruned", Deployment(runtime="openvino", scheme="float32"))
+    made = check.make(folder, "pruned", Deployment(runtime="eager", scheme="dynamic"))
+    refused = check.make(folder, "pruned", Deployment(runtime="openvino", scheme="float32"))
 
     console.print(model_tables(prunable, [made, refused], ["inductor: it compiles for minutes"]))
 
@@ -109,11 +109,11 @@ def test_a_model_is_looked_at_from_its_folder_a_crash_is_a_refusal_and_nothing_i
 def test_an_export_that_fails_is_the_reason_of_each_deployment_that_reads_it(tmp_path: Path):
     zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "model")
 
-    with ModelCheck() as look:
-        look.prunable(str(tmp_path / "model"))
+    with scratch_jobs() as jobs:
+        jobs.run(check.LookTask(model=str(tmp_path / "model")))
         # Where the file would be written.
-        (look.folder / "whole.onnx").mkdir()
-        rows = list(look.deployable("whole", ["onnxruntime"]))
+        (jobs.workspace.root / check.CHECK_FOLDER / "whole.onnx").mkdir()
+        rows = list(check.deployable(jobs, "whole", ["onnxruntime"]))
 
     assert [row.deployment.scheme for row in rows] == ["float32", "dynamic", "static"]
     assert all(row.refused.startswith("export: ") for row in rows)

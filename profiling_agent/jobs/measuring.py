@@ -1,0 +1,372 @@
+"""Tasks that measure: headline, profile, evaluation, held-out openings, races, memory and layer times.
+
+Torch is imported only for its own runtimes.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from profiling_agent.data.images import SplitImages
+from profiling_agent.data.prepared import PreparedImages, iter_batches
+from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.jobs.base import HOUR, Find, JobContext, Task, complexity_of, prepared
+from profiling_agent.lib.io import cache_subfolder, read_record, write_text
+from profiling_agent.lib.logs import Progress
+from profiling_agent.lib.machine import available_threads, environment
+from profiling_agent.measure import predictions, race, throughput
+from profiling_agent.processes.child import inherited
+from profiling_agent.runtimes import artifact
+from profiling_agent.runtimes.registry import ModelSession
+from profiling_agent.schemas import (
+    ArtifactRef,
+    Deployment,
+    Evidence,
+    Footprint,
+    Headline,
+    MemoryUse,
+    ModelProfile,
+    Opening,
+    Predictions,
+    Race,
+    Record,
+    SplitInfo,
+    Variant,
+)
+
+PROFILE, WIDTHS = "profile.json", "widths.json"
+
+
+class HeadlineTask(Task[Headline]):
+    """Measure the latency and memory of a model in a process that does nothing else."""
+
+    sets_torch = False
+    isolated_timeout_s = HOUR / 2
+    spawned = timed = uses_runtimes = True
+    isolated: bool = True
+    model: ArtifactRef
+    batch_size: int
+    device: str
+
+    def run(self, context: JobContext) -> Headline:
+        """Time the model and its memory."""
+        path = context.path(self.model)
+        session = artifact.open_session(path, device=self.device, num_threads=available_threads())
+        spec = context.recipe(self.model).input
+        return throughput.measure_headline(session, spec, batch_size=self.batch_size)
+
+
+class Profiled(Record):
+    """Reference to the full profile, and its totals."""
+
+    profile: ArtifactRef
+    params: int
+    macs: int
+    latency_ms: float
+    peak_memory_bytes: int
+    forward_passes: int
+
+
+def _save_profile(profile: ModelProfile, context: JobContext) -> Profiled:
+    path = context.folder / PROFILE
+    write_text(path, profile.model_dump_json(indent=1))
+    return Profiled(
+        profile=context.ref(path, "profile"),
+        params=profile.params,
+        macs=profile.macs,
+        latency_ms=profile.headline.latency.median_ms,
+        peak_memory_bytes=profile.headline.peak_memory_bytes,
+        forward_passes=profile.forward_passes,
+    )
+
+
+class ProfileTask(Task[Profiled]):
+    """Time a model and its layers; with `times_widths` also each unit at each width."""
+
+    timed = True
+    model: ArtifactRef
+    batch_size: int
+    device: str
+    headline: Headline
+    times_widths: bool = False
+
+    def run(self, context: JobContext) -> Profiled:
+        """Profile the model; write profile.json and the chrome trace, and the latency table if requested."""
+        from profiling_agent.lib.modules import random_batch
+        from profiling_agent.measure.latency_table import time_units
+        from profiling_agent.profiling.profile import profile_model
+        from profiling_agent.runtimes.torch_artifact import load_skeleton
+
+        path, trace = context.path(self.model), context.folder / "trace.json.gz"
+        model, recipe = context.load(self.model, self.device), context.recipe(self.model)
+        profile = profile_model(
+            model,
+            recipe.input,
+            batch_size=self.batch_size,
+            device=self.device,
+            headline=self.headline,
+            size_bytes=artifact.model_bytes(path),
+            architecture=recipe.architecture,
+            skeleton=load_skeleton(path),
+            trace_path=trace,
+            progress=context.progress,
+        )
+        if self.times_widths:
+            batch = random_batch(profile.input, self.batch_size).to(self.device)
+            table = time_units(model, profile.units, batch, progress=context.progress)
+            write_text(context.folder / WIDTHS, table.model_dump_json())
+        return _save_profile(profile.model_copy(update={"trace": context.ref(trace, "trace")}), context)
+
+
+class EvidenceTask(Task[Profiled]):
+    """Add the KL divergence after pruning each unit to a profile; nothing is timed, so other jobs may run next to it."""
+
+    passes = 100_000
+    model: ArtifactRef
+    batch_size: int
+    device: str
+    headline: Headline
+    calibration: SplitInfo
+    seed: int = 0
+    cache: bool = True
+
+    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
+        """Return the job that makes the profile and latency table, and those that prepare calibration images."""
+        inputs = self.model_dump(include={"model", "batch_size", "device", "headline"})
+        profile = ProfileTask.model_validate({**inputs, "times_widths": True})
+        return {"profile": (profile,), "calibration": prepared(self.calibration, find(self.model))}
+
+    def run(self, context: JobContext) -> Profiled:
+        """Write the profile again, with the evidence on the model's units, or why there is none."""
+        from profiling_agent.measure.latency_table import LatencyTable
+
+        (folder,) = context.folders("profile")
+        profile = read_record(ModelProfile, folder / PROFILE)
+        evidence, note = self._evidence(context, profile, read_record(LatencyTable, folder / WIDTHS))
+        return _save_profile(profile.model_copy(update={"evidence": evidence, "evidence_note": note}), context)
+
+    def _evidence(self, context: JobContext, profile: ModelProfile, table: Any) -> tuple[Evidence | None, str | None]:
+        from profiling_agent.lib.inference import quick_products
+        from profiling_agent.profiling import evidence as stored
+
+        path, cached_at = context.path(self.model), None
+        if self.cache and (cache := cache_subfolder("evidence")) is not None:
+            images = self.calibration
+            depends_on = {
+                "model": self.model.sha256,
+                "images": [images.file.sha256, images.num_images, artifact.processor_text(path)],
+                "requested": [self.batch_size, self.device, self.seed],
+                "environment": environment(self.device).model_dump(mode="json", exclude={"runtimes"}),
+            }
+            cached_at = stored.evidence_path(cache, depends_on)
+            if (cached := stored.read_evidence(cached_at)) is not None:
+                context.progress("evidence of an earlier run is used", 0, 0)
+                # Only its KLs: units were timed again, so that evidence from a busy machine can be cached too.
+                return stored.with_latencies(cached, profile.units, table), None
+        try:
+            with quick_products():
+                evidence = stored.measure_sensitivity(
+                    context.load(self.model, self.device),
+                    profile.units,
+                    partial(iter_batches, context.images("calibration"), batch_size=self.batch_size),
+                    table=table,
+                    seed=self.seed,
+                    progress=context.progress,
+                )
+        except PruningError as error:
+            return None, str(error)
+        if cached_at is not None:
+            stored.store_evidence(cached_at, evidence)
+        return evidence, None
+
+
+class Evaluated(Record):
+    """A model's predictions on a shard, and its footprint."""
+
+    footprint: Footprint
+    predictions: Predictions
+
+
+class _OpenedModel(NamedTuple):
+    session: ModelSession
+    recipe: artifact.Recipe
+    footprint: Footprint
+
+
+class EvaluateTask(Task[Evaluated]):
+    """Evaluate a model on one shard of a split; isolate any runtime but eager torch, as it may crash.
+
+    Request several shards of a model together (`Jobs.run_each`): they share one process, whose start takes as long as
+    hundreds of images, and the opened model, which some runtimes compile for minutes. Only missing shards are done.
+    """
+
+    sets_torch = False
+    uses_runtimes = True
+    model: ArtifactRef
+    split: SplitInfo
+    shard: int = Field(ge=0)
+    batch_size: int
+    device: str
+
+    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
+        """Return the job that prepares the shard's images."""
+        return {"images": prepared(self.split, find(self.model), range(self.shard, self.shard + 1))}
+
+    def run(self, context: JobContext) -> Evaluated:
+        """Run the model over the shard; count what it takes. The next shard of the same model finds it opened."""
+        images, path, kept = context.images("images"), context.path(self.model), context.kept
+        name = f"{self.model.path} {self.model.sha256} {self.device}"
+        if is_new := name not in kept:
+            # Free the previous model first: memory may not hold two large ones.
+            kept.clear()
+            kept[name] = self._open(context)
+        opened: _OpenedModel = kept[name]
+        quick: Any = nullcontext()
+        if opened.recipe.deployment.runtime == "eager":
+            from profiling_agent.lib.inference import quick_products
+
+            quick = quick_products()
+        with quick:
+            answers = answer(opened.session, images, self.batch_size, context.progress)
+        if is_new:
+            # After the images: a runtime that compiles for each batch size then has a larger one for the two golden images.
+            artifact.check_golden(opened.session.run, path, opened.recipe)
+        out = context.folder / "predictions.safetensors"
+        predictions.write_predictions(out, answers)
+        result = Predictions(
+            split=self.split.name,
+            num_images=len(answers.true),
+            num_correct=int(answers.right.sum()),
+            files=(context.ref(out, "predictions"),),
+        )
+        return Evaluated(footprint=opened.footprint, predictions=result)
+
+    def _open(self, context: JobContext) -> _OpenedModel:
+        path = context.path(self.model)
+        recipe = artifact.open_folder(path, verify=True)
+        session = artifact.open_session(path, device=self.device, num_threads=available_threads())
+        if recipe.deployment == Deployment() and self.device == "cpu":
+            from profiling_agent.lib.inference import fuse_norms_
+            from profiling_agent.lib.modules import random_batch
+            from profiling_agent.runtimes.torch_session import TorchSession
+
+            assert isinstance(session, TorchSession), "eager float32 is torch's"
+            fuse_norms_(session.module, random_batch(recipe.input, 2))
+        if (counts := recipe.counts) is None:
+            from profiling_agent.quantization.kinds import parameter_bytes
+
+            params, macs = complexity_of(path)
+            held = parameter_bytes(context.load(self.model))
+            counts = artifact.ParentCounts(params=params, macs=macs, parameter_bytes=held)
+        footprint = Footprint(**counts.model_dump(), size_bytes=artifact.model_bytes(path))
+        return _OpenedModel(session, recipe, footprint)
+
+
+def answer(session: ModelSession, images: PreparedImages, batch_size: int, progress: Progress) -> predictions.Answers:
+    """Return a session's answers for all images; RequestError if there are none."""
+    answers, done = list[predictions.Answers](), 0
+    for pixel_values, true in images.batches(batch_size):
+        answers.append(predictions.answers_of(session.run(pixel_values), true))
+        done += len(true)
+        progress("evaluating", done, len(images))
+    if not answers:
+        raise RequestError("there are 0 images to evaluate on: raise num_samples")
+    return predictions.concatenate(answers)
+
+
+class OpenHeldoutTask(Task[Opening]):
+    """Record that a candidate, made of the baseline, is tested on held-out images; a resumed run records it once."""
+
+    sets_torch = False
+    baseline: ArtifactRef
+    candidate: ArtifactRef
+    heldout: SplitInfo
+    fresh: str | None = None
+
+    def run(self, context: JobContext) -> Opening:
+        """Write it into the user's ledger."""
+        baseline = context.recipe(self.baseline)
+        images = SplitImages(context.path(self.heldout.file))
+        encoded = (images.encoded(row) for row in range(len(images)))
+        weights = baseline.files[baseline.model_files[0]]
+        return predictions.note_opening(weights, self.candidate.sha256, encoded, self.fresh)
+
+
+class RaceTask(Task[Race]):
+    """Time models in turns in one session, to choose among them; the first is the baseline."""
+
+    sets_torch = False
+    timed = uses_runtimes = True
+    isolated: bool = True
+    entries: tuple[tuple[Variant, ArtifactRef], ...]
+    batch_size: int
+    device: str
+    seed: int
+    pass_s: float = Field(default=0.0, ge=0, description="what the baseline takes for a batch: a hang takes far longer")
+
+    def run(self, context: JobContext) -> Race:
+        """Let the models take turns."""
+        return race.race_once(self.entries, self._conditions(context), progress=context.progress)
+
+    def _conditions(self, context: JobContext, *, reads_memory: bool = False) -> race.Conditions:
+        return race.Conditions(
+            root=context.root,
+            batch_size=self.batch_size,
+            device=self.device,
+            seed=self.seed,
+            pass_s=self.pass_s,
+            server=None if reads_memory else inherited(),
+        )
+
+
+class SessionTask(RaceTask):
+    """Time one of several sessions, each in a new process, that together estimate speedups, and memory if requested."""
+
+    number: int
+    reads_memory: bool
+
+    def run(self, context: JobContext) -> Race:
+        """Hold one session of an estimate."""
+        conditions = self._conditions(context, reads_memory=self.reads_memory)
+        return race.run_one_session(self.entries, conditions, self.number, progress=context.progress)
+
+
+class MemoryTask(Task[MemoryUse]):
+    """Measure the peak memory of a process that only loads and runs a model."""
+
+    sets_torch = False
+    isolated_timeout_s = HOUR / 2
+    uses_runtimes = True
+    isolated: bool = True
+    model: ArtifactRef
+    batch_size: int
+    device: str = "cpu"
+
+    def run(self, context: JobContext) -> MemoryUse:
+        """Start such a process and read its memory."""
+        return throughput.memory_use(self.model, root=context.root, batch_size=self.batch_size, device=self.device)
+
+
+class LayerTimes(Record):
+    """Milliseconds of each layer of a deployed model in a pass over a batch, by its name in the model."""
+
+    layers: dict[str, float]
+
+
+class LayerTimesTask(Task[LayerTimes]):
+    """Measure the time of each layer by the model's runtime; `onnx` is the file that the runtime was given, if any."""
+
+    sets_torch = False
+    timed = uses_runtimes = True
+    isolated: bool = True
+    model: ArtifactRef
+    onnx: ArtifactRef | None = None
+    batch_size: int
+
+    def run(self, context: JobContext) -> LayerTimes:
+        """Ask the model's runtime what the parts of a pass take."""
+        path, onnx = context.path(self.model), context.path(self.onnx) if self.onnx else None
+        threads = available_threads()
+        return LayerTimes(layers=artifact.layer_times(path, onnx, batch_size=self.batch_size, num_threads=threads))
