@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from profiling_agent import errors
-from profiling_agent.data.prepared import PIXELS
+from profiling_agent.data.images import PIXELS
 from profiling_agent.errors import AcquisitionError, JobError, KilledError, ProfilingAgentError, RunError
 from profiling_agent.jobs.store import RESULT, TIMESHEET_FILE, Message, Order, Timesheet, artifacts_of
 from profiling_agent.jobs.tasks import (

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field
 
-from profiling_agent.data.prepared import PreparedImages
+from profiling_agent.data.images import PreparedImages
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.logs import Progress
 from profiling_agent.processes.child import HUB
@@ -197,7 +197,7 @@ class TryTask(Task[Deployability]):
 
 
 class Prepared(Record):
-    """A shard's images, decoded and processed, in the job's folder; `data.prepared` describes the array."""
+    """A shard's images, decoded and processed, in the job's folder; `data.images` describes the array."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -171,29 +171,21 @@ def sizes_of(config):
 
 
 @pytest.mark.slow
-def test_a_script_makes_way_for_the_hubs_parquet_copy_and_the_run_says_so(answers):
-    assert answers["named"]["sizes"] == sizes_of("320px")
-    copy = f"{fake_hub.COPY} at {fake_hub.COPY_COMMIT}"
-    said = f"images are read from the Hub's parquet copy, {copy}: 'photos.py' is never run"
-    assert said in answers["named"]["notes"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("what", "config"), [("copy, named", "160px"), ("cardless, named", "320px")])
-def test_a_named_config_is_read_alone(answers, what, config):
-    assert answers[what]["sizes"] == sizes_of(config)
-    assert not any("parquet copy" in note for note in answers[what]["notes"])
-
-
-@pytest.mark.slow
-def test_a_stream_fills_its_quotas(answers):
-    assert answers["stream"]["sizes"] == [256, 30, 120]
-    assert answers["stream"]["notes"] == ["images were streamed and drawn in equal numbers per class"]
-
-
-@pytest.mark.slow
-def test_pictures_in_a_repository_are_read_from_it(answers):
-    assert answers["pictures"]["sizes"] == list(expected_sizes(pngs(40)))
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("named", sizes_of("320px")),
+        ("copy, named", sizes_of("160px")),
+        ("cardless, named", sizes_of("320px")),
+        ("stream", [256, 30, 120]),
+        ("pictures", list(expected_sizes(pngs(40)))),
+    ],
+)
+def test_a_repository_is_read_alone_and_a_script_makes_way_for_the_hubs_parquet_copy(answers, what, expected):
+    assert answers[what]["sizes"] == expected
+    assert "images were streamed and drawn in equal numbers per class" in answers[what]["notes"]
+    copy = f"images are read from the Hub's parquet copy, {fake_hub.COPY} at {fake_hub.COPY_COMMIT}: 'photos.py' is never run"
+    assert (copy in answers[what]["notes"]) == (what == "named")
 
 
 @pytest.mark.slow
@@ -261,10 +253,11 @@ def test_a_cell_that_names_a_file_of_the_folder_is_read_and_one_with_bytes_names
 
 def test_links_are_followed_inside_of_the_folder_only(pictures, draw, refusal, private):
     folder = pictures("img/1.png")
-    (folder / "img" / "1.png").symlink_to("0.png")
+    link = folder / "img" / "1.png"
+    link.symlink_to("0.png")
     assert png(0) in measured(draw(folder))
-    (folder / "img" / "1.png").unlink()
-    (folder / "img" / "1.png").symlink_to(private)
+    link.unlink()
+    link.symlink_to(private)
     assert "which is not in it" in refusal(folder)
 
 

@@ -16,7 +16,7 @@ import torch
 import zoo
 from full_disk import at_most
 
-from profiling_agent.data.prepared import PIXELS, PreparedImages
+from profiling_agent.data.images import PIXELS, PreparedImages
 from profiling_agent.errors import StorageError
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, LogitsTask, PrepareTask, PruneTask, prepared

@@ -4,8 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiling_agent.data.images import SplitImages
-from profiling_agent.data.prepared import PreparedImages
+from profiling_agent.data.images import PreparedImages, SplitImages
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.tasks import (

@@ -13,10 +13,16 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from profiling_agent.data.dataset import DataQuery
-from profiling_agent.data.images import SplitImages, relabel_split
+from profiling_agent.data.images import (
+    SplitImages,
+    iter_batches,
+    processed_batches,
+    relabel_split,
+    shuffled_batches,
+    write_prepared,
+)
 from profiling_agent.data.labels import choose_matching
 from profiling_agent.data.models import LoadedModel, device_note, load_model, resolve_device
-from profiling_agent.data.prepared import iter_batches, processed_batches, shuffled_batches, write_prepared
 from profiling_agent.data.shape import check_processor, resolve_input_shape, survey, verify
 from profiling_agent.data.splits import DrawnSplit, DrawnSplits, draw_splits, look_up_labels
 from profiling_agent.errors import AcquisitionError, PruningError, QuantizationError, RequestError
