@@ -11,7 +11,6 @@ from typing import Any
 
 import datasets
 import fsspec
-from datasets import config as datasets_config
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.parquet.parquet import Parquet
 from huggingface_hub import DatasetCard, HfApi, hf_hub_download
@@ -45,6 +44,9 @@ SPLIT_WORD = re.compile(
 TABLE_EXTENSIONS = frozenset({".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip"})
 BATCH_ROWS = 2048
 SHUFFLE_BUFFER = 1000
+EVALUATION = ("test", "validation", "valid", "val", "dev")
+# Enough rows to skip stray unlabelled images; a test split of a competition has no label at all.
+NUM_LABELS_CHECKED = 100
 # Rows to read labels from when reading them downloads the images too; every class must occur in them.
 MAX_STREAMED_LABELS = 2000
 
@@ -132,9 +134,8 @@ class OpenedData:
                     return self.root + path
             elif (target := (self.folder / path).resolve()).is_relative_to(files_root(self.folder)):
                 return str(target)
-        raise AcquisitionError(
-            f"dataset {self.query.dataset!r} can't be read: it names {file[:MAX_TEXT]!r}, which is not in it: copy it there"
-        )
+        named = f"{file[:MAX_TEXT]!r}, which is not in it"
+        raise AcquisitionError(f"dataset {self.query.dataset!r} can't be read: it names {named}: copy it there")
 
 
 @contextmanager
@@ -178,11 +179,9 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
 def _open_repository(query: DataQuery, cache: Path) -> OpenedData:
     """Open a Hub repository at one commit, or the Hub's parquet copy of it if it needs a script."""
     name, revision, notes, api = query.dataset, query.dataset_revision, (), HfApi()
-    if datasets_config.HF_HUB_OFFLINE:
-        raise AcquisitionError(
-            f"dataset {name!r} is no local folder, and HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, "
-            "so that the Hub can't be reached: give a local folder, or unset it"
-        )
+    if datasets.config.HF_HUB_OFFLINE:
+        setting = "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set"
+        raise AcquisitionError(f"dataset {name!r} is no local folder, and the Hub can't be reached: {setting}")
     with hub_errors("dataset", name, revision):
         info = api.dataset_info(name, revision=revision)
         api.auth_check(name, repo_type="dataset")
@@ -192,9 +191,8 @@ def _open_repository(query: DataQuery, cache: Path) -> OpenedData:
             try:
                 info = api.dataset_info(name, revision=PARQUET_COPY)
             except RevisionNotFoundError as error:
-                raise AcquisitionError(
-                    f"dataset {name!r} needs {script!r}, which is never run, and the Hub has no parquet copy of it: give a local one"
-                ) from error
+                problem = f"{script!r}, which is never run, and the Hub has no parquet copy of it: give a local one"
+                raise AcquisitionError(f"dataset {name!r} needs {problem}") from error
             files = {sibling.rfilename for sibling in info.siblings or []}
             copy = f"{PARQUET_COPY} at {info.sha}"
             notes = (f"images are read from the Hub's parquet copy, {copy}: {script!r} is never run",)
@@ -281,6 +279,7 @@ class Columns:
     `class_of` follows the first of `matchings`; `num_classes` of the model's classes may occur.
     """
 
+    split: str
     image: str
     label: str
     matchings: tuple[Matching, ...]
@@ -289,128 +288,109 @@ class Columns:
     notes: tuple[str, ...] = ()
 
 
-def _describe(features: Mapping[str, Any]) -> str:
-    columns = (f"{name} ({getattr(kind, 'dtype', None) or type(kind).__name__})" for name, kind in features.items())
-    return ", ".join(columns) or "none"
-
-
-def _dtype(kind: Any) -> str:
-    return str(kind.dtype) if isinstance(kind, datasets.Value) else ""
-
-
-def _is_image(kind: Any) -> bool:
-    return isinstance(kind, datasets.Image) or (isinstance(kind, dict) and "bytes" in kind) or _dtype(kind) in BINARY
-
-
-def _is_label(kind: Any) -> bool:
-    dtype = _dtype(kind)
-    return isinstance(kind, datasets.ClassLabel) or dtype in STRINGS or dtype.startswith(("int", "uint", "bool"))
-
-
-def _check_named(column: str, option: str, features: Mapping[str, Any], is_valid: Callable[[Any], bool]) -> str:
-    """Return the column that the user named; AcquisitionError if it is missing or of another kind."""
-    if column not in features or not is_valid(features[column]):
-        problem = f"holds no {option.partition('_')[0]}s" if column in features else "is no column"
-        near = "" if column in features else did_you_mean(column, list(features))
-        raise AcquisitionError(f"{option} {column!r} {problem}: the data set's columns are {_describe(features)}{near}")
-    return column
-
-
-def find_image_column(features: Mapping[str, Any], named: str | None) -> str:
-    """Return the image column: the named one, else by type, else by usual name; AcquisitionError if there is none."""
-    if named is not None:
-        return _check_named(named, "image_column", features, _is_image)
-    images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
-    usual = [
-        name for name in IMAGE_NAMES if name in features and (name in images if images else _is_image(features[name]))
-    ]
-    if usual or len(images) == 1:
-        return (usual or images)[0]
-    raise AcquisitionError(
-        f"the data set has {len(images) or 'no'} image columns: its columns are {_describe(features)}; name image_column, "
-        f"or {TABLE_ADVICE}"
-    )
-
-
-def label_candidates(data: OpenedData, split: str) -> list[list[str]]:
-    """Return tiers of columns that may hold labels: class labels, then strings with a usual name, then such integers.
+def choose_columns(data: OpenedData, id2label: Mapping[int, str]) -> Columns:
+    """Return the columns of the split to evaluate on: the requested one, or the first usual one whose labels are classes.
 
     Raises:
-        AcquisitionError: there are none, or the named one is missing or of another kind.
+        AcquisitionError: there is no such split.
     """
-    if not (features := data.features(split)):
-        raise AcquisitionError(f"split {split!r} of {data.query.dataset!r} holds no images: {TABLE_ADVICE}")
-    if (named := data.query.label_column) is not None:
-        return [[_check_named(named, "label_column", features, _is_label)]]
-    by_name = [name for name in LABEL_NAMES if name in features]
-    tiers = [
-        [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)],
-        [name for name in by_name if _dtype(features[name]) in STRINGS],
-        [name for name in by_name if _dtype(features[name]).startswith(("int", "uint"))],
-    ]
-    if not any(tiers):
-        advice = "; folders are labels only if all images lie equally deep, as in test/cat/1.png"
-        raise AcquisitionError(
-            f"the data set has no label column: its columns are {_describe(features)}; name label_column"
-            f"{advice if data.kind is ImageFolder else ''}"
-        )
-    return [tier for tier in tiers if tier]
-
-
-def is_label(cell: Any) -> bool:
-    """Return whether a cell holds a label; -1 marks unlabelled test images."""
-    return cell not in (None, -1, "")
-
-
-def match_column(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
-    """Match the labels of a column to the model's classes; AcquisitionError if none matches."""
-    kind, by, limit, notes = data.features(split)[column], data.query.label_match, None, ()
-    if isinstance(kind, datasets.ClassLabel):
-        labels: list[Any] = list(range(len(kind.names)))
-        matchings = match_labels(list[str](kind.names), id2label, by=by)
-    else:
-        limit = None if data.folder or data.kind else MAX_STREAMED_LABELS
-        labels = sorted(set(filter(is_label, data.labels(split, column, limit))))
-        if not labels:
-            raise AcquisitionError(
-                f"label column {column!r} of split {split!r} holds no label: name another label_column"
-            )
-        is_text = _dtype(kind) in STRINGS
-        matchings = (
-            match_labels(labels, id2label, ordered=False, by=by) if is_text else match_numbers(labels, id2label, by=by)
-        )
-        if limit and is_text:
-            notes = (
-                f"the first {limit} rows of split {split!r}, a stream, have {len(labels)} labels: the verdict is about no others; "
-                "if rows are sorted by class, download the data set and give its folder",
-            )
-    class_of: Mapping[Any, int] = matchings[0].class_of
-    if _dtype(kind) in STRINGS:
-        class_of = {labels[place]: index for place, index in class_of.items()}
-    occurring = set(labels)
-    classes = {index for label, index in class_of.items() if limit or label in occurring}
-    return Columns(image, column, matchings, class_of, len(classes), notes)
-
-
-def choose_columns(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Columns:
-    """Return the image column and the label column that maps best to the model's classes; AcquisitionError if none does."""
-
-    def score(columns: Columns) -> tuple[float, int]:
-        is_matched = [match.model_id is not None for match in columns.matchings[0].matches]
-        return sum(is_matched) / len(is_matched), sum(is_matched)
-
-    image = find_image_column(data.features(split), data.query.image_column)
+    name, requested, available = data.query.dataset, data.query.split, ", ".join(data.splits)
+    if requested is not None and requested not in data.splits:
+        near = did_you_mean(requested, list(data.splits))
+        raise AcquisitionError(f"dataset {name!r} has no split {requested!r}: use one of {available}{near}")
     refusals: list[AcquisitionError] = []
-    for tier in label_candidates(data, split):
-        matched: list[Columns] = []
+    for split in EVALUATION if requested is None else [requested]:
+        try:
+            if split in data.splits:
+                return _columns_of(data, split, id2label)
+        except AcquisitionError as error:
+            # A test split may come without labels, or without the column that the others have.
+            refusals.append(error)
+    if refusals:
+        raise refusals[0]
+    raise AcquisitionError(f"dataset {name!r} has no test or validation split: name one of {available} with split")
+
+
+def _kind_of(feature: Any) -> str:
+    """Return what a column holds: image, class, text or number, or other."""
+    dtype = str(feature.dtype) if isinstance(feature, datasets.Value) else ""
+    if isinstance(feature, datasets.Image) or (isinstance(feature, dict) and "bytes" in feature) or dtype in BINARY:
+        return "image"
+    if isinstance(feature, datasets.ClassLabel):
+        return "class"
+    if dtype in STRINGS:
+        return "text"
+    return "number" if dtype.startswith(("int", "uint", "bool")) else "other"
+
+
+def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Columns:
+    """Return the image column and the label column that maps best to the model's classes; AcquisitionError if none does."""
+    kinds = {name: _kind_of(feature) for name, feature in data.features(split).items()}
+    if not kinds:
+        raise AcquisitionError(f"split {split!r} of {data.query.dataset!r} holds no images: {TABLE_ADVICE}")
+    described = f"its columns are {', '.join(f'{name} ({kind})' for name, kind in kinds.items())}"
+    for option, allowed in (("image_column", ["image"]), ("label_column", ["class", "text", "number"])):
+        column = getattr(data.query, option)
+        if column is not None and kinds.get(column) not in allowed:
+            near = "" if column in kinds else did_you_mean(column, list(kinds))
+            raise AcquisitionError(f"{option} {column!r} is no {' or '.join(allowed)}: {described}{near}")
+    images = [name for name, kind in kinds.items() if kind == "image"]
+    usual = next((name for name in IMAGE_NAMES if name in images), None)
+    image = data.query.image_column or usual or (images[0] if len(images) == 1 else None)
+    if image is None:
+        raise AcquisitionError(f"no image column: {described}; name image_column, or {TABLE_ADVICE}")
+    tiers = [
+        [name for name, kind in kinds.items() if kind == "class"],
+        *([name for name in LABEL_NAMES if kinds.get(name) == kind] for kind in ("text", "number")),
+    ]
+    if data.query.label_column is not None:
+        tiers = [[data.query.label_column]]
+    if not any(tiers):
+        advice = "; folders are labels only if all images lie equally deep" if data.kind is ImageFolder else ""
+        raise AcquisitionError(f"no label column: {described}; name label_column{advice}")
+    refusals: list[AcquisitionError] = []
+    for tier in tiers:
+        matched: list[tuple[float, int, Columns]] = []
         for column in tier:
             try:
-                matched.append(match_column(data, split, image, column, id2label))
+                columns = match_column(data, split, image, column, id2label)
             except AcquisitionError as error:
                 refusals.append(error)
+            else:
+                is_matched = [match.model_id is not None for match in columns.matchings[0].matches]
+                matched.append((sum(is_matched) / len(is_matched), sum(is_matched), columns))
         if matched:
-            best = max(matched, key=score)
+            *_, best = max(matched, key=lambda row: row[:2])
             unused = ", ".join(repr(column) for column in tier if column != best.label)
             note = f"labels are read from column {best.label!r}, which maps best to the model's classes; not used: {unused}"
             return replace(best, notes=(note, *best.notes)) if unused else best
     raise refusals[0]
+
+
+def match_column(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
+    """Match the labels of a column to the model's classes; AcquisitionError if none matches."""
+    feature, by, notes = data.features(split)[column], data.query.label_match, ()
+    kind = _kind_of(feature)
+    limit = None if data.folder or data.kind else MAX_STREAMED_LABELS
+    # -1 marks unlabelled test images.
+    cells = data.labels(split, column, NUM_LABELS_CHECKED if kind == "class" else limit)
+    labels: list[Any] = sorted({cell for cell in cells if cell not in (None, -1, "")})
+    if not labels:
+        raise AcquisitionError(f"column {column!r} of split {split!r} has no labels: name another column or split")
+    if kind == "class":
+        labels = list(range(len(feature.names)))
+        matchings = match_labels(list[str](feature.names), id2label, by=by)
+    elif kind == "text":
+        matchings = match_labels(labels, id2label, ordered=False, by=by)
+    else:
+        matchings = match_numbers(labels, id2label, by=by)
+    class_of: Mapping[Any, int] = matchings[0].class_of
+    if kind == "text":
+        class_of = {labels[place]: index for place, index in class_of.items()}
+        if limit:
+            notes = (
+                f"the first {limit} rows of split {split!r}, a stream, have {len(labels)} labels: the verdict is about no others; "
+                "if rows are sorted by class, download the data set and give its folder",
+            )
+    occurring = class_of if limit else set(labels) & set(class_of)
+    return Columns(split, image, column, matchings, class_of, len({class_of[label] for label in occurring}), notes)

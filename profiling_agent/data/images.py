@@ -198,7 +198,7 @@ def write_prepared(
             if shape is None:
                 table = _byte_table(images, processor)
                 dtype = np.dtype(np.float32 if table is None else np.uint8)
-            settings = {} if table is None else {"do_rescale": False, "do_normalize": False}
+            settings: dict[str, bool] = {} if table is None else {"do_rescale": False, "do_normalize": False}
             values = np.ascontiguousarray(_process(images, processor, **settings), dtype)
             images.clear()
             if shape is None:

@@ -74,10 +74,9 @@ def match_labels(
         matches = _match_by_name(labels, id2label)
         class_of = {position: match.model_id for position, match in enumerate(matches) if match.model_id is not None}
         if not class_of:
+            classes = format_names([id2label[index] for index in sorted(id2label)])
             raise AcquisitionError(
-                f"no label of the data set ({format_names(labels)}) is a class of the model "
-                f"({format_names([id2label[index] for index in sorted(id2label)])}): choose a model that was trained on these "
-                "classes, or another label_column"
+                f"no label of the data set ({format_names(labels)}) is a class of the model ({classes})"
             )
         ways = [Matching("name", matches, class_of)]
     return _select_by_kind(ways, by)
@@ -98,9 +97,9 @@ def match_numbers(numbers: Iterable[int], id2label: Mapping[int, str], *, by: Ma
         if class_of.keys() >= set(ordered)
     ]
     if not ways or ways[0].by == "from-1":
+        classes = f"{num_classes} classes, 0 to {num_classes - 1}: name another label_column or model"
         raise AcquisitionError(
-            f"labels are whole numbers from {ordered[0]} to {ordered[-1]}, but the model has {num_classes} classes, 0 to "
-            f"{num_classes - 1}: name another label_column, or choose a model that was trained on these classes"
+            f"labels are whole numbers from {ordered[0]} to {ordered[-1]}, but the model has {classes}"
         )
     return _select_by_kind(ways, by)
 
@@ -149,11 +148,12 @@ def choose_matching(matchings: Sequence[Matching], predicted: Classes, true: Cla
         f"by {way.by} ({_format_pair(way.matches[shown])}) {np.mean(classes == predicted):.0%} right"
         for way, classes in ranked
     )
+    message = f"the model's answers on {len(true)} calibration images"
     if is_better and _is_above_chance(predicted, best, CHOICE_ERROR):
-        return chosen, f"the model's answers on {len(true)} calibration images decide: {accuracies}"
+        return chosen, f"{message} decide: {accuracies}"
+    kinds = " or ".join(way.by for way, _ in ranked)
     raise AcquisitionError(
-        f"labels fit in several ways, and the model's answers on {len(true)} calibration images don't decide: {accuracies}; "
-        f"set label_match to {' or '.join(way.by for way, _ in ranked)}"
+        f"labels fit in several ways, and {message} don't decide: {accuracies}; set label_match to {kinds}"
     )
 
 
@@ -167,12 +167,12 @@ def why_doubtful(predicted: Classes, true: Classes, matches: Sequence[LabelMatch
         if any(match.rule in ORDER_RULES for match in matches):
             raise AcquisitionError(reason)
         return reason
-    if not _is_above_chance(predicted, true, CHANCE_ERROR):
-        return (
-            f"the baseline answers {np.sum(predicted == true)} of {len(true)} search images right, which chance does too: "
-            "check that the model was trained on these classes, and how labels are matched"
-        )
-    return None
+    if _is_above_chance(predicted, true, CHANCE_ERROR):
+        return None
+    return (
+        f"the baseline answers {np.sum(predicted == true)} of {len(true)} search images right, which chance does too: "
+        "check that the model was trained on these classes, and how labels are matched"
+    )
 
 
 def _is_above_chance(predicted: Classes, true: Classes, error: float) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from huggingface_hub import constants, errors, snapshot_download
+from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage] - of the transport library
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, TimmWrapperConfig
 from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
@@ -61,21 +62,19 @@ def hub_errors(kind: Kind, name: str, revision: str | None) -> Generator[None]:
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     try:
         yield
-    except errors.GatedRepoError as error:
-        raise AcquisitionError(f"{kind} {name!r} is gated: accept its terms at {page}, then {LOGIN}") from error
-    except errors.RevisionNotFoundError as error:
-        raise AcquisitionError(f"{kind} {name!r} has no revision {revision!r}: see {page}") from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise AcquisitionError(
-            f"{kind} {name[:MAX_TEXT]!r} is neither a local folder nor a public Hub id: check the name; if it is private, {LOGIN}"
-            f"{_suggest(Path(name[:MAX_TEXT]))}"
-        ) from error
-    # Every error of the transport library, whose name differs by version.
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, errors.HTTPError, ConnectionError) as error:  # pyright: ignore[reportPrivateImportUsage]
-        raise AcquisitionError(
-            f"{kind} {name!r} is no local folder and {constants.ENDPOINT} can't be reached for it "
-            f"({type(error).__name__}): check the network, or give a local folder{_suggest(Path(name))}"
-        ) from error
+    except (HTTPError, errors.HFValidationError, errors.LocalEntryNotFoundError, ConnectionError) as error:
+        near = _suggest(Path(name[:MAX_TEXT]))
+        match error:
+            case errors.GatedRepoError():
+                problem = f"is gated: accept its terms at {page}, then {LOGIN}"
+            case errors.RevisionNotFoundError():
+                problem = f"has no revision {revision!r}: see {page}"
+            case errors.RepositoryNotFoundError() | errors.HFValidationError():
+                problem = f"is no local folder and no public Hub id: check the name; if it is private, {LOGIN}{near}"
+            case _:
+                text = f"{constants.ENDPOINT} can't be reached for it ({type(error).__name__})"
+                problem = f"is no local folder and {text}: check the network, or give a local folder{near}"
+        raise AcquisitionError(f"{kind} {name[:MAX_TEXT]!r} {problem}") from error
 
 
 def fetch_model(name: str, revision: str | None) -> Path:
@@ -160,10 +159,9 @@ def _read_config(folder: Path, name: str) -> Any:
         if fields.get("auto_map"):
             raise AcquisitionError(f"model {name!r} needs Python code of its own, which is never run: choose another")
         if model_type not in CONFIG_MAPPING_NAMES:
-            raise AcquisitionError(
-                f"model {name!r} has model_type {model_type!r} in its config.json, which transformers {transformers.__version__} "
-                f"doesn't know{did_you_mean(str(model_type), list(MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES))}"
-            )
+            near = did_you_mean(str(model_type), list(MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES))
+            unknown = f"model_type {model_type!r}, which transformers {transformers.__version__} doesn't know"
+            raise AcquisitionError(f"model {name!r} has a config.json of {unknown}{near}")
         built_for = ", ".join(fields.get("architectures") or [str(model_type)])
         raise AcquisitionError(f"model {name!r} is no image classifier ({built_for}): choose one that is")
     with third_party_errors(refuse):
@@ -175,10 +173,8 @@ def _read_config(folder: Path, name: str) -> Any:
         labels = dict(config.id2label)
     # Labels of a data set become these numbers, and are compared with the indices of logits.
     if set(labels) != set(range(len(labels))) or not all(isinstance(label, str) for label in labels.values()):
-        raise AcquisitionError(
-            f"model {name!r} has names of classes (id2label) in its config.json that aren't numbered from 0 to {len(labels) - 1}: "
-            'give them as {"0": "cat", "1": "dog"}'
-        )
+        advice = f'from 0 to {len(labels) - 1}: give them as {{"0": "cat", "1": "dog"}}'
+        raise AcquisitionError(f"model {name!r} has names of classes (id2label) that aren't numbered {advice}")
     if len(labels) < 2:
         raise AcquisitionError(f"model {name!r} has one output, the same answer for every image: give a classifier")
     return config
@@ -187,9 +183,7 @@ def _read_config(folder: Path, name: str) -> Any:
 def _read_weights(folder: Path, name: str, config: Any) -> nn.Module:
     """Return the model with all of its weights, which are in safetensors files of its folder."""
     if not any((folder / file).exists() for file in (WEIGHTS, INDEX)):
-        raise AcquisitionError(
-            f"model {name!r} has no {WEIGHTS}: save its weights as safetensors, as pickles (.bin, .pt, .pth, .ckpt) are never loaded"
-        )
+        raise AcquisitionError(f"model {name!r} has no {WEIGHTS}: save it as safetensors, as pickles are never loaded")
     refuse = partial(_refused, f"model {name!r} can't be loaded from {WEIGHTS}, ", ": download or save it again")
     with third_party_errors(refuse):
         if not (folder / WEIGHTS).exists():
@@ -211,20 +205,14 @@ def _read_weights(folder: Path, name: str, config: Any) -> nn.Module:
         (key, stored, built), num_names = mismatches[0], len(config.id2label)
         if all(shape[:1] == (num_names,) for _, _, shape in mismatches):
             names = "num_classes and label_names" if config.model_type == TIMM else "id2label; 2 where it has none"
-            raise AcquisitionError(
-                f"model {name!r} has {num_names} classes by its config.json ({names}), and {stored[0]} by its weights ({key!r}): "
-                "name each of these"
-            )
-        raise AcquisitionError(
-            f"model {name!r} has weights of another config.json: {key!r} and {len(mismatches) - 1} more differ, its shape is "
-            f"{stored}, {built} by the config: take both from one checkpoint"
-        )
+            stated = f"{num_names} classes by its config.json ({names})"
+            raise AcquisitionError(f"model {name!r} has {stated}, and {stored[0]} by its weights ({key!r}): name each")
+        shapes = f"{key!r} is {stored}, {built} by the config, and {len(mismatches) - 1} more differ"
+        raise AcquisitionError(f"model {name!r} has weights of another config.json: {shapes}")
     if missing := sorted(info["missing_keys"]):
         built_for = ", ".join(config.architectures or ["an unknown task"])
-        raise AcquisitionError(
-            f"model {name!r} is no complete image classifier: its weights ({built_for}) lack {missing[0]!r} "
-            f"and {len(missing) - 1} more; choose a checkpoint that was fine-tuned for classification"
-        )
+        lacking = f"its weights ({built_for}) lack {missing[0]!r} and {len(missing) - 1} more"
+        raise AcquisitionError(f"model {name!r} is no complete image classifier: {lacking}")
     make_plain_(model)
     for key, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

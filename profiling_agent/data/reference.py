@@ -208,10 +208,8 @@ def _train_and_save(folder: Path, recipe: TrainingRecipe, progress: Progress) ->
     model: Any = train(recipe, *splits[0], progress)
     top1 = accuracy(model, *splits[1])
     if top1 < MIN_TOP1:
-        raise AcquisitionError(
-            f"reference:{recipe.family} was trained to {top1:.3f} top-1, below {MIN_TOP1}: this installation "
-            "computes unlike the tested one: install the versions of constraints.txt"
-        )
+        problem = f"trained to {top1:.3f} top-1, below {MIN_TOP1}: install the versions of constraints.txt"
+        raise AcquisitionError(f"reference:{recipe.family} was {problem}")
     with quiet():
         model.save_pretrained(folder)
         processor.save_pretrained(folder)

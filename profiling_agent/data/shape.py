@@ -106,10 +106,8 @@ def resolve_input_shape(model: nn.Module, processor: Any) -> InputSpec:
             return finding.spec.model_copy(update={"source": "; ".join((finding.spec.source, *refused))})
         if finding.refusal is not None:
             refused.append(f"{finding.rule}: {finding.refusal}")
-    raise ShapeUnresolvedError(
-        f"no rule gave an input shape that the model accepts ({'; '.join(refused) or 'none has an answer'}); "
-        "set image_size and num_channels in the model's config, or save an image processor with the model"
-    )
+    tried = "; ".join(refused) or "none has an answer"
+    raise ShapeUnresolvedError(f"no input shape is accepted by the model ({tried}): set image_size in its config.json")
 
 
 def check_processor(model: nn.Module, processor: Any) -> None:
@@ -122,10 +120,8 @@ def check_processor(model: nn.Module, processor: Any) -> None:
     if refusal := next(findings).refusal:
         stated = next(findings)
         by_config = f", and its config.json says {_format_shape(stated.shape)}" if stated.shape else ""
-        raise ShapeUnresolvedError(
-            f"the image processor doesn't fit the model: {refusal}{by_config}; correct size, crop_size, image_mean and "
-            "image_std in preprocessor_config.json"
-        )
+        problem = f"the image processor doesn't fit the model: {refusal}{by_config}"
+        raise ShapeUnresolvedError(f"{problem}; correct size, crop_size, image_mean or image_std in its config")
 
 
 def survey(model: nn.Module, processor: Any) -> ShapeFacts:
@@ -135,28 +131,19 @@ def survey(model: nn.Module, processor: Any) -> ShapeFacts:
     """
     findings = list(_findings(model, processor))
     stated = [finding for finding in findings[:2] if finding.shape]
-    return ShapeFacts(
-        settings=_image_settings(model, "model config") + _image_settings(processor, "image processor"),
-        findings=tuple(f"{finding.rule}: {_outcome(finding)}" for finding in findings),
-        is_certain=len({finding.shape for finding in stated}) == 1 and not any(each.refusal for each in stated),
-    )
-
-
-def _outcome(finding: ShapeFinding) -> str:
-    if finding.shape is None:
-        return "no answer"
-    outcome = f"but {finding.refusal}" if finding.refusal else "which the model accepts"
-    return f"{_format_shape(finding.shape)}, {outcome}"
+    texts: list[str] = []
+    for finding in findings:
+        outcome = f"but {finding.refusal}" if finding.refusal else "which the model accepts"
+        text = f"{_format_shape(finding.shape)}, {outcome}" if finding.shape else "no answer"
+        texts.append(f"{finding.rule}: {text}")
+    settings: list[str] = []
+    for title, source in (("model config", getattr(model, "config", None)), ("image processor", processor)):
+        values: dict[str, Any] = source.to_dict() if hasattr(source, "to_dict") else {}
+        named = [name for name in sorted(values) if any(part in name for part in KEYWORDS)]
+        settings += [f"{title}: {name} = {values[name]!r}" for name in named[:MAX_SETTINGS]]
+    is_certain = len({finding.shape for finding in stated}) == 1 and not any(each.refusal for each in stated)
+    return ShapeFacts(settings=tuple(settings), findings=tuple(texts), is_certain=is_certain)
 
 
 def _format_shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
-
-
-def _image_settings(owner: Any, title: str) -> tuple[str, ...]:
-    source = getattr(owner, "config", owner)
-    if not hasattr(source, "to_dict"):
-        return ()
-    values: dict[str, Any] = source.to_dict()
-    settings = [(name, value) for name, value in sorted(values.items()) if any(part in name for part in KEYWORDS)]
-    return tuple(f"{title}: {name} = {value!r}" for name, value in settings[:MAX_SETTINGS])

@@ -8,37 +8,24 @@ import hashlib
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.data.dataset import (
-    Columns,
-    DataQuery,
-    OpenedData,
-    choose_columns,
-    is_label,
-    label_candidates,
-    match_column,
-    open_data,
-)
+from profiling_agent.data.dataset import Columns, DataQuery, OpenedData, choose_columns, match_column, open_data
 from profiling_agent.data.images import FORMATS, decode_rgb, write_rows
 from profiling_agent.data.labels import Matching, format_names, order_match_note
-from profiling_agent.data.models import did_you_mean
 from profiling_agent.errors import AcquisitionError, CorruptImageError
 from profiling_agent.lib.logs import Progress, quiet, silent
 from profiling_agent.schemas import LabelMatch
 
 TRAIN = ("train", "training")
-EVALUATION = ("test", "validation", "valid", "val", "dev")
 MAX_SEARCH = 2000
 HELDOUT_RATIO = 4
 NUM_CALIBRATION = 256
-# Enough rows to skip stray unlabelled images; a test split of a competition has no label at all.
-NUM_LABELS_CHECKED = 100
 MAX_CORRUPT = MAX_REPEATED = 0.01
 UNMAPPED = -1
 # Few, as a table of photographs has hundreds of megabytes in as many rows as are read of labels.
@@ -86,16 +73,13 @@ def draw_splits(
     """
     with quiet(), tempfile.TemporaryDirectory(dir=folder) as cache, tempfile.TemporaryFile(dir=folder) as spool:
         data = open_data(query, cache=Path(cache), progress=progress)
-        evaluation = choose_evaluation_split(data)
-        columns = choose_columns(data, evaluation, id2label)
-        notes = [*data.notes, *columns.notes]
+        columns = choose_columns(data, id2label)
+        evaluation, notes = columns.split, [*data.notes, *columns.notes]
         train = next((split for split in TRAIN if split in data.splits and split != evaluation), None)
         if query.num_recovery and train is None:
-            raise AcquisitionError(
-                f"dataset {query.dataset!r} has no train split besides {evaluation!r} to recover with: set recover_epochs to 0"
-            )
+            raise AcquisitionError(f"there is no train split besides {evaluation!r}: set recover_epochs to 0")
         num_rows = num_images_to_read(query.num_samples, 0 if train else NUM_CALIBRATION)
-        pool = Pool.read(data, evaluation, columns, num_rows, spool, progress)
+        pool = Pool.read(data, columns, num_rows, spool, progress)
         images = pool.distinct_images()
         if num_copies := len(pool.images) - len(images):
             notes.append(f"{num_copies} images of split {evaluation!r} are copies of others, and were counted once")
@@ -105,62 +89,53 @@ def draw_splits(
         calibration = search[: 0 if train else min(NUM_CALIBRATION, len(search) // 2)]
         search = search[len(calibration) :]
         num_search, num_heldout = evaluation_sizes(len(search), len(heldout), query.num_samples, evaluation)
-        parts = {
-            "search": ordered_by_content(search[:num_search]),
-            "heldout": ordered_by_content(heldout[:num_heldout]),
-        }
+        parts = {"search": content_order(search[:num_search]), "heldout": content_order(heldout[:num_heldout])}
         drawn = pool.write(parts if train else {"calibration": calibration, **parts}, folder, progress)
         if train is None:
             notes.append(f"calibration images come from split {evaluation!r} too, disjoint from the others")
         else:
-            train_columns, train_type = columns, data.features(train).get(columns.label)
+            train_columns, train_type = replace(columns, split=train), data.features(train).get(columns.label)
             # Splits that were made separately may number their classes differently. If there are several matchings, the model's
             # predictions choose one for all splits.
             if train_type not in (None, data.features(evaluation)[columns.label]) and len(columns.matchings) == 1:
                 train_columns = match_column(data, train, columns.image, columns.label, id2label)
-            drawn |= _draw_train_splits(pool, train, train_columns, folder, notes, progress)
-        notes += _notes(query, evaluation, columns, pool, drawn)
+            drawn |= _draw_train_splits(pool, train_columns, folder, notes, progress)
+        notes += _notes(columns, pool, drawn)
         return DrawnSplits(**drawn, matchings=columns.matchings, notes=tuple(notes))
 
 
 def _draw_train_splits(
-    measured: "Pool", train: str, columns: Columns, folder: Path, notes: list[str], progress: Progress
+    measured: "Pool", columns: Columns, folder: Path, notes: list[str], progress: Progress
 ) -> dict[str, DrawnSplit]:
     """Write images of the train split for calibration and, if requested, for recovery, without those that are `measured` on."""
-    num_recovery = measured.data.query.num_recovery
+    train, num_recovery = columns.split, measured.data.query.num_recovery
     num_wanted = NUM_CALIBRATION + num_recovery
     num_rows = num_wanted + int(MAX_REPEATED * num_wanted) + 1
-    pool = Pool.read(measured.data, train, columns, num_rows, measured.spool, progress)
+    pool = Pool.read(measured.data, columns, num_rows, measured.spool, progress)
     images, originals = pool.distinct_images(), {image.digest: image for image in measured.images}
     if shared := [image for image in images if image.digest in originals]:
         problem = (
             f"{len(shared)} of {len(images)} images drawn from split {train!r} are in split {measured.split!r} too"
         )
         if len(shared) > MAX_REPEATED * len(images):
-            raise AcquisitionError(
-                f"{problem}, such as {shared[0].location}, there {originals[shared[0].digest].location}: remove them from one split "
-                "(up to 1% are left out)"
-            )
+            pair = f"{shared[0].location}, there {originals[shared[0].digest].location}"
+            raise AcquisitionError(f"{problem}, such as {pair}: remove them from one (up to 1% are left out)")
         notes.append(f"{problem}, and were left out")
     usable = [image for image in images if image.digest not in originals][:num_wanted]
     parts = {"calibration": usable[:NUM_CALIBRATION]}
     if num_recovery:
         parts["recovery"] = usable[NUM_CALIBRATION:]
         if not parts["recovery"]:
-            raise AcquisitionError(
-                f"split {train!r} has {len(images)} usable images, of which {NUM_CALIBRATION} calibrate and none is left to recover "
-                "with: set recover_epochs to 0 or choose a larger data set"
-            )
+            problem = f"split {train!r} has {len(images)} usable images, none is left to recover with"
+            raise AcquisitionError(f"{problem}: set recover_epochs to 0 or choose a larger data set")
     return pool.write(parts, folder, progress)
 
 
-def _notes(
-    query: DataQuery, evaluation: str, columns: Columns, pool: "Pool", drawn: Mapping[str, DrawnSplit]
-) -> Iterator[str]:
+def _notes(columns: Columns, pool: "Pool", drawn: Mapping[str, DrawnSplit]) -> Iterator[str]:
     num_calibration, num_search = (
         drawn[name].num_images + drawn[name].num_skipped for name in ("calibration", "search")
     )
-    matches = columns.matchings[0].matches
+    matches, evaluation, num_samples = columns.matchings[0].matches, columns.split, pool.data.query.num_samples
     # If there are several matchings, the model's predictions choose one later.
     if len(columns.matchings) == 1 and (guessed := order_match_note(matches)) is not None:
         yield guessed
@@ -175,8 +150,8 @@ def _notes(
             f"{len(unmapped)} of the data set's {len(matches)} labels match no class of the model or several, and their "
             f"images were left out: {format_names(unmapped)}"
         )
-    if num_search < (query.num_samples or 0):
-        yield f"{num_search} images are searched on, not {query.num_samples}: by their content, the others are held out"
+    if num_search < (num_samples or 0):
+        yield f"{num_search} images are searched on, not {num_samples}: by their content, the others are held out"
     if num_search < columns.num_classes:
         yield f"{num_search} images to search on are fewer than the data set's {columns.num_classes} classes"
     if pool.data.folder is None:
@@ -189,37 +164,8 @@ def look_up_labels(
     """Return the split to evaluate on, and the matches of its labels; AcquisitionError as in `draw_splits`."""
     with quiet(), tempfile.TemporaryDirectory() as cache:
         data = open_data(query, cache=Path(cache), progress=progress)
-        evaluation = choose_evaluation_split(data)
-        return evaluation, choose_columns(data, evaluation, id2label).matchings[0].matches
-
-
-def choose_evaluation_split(data: OpenedData) -> str:
-    """Return the labelled split to evaluate on: the requested one, or the first usual one; AcquisitionError if there is none."""
-    name, requested, available = data.query.dataset, data.query.split, ", ".join(data.splits)
-    if requested is not None and requested not in data.splits:
-        near = did_you_mean(requested, list(data.splits))
-        raise AcquisitionError(f"dataset {name!r} has no split {requested!r}: use one of {available}{near}")
-    refusals: list[AcquisitionError] = []
-    for split in EVALUATION if requested is None else [requested]:
-        try:
-            if split in data.splits and any(
-                is_label(cell)
-                for tier in label_candidates(data, split)
-                for column in tier
-                for cell in data.labels(split, column, NUM_LABELS_CHECKED)
-            ):
-                return split
-        except AcquisitionError as error:
-            # A test split may come without the label column that the others have.
-            refusals.append(error)
-    if refusals:
-        raise refusals[0]
-    if requested is not None:
-        raise AcquisitionError(f"split {requested!r} of {name!r} has no labels: use another of {available}")
-    raise AcquisitionError(
-        f"dataset {name!r} has no labelled test or validation split (it has {available}): name one with split; accuracies on "
-        "images that the model was trained on are optimistic"
-    )
+        columns = choose_columns(data, id2label)
+        return columns.split, columns.matchings[0].matches
 
 
 class StoredImage(NamedTuple):
@@ -243,11 +189,9 @@ class Pool:
     num_unmapped: int = 0
 
     @classmethod
-    def read(
-        cls, data: OpenedData, split: str, columns: Columns, num_rows: int, spool: IO[bytes], progress: Progress
-    ) -> "Pool":
+    def read(cls, data: OpenedData, columns: Columns, num_rows: int, spool: IO[bytes], progress: Progress) -> "Pool":
         """Read `num_rows` images, or all there are: stratified of a local split, the same number per class of a stream."""
-        pool = cls(data, split, spool)
+        pool, split = cls(data, columns.split, spool), columns.split
         if data.folder is None:
             pool.images = stratified(pool._draw_from_stream(columns, num_rows, progress), data.query.seed)
             return pool
@@ -307,10 +251,9 @@ class Pool:
         originals: dict[bytes, StoredImage] = {}
         copies = [image for image in self.images if originals.setdefault(image.digest, image) is not image]
         if len(copies) > MAX_REPEATED * len(self.images):
-            raise AcquisitionError(
-                f"{len(copies)} of {len(self.images)} images of split {self.split!r} are there more than once, such as "
-                f"{copies[0].location}, a copy of {originals[copies[0].digest].location}: remove the copies (up to 1% are counted once)"
-            )
+            problem = f"{len(copies)} of {len(self.images)} images of split {self.split!r} are there more than once"
+            pair = f"{copies[0].location}, a copy of {originals[copies[0].digest].location}"
+            raise AcquisitionError(f"{problem}, such as {pair}: remove them (up to 1% are counted once)")
         return list(originals.values())
 
     def write(
@@ -341,10 +284,9 @@ class Pool:
             )
         num_images = sum(map(len, parts.values()))
         if len(damaged) > MAX_CORRUPT * num_images:
-            raise AcquisitionError(
-                f"{len(damaged)} of {num_images} images of split {self.split!r} can't be decoded, such as {damaged[0]}: repair or remove "
-                f"them, or save them as one of {', '.join(FORMATS)} (up to 1% are skipped)"
-            )
+            problem = f"{len(damaged)} of {num_images} images of split {self.split!r} can't be decoded"
+            advice = f"repair or remove them, or save them as {' or '.join(FORMATS)} (up to 1% are skipped)"
+            raise AcquisitionError(f"{problem}, such as {damaged[0]}: {advice}")
         return drawn
 
 
@@ -352,12 +294,6 @@ def stratified(images: Sequence[StoredImage], seed: int) -> list[StoredImage]:
     """Return images in an order that follows from the seed, every prefix stratified."""
     labels = np.array([image.label for image in images], np.int64)
     return [images[index] for index in stratified_order(labels, seed)]
-
-
-def ordered_by_content(images: Sequence[StoredImage]) -> list[StoredImage]:
-    """Return images in an order that follows from their content only, every prefix stratified."""
-    labels = np.array([image.label for image in images], np.int64)
-    return [images[index] for index in content_order(labels, [image.digest for image in images])]
 
 
 def stratified_order(labels: Rows, seed: int) -> Rows:
@@ -370,15 +306,16 @@ def stratified_order(labels: Rows, seed: int) -> Rows:
     return np.argsort(positions, kind="stable")
 
 
-def content_order(labels: Rows, digests: Sequence[bytes]) -> Rows:
-    """Return all indices in an order that follows from the images' content only, every prefix stratified as above."""
-    fractions = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests])
-    positions = np.empty(len(labels))
+def content_order(images: Sequence[StoredImage]) -> list[StoredImage]:
+    """Return images in an order that follows from their content only, every prefix stratified as above."""
+    labels = np.array([image.label for image in images], np.int64)
+    fractions = np.array([int.from_bytes(image.digest[:8], "big") / 2**64 for image in images])
+    positions = np.empty(len(images))
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
         members = members[np.argsort(fractions[members], kind="stable")]
         positions[members] = (np.arange(len(members)) + fractions[members]) / len(members)
-    return np.argsort(positions, kind="stable")
+    return [images[index] for index in np.argsort(positions, kind="stable")]
 
 
 def evaluation_sizes(num_search: int, num_heldout: int, num_samples: int | None, split: str) -> tuple[int, int]:
@@ -388,10 +325,8 @@ def evaluation_sizes(num_search: int, num_heldout: int, num_samples: int | None,
     """
     num_usable, smaller_half = num_search + num_heldout, min(num_search, num_heldout)
     if smaller_half < 1 or (num_samples is not None and num_usable < 2 * num_samples):
-        raise AcquisitionError(
-            f"split {split!r} has {num_usable} usable images, too few to search on {num_samples or 1} and hold out "
-            f"as many: set num_samples to at most {num_usable // 2}, or choose a larger split"
-        )
+        problem = f"split {split!r} has {num_usable} usable images, too few to search on {num_samples or 1} and hold out as many"
+        raise AcquisitionError(f"{problem}: set num_samples to at most {num_usable // 2}")
     num_wanted = min(MAX_SEARCH if num_samples is None else num_samples, smaller_half)
     return num_wanted, min(HELDOUT_RATIO * num_wanted, num_heldout)
 

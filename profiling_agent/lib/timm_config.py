@@ -34,7 +34,7 @@ def check_timm(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     count = fields.get("num_classes", repeated)
     if repeated not in (None, count):
         raise refuse(f"its model_args have {repeated} classes, and the model {count}: leave one out")
-    names = fields.get("label_names") or fields.get("labels")
+    names = fields.get("label_names") or fields.get("labels") or None
     # transformers would ignore all names, and number the classes.
     if names and (not isinstance(names, list) or len(names) != (count or len(names))):
         raise refuse(f"it has {count} classes and {len(names)} label_names: list a name for each class, in order")
@@ -54,7 +54,7 @@ def check_timm(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
         near = ", ".join(get_close_matches(architecture, timm.list_models())) or "none"
         raise refuse(f"timm {timm.__version__} has no architecture {architecture!r} (near: {near})")
     changes = {"model_args": arguments, "num_classes": count, "label_names": names}
-    return fields | {name: value for name, value in changes.items() if value}
+    return fields | {name: value for name, value in changes.items() if value is not None}
 
 
 def make_plain_(model: "nn.Module") -> None:

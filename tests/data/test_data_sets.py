@@ -108,7 +108,7 @@ def test_a_class_label_that_the_data_set_has_no_name_for_is_left_out(parquet, dr
 
 NUMBERS, OTHERS = (
     "labels are whole numbers from {}, but the model has 3 classes, 0 to 2",
-    "label_column 'label' holds no labels",
+    "label_column 'label' is no class or text or number",
 )
 
 
@@ -167,7 +167,7 @@ CALLED = r".*called metadata\.csv, its column of paths file_name"
 @pytest.mark.parametrize(
     ("kind", "column", "said"),
     [
-        ("parquet", "text", r"no image columns: its columns are text \(string\), label \(int64\)"),
+        ("parquet", "text", r"no image column: its columns are text \(text\), label \(number\)"),
         ("csv", "image", "holds no images" + CALLED),
         ("parquet", "image", "no image" + CALLED),
     ],

@@ -74,9 +74,9 @@ READ = {
     "cardless, named": ("data", "cardless", {"dataset_config": "320px"}),
 }
 GATED = ("is gated: accept its terms at http://127.0.0.1", "HF_TOKEN", "hf auth login")
-NOWHERE = ("'acme/nothing' is neither a local folder nor a public Hub id",)
+NOWHERE = ("'acme/nothing' is no local folder and no public Hub id",)
 NO_COPY = ("'scripted.py', which is never run, and the Hub has no parquet copy of it: give a local",)
-IS_PICKLE = ("has no model.safetensors: save its weights as safetensors, as pickles",)
+IS_PICKLE = ("has no model.safetensors: save it as safetensors, as pickles",)
 # One of several configs has to be named where no card names them.
 SEVERAL = ("has several configs, 160px, 320px: name one with dataset_config",)
 OTHER_REVISION = ("Dataset scripts are no longer supported, but found photos.py",)

@@ -62,7 +62,7 @@ def test_half_precision_weights_are_loaded_as_float32_and_that_is_noted(tmp_path
     ("name", "text"),
     [
         ("{folder}t", "did you mean 'vit'?"),
-        ("not a model", "nor a public Hub id"),
+        ("not a model", "no public Hub id"),
     ],
 )
 def test_what_is_no_model_is_one_line(folder, name, text):
@@ -86,7 +86,7 @@ def numbered(*numbers):
     return {str(number): f"kind {number}" for number in numbers}
 
 
-NOT_NUMBERED = r"names of classes \(id2label\) in its config.json that aren't numbered from 0 to 4: give them as"
+NOT_NUMBERED = r"names of classes \(id2label\) that aren't numbered from 0 to 4: give them as"
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,11 @@ NOT_NUMBERED = r"names of classes \(id2label\) in its config.json that aren't nu
         ({"hidden_act": "no such thing"}, "model '"),
         (
             {"model_type": "vitt", "architectures": ["FooForImageClassification"]},
-            "model_type 'vitt' in its config.json, which transformers .*; did you mean 'vit'",
+            "config.json of model_type 'vitt', which transformers .*; did you mean 'vit'",
         ),
         (
             {"intermediate_size": 128},
-            r"weights of another config.json: 'vit\.layers\.0\..* shape is \(256,\), \(128,\) by the config: take both from",
+            r"weights of another config.json: 'vit\.layers\.0\..*' is \(256,\), \(128,\) by the config",
         ),
         # Not numbered as the logits are.
         ({"id2label": numbered(0, 1, 2, 3, 5), "label2id": None}, NOT_NUMBERED),

@@ -77,7 +77,7 @@ def normalising(mean):
     ],
 )
 def test_a_processor_whose_images_the_model_refuses_is_told_with_what_to_correct(model, images, shape):
-    said = rf"^[^\n]*the model refuses an image of '{shape}'[^\n]*; correct size, crop_size, image_mean and image_std in pre"
+    said = rf"^[^\n]*the model refuses an image of '{shape}'[^\n]*; correct size, crop_size, image_mean or image_std in its"
     with pytest.raises(ShapeUnresolvedError, match=said):
         check_processor(model(), images)
 

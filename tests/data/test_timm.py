@@ -184,7 +184,7 @@ class TestRead:
             ({"model_args": {"checkpoint_path": "/etc/passwd"}}, "set 'checkpoint_path', which is no setting"),
             ({"model_args": {"pretrained": True}}, "set 'pretrained', which is no setting"),
             ({"model_args": {"no_such": 1}}, "no_such"),
-            ({"model_args": SETTINGS | {"embed_dim": 128}}, "its shape is (64,), (128,) by the config"),
+            ({"model_args": SETTINGS | {"embed_dim": 128}}, "is (64,), (128,) by the config"),
             ({"model_args": SETTINGS | {"num_classes": 7}}, "have 7 classes, and the model 5"),
             ({"label_names": {"apple": 0}}, "it has 5 classes and 1 label_names: list a name for each class"),
             ({"label_names": ["a", "b", "c", "d"]}, "it has 5 classes and 4 label_names: list a name"),
