@@ -32,7 +32,8 @@ from benchmarks.paper.numbers import (
 )
 from benchmarks.paper.tables import KINDS, Runs, Subject, make_table, markdown
 from profiling_agent.cli.terminal import Display, errors
-from profiling_agent.data.hub import fetch_model, is_local, local_folder
+from profiling_agent.data import is_local
+from profiling_agent.data.models import fetch_model, local_folder
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
 from profiling_agent.jobs.runner import check_match, scratch_jobs
 from profiling_agent.lib.logs import keep_stdout

@@ -20,7 +20,7 @@ from benchmarks.paper import numbers as paper
 from benchmarks.paper.methods import dynamic_int8, paper_prune
 from benchmarks.paper.numbers import METHOD, ONNX, OURS, RECIPE, Family, Numbers, Row, Study, TableName, Value, saved
 from profiling_agent.api import Listener, complete, ignore
-from profiling_agent.data.prepared import PreparedImages
+from profiling_agent.data.images import PreparedImages
 from profiling_agent.errors import ProfilingAgentError, PruningError, QuantizationError
 from profiling_agent.graph.node import ProgressEvent
 from profiling_agent.jobs.measuring import answer

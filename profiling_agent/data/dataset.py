@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -11,30 +11,31 @@ from typing import Any
 
 import datasets
 import fsspec
-from datasets import config as datasets_config
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.parquet.parquet import Parquet
 from huggingface_hub import DatasetCard, HfApi, hf_hub_download
 from huggingface_hub.errors import RevisionNotFoundError
 from pydantic import Field
 
-from profiling_agent.data.hub import MAX_TEXT, did_you_mean, hub_errors, is_local, library_errors, local_folder
+from profiling_agent.data import is_local
 from profiling_agent.data.labels import Matching, match_labels, match_numbers
+from profiling_agent.data.models import MAX_TEXT, did_you_mean, hub_errors, local_folder
 from profiling_agent.data.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.io import files_root
-from profiling_agent.lib.logs import Progress
+from profiling_agent.lib.logs import Progress, third_party_errors
 from profiling_agent.schemas import MatchBy, Record
 
 IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")
 LABEL_NAMES = ("label", "labels", "fine_label", "class", "class_label", "target", "category", "cls", "y")
 STRINGS = ("string", "large_string", "string_view")
 BINARY = ("binary", "large_binary", "binary_view")
-TABLE_ADVICE = "a table that names images is read if it is called metadata.csv, its column of paths file_name, and it lies next to the images"
-FOLDER_ADVICE = "folders are labels only if all images lie equally deep, as in test/cat/1.png; or " + TABLE_ADVICE
+TABLE_ADVICE = (
+    "a table that names images has to be called metadata.csv, its column of paths file_name, and lie next to the images"
+)
 # The revision of the Hub's parquet copy of a data set: CONFIG/SPLIT/*.parquet.
 PARQUET_COPY = "refs/convert/parquet"
-CARD, ZIP = "README.md", "zip://"
+CARD = "README.md"
 # The words in names of folders and tables by which `datasets` recognises a split.
 SPLIT_WORD = re.compile(
     r"(?:^|[-._ 0-9])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation)(?:$|[-._ 0-9])"
@@ -43,6 +44,9 @@ SPLIT_WORD = re.compile(
 TABLE_EXTENSIONS = frozenset({".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip"})
 BATCH_ROWS = 2048
 SHUFFLE_BUFFER = 1000
+EVALUATION = ("test", "validation", "valid", "val", "dev")
+# Enough rows to skip stray unlabelled images; a test split of a competition has no label at all.
+NUM_LABELS_CHECKED = 100
 # Rows to read labels from when reading them downloads the images too; every class must occur in them.
 MAX_STREAMED_LABELS = 2000
 
@@ -71,60 +75,53 @@ class OpenedData:
     """A data set whose splits can be read; nothing has been copied or downloaded yet.
 
     `folder` is None for a Hub repository; `root` starts the absolute names of its files. `build` returns a builder, and is None
-    for a data set written by `save_to_disk`.
+    for a data set written by `save_to_disk`. `kind` is set if labels can be read without downloading images.
     """
 
     query: DataQuery
     folder: Path | None
     root: str
-    splits: Mapping[str, Any]
+    splits: Mapping[str, Any] = field(default_factory=dict[str, Any])
     build: Callable[..., Any] | None = None
     kind: type | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def has_cheap_labels(self) -> bool:
-        """Return whether labels can be read without downloading images."""
-        return self.folder is not None or self.kind in (ImageFolder, Parquet)
 
     def features(self, split: str) -> Mapping[str, Any]:
         """Return the columns of a split and their types."""
         return self.splits[split].features or {}
 
-    def tables(self, split: str, columns: list[str], num_rows: int = BATCH_ROWS) -> Iterator[Any]:
-        """Yield a split's rows in file order as Arrow tables of `num_rows` rows; parquet reads no other column."""
+    def cells(self, split: str, column: str, batch_rows: int = BATCH_ROWS) -> Iterator[Any]:
+        """Yield a column's cells in file order, as Arrow scalars; parquet reads no other column."""
         with read_errors(self.query.dataset):
             if self.build is not None and self.kind is Parquet:
-                view: Any = self.build(columns=columns).as_streaming_dataset(split)
+                view: Any = self.build(columns=[column]).as_streaming_dataset(split)
             else:
-                view = self.splits[split].select_columns(columns)
-            yield from view.with_format("arrow").iter(batch_size=num_rows)
+                view = self.splits[split].select_columns([column])
+            for table in view.with_format("arrow").iter(batch_size=batch_rows):
+                yield from table[column]
 
     def labels(self, split: str, column: str, limit: int | None = None) -> Iterator[Any]:
         """Yield the raw labels of a split's rows in file order, at most `limit` of them."""
-        cells = (cell for table in self.tables(split, [column]) for cell in table[column].to_pylist())
-        return islice(cells, limit)
+        return (cell.as_py() for cell in islice(self.cells(split, column), limit))
 
-    def stream(self, split: str, columns: "Columns") -> Iterator[tuple[Any, Any]]:
+    def stream(self, split: str, image: str, label: str) -> Iterator[tuple[Any, Any]]:
         """Yield (image cell, raw label), shuffled by shards and in a buffer; images are not decoded."""
-        view = self.splits[split].select_columns([columns.image, columns.label])
-        if isinstance(self.features(split)[columns.image], datasets.Image):
-            view = view.cast_column(columns.image, datasets.Image(decode=False))
+        view = self.splits[split].select_columns([image, label])
+        if isinstance(self.features(split)[image], datasets.Image):
+            view = view.cast_column(image, datasets.Image(decode=False))
         with read_errors(self.query.dataset):
             for row in view.shuffle(seed=self.query.seed, buffer_size=SHUFFLE_BUFFER):
-                yield row[columns.image], row[columns.label]
+                yield row[image], row[label]
 
-    def image(self, cell: Any) -> bytes | None:
-        """Return the encoded image that a cell holds or names, or None; AcquisitionError if its file can't be read."""
+    def image(self, cell: Any) -> bytes:
+        """Return the encoded image that a cell holds or names, or b""; AcquisitionError if its file can't be read."""
         data, location = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
         if data is not None or not location:
-            return data if isinstance(data, bytes) else None
-        archive, member = location, ""
-        if location.startswith(ZIP):
-            member, _, archive = location.rpartition("::")
+            return data if isinstance(data, bytes) else b""
+        # A member of an archive: zip://MEMBER::ARCHIVE.
+        member, separator, archive = location.rpartition("::") if location.startswith("zip://") else ("", "", location)
         with read_errors(self.query.dataset):
-            path = self.inside(archive)
-            opened: Any = fsspec.open(f"{member}::{path}" if member else path, "rb")
+            opened: Any = fsspec.open(f"{member}{separator}{self.inside(archive)}", "rb")
             with opened as stream:
                 return stream.read()
 
@@ -137,16 +134,15 @@ class OpenedData:
                     return self.root + path
             elif (target := (self.folder / path).resolve()).is_relative_to(files_root(self.folder)):
                 return str(target)
-        raise AcquisitionError(
-            f"dataset {self.query.dataset!r} can't be read: it names {file[:MAX_TEXT]!r}, which is not in it: copy the data "
-            "into it, or give the images' bytes in the table"
-        )
+        named = f"{file[:MAX_TEXT]!r}, which is not in it"
+        raise AcquisitionError(f"dataset {self.query.dataset!r} can't be read: it names {named}: copy it there")
 
 
 @contextmanager
 def read_errors(name: str) -> Generator[None]:
     """Raise a one-line AcquisitionError for errors of `datasets` on damaged or unreachable files."""
-    with library_errors(f"dataset {name!r} can't be read: "), hub_errors("dataset", name, None):
+    refused = third_party_errors(lambda problem: AcquisitionError(f"dataset {name!r} can't be read: {problem}"))
+    with refused, hub_errors("dataset", name, None):
         yield
 
 
@@ -158,16 +154,15 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
     """
     name = query.dataset
     if name == DIGITS:
-        folder: Path | None = reference_dataset(progress)
+        folder = reference_dataset(progress)
     elif name.startswith(PREFIX):
         raise AcquisitionError(f"there is no reference data set {name!r}: use {DIGITS}")
+    elif is_local(name):
+        folder = local_folder(name, "dataset").resolve()
     else:
-        folder = local_folder(name, "dataset") if is_local(name) else None
-    if folder is None:
         progress(f"looking up {name}", 0, 0)
         return _open_repository(query, cache)
-    folder = folder.resolve()
-    data = OpenedData(query=query, folder=folder, root=f"{folder.as_posix().rstrip('/')}/", splits={})
+    data = OpenedData(query=query, folder=folder, root=f"{folder.as_posix().rstrip('/')}/")
     with read_errors(name):
         if not any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
             card = folder / CARD if (folder / CARD).is_file() else None
@@ -184,33 +179,29 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
 def _open_repository(query: DataQuery, cache: Path) -> OpenedData:
     """Open a Hub repository at one commit, or the Hub's parquet copy of it if it needs a script."""
     name, revision, notes, api = query.dataset, query.dataset_revision, (), HfApi()
-    if datasets_config.HF_HUB_OFFLINE:
-        raise AcquisitionError(
-            f"dataset {name!r} is no local folder, and HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, "
-            "so that the Hub can't be reached: give a local folder, or unset it"
-        )
+    if datasets.config.HF_HUB_OFFLINE:
+        setting = "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set"
+        raise AcquisitionError(f"dataset {name!r} is no local folder, and the Hub can't be reached: {setting}")
     with hub_errors("dataset", name, revision):
         info = api.dataset_info(name, revision=revision)
         api.auth_check(name, repo_type="dataset")
+        files = {sibling.rfilename for sibling in info.siblings or []}
         script = f"{name.rpartition('/')[2]}.py"
-        if revision in (None, "main") and script in {sibling.rfilename for sibling in info.siblings or []}:
+        if revision in (None, "main") and script in files:
             try:
                 info = api.dataset_info(name, revision=PARQUET_COPY)
             except RevisionNotFoundError as error:
-                raise AcquisitionError(
-                    f"dataset {name!r} needs its Python script {script!r}, which is never run, and the Hub has no parquet copy of "
-                    "it: give a local one"
-                ) from error
+                problem = f"{script!r}, which is never run, and the Hub has no parquet copy of it: give a local one"
+                raise AcquisitionError(f"dataset {name!r} needs {problem}") from error
+            files = {sibling.rfilename for sibling in info.siblings or []}
             copy = f"{PARQUET_COPY} at {info.sha}"
             notes = (f"images are read from the Hub's parquet copy, {copy}: {script!r} is never run",)
     commit = info.sha or revision or "main"
-    data = OpenedData(query=query, folder=None, root=f"hf://datasets/{name}@{commit}/", splits={}, notes=notes)
+    data = OpenedData(query=query, folder=None, root=f"hf://datasets/{name}@{commit}/", notes=notes)
     with read_errors(name):
-        card = None
-        if CARD in {sibling.rfilename for sibling in info.siblings or []}:
-            card = Path(hf_hub_download(name, CARD, repo_type="dataset", revision=commit))
+        card = hf_hub_download(name, CARD, repo_type="dataset", revision=commit) if CARD in files else None
         build = partial(datasets.load_dataset_builder, name, revision=commit, cache_dir=str(cache))
-        return _choose_config(data, card, build)
+        return _choose_config(data, Path(card) if card else None, build)
 
 
 def _choose_config(data: OpenedData, card: Path | None, build: Callable[..., Any]) -> OpenedData:
@@ -222,11 +213,10 @@ def _choose_config(data: OpenedData, card: Path | None, build: Callable[..., Any
     dataset, requested = data.query.dataset, data.query.dataset_config
     configs = DatasetCard.load(card, ignore_metadata_errors=True).data.get("configs") if card else None
     if configs:
-        build = partial(build, name=requested)
+        names, build = [config["config_name"] for config in configs], partial(build, name=requested)
         try:
             builder = build()
         except ValueError as error:
-            names = [config["config_name"] for config in configs]
             if requested in names or (requested is None and len(names) == 1):
                 raise
             raise _config_error(dataset, requested, names) from error
@@ -244,15 +234,9 @@ def _choose_config(data: OpenedData, card: Path | None, build: Callable[..., Any
     if hasattr(builder.config, "decode_num_threads"):
         # Threads would decode every image of a Hub data set, not only the drawn ones.
         setattr(builder.config, "decode_num_threads", 0)  # noqa: B010 - only some kinds declare it
-    split_of: dict[str, str] = {}
-    for split, names in (builder.config.data_files or {}).items():
-        for file in map(str, names):
-            data.inside(file)
-            if (other := split_of.setdefault(file, split)) != split and isinstance(builder, ImageFolder):
-                raise AcquisitionError(
-                    f"{file.removeprefix(data.root)!r} is in split {other!r} and in {split!r}, as folders on its way are called like "
-                    "both: rename one of them"
-                )
+    for names in (builder.config.data_files or {}).values():
+        for file in names:
+            data.inside(str(file))
     kind = next((kind for kind in (ImageFolder, Parquet) if isinstance(builder, kind)), None)
     return replace(data, splits=builder.as_streaming_dataset(), build=build, kind=kind)
 
@@ -261,9 +245,8 @@ def _config_error(dataset: str, requested: str | None, names: list[str]) -> Acqu
     listed = ", ".join(names)
     if requested is None:
         return AcquisitionError(f"dataset {dataset!r} has several configs, {listed}: name one with dataset_config")
-    return AcquisitionError(
-        f"dataset {dataset!r} has no config {requested!r}: use one of {listed}{did_you_mean(requested, names)}"
-    )
+    near = did_you_mean(requested, names)
+    return AcquisitionError(f"dataset {dataset!r} has no config {requested!r}: use one of {listed}{near}")
 
 
 def choose_sibling_folder(dataset: str, requested: str | None, files: Mapping[str, Iterable[str]]) -> str | None:
@@ -280,15 +263,13 @@ def choose_sibling_folder(dataset: str, requested: str | None, files: Mapping[st
 
     parents = [set(map(parent_of_split, names)) - {None} for names in files.values()]
     folders = sorted({folder or "" for names in parents if len(names) > 1 for folder in names})
-    if not folders:
-        return None
     # A folder with another inside would be read with it; the top, "", has all others inside of it.
     inner = [
         each for each in folders if not any(other.startswith(each and f"{each}/") for other in folders if other != each)
     ]
-    if requested not in inner:
+    if folders and requested not in inner:
         raise _config_error(dataset, requested, inner)
-    return requested
+    return requested if folders else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +279,7 @@ class Columns:
     `class_of` follows the first of `matchings`; `num_classes` of the model's classes may occur.
     """
 
+    split: str
     image: str
     label: str
     matchings: tuple[Matching, ...]
@@ -306,135 +288,109 @@ class Columns:
     notes: tuple[str, ...] = ()
 
 
-def _describe(features: Mapping[str, Any]) -> str:
-    columns = (f"{name} ({getattr(kind, 'dtype', None) or type(kind).__name__})" for name, kind in features.items())
-    return ", ".join(columns) or "none"
-
-
-def _dtype(kind: Any) -> str:
-    return str(kind.dtype) if isinstance(kind, datasets.Value) else ""
-
-
-def _is_image(kind: Any) -> bool:
-    return isinstance(kind, datasets.Image) or (isinstance(kind, dict) and "bytes" in kind) or _dtype(kind) in BINARY
-
-
-def _is_integer(kind: Any) -> bool:
-    return _dtype(kind).startswith(("int", "uint", "bool"))
-
-
-def _is_label(kind: Any) -> bool:
-    return isinstance(kind, datasets.ClassLabel) or _is_integer(kind) or _dtype(kind) in STRINGS
-
-
-def _check_named(column: str, option: str, features: Mapping[str, Any], is_valid: Callable[[Any], bool]) -> str:
-    """Return the column that the user named; AcquisitionError if it is missing or of another kind."""
-    if column not in features:
-        raise AcquisitionError(
-            f"{option} is {column!r}, but the data set's columns are {_describe(features)}{did_you_mean(column, list(features))}"
-        )
-    if not is_valid(features[column]):
-        raise AcquisitionError(
-            f"{option} {column!r} holds no {option.partition('_')[0]}s: the columns are {_describe(features)}"
-        )
-    return column
-
-
-def find_image_column(features: Mapping[str, Any], named: str | None) -> str:
-    """Return the image column: the named one, else by type, else by usual name; AcquisitionError if there is none."""
-    if named is not None:
-        return _check_named(named, "image_column", features, _is_image)
-    by_type = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
-    matches = by_type or [name for name in IMAGE_NAMES if name in features and _is_image(features[name])]
-    by_name = [name for name in IMAGE_NAMES if name in matches]
-    if not matches or (len(matches) > 1 and not by_name):
-        problem = "several image columns" if matches else "no image column"
-        raise AcquisitionError(
-            f"the data set has {problem}: its columns are {_describe(features)}; name image_column, or {TABLE_ADVICE}"
-        )
-    return (by_name or matches)[0]
-
-
-def label_candidates(data: OpenedData, split: str) -> list[list[str]]:
-    """Return tiers of columns that may hold labels: class labels, then strings with a usual name, then such integers.
+def choose_columns(data: OpenedData, id2label: Mapping[int, str]) -> Columns:
+    """Return the columns of the split to evaluate on: the requested one, or the first usual one whose labels are classes.
 
     Raises:
-        AcquisitionError: there are none, or the named one is missing or of another kind.
+        AcquisitionError: there is no such split.
     """
-    if not (features := data.features(split)):
-        raise AcquisitionError(
-            f"split {split!r} of {data.query.dataset!r} holds no images, as no CSV or JSON does: {TABLE_ADVICE}"
-        )
-    if (named := data.query.label_column) is not None:
-        return [[_check_named(named, "label_column", features, _is_label)]]
-    by_name = [name for name in LABEL_NAMES if name in features]
+    name, requested, available = data.query.dataset, data.query.split, ", ".join(data.splits)
+    if requested is not None and requested not in data.splits:
+        near = did_you_mean(requested, list(data.splits))
+        raise AcquisitionError(f"dataset {name!r} has no split {requested!r}: use one of {available}{near}")
+    refusals: list[AcquisitionError] = []
+    for split in EVALUATION if requested is None else [requested]:
+        try:
+            if split in data.splits:
+                return _columns_of(data, split, id2label)
+        except AcquisitionError as error:
+            # A test split may come without labels, or without the column that the others have.
+            refusals.append(error)
+    if refusals:
+        raise refusals[0]
+    raise AcquisitionError(f"dataset {name!r} has no test or validation split: name one of {available} with split")
+
+
+def _kind_of(feature: Any) -> str:
+    """Return what a column holds: image, class, text or number, or other."""
+    dtype = str(feature.dtype) if isinstance(feature, datasets.Value) else ""
+    if isinstance(feature, datasets.Image) or (isinstance(feature, dict) and "bytes" in feature) or dtype in BINARY:
+        return "image"
+    if isinstance(feature, datasets.ClassLabel):
+        return "class"
+    if dtype in STRINGS:
+        return "text"
+    return "number" if dtype.startswith(("int", "uint", "bool")) else "other"
+
+
+def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Columns:
+    """Return the image column and the label column that maps best to the model's classes; AcquisitionError if none does."""
+    kinds = {name: _kind_of(feature) for name, feature in data.features(split).items()}
+    if not kinds:
+        raise AcquisitionError(f"split {split!r} of {data.query.dataset!r} holds no images: {TABLE_ADVICE}")
+    described = f"its columns are {', '.join(f'{name} ({kind})' for name, kind in kinds.items())}"
+    for option, allowed in (("image_column", ["image"]), ("label_column", ["class", "text", "number"])):
+        column = getattr(data.query, option)
+        if column is not None and kinds.get(column) not in allowed:
+            near = "" if column in kinds else did_you_mean(column, list(kinds))
+            raise AcquisitionError(f"{option} {column!r} is no {' or '.join(allowed)}: {described}{near}")
+    images = [name for name, kind in kinds.items() if kind == "image"]
+    usual = next((name for name in IMAGE_NAMES if name in images), None)
+    image = data.query.image_column or usual or (images[0] if len(images) == 1 else None)
+    if image is None:
+        raise AcquisitionError(f"no image column: {described}; name image_column, or {TABLE_ADVICE}")
     tiers = [
-        [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)],
-        [name for name in by_name if _dtype(features[name]) in STRINGS],
-        [name for name in by_name if _dtype(features[name]).startswith(("int", "uint"))],
+        [name for name, kind in kinds.items() if kind == "class"],
+        *([name for name in LABEL_NAMES if kinds.get(name) == kind] for kind in ("text", "number")),
     ]
+    if data.query.label_column is not None:
+        tiers = [[data.query.label_column]]
     if not any(tiers):
-        advice = f"; {FOLDER_ADVICE}" if data.kind is ImageFolder else ""
-        raise AcquisitionError(
-            f"the data set has no label column: its columns are {_describe(features)}; name label_column{advice}"
-        )
-    return [tier for tier in tiers if tier]
-
-
-def is_label(cell: Any) -> bool:
-    """Return whether a cell holds a label; -1 marks unlabelled test images."""
-    return cell not in (None, -1, "")
+        advice = "; folders are labels only if all images lie equally deep" if data.kind is ImageFolder else ""
+        raise AcquisitionError(f"no label column: {described}; name label_column{advice}")
+    refusals: list[AcquisitionError] = []
+    for tier in tiers:
+        matched: list[tuple[float, int, Columns]] = []
+        for column in tier:
+            try:
+                columns = match_column(data, split, image, column, id2label)
+            except AcquisitionError as error:
+                refusals.append(error)
+            else:
+                is_matched = [match.model_id is not None for match in columns.matchings[0].matches]
+                matched.append((sum(is_matched) / len(is_matched), sum(is_matched), columns))
+        if matched:
+            *_, best = max(matched, key=lambda row: row[:2])
+            unused = ", ".join(repr(column) for column in tier if column != best.label)
+            note = f"labels are read from column {best.label!r}, which maps best to the model's classes; not used: {unused}"
+            return replace(best, notes=(note, *best.notes)) if unused else best
+    raise refusals[0]
 
 
 def match_column(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
     """Match the labels of a column to the model's classes; AcquisitionError if none matches."""
-    kind, by, notes = data.features(split)[column], data.query.label_match, ()
-    if isinstance(kind, datasets.ClassLabel):
-        matchings = match_labels(list[str](kind.names), id2label, by=by)
-        class_of: Mapping[Any, int] = matchings[0].class_of
-        return Columns(image, column, matchings, class_of, len(set(class_of.values())))
-    limit = None if data.has_cheap_labels else MAX_STREAMED_LABELS
-    labels = set(filter(is_label, data.labels(split, column, limit)))
+    feature, by, notes = data.features(split)[column], data.query.label_match, ()
+    kind = _kind_of(feature)
+    limit = None if data.folder or data.kind else MAX_STREAMED_LABELS
+    # -1 marks unlabelled test images.
+    cells = data.labels(split, column, NUM_LABELS_CHECKED if kind == "class" else limit)
+    labels: list[Any] = sorted({cell for cell in cells if cell not in (None, -1, "")})
     if not labels:
-        raise AcquisitionError(
-            f"label column {column!r} of split {split!r} holds no label: name another with label_column"
-        )
-    if _is_integer(kind):
+        raise AcquisitionError(f"column {column!r} of split {split!r} has no labels: name another column or split")
+    if kind == "class":
+        labels = list(range(len(feature.names)))
+        matchings = match_labels(list[str](feature.names), id2label, by=by)
+    elif kind == "text":
+        matchings = match_labels(labels, id2label, ordered=False, by=by)
+    else:
         matchings = match_numbers(labels, id2label, by=by)
-        class_of = matchings[0].class_of
-        return Columns(image, column, matchings, class_of, len(class_of) if limit else len(labels))
-    texts = sorted(labels)
-    matchings = match_labels(texts, id2label, ordered=False, by=by)
-    class_of = {texts[place]: index for place, index in matchings[0].class_of.items()}
-    if limit:
-        notes = (
-            f"labels are names in a stream, of which the first {limit} rows of split {split!r} have {len(texts)}: the verdict "
-            "is about no others that come later; if rows are sorted by class, download the data set and give its folder",
-        )
-    return Columns(image, column, matchings, class_of, len(set(class_of.values())), notes)
-
-
-def choose_columns(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Columns:
-    """Return the image column and the label column that maps best to the model's classes; AcquisitionError if none does."""
-
-    def score(columns: Columns) -> tuple[float, int]:
-        ids = [match.model_id for match in columns.matchings[0].matches]
-        class_ids = [index for index in ids if index is not None]
-        return len(class_ids) / len(ids), len(set(class_ids))
-
-    image = find_image_column(data.features(split), data.query.image_column)
-    refusals: list[AcquisitionError] = []
-    for tier in label_candidates(data, split):
-        matched: list[Columns] = []
-        for column in tier:
-            try:
-                matched.append(match_column(data, split, image, column, id2label))
-            except AcquisitionError as error:
-                refusals.append(error)
-        if matched:
-            best = max(matched, key=score)
-            if not (unused := [repr(column) for column in tier if column != best.label]):
-                return best
-            note = f"labels are read from column {best.label!r}, which maps best to the model's classes; not used: {', '.join(unused)}"
-            return replace(best, notes=(note, *best.notes))
-    raise refusals[0]
+    class_of: Mapping[Any, int] = matchings[0].class_of
+    if kind == "text":
+        class_of = {labels[place]: index for place, index in class_of.items()}
+        if limit:
+            notes = (
+                f"the first {limit} rows of split {split!r}, a stream, have {len(labels)} labels: the verdict is about no others; "
+                "if rows are sorted by class, download the data set and give its folder",
+            )
+    occurring = class_of if limit else set(labels) & set(class_of)
+    return Columns(split, image, column, matchings, class_of, len({class_of[label] for label in occurring}), notes)

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,11 +20,9 @@ Classes = NDArray[np.int64]
 
 # No class has a number of more than 18 digits, and Python refuses to parse thousands of digits.
 NUMBERED_NAME = re.compile(r"(?:label|class)?[ _-]?(\d{1,18})", re.IGNORECASE)
-NUM_SHOWN = 5
 # The first class of models with one class more than ImageNet-1k.
 BACKGROUND = "background"
-# ImageNet's ids of classes, also the names of its folders. Models have the 1000 classes in the order of these ids.
-WNID = re.compile(r"n\d{8}")
+# ImageNet-1k's ids of classes, also the names of its folders, in the order of the models' classes.
 WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
 FIRST_NAME, LAST_NAMES = "tench", frozenset({"toilet tissue", "toilet paper", "bathroom tissue"})
 # "without mask" and "no mask" are the same name, and differ from "mask".
@@ -36,7 +34,7 @@ CHOICE_ERROR, CHANCE_ERROR = 0.01, 0.05
 # With fewer images a gain of MIN_GAIN may be chance: of 100 images its standard error is at most seven points.
 MIN_JUDGED_IMAGES = 100
 MIN_GAIN = 0.2
-NUM_PAIRS_SHOWN = 3
+NUM_SHOWN = 5
 ORDER_RULES = ("number", "from-1", "place", "natural")
 
 
@@ -59,10 +57,7 @@ def match_labels(
     """Return every way in which labels fit the classes, the likeliest first.
 
     By id, if the names agree at every id. By number, by place or in timm's order of folders, if either side is numbers. Else
-    each label by its name, synonym or wnid; a label with several candidates stays unmapped.
-
-    `labels` are distinct names, whose positions are their ids in the data set; `ordered` is False if positions mean nothing, as
-    for names in a column of strings. `by` is the kind of match that the user chose.
+    each label by its name, synonym or wnid. `labels` are distinct names; `ordered` is False if their positions mean nothing.
 
     Raises:
         AcquisitionError: no label is a class, or none in the chosen way.
@@ -79,10 +74,9 @@ def match_labels(
         matches = _match_by_name(labels, id2label)
         class_of = {position: match.model_id for position, match in enumerate(matches) if match.model_id is not None}
         if not class_of:
+            classes = format_names([id2label[index] for index in sorted(id2label)])
             raise AcquisitionError(
-                f"no label of the data set is a class of the model: the data set has {format_names(list(labels))}, "
-                f"the model {format_names([id2label[index] for index in sorted(id2label)])}; "
-                "choose a model that was trained on these classes, or another label_column"
+                f"no label of the data set ({format_names(labels)}) is a class of the model ({classes})"
             )
         ways = [Matching("name", matches, class_of)]
     return _select_by_kind(ways, by)
@@ -91,28 +85,22 @@ def match_labels(
 def match_numbers(numbers: Iterable[int], id2label: Mapping[int, str], *, by: MatchBy = "auto") -> tuple[Matching, ...]:
     """Return every way in which integer labels fit: as names, ids, or ids from 1; AcquisitionError if none is of kind `by`."""
     ordered, num_classes = sorted(numbers), len(id2label)
-    has_distinct_names = len(set(id2label.values())) == num_classes
+    named = {int(name): index for index, name in id2label.items() if re.fullmatch("0|[1-9][0-9]{,8}", name)}
     class_of_by_kind: dict[MatchKind, Mapping[int, int]] = {
-        "name": {
-            int(name): index
-            for index, name in id2label.items()
-            if has_distinct_names and re.fullmatch("0|[1-9][0-9]{,8}", name)
-        },
+        "name": named if len(set(id2label.values())) == num_classes else {},
         "number": {index: index for index in sorted(id2label)},
         "from-1": {index + 1: index for index in sorted(id2label)},
     }
-    fitting: dict[MatchKind, Mapping[int, int]] = {
-        kind: class_of for kind, class_of in class_of_by_kind.items() if class_of.keys() >= set(ordered)
-    }
-    if not fitting.keys() & {"name", "number"}:
-        raise AcquisitionError(
-            f"labels are whole numbers from {ordered[0]} to {ordered[-1]}, but the model has {num_classes} classes, 0 to "
-            f"{num_classes - 1}: name another label_column, or choose a model that was trained on these classes"
-        )
     ways = [
         Matching(kind, tuple(_match(str(number), class_of[number], id2label, kind) for number in ordered), class_of)
-        for kind, class_of in fitting.items()
+        for kind, class_of in class_of_by_kind.items()
+        if class_of.keys() >= set(ordered)
     ]
+    if not ways or ways[0].by == "from-1":
+        classes = f"{num_classes} classes, 0 to {num_classes - 1}: name another label_column or model"
+        raise AcquisitionError(
+            f"labels are whole numbers from {ordered[0]} to {ordered[-1]}, but the model has {classes}"
+        )
     return _select_by_kind(ways, by)
 
 
@@ -121,12 +109,15 @@ def _match(label: str, index: int, id2label: Mapping[int, str], rule: MatchRule)
 
 
 def _select_by_kind(ways: Sequence[Matching], by: MatchBy) -> tuple[Matching, ...]:
-    candidates = [way for way in ways if by in ("auto", way.by)]
-    if not candidates:
+    """Return the ways of kind `by`, and of several that give the same classes the first."""
+    distinct: dict[tuple[int | None, ...], Matching] = {}
+    for way in ways:
+        if by in ("auto", way.by):
+            distinct.setdefault(tuple(match.model_id for match in way.matches), way)
+    if not distinct:
         kinds = " and ".join(way.by for way in ways)
         raise AcquisitionError(f"label_match is {by!r}, but labels fit the model's classes by {kinds}: choose that")
-    first_of_each = {tuple(match.model_id for match in way.matches): way for way in reversed(candidates)}
-    return tuple(way for way in candidates if way in first_of_each.values())
+    return tuple(distinct.values())
 
 
 def choose_matching(matchings: Sequence[Matching], predicted: Classes, true: Classes) -> tuple[Matching, str]:
@@ -137,28 +128,33 @@ def choose_matching(matchings: Sequence[Matching], predicted: Classes, true: Cla
     Raises:
         AcquisitionError: the predictions don't decide.
     """
-    class_maps = {way.by: matchings[0].becomes(way) for way in matchings}
     # A matching from 1 has no label 0, which may occur in these images although not among the matched labels.
-    candidates = [way for way in matchings if class_maps[way.by].keys() >= set(true.tolist())]
-    if len(candidates) == 1:
-        return candidates[0], order_match_note(candidates[0].matches) or f"labels are matched by {candidates[0].by}"
-    true_by = {way.by: np.array([class_maps[way.by][index] for index in true.tolist()]) for way in candidates}
-    ranked = sorted(candidates, key=lambda way: -int(np.sum(true_by[way.by] == predicted)))
-    best, second = (true_by[way.by] == predicted for way in ranked[:2])
-    num_won, num_lost = int(np.sum(best & ~second)), int(np.sum(second & ~best))
+    fitting = [
+        (way, np.array([class_map[index] for index in true.tolist()]))
+        for way in matchings
+        if (class_map := matchings[0].becomes(way)).keys() >= set(true.tolist())
+    ]
+    if len(fitting) == 1:
+        chosen = fitting[0][0]
+        return chosen, order_match_note(chosen.matches) or f"labels are matched by {chosen.by}"
+    ranked = sorted(fitting, key=lambda pair: -np.sum(pair[1] == predicted))
+    (chosen, best), (second, others), *_ = ranked
+    num_won, num_lost = (int(np.sum((a == predicted) & (b != predicted))) for a, b in ((best, others), (others, best)))
     is_better = num_won > 0 and binomtest(num_won, num_won + num_lost, alternative="greater").pvalue < CHOICE_ERROR
     # Show a label that the two matchings disagree on, which a reader can check.
-    pairs = enumerate(zip(ranked[0].matches, ranked[1].matches, strict=True))
-    position = next(position for position, (a, b) in pairs if a.model_id != b.model_id)
+    pairs = zip(chosen.matches, second.matches, strict=True)
+    shown = next(index for index, (a, b) in enumerate(pairs) if a.model_id != b.model_id)
     accuracies = ", ".join(
-        f"by {way.by} ({_format_pair(way.matches[position])}) {np.mean(true_by[way.by] == predicted):.0%} right"
-        for way in ranked
+        f"by {way.by} ({_format_pair(way.matches[shown])}) {np.mean(classes == predicted):.0%} right"
+        for way, classes in ranked
     )
-    message = f"labels fit the classes in {len(ranked)} ways, and the model's answers on {len(true)} calibration images"
-    if is_better and _is_above_chance(predicted, true_by[ranked[0].by], CHOICE_ERROR):
-        return ranked[0], f"{message} decide: {accuracies}"
-    kinds = " or ".join(way.by for way in ranked)
-    raise AcquisitionError(f"{message} don't decide: {accuracies}; set label_match to {kinds}")
+    message = f"the model's answers on {len(true)} calibration images"
+    if is_better and _is_above_chance(predicted, best, CHOICE_ERROR):
+        return chosen, f"{message} decide: {accuracies}"
+    kinds = " or ".join(way.by for way, _ in ranked)
+    raise AcquisitionError(
+        f"labels fit in several ways, and {message} don't decide: {accuracies}; set label_match to {kinds}"
+    )
 
 
 def why_doubtful(predicted: Classes, true: Classes, matches: Sequence[LabelMatch]) -> str | None:
@@ -171,12 +167,12 @@ def why_doubtful(predicted: Classes, true: Classes, matches: Sequence[LabelMatch
         if any(match.rule in ORDER_RULES for match in matches):
             raise AcquisitionError(reason)
         return reason
-    if not _is_above_chance(predicted, true, CHANCE_ERROR):
-        return (
-            f"the baseline answers {np.sum(predicted == true)} of {len(true)} search images right, which chance does too, so "
-            "that no loss of accuracy shows: check that the model was trained on these classes, and how labels are matched"
-        )
-    return None
+    if _is_above_chance(predicted, true, CHANCE_ERROR):
+        return None
+    return (
+        f"the baseline answers {np.sum(predicted == true)} of {len(true)} search images right, which chance does too: "
+        "check that the model was trained on these classes, and how labels are matched"
+    )
 
 
 def _is_above_chance(predicted: Classes, true: Classes, error: float) -> bool:
@@ -204,17 +200,13 @@ def _mislabelling_reason(predicted: Classes, true: Classes, matches: Sequence[La
     current, paired = np.mean(prediction[1::2] == label[1::2]), np.mean(prediction[1::2] == pairing[label[1::2]])
     if paired - current < MIN_GAIN:
         return None
+    old, new = next((classes[old], classes[pairing[old]]) for old in np.unique(label) if pairing[old] != old)
     label_of = {match.model_id: match.dataset_label[:MAX_QUOTED] for match in matches}
     name_of = {match.model_id: (match.model_label or "")[:MAX_QUOTED] for match in matches}
-    moves = [(int(classes[old]), int(classes[pairing[old]])) for old in np.unique(label) if pairing[old] != old]
-    pairs = ", ".join(
-        f"{label_of.get(old, str(old))!r} as {name_of.get(new, str(new))!r} and not {name_of.get(old, str(old))!r}"
-        for old, new in moves[:NUM_PAIRS_SHOWN]
-    )
-    rest = f" and {len(moves) - NUM_PAIRS_SHOWN} more" if len(moves) > NUM_PAIRS_SHOWN else ""
     return (
-        f"the model answers {current:.0%} of the images right as labels and classes are matched, and {paired:.0%} with {pairs}{rest}: "
-        "correct the names of its classes in config.json (id2label, or timm's label_names), or those of the data set"
+        f"the model answers {current:.0%} of the images right as labels are matched, and {paired:.0%} with others, such as "
+        f"{label_of.get(old)!r} as {name_of.get(new)!r}: correct the names of its classes in config.json (id2label, or timm's "
+        "label_names), or those of the data set"
     )
 
 
@@ -230,10 +222,9 @@ def order_match_note(matches: Sequence[LabelMatch]) -> str | None:
     if not guessed:
         return None
     basis = "places" if _parse_number(guessed[0].dataset_label) is None else "numbers"
-    rest = f" and {len(guessed) - NUM_SHOWN} more alike" if len(guessed) > NUM_SHOWN else ""
     return (
-        f"{', '.join(map(_format_pair, guessed[:NUM_SHOWN]))}{rest}, by their {basis} alone: if the model was trained with "
-        "another order, right answers count as wrong, so name its classes in config.json (id2label, or timm's label_names)"
+        f"{_listed([_format_pair(match) for match in guessed])}, by their {basis} alone: if the model was trained with "
+        "another order, name its classes in config.json (id2label, or timm's label_names)"
     )
 
 
@@ -243,8 +234,11 @@ def _format_pair(match: LabelMatch) -> str:
 
 def format_names(names: Sequence[str]) -> str:
     """Format the first few names, quoted, and the number of the rest."""
-    rest = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
-    return ", ".join(repr(name[:MAX_QUOTED]) for name in names[:NUM_SHOWN]) + rest
+    return _listed([repr(name[:MAX_QUOTED]) for name in names])
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:NUM_SHOWN]) + (f" and {len(texts) - NUM_SHOWN} more" if len(texts) > NUM_SHOWN else "")
 
 
 def _normalise(name: str) -> str:
@@ -264,36 +258,33 @@ def _parse_number(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def _parse_ids(names: Sequence[str]) -> list[int] | None:
-    """Return the numbers of all names if they are exactly 0 to n-1, as in LABEL_3 or 3; else None."""
-    numbers = [number for name in names if (number := _parse_number(name)) is not None]
-    return numbers if sorted(numbers) == list(range(len(names))) else None
-
-
-def _are_permuted(labels: Sequence[str], model_labels: Sequence[str]) -> bool:
-    is_same_set = set(labels) == set(model_labels) and len(set(labels)) == len(labels)
-    return is_same_set and list(labels) != list(model_labels)
+def _offset(num_labels: int, id2label: Mapping[int, str]) -> int | None:
+    """Return the class of label 0: 1 for a model with one class more, else 0; None if the numbers of classes don't fit."""
+    offset = len(id2label) - num_labels
+    return offset if offset in (0, 1) and sorted(id2label) == list(range(len(id2label))) else None
 
 
 def _match_by_order(
     labels: Sequence[str], id2label: Mapping[int, str], *, ordered: bool
 ) -> dict[MatchKind | Literal["id"], list[int]]:
     """Return the class of each label by every rule based on order; by id only, if the names agree at every id."""
-    offset = len(id2label) - len(labels)
-    if offset not in (0, 1) or not labels or sorted(id2label) != list(range(len(id2label))):
+    if not labels or (offset := _offset(len(labels), id2label)) is None:
         return {}
-    positions, numbers = list(range(len(labels))), _parse_ids(labels)
-    model_labels = [id2label[offset + position] for position in positions]
+    positions = list(range(len(labels)))
+    classes = [id2label[offset + position] for position in positions]
     # Libraries write LABEL_3, or 3, for class 3 of a model without names.
-    is_unnamed = offset == 0 and _parse_ids(model_labels) == positions
-    normalised = [*map(_normalise, labels)], [*map(_normalise, model_labels)]
-    if not is_unnamed and (_are_permuted(labels, model_labels) or _are_permuted(*normalised)):
-        return {}
+    is_unnamed = offset == 0 and [_parse_number(name) for name in classes] == positions
+    for label_names, class_names in ((labels, classes), ([*map(_normalise, labels)], [*map(_normalise, classes)])):
+        is_permuted = label_names != class_names and set(label_names) == set(class_names)
+        if is_permuted and not is_unnamed and len(set(label_names)) == len(labels):
+            return {}
+    numbers = [number for label in labels if (number := _parse_number(label)) is not None]
+    is_numbered = sorted(numbers) == positions
     is_offset_known = offset == 0 or BACKGROUND in _synonyms(id2label[0])
-    names_agree = all(_synonyms(label) & _synonyms(name) for label, name in zip(labels, model_labels, strict=True))
-    if (ordered or numbers) and is_offset_known and names_agree:
+    names_agree = all(_synonyms(label) & _synonyms(name) for label, name in zip(labels, classes, strict=True))
+    if (ordered or is_numbered) and is_offset_known and names_agree:
         return {"id": [offset + position for position in positions]}
-    if offset == 0 and numbers is not None:
+    if offset == 0 and is_numbered:
         return {"number": numbers, "place": positions}
     if not is_unnamed or not ordered:
         return {}
@@ -308,38 +299,31 @@ def _match_by_order(
     return {"place": positions, "natural": [natural_order.index(position) for position in positions]}
 
 
-def _wnid_classes(id2label: Mapping[int, str]) -> Mapping[str, int]:
-    """Map ImageNet-1k's wnids to the model's classes; empty if its classes aren't ImageNet's, with or without a background."""
-    wnids = WNIDS.read_text(encoding="utf-8").split()
-    offset = len(id2label) - len(wnids)
-    if offset not in (0, 1) or sorted(id2label) != list(range(len(id2label))):
-        return {}
-    is_valid = offset == 0 or BACKGROUND in _synonyms(id2label[0])
-    if is_valid and FIRST_NAME in _synonyms(id2label[offset]) and LAST_NAMES & _synonyms(id2label[len(id2label) - 1]):
-        return {wnid: index for index, wnid in enumerate(wnids, start=offset)}
-    return {}
-
-
 def _match_by_name(labels: Sequence[str], id2label: Mapping[int, str]) -> tuple[LabelMatch, ...]:
     """Match each label by the first rule with exactly one candidate."""
-    exact, normalised, synonyms = (defaultdict[str, set[int]](set) for _ in range(3))
-    for index, name in id2label.items():
-        exact[name].add(index)
-        normalised[_normalise(name)].add(index)
-        for synonym in _synonyms(name):
-            synonyms[synonym].add(index)
-    wnids = _wnid_classes(id2label) if any(WNID.fullmatch(label.strip()) for label in labels) else {}
-
-    def match(label: str) -> LabelMatch:
-        rules: tuple[tuple[MatchRule, set[int]], ...] = (
-            ("name", exact.get(label, set())),
-            ("normalised name", normalised.get(_normalise(label), set())),
-            ("normalised name", set[int]().union(*(synonyms.get(synonym, ()) for synonym in _synonyms(label)))),
-            ("wnid", {wnids[label.strip()]} if label.strip() in wnids else set()),
-        )
-        for rule, candidates in rules:
+    found: dict[str, LabelMatch] = {}
+    rules: tuple[tuple[MatchRule, Callable[[str], frozenset[str]]], ...] = (
+        ("name", lambda name: frozenset({name})),
+        ("normalised name", lambda name: frozenset({_normalise(name)})),
+        ("normalised name", _synonyms),
+    )
+    for rule, keys_of in rules:
+        classes = defaultdict[str, set[int]](set)
+        for index, name in id2label.items():
+            for key in keys_of(name):
+                classes[key].add(index)
+        for label in labels:
+            candidates = set[int]().union(*(classes.get(key, ()) for key in keys_of(label)))
             if len(candidates) == 1:
-                return _match(label, min(candidates), id2label, rule)
-        return LabelMatch(dataset_label=label, model_id=None, model_label=None, rule="unmapped")
-
-    return tuple(map(match, labels))
+                found.setdefault(label, _match(label, min(candidates), id2label, rule))
+    wnids = WNIDS.read_text(encoding="utf-8").split()
+    offset = _offset(len(wnids), id2label)
+    if offset is not None and (offset == 0 or BACKGROUND in _synonyms(id2label[0])):
+        last = _synonyms(id2label[len(id2label) - 1])
+        if FIRST_NAME in _synonyms(id2label[offset]) and LAST_NAMES & last:
+            class_of = {wnid: index for index, wnid in enumerate(wnids, start=offset)}
+            for label in labels:
+                if label.strip() in class_of:
+                    found.setdefault(label, _match(label, class_of[label.strip()], id2label, "wnid"))
+    unmapped = LabelMatch(dataset_label="", model_id=None, model_label=None, rule="unmapped")
+    return tuple(found.get(label) or unmapped.model_copy(update={"dataset_label": label}) for label in labels)

@@ -1,10 +1,10 @@
 """Reference data set and models: handwritten digits, and four small classifiers trained on first use in half a minute."""
 
 import hashlib
-import io
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
+import transformers
 from PIL import Image
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import (
-    DeiTConfig,
-    DeiTForImageClassification,
-    ResNetConfig,
-    ResNetForImageClassification,
-    SwinConfig,
-    SwinForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTImageProcessorPil,
-)
+from transformers import ViTImageProcessorPil
 
 from profiling_agent.data.images import decode_rgb
 from profiling_agent.errors import AcquisitionError
@@ -37,19 +28,13 @@ PREFIX = "reference:"
 DIGITS = "reference:digits"
 # Of 1797 images, the other 1000 are for testing: half to search on, half for the verdict.
 NUM_TRAIN = 797
-DIGITS_VERSION = 1
 MIN_TOP1 = 0.95
 BRIGHTEST = 16
-
-# Part of the cache's key: raise it when the training below changes, so that cached models are retrained.
-TRAINING_VERSION = 2
 CLASSES = tuple(str(digit) for digit in range(10))
-ARCHITECTURES: dict[str, tuple[Any, Any]] = {
-    "vit": (ViTConfig, ViTForImageClassification),
-    "deit": (DeiTConfig, DeiTForImageClassification),
-    "swin": (SwinConfig, SwinForImageClassification),
-    "resnet": (ResNetConfig, ResNetForImageClassification),
-}
+# Parts of the cache's keys: raise one when what it caches changes.
+DIGITS_VERSION, TRAINING_VERSION = 1, 2
+# Of transformers' classes.
+CLASS_PREFIXES = {"vit": "ViT", "deit": "DeiT", "swin": "Swin", "resnet": "ResNet"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +42,7 @@ class TrainingRecipe:
     """One classifier and its training: `image_size` in pixels, shift and scale as fractions, rotation in degrees."""
 
     family: str
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any]
     image_size: int
     num_steps: int
     batch_size: int = 32
@@ -78,9 +63,9 @@ class TrainingRecipe:
 
     def build(self) -> Any:
         """Return the untrained classifier."""
-        config_type, model_type = ARCHITECTURES[self.family]
+        model_type = getattr(transformers, f"{CLASS_PREFIXES[self.family]}ForImageClassification")
         names = {"id2label": dict(enumerate(CLASSES)), "label2id": {name: i for i, name in enumerate(CLASSES)}}
-        model = model_type(config_type(num_channels=3, **self.config, **names))
+        model = model_type(model_type.config_class(num_channels=3, **self.config, **names))
         for name, parameter in model.named_parameters():
             # DeiT's start at zero, and would take half of this short training until patches differ by their position.
             if name.endswith(("position_embeddings", "_token")) and not parameter.any():
@@ -91,28 +76,20 @@ class TrainingRecipe:
 # The libraries' default initializer_range of 0.02 suits widths near 768; at these widths it costs hundreds of steps.
 TRANSFORMER = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512,
                "image_size": 16, "patch_size": 4, "initializer_range": 0.08}  # fmt: skip
+SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 48, "depths": [2, 4], "num_heads": [3, 6],
+        "window_size": 4, "drop_path_rate": 0.0, "initializer_range": 0.08}  # fmt: skip
+RESNET = {"embedding_size": 32, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "bottleneck"}
 RECIPES = {
-    "vit": TrainingRecipe(family="vit", config=TRANSFORMER, image_size=16, num_steps=400, learning_rate=1e-3),
-    "deit": TrainingRecipe(family="deit", config=TRANSFORMER, image_size=16, num_steps=400, learning_rate=1e-3),
-    "swin": TrainingRecipe(
-        family="swin",
-        config={"image_size": 16, "patch_size": 2, "embed_dim": 48, "depths": [2, 4], "num_heads": [3, 6],
-                "window_size": 4, "drop_path_rate": 0.0, "initializer_range": 0.08},
-        image_size=16,
-        num_steps=500,
-        learning_rate=2e-3,
-        shift=0.06,
-        rotation=8.0,
-    ),
-    "resnet": TrainingRecipe(
-        family="resnet",
-        config={"embedding_size": 32, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2],
-                "layer_type": "bottleneck"},
-        image_size=32,
-        num_steps=400,
-        learning_rate=2e-3,
-    ),
-}  # fmt: skip
+    recipe.family: recipe
+    for recipe in (
+        TrainingRecipe(family="vit", config=TRANSFORMER, image_size=16, num_steps=400, learning_rate=1e-3),
+        TrainingRecipe(family="deit", config=TRANSFORMER, image_size=16, num_steps=400, learning_rate=1e-3),
+        TrainingRecipe(
+            family="swin", config=SWIN, image_size=16, num_steps=500, learning_rate=2e-3, shift=0.06, rotation=8.0
+        ),
+        TrainingRecipe(family="resnet", config=RESNET, image_size=32, num_steps=400, learning_rate=2e-3),
+    )
+}
 
 # An average over about fifty steps, the last ones of a run of several hundred.
 EMA_DECAY = 0.98
@@ -136,46 +113,46 @@ def distort(images: Tensor, recipe: TrainingRecipe, generator: torch.Generator) 
     return F.grid_sample(images, grid, align_corners=False, padding_mode="border")
 
 
-def _fit(model: Any, recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
-    generator = torch.Generator().manual_seed(recipe.seed)
-    # Biases and norms don't decay.
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, recipe.learning_rate, total_steps=recipe.num_steps, pct_start=recipe.warmup, cycle_momentum=False
-    )
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY), use_buffers=True)
-    queue = torch.empty(0, dtype=torch.int64)
-    for step in range(recipe.num_steps):
-        if len(queue) < recipe.batch_size:
-            queue = torch.cat([queue, torch.randperm(len(images), generator=generator)])
-        rows, queue = queue[: recipe.batch_size], queue[recipe.batch_size :]
-        logits = model(pixel_values=distort(images[rows], recipe, generator)).logits
-        loss = F.cross_entropy(logits, labels[rows], label_smoothing=recipe.label_smoothing)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
-        optimizer.step()
-        schedule.step()
-        average.update_parameters(model)
-        progress(f"training reference:{recipe.family} (once)", step + 1, recipe.num_steps)
-    return average.module
-
-
 def train(recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
     """Train the classifier and return it in eval mode, with the running average of its weights.
 
     `images` are pixel values, float32 (n, 3, h, w), `labels` class ids, int64 (n,); `progress` is called after every step.
     """
-    num_threads = torch.get_num_threads()
+    generator, num_threads = torch.Generator().manual_seed(recipe.seed), torch.get_num_threads()
     # Makes sums independent of the number of cores; at these sizes a second thread gains little.
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(recipe.seed)
-            return _fit(recipe.build().train(), recipe, images, labels, progress).eval()
+            model = recipe.build().train()
+            # Biases and norms don't decay.
+            groups = [
+                {
+                    "params": [each for each in model.parameters() if each.dim() > 1],
+                    "weight_decay": recipe.weight_decay,
+                },
+                {"params": [each for each in model.parameters() if each.dim() <= 1], "weight_decay": 0.0},
+            ]
+            optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, recipe.learning_rate, recipe.num_steps, pct_start=recipe.warmup, cycle_momentum=False
+            )
+            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY), use_buffers=True)
+            queue = torch.empty(0, dtype=torch.int64)
+            for step in range(recipe.num_steps):
+                if len(queue) < recipe.batch_size:
+                    queue = torch.cat([queue, torch.randperm(len(images), generator=generator)])
+                rows, queue = queue[: recipe.batch_size], queue[recipe.batch_size :]
+                logits = model(pixel_values=distort(images[rows], recipe, generator)).logits
+                loss = F.cross_entropy(logits, labels[rows], label_smoothing=recipe.label_smoothing)
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+                optimizer.step()
+                schedule.step()
+                average.update_parameters(model)
+                progress(f"training reference:{recipe.family} (once)", step + 1, recipe.num_steps)
+            return average.module.eval()
     finally:
         torch.set_num_threads(num_threads)
 
@@ -187,55 +164,27 @@ def accuracy(model: Any, images: Tensor, labels: Tensor) -> float:
     return float((predicted == labels).float().mean())
 
 
-def _write_digits(folder: Path) -> None:
-    # Importing sklearn takes seconds, and is needed once on a machine.
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    def encode_png(digit: Any) -> bytes:
-        stream = io.BytesIO()
-        Image.fromarray(np.rint(digit * (255 / BRIGHTEST)).astype(np.uint8)).save(stream, "PNG")
-        return stream.getvalue()
-
-    digits: Any = load_digits()
-    rows = train_test_split(np.arange(len(digits.target)), train_size=NUM_TRAIN, stratify=digits.target, random_state=0)
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))})
-    (folder / "data").mkdir()
-    for split, members in zip(("train", "test"), rows, strict=True):
-        columns = {
-            "image": [{"bytes": encode_png(digits.images[row]), "path": None} for row in members],
-            "label": [int(digits.target[row]) for row in members],
-        }
-        with quiet():
-            dataset = datasets.Dataset.from_dict(columns, features=features)
-            dataset.to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
-
-
 def reference_dataset(progress: Progress = silent) -> Path:
     """Return scikit-learn's 1797 handwritten digits, 8x8 gray, as a local parquet data set: 797 train, 1000 test."""
     progress("preparing reference:digits", 0, 0)
     return cached(f"digits-{DIGITS_VERSION}", _write_digits)
 
 
-def _load_split(split: str, processor: Any, progress: Progress) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = pq.read_table(reference_dataset(progress) / "data" / f"{split}-00000-of-00001.parquet")
-    images = [decode_rgb(cell["bytes"]) for cell in rows["image"].to_pylist()]
-    return processor(images=images, return_tensors="pt")["pixel_values"], torch.tensor(rows["label"].to_pylist())
+def _write_digits(folder: Path) -> None:
+    # Importing sklearn takes seconds, and is needed once on a machine.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
 
-
-def _train_and_save(folder: Path, recipe: TrainingRecipe, progress: Progress) -> None:
-    size = {"height": recipe.image_size, "width": recipe.image_size}
-    processor = ViTImageProcessorPil(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
-    model: Any = train(recipe, *_load_split("train", processor, progress), progress)
-    top1 = accuracy(model, *_load_split("test", processor, progress))
-    if top1 < MIN_TOP1:
-        raise AcquisitionError(
-            f"reference:{recipe.family} was trained to {top1:.3f} top-1, below {MIN_TOP1}: this installation "
-            "computes unlike the tested one: install the versions of constraints.txt"
-        )
-    with quiet():
-        model.save_pretrained(folder)
-        processor.save_pretrained(folder)
+    digits: Any = load_digits()
+    shades = np.rint(digits.images * (255 / BRIGHTEST)).astype(np.uint8)
+    rows = train_test_split(np.arange(len(digits.target)), train_size=NUM_TRAIN, stratify=digits.target, random_state=0)
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))})
+    (folder / "data").mkdir()
+    for split, members in zip(("train", "test"), rows, strict=True):
+        columns = {"image": [Image.fromarray(shades[row]) for row in members], "label": digits.target[members].tolist()}
+        with quiet():
+            dataset = datasets.Dataset.from_dict(columns, features=features)
+            dataset.to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
 
 
 def reference_model(name: str, progress: Progress = silent) -> Path:
@@ -244,4 +193,23 @@ def reference_model(name: str, progress: Progress = silent) -> Path:
     if recipe is None:
         names = ", ".join(f"{PREFIX}{family}" for family in RECIPES)
         raise AcquisitionError(f"there is no reference model {name!r}: use one of {names}")
-    return cached(f"{recipe.family}-{recipe.key}", lambda folder: _train_and_save(folder, recipe, progress))
+    return cached(f"{recipe.family}-{recipe.key}", partial(_train_and_save, recipe=recipe, progress=progress))
+
+
+def _train_and_save(folder: Path, recipe: TrainingRecipe, progress: Progress) -> None:
+    size = {"height": recipe.image_size, "width": recipe.image_size}
+    processor = ViTImageProcessorPil(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    splits: list[tuple[Tensor, Tensor]] = []
+    for split in ("train", "test"):
+        file = reference_dataset(progress) / "data" / f"{split}-00000-of-00001.parquet"
+        rows = pq.read_table(file).to_pydict()
+        images = [decode_rgb(cell["bytes"]) for cell in rows["image"]]
+        splits.append((processor(images=images, return_tensors="pt")["pixel_values"], torch.tensor(rows["label"])))
+    model: Any = train(recipe, *splits[0], progress)
+    top1 = accuracy(model, *splits[1])
+    if top1 < MIN_TOP1:
+        problem = f"trained to {top1:.3f} top-1, below {MIN_TOP1}: install the versions of constraints.txt"
+        raise AcquisitionError(f"reference:{recipe.family} was {problem}")
+    with quiet():
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)

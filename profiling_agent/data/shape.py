@@ -1,6 +1,6 @@
 """The input shape of a model: rules that propose a shape, most trustworthy first, and a forward pass that verifies it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,9 +8,9 @@ from PIL import Image
 from pydantic import ValidationError
 from torch import nn
 
-from profiling_agent.data.hub import library_errors
-from profiling_agent.data.prepared import to_processor_channels
+from profiling_agent.data.images import to_processor_channels
 from profiling_agent.errors import ShapeUnresolvedError
+from profiling_agent.lib.logs import third_party_errors
 from profiling_agent.lib.modules import device_of, preserving_state
 from profiling_agent.schemas import InputSpec, ShapeFacts
 
@@ -22,53 +22,55 @@ KEYWORDS = ("size", "shape", "channel", "patch", "stride", "depth", "hidden", "e
 MAX_SETTINGS = 40
 
 
-def from_processor(model: nn.Module, processor: Any) -> InputSpec | None:  # noqa: ARG001 (all rules take both)
-    """Return the shape that the image processor actually outputs, whatever its settings; None if it outputs several."""
+class ShapeFinding(NamedTuple):
+    """A rule's (channels, height, width), or None without an answer; its verified spec, or why it was refused."""
+
+    rule: str
+    shape: tuple[int, ...] | None
+    spec: InputSpec | None
+    refusal: str | None
+
+
+def _processor_shape(processor: Any) -> tuple[int, ...] | None:
+    """Return the shape that the image processor outputs, whatever its settings; None if it gives several, or fails."""
     shapes = set[tuple[int, ...]]()
     try:
         # The processor may be for another modality, or its settings may fit no image.
-        with library_errors("", kind=ShapeUnresolvedError):
+        with third_party_errors(ShapeUnresolvedError):
             for size in BLANK_SIZES:
                 blank = to_processor_channels(Image.new("RGB", size), processor)
                 shapes.add(tuple(processor(images=blank, return_tensors="pt")["pixel_values"].shape[1:]))
-            ((channels, height, width),) = shapes
     except ShapeUnresolvedError:
         return None
-    return InputSpec(channels=channels, height=height, width=width, source="image processor")
+    return min(shapes) if len(shapes) == 1 else None
 
 
-def from_config(model: nn.Module, processor: Any) -> InputSpec | None:  # noqa: ARG001 (all rules take both)
-    """Return `image_size` (one number, or height and width) and `num_channels` of the model's config."""
-    config = getattr(model, "config", None)
-    match getattr(config, "image_size", None):
-        case int(size):
-            height, width = size, size
-        case (int(height), int(width)):
-            pass
-        case _:
-            return None
-    return InputSpec(channels=getattr(config, "num_channels", 3), height=height, width=width, source="model config")
-
-
-def from_first_convolution(model: nn.Module, processor: Any) -> InputSpec | None:  # noqa: ARG001 (all rules take both)
-    """Return the input channels of the first 2-d convolution, with the usual 224x224, as a convolution fixes no size."""
+def _findings(model: nn.Module, processor: Any) -> Iterator[ShapeFinding]:
+    """Yield what each rule proposes, verified: the processor's and the config's read a size, the first convolution's guesses it."""
+    config: Any = getattr(model, "config", None)
+    size = getattr(config, "image_size", None)
+    sizes = tuple(size) if isinstance(size, list | tuple) else (size, size)
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if first is None:
-        return None
-    source = f"first convolution, at the usual {USUAL_SIZE}x{USUAL_SIZE}"
-    return InputSpec(channels=first.in_channels, height=USUAL_SIZE, width=USUAL_SIZE, source=source)
-
-
-# The first two read a size; the first convolution guesses it.
-RULES: tuple[Callable[[nn.Module, Any], InputSpec | None], ...] = (from_processor, from_config, from_first_convolution)
-
-
-class ShapeFinding(NamedTuple):
-    """A rule's shape, or None without an answer; and why the model or the rule's own numbers refuse it."""
-
-    rule: str
-    spec: InputSpec | None
-    refusal: str | None
+    for rule, source, shape in (
+        ("from_processor", "image processor", _processor_shape(processor)),
+        ("from_config", "model config", (getattr(config, "num_channels", 3), *sizes) if size is not None else None),
+        (
+            "from_first_convolution",
+            f"first convolution, at the usual {USUAL_SIZE}x{USUAL_SIZE}",
+            (first.in_channels, USUAL_SIZE, USUAL_SIZE) if first else None,
+        ),
+    ):
+        spec = refusal = None
+        try:
+            if shape is not None and len(shape) == 3:
+                channels, height, width = shape
+                spec = InputSpec(channels=channels, height=height, width=width, source=source)
+                verify(model, spec)
+        except ValidationError as error:
+            refusal = f"it says {error.errors()[0]['loc'][0]} = {error.errors()[0]['input']!r}"
+        except ShapeUnresolvedError as error:
+            refusal = str(error)
+        yield ShapeFinding(rule, shape, None if refusal else spec, refusal)
 
 
 def verify(model: nn.Module, spec: InputSpec) -> None:
@@ -77,57 +79,35 @@ def verify(model: nn.Module, spec: InputSpec) -> None:
     Raises:
         ShapeUnresolvedError: the model refuses the image, or its output isn't one row of logits.
     """
-    shape = repr(_format_shape(spec))
-    image = torch.zeros(spec.batch(1), device=device_of(model))
-    forward_errors = library_errors(f"the model refuses an image of {shape} with ", kind=ShapeUnresolvedError)
-    with preserving_state(model), torch.inference_mode(), forward_errors:
-        output = model.eval()(pixel_values=image)
+    shape = repr(_format_shape(spec.batch(1)[1:]))
+
+    def refuse(text: str) -> ShapeUnresolvedError:
+        return ShapeUnresolvedError(f"the model refuses an image of {shape} with {text}")
+
+    with preserving_state(model), torch.inference_mode(), third_party_errors(refuse):
+        output = model.eval()(pixel_values=torch.zeros(spec.batch(1), device=device_of(model)))
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or len(logits) != 1:
         result = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(output).__name__
         raise ShapeUnresolvedError(f"the model answers one image of {shape} with {result!r}, not one row of logits")
 
 
-def _propose(rule: Callable[[nn.Module, Any], InputSpec | None], model: nn.Module, processor: Any) -> InputSpec | None:
-    try:
-        return rule(model, processor)
-    except ValidationError as error:
-        invalid = error.errors()[0]
-        raise ShapeUnresolvedError(f"it says {invalid['loc'][0]} = {invalid['input']!r}") from error
-
-
-def _findings(model: nn.Module, processor: Any) -> Iterator[ShapeFinding]:
-    """Yield the answer of each rule, verified by a forward pass."""
-    for rule in RULES:
-        spec = refusal = None
-        try:
-            spec = _propose(rule, model, processor)
-            if spec is not None:
-                verify(model, spec)
-        except ShapeUnresolvedError as error:
-            refusal = str(error)
-        yield ShapeFinding(rule.__name__, spec, refusal)
-
-
 def resolve_input_shape(model: nn.Module, processor: Any) -> InputSpec:
-    """Return the first shape of `RULES` that passes a forward pass.
+    """Return the first proposed shape that passes a forward pass.
 
     `source` names its rule and, after semicolons, each shape that was refused.
 
     Raises:
         ShapeUnresolvedError: no rule gave a shape that the model accepts; the message lists what was tried.
     """
-    notes: list[str] = []
-    for rule, spec, refusal in _findings(model, processor):
-        if refusal is not None:
-            notes.append(f"{rule}: {refusal}")
-        elif spec is not None:
-            return spec.model_copy(update={"source": "; ".join((spec.source, *notes))})
-    tried = "; ".join(notes) or f"no answer from {', '.join(rule.__name__ for rule in RULES)}"
-    raise ShapeUnresolvedError(
-        f"no rule gave an input shape that the model accepts ({tried}); "
-        "set image_size and num_channels in the model's config, or save an image processor with the model"
-    )
+    refused: list[str] = []
+    for finding in _findings(model, processor):
+        if finding.spec is not None:
+            return finding.spec.model_copy(update={"source": "; ".join((finding.spec.source, *refused))})
+        if finding.refusal is not None:
+            refused.append(f"{finding.rule}: {finding.refusal}")
+    tried = "; ".join(refused) or "none has an answer"
+    raise ShapeUnresolvedError(f"no input shape is accepted by the model ({tried}): set image_size in its config.json")
 
 
 def check_processor(model: nn.Module, processor: Any) -> None:
@@ -136,16 +116,12 @@ def check_processor(model: nn.Module, processor: Any) -> None:
     Raises:
         ShapeUnresolvedError: the model refuses them; the message has the shape of its config.
     """
-    try:
-        if (spec := _propose(from_processor, model, processor)) is not None:
-            verify(model, spec)
-    except ShapeUnresolvedError as error:
-        stated = _propose(from_config, model, processor)
-        by_config = f", and its config.json says {_format_shape(stated)}" if stated else ""
-        raise ShapeUnresolvedError(
-            f"the image processor doesn't fit the model: {error}{by_config}; correct size, crop_size, image_mean and image_std in "
-            "preprocessor_config.json"
-        ) from error
+    findings = _findings(model, processor)
+    if refusal := next(findings).refusal:
+        stated = next(findings)
+        by_config = f", and its config.json says {_format_shape(stated.shape)}" if stated.shape else ""
+        problem = f"the image processor doesn't fit the model: {refusal}{by_config}"
+        raise ShapeUnresolvedError(f"{problem}; correct size, crop_size, image_mean or image_std in its config")
 
 
 def survey(model: nn.Module, processor: Any) -> ShapeFacts:
@@ -154,30 +130,20 @@ def survey(model: nn.Module, processor: Any) -> ShapeFacts:
     The shape is certain if the processor and the config, as far as they have one, agree on it, and the model accepts it.
     """
     findings = list(_findings(model, processor))
-    read = [finding for finding in findings[:2] if finding.spec or finding.refusal]
-    shapes = {finding.spec.batch(1) if finding.spec else () for finding in read}
-    return ShapeFacts(
-        settings=_image_settings(model, "model config") + _image_settings(processor, "image processor"),
-        findings=tuple(f"{finding.rule}: {_format_finding(finding)}" for finding in findings),
-        is_certain=len(shapes) == 1 and not any(finding.refusal for finding in read),
-    )
+    stated = [finding for finding in findings[:2] if finding.shape]
+    texts: list[str] = []
+    for finding in findings:
+        outcome = f"but {finding.refusal}" if finding.refusal else "which the model accepts"
+        text = f"{_format_shape(finding.shape)}, {outcome}" if finding.shape else "no answer"
+        texts.append(f"{finding.rule}: {text}")
+    settings: list[str] = []
+    for title, source in (("model config", getattr(model, "config", None)), ("image processor", processor)):
+        values: dict[str, Any] = source.to_dict() if hasattr(source, "to_dict") else {}
+        named = [name for name in sorted(values) if any(part in name for part in KEYWORDS)]
+        settings += [f"{title}: {name} = {values[name]!r}" for name in named[:MAX_SETTINGS]]
+    is_certain = len({finding.shape for finding in stated}) == 1 and not any(each.refusal for each in stated)
+    return ShapeFacts(settings=tuple(settings), findings=tuple(texts), is_certain=is_certain)
 
 
-def _format_finding(finding: ShapeFinding) -> str:
-    if finding.spec is None:
-        return finding.refusal or "no answer"
-    outcome = f"but {finding.refusal}" if finding.refusal else "which the model accepts"
-    return f"{_format_shape(finding.spec)}, {outcome}"
-
-
-def _format_shape(spec: InputSpec) -> str:
-    return f"{spec.channels}x{spec.height}x{spec.width}"
-
-
-def _image_settings(owner: Any, title: str) -> tuple[str, ...]:
-    source = getattr(owner, "config", owner)
-    if not hasattr(source, "to_dict"):
-        return ()
-    values: dict[str, Any] = source.to_dict()
-    settings = [(name, value) for name, value in sorted(values.items()) if any(part in name for part in KEYWORDS)]
-    return tuple(f"{title}: {name} = {value!r}" for name, value in settings[:MAX_SETTINGS])
+def _format_shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))

@@ -9,73 +9,52 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-
-MODEL_TYPE, EXTRA, PACKAGES = "timm_wrapper", "timm", ("timm", "torchvision")
+MODEL_TYPE, PACKAGES = "timm_wrapper", ("timm", "torchvision")
 # Arguments of `timm.create_model` that load weights, or build something else than a classifier.
 NON_ARCHITECTURE_ARGUMENTS = frozenset(
     {"model_name", "checkpoint_path", "cache_dir", "scriptable", "exportable", "no_jit"}
     | {"features_only", "feature_cfg", "out_indices", "kwargs_filter"}
     | {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict"}
 )
-NUM_CLASSES, LABEL_NAMES, OLD_LABEL_NAMES, MODEL_ARGS = "num_classes", "label_names", "labels", "model_args"
-LINEAR_MODULE = "timm.layers.linear"
 
 Refuse = Callable[[str], Exception]
 
 
-def is_timm(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is a timm model's: transformers' format, or timm's own without model_type."""
-    return config.get("model_type", MODEL_TYPE if "pretrained_cfg" in config else None) == MODEL_TYPE
+def check_timm(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """Return a timm model's config as transformers reads it, once it names an architecture of the installed timm.
 
-
-def normalize_config(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    """Return a timm model's config as transformers reads it: timm's exports repeat the number of classes among the arguments.
-
-    Raises:
-        Exception: `refuse` with the reason, if the names aren't a list of one for each class.
-    """
-    fields, arguments = dict(config), config.get(MODEL_ARGS) or {}
-    if NUM_CLASSES in arguments and fields.setdefault(NUM_CLASSES, arguments[NUM_CLASSES]) == arguments[NUM_CLASSES]:
-        fields[MODEL_ARGS] = {name: value for name, value in arguments.items() if name != NUM_CLASSES}
-    names, count = fields.get(LABEL_NAMES) or fields.get(OLD_LABEL_NAMES), fields.get(NUM_CLASSES)
-    if names:
-        # transformers would ignore all names, and number the classes.
-        if not isinstance(names, list) or len(names) != (count or len(names)):
-            raise refuse(f"it has {count} classes and {len(names)} {LABEL_NAMES}: list a name for each class, in order")
-        fields[LABEL_NAMES] = names
-    return fields
-
-
-def check_timm(config: Mapping[str, Any], refuse: Refuse) -> None:
-    """Check that a timm model's config names an architecture of the installed timm, and only its arguments.
+    timm's exports repeat the number of classes among the arguments, which transformers can't read.
 
     Raises:
         Exception: `refuse` with what is wrong or not installed.
     """
-    architecture, arguments = str(config.get("architecture")), config.get(MODEL_ARGS) or {}
+    fields, architecture = dict(config), str(config.get("architecture"))
+    arguments = dict(config.get("model_args") or {})
+    repeated = arguments.pop("num_classes", None)
+    count = fields.get("num_classes", repeated)
+    if repeated not in (None, count):
+        raise refuse(f"its model_args have {repeated} classes, and the model {count}: leave one out")
+    names = fields.get("label_names") or fields.get("labels") or None
+    # transformers would ignore all names, and number the classes.
+    if names and (not isinstance(names, list) or len(names) != (count or len(names))):
+        raise refuse(f"it has {count} classes and {len(names)} label_names: list a name for each class, in order")
     # timm treats a name with a scheme as an address on the Hub or of a folder.
     if ":" in architecture:
         raise refuse("it names another model as its architecture, which is never fetched")
-    if NUM_CLASSES in arguments:
-        raise refuse(
-            f"its model_args have {arguments[NUM_CLASSES]} classes, and the model {config.get(NUM_CLASSES)}: leave one out"
-        )
     if forbidden := sorted(NON_ARCHITECTURE_ARGUMENTS & set(arguments)):
         raise refuse(f"its model_args set {forbidden[0]!r}, which is no setting of an architecture: leave it out")
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise refuse(f"it is one of timm's, and {missing[0]} isn't installed: pip install 'profiling-agent[{EXTRA}]'")
+        raise refuse(f"it is one of timm's, and {missing[0]} isn't installed: pip install 'profiling-agent[timm]'")
     try:
         import timm  # pyright: ignore[reportMissingImports] - an extra
     # A torchvision built for another torch raises a RuntimeError.
     except (ImportError, RuntimeError) as error:
-        raise refuse(
-            f"it is one of timm's, which can't be imported: {type(error).__name__} ({str(error)!r})"
-        ) from error
+        raise refuse(f"timm can't be imported: {type(error).__name__} ({str(error)!r})") from error
     if not timm.is_model(architecture):
         near = ", ".join(get_close_matches(architecture, timm.list_models())) or "none"
-        raise refuse(
-            f"timm {timm.__version__} has no architecture {architecture!r} (near: {near}): name one of its own, or install a newer timm"
-        )
+        raise refuse(f"timm {timm.__version__} has no architecture {architecture!r} (near: {near})")
+    changes = {"model_args": arguments, "num_classes": count, "label_names": names}
+    return fields | {name: value for name, value in changes.items() if value is not None}
 
 
 def make_plain_(model: "nn.Module") -> None:
@@ -83,7 +62,7 @@ def make_plain_(model: "nn.Module") -> None:
     from torch import nn
 
     for module in model.modules():
-        if isinstance(module, nn.Linear) and type(module).__module__ == LINEAR_MODULE:
+        if isinstance(module, nn.Linear) and type(module).__module__ == "timm.layers.linear":
             module.__class__ = nn.Linear
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from profiling_agent.data.hub import is_local
+from profiling_agent.data import is_local
 from profiling_agent.errors import RunError
 from profiling_agent.lib.io import DocumentError, parse_json, parse_record
 from profiling_agent.measure.throughput import SavedModel, saved_model

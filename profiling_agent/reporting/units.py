@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from profiling_agent.data.hub import is_local
+from profiling_agent.data import is_local
 from profiling_agent.schemas import AccuracyDrop, RaceResult, Term
 
 

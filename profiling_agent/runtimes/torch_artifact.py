@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
 
+from profiling_agent.data.images import to_processor_channels
 from profiling_agent.data.pixels import upright_rgb
-from profiling_agent.data.prepared import to_processor_channels
 from profiling_agent.errors import ArtifactError, CorruptImageError, QuantizationError, RequestError
 from profiling_agent.lib.inference import Folded
 from profiling_agent.lib.io import first_line, parse_json

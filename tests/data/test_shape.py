@@ -10,15 +10,7 @@ from advisors import advisor_of
 from chat_server import Said, chat_server, in_turn
 from transformers import ViTImageProcessorPil
 
-from profiling_agent.data.shape import (
-    check_processor,
-    from_config,
-    from_first_convolution,
-    from_processor,
-    resolve_input_shape,
-    survey,
-    verify,
-)
+from profiling_agent.data.shape import check_processor, resolve_input_shape, survey, verify
 from profiling_agent.errors import AdvisorError, ShapeUnresolvedError
 from profiling_agent.lib.modules import preserving_state
 from profiling_agent.planning.llm_planner import advised_shape
@@ -63,18 +55,12 @@ def test_no_answer_left_lists_every_answer_and_complaint():
     assert "\n" not in message
 
 
-def test_silence_from_every_rule_names_the_rules():
-    with pytest.raises(ShapeUnresolvedError, match="no answer from from_processor, from_config, from_first_conv"):
+def test_silence_from_every_rule_and_an_impossible_size_are_told():
+    with pytest.raises(ShapeUnresolvedError, match="none has an answer"):
         resolve_input_shape(torch.nn.Linear(2, 2), None)
-
-
-def test_an_impossible_size_in_the_config_is_a_refused_answer():
     model = zoo.resnet()
     model.config.image_size = 0
-
-    spec = resolve_input_shape(model, None)
-
-    assert "from_config: it says height = 0" in spec.source
+    assert "from_config: it says height = 0" in resolve_input_shape(model, None).source
 
 
 def normalising(mean):
@@ -91,7 +77,7 @@ def normalising(mean):
     ],
 )
 def test_a_processor_whose_images_the_model_refuses_is_told_with_what_to_correct(model, images, shape):
-    said = rf"^[^\n]*the model refuses an image of '{shape}'[^\n]*; correct size, crop_size, image_mean and image_std in pre"
+    said = rf"^[^\n]*the model refuses an image of '{shape}'[^\n]*; correct size, crop_size, image_mean or image_std in its"
     with pytest.raises(ShapeUnresolvedError, match=said):
         check_processor(model(), images)
 
@@ -114,24 +100,25 @@ GRAY = ViTImageProcessorPil(size={"height": 8, "width": 8}, image_mean=[0.5], im
 
 
 @pytest.mark.parametrize(
-    ("rule", "model", "images", "expected"),
+    ("model", "images", "finding"),
     [
         # What the processor really gives, a gray image to a gray model.
-        (from_processor, zoo.resnet, ViTImageProcessorPil(size={"height": 24, "width": 40}), (3, 24, 40)),
-        (from_processor, lambda: gray(image_size=8, patch_size=4), GRAY, (1, 8, 8)),
-        (from_processor, zoo.resnet, ViTImageProcessorPil(do_resize=False), None),
-        (from_processor, zoo.resnet, None, None),
-        (from_config, zoo.vit, None, (3, 32, 32)),
-        (from_config, lambda: gray(image_size=[8, 16], patch_size=4), None, (1, 8, 16)),
-        (from_config, lambda: torch.nn.Linear(2, 2), None, None),
-        (from_first_convolution, lambda: torch.nn.Conv2d(5, 2, 3), None, (5, 224, 224)),
-        (from_first_convolution, lambda: torch.nn.Linear(2, 2), None, None),
+        (
+            zoo.resnet,
+            ViTImageProcessorPil(size={"height": 24, "width": 40}),
+            "from_processor: 3x24x40, which the model",
+        ),
+        (lambda: gray(image_size=8, patch_size=4), GRAY, "from_processor: 1x8x8, which the model accepts"),
+        (zoo.resnet, ViTImageProcessorPil(do_resize=False), "from_processor: no answer"),
+        (zoo.resnet, None, "from_processor: no answer"),
+        (lambda: gray(image_size=[8, 16], patch_size=4), None, "from_config: 1x8x16, which the model accepts"),
+        (zoo.resnet, None, "from_config: no answer"),
+        (lambda: torch.nn.Conv2d(5, 2, 3), None, "from_first_convolution: 5x224x224, but the model refuses"),
+        (lambda: torch.nn.Linear(2, 2), None, "from_first_convolution: no answer"),
     ],
 )
-def test_a_rule_gives_a_shape_or_no_answer(rule, model, images, expected):
-    found = rule(model(), images)
-
-    assert (found and (found.channels, found.height, found.width)) == expected
+def test_a_rule_gives_a_shape_or_no_answer(model, images, finding):
+    assert any(each.startswith(finding) for each in survey(model(), images).findings)
 
 
 def spec(channels, height, width):
@@ -172,41 +159,29 @@ def test_a_refused_small_image_does_not_shrink_swins_windows():
         assert torch.equal(model(pixel_values=pixels).logits, before)
 
 
-def test_attributes_that_appear_meanwhile_are_gone_afterwards():
-    model = zoo.vit()
-    with preserving_state(model):
-        model.vit.note = "here for a moment"
-        model.eval_count = 1
-
-    assert not hasattr(model.vit, "note")
-    assert not hasattr(model, "eval_count")
-
-
 def test_agreement_is_certain():
     facts = survey(zoo.vit(), zoo.processor())
 
     assert facts.is_certain
-    assert facts.findings[:2] == (
-        "from_processor: 3x32x32, which the model accepts",
-        "from_config: 3x32x32, which the model accepts",
-    )
+    accepted = [f"{rule}: 3x32x32, which the model accepts" for rule in ("from_processor", "from_config")]
+    assert list(facts.findings[:2]) == accepted
     assert "model config: image_size = 32" in facts.settings
     assert not any("id2label" in row for row in facts.settings)
 
 
 @pytest.mark.parametrize(
-    ("model", "images", "place", "finding"),
+    ("model", "images", "finding"),
     [
-        (zoo.swin, processor(64), 0, "from_processor: 3x64x64, which the model accepts"),
-        (zoo.vit, processor(48), 0, "from_processor: 3x48x48, but the model refuses an image"),
-        (zoo.resnet, None, -1, "from_first_convolution: 3x224x224, which the model accepts"),
+        (zoo.swin, processor(64), "from_processor: 3x64x64, which the model accepts"),
+        (zoo.vit, processor(48), "from_processor: 3x48x48, but the model refuses an image"),
+        (zoo.resnet, None, "from_first_convolution: 3x224x224, which the model accepts"),
     ],
 )
-def test_a_disagreement_a_refusal_and_a_convolution_alone_are_no_certainty(model, images, place, finding):
+def test_a_disagreement_a_refusal_and_a_convolution_alone_are_no_certainty(model, images, finding):
     facts = survey(model(), images)
 
     assert not facts.is_certain
-    assert facts.findings[place].startswith(finding)
+    assert any(each.startswith(finding) for each in facts.findings)
 
 
 FACTS = ShapeFacts(

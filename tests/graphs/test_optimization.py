@@ -19,7 +19,7 @@ from transformers import ViTForImageClassification
 from world import write_data
 
 from profiling_agent import Request, build_graph, load, optimize
-from profiling_agent.data.prepared import PIXELS
+from profiling_agent.data.images import PIXELS
 from profiling_agent.errors import AcquisitionError, PlanError
 from profiling_agent.graph.checkpoints import RunSaver, open_saver
 from profiling_agent.graph.nodes import deployment_search

@@ -10,7 +10,7 @@ import pytest
 import torch
 import zoo
 
-from profiling_agent.data.prepared import iter_batches
+from profiling_agent.data.images import iter_batches
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask, PruneTask, TuneTask
 from profiling_agent.lib.modules import logits_of
