@@ -2,10 +2,9 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -22,30 +21,17 @@ from transformers.initialization import no_init_weights
 from profiling_agent.data.pixels import upright_rgb
 from profiling_agent.data.prepared import to_processor_channels
 from profiling_agent.errors import ArtifactError, CorruptImageError, QuantizationError, RequestError
+from profiling_agent.lib import modules
 from profiling_agent.lib.inference import Folded
 from profiling_agent.lib.io import first_line, parse_json
 from profiling_agent.lib.logs import SETTINGS_LOCK, checked_logits, is_out_of_memory, muted, third_party_errors
 from profiling_agent.lib.machine import environment
-from profiling_agent.lib.modules import floating_dtype, logits_of, preserving_state, random_batch
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import check_timm, make_plain_
 from profiling_agent.pruning.attention import head_sizes, set_head_attributes_
-from profiling_agent.quantization.kinds import quantized_modules, rebuild_layer
-from profiling_agent.quantization.layers import QuantizedModule
-from profiling_agent.runtimes.artifact import (
-    NUM_IMAGES,
-    PROCESSOR,
-    WEIGHTS,
-    Golden,
-    PreparedFiles,
-    QuantizedLayer,
-    Recipe,
-    check_golden,
-    named_folder,
-    open_folder,
-    open_session,
-    write_artifact,
-)
+from profiling_agent.quantization.layers import QuantizedModule, quantized_modules, rebuild_layer
+from profiling_agent.runtimes import artifact
+from profiling_agent.runtimes.artifact import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe, named_folder, open_folder
 from profiling_agent.runtimes.registry import Batch, ModelSession, Source, noise_batch, runtime
 from profiling_agent.schemas import Cut, Deployment, Environment, InputSpec, RuntimeName, Scheme
 
@@ -87,10 +73,10 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     """
     folder = named_folder(path)
     recipe = open_folder(folder, verify=verify)
-    model = _build_model(folder, recipe, dequantize=False)
+    model = _read_model(folder, recipe, dequantize=False)
     if not verify:
         return model
-    dtype = floating_dtype(model)
+    dtype = modules.floating_dtype(model)
 
     def refuse(message: str) -> ArtifactError:
         return ArtifactError(f"the model gives {message}: save it again")
@@ -98,18 +84,18 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     def run(images: Batch) -> NDArray[Any]:
         return checked_logits(model, torch.from_numpy(images).to(dtype), refuse).float().numpy()
 
-    with preserving_state(model), torch.inference_mode():
-        check_golden(run, folder, recipe)
+    with modules.preserving_state(model), torch.inference_mode():
+        artifact.check_golden(run, folder, recipe)
     return model
 
 
 def load_skeleton(path: str | Path) -> nn.Module:
     """Return the saved model in plain float32 at its own widths, dequantized; ArtifactError if its weights don't fit."""
     folder = named_folder(path)
-    return _build_model(folder, open_folder(folder, verify=False), dequantize=True).float()
+    return _read_model(folder, open_folder(folder, verify=False), dequantize=True).float()
 
 
-def _build_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
+def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
     path = folder / WEIGHTS
     try:
         tensors = load_file(path)
@@ -126,16 +112,22 @@ def _build_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module
                     folded.num_features = folded.num_features * cut.keep // cut.unit.width
             model.set_submodule(norm, folded, strict=True)
         for layer in recipe.quantized:
-            _insert_layer_(model, layer, tensors, dequantize=dequantize)
+            prefix = f"{layer.name}."
+            stored = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+            original = model.get_submodule(layer.name)
+            module = rebuild_layer(layer.kind, stored, original, reduce_range=layer.reduce_range)
+            if dequantize:
+                module = module.dequantized()
+                tensors |= {prefix + leaf: tensor for leaf, tensor in module.state_dict().items()}
+            model.set_submodule(layer.name, module, strict=True)
         tensors |= {name: tensors[first] for name, first in recipe.tied.items()}
         _fit_widths_(model, tensors)
         model.load_state_dict(tensors, strict=True, assign=True)
         for name, first in recipe.tied.items():
             owner, _, leaf = name.rpartition(".")
-            source, _, source_leaf = first.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, getattr(model.get_submodule(source), source_leaf))
+            setattr(model.get_submodule(owner), leaf, attrgetter(first)(model))
         set_head_attributes_(model, sizes)
-        _halve_rest_(model)
+        _halve_buffers_(model)
     except MISFITS as error:
         if is_out_of_memory(error):
             raise
@@ -164,15 +156,15 @@ def _build_architecture(recipe: Recipe) -> nn.Module:
     return model
 
 
-def _insert_layer_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, Tensor], *, dequantize: bool) -> None:
-    """Insert a quantized layer and remove its tensors, or insert its float layer and replace its tensors by float ones."""
-    prefix = f"{layer.name}."
-    plain = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
-    module = rebuild_layer(layer.kind, plain, model.get_submodule(layer.name), reduce_range=layer.reduce_range)
-    if dequantize:
-        module = module.dequantized()
-        tensors |= {f"{prefix}{leaf}": tensor for leaf, tensor in module.state_dict().items()}
-    model.set_submodule(layer.name, module, strict=True)
+def _halve_buffers_(model: nn.Module) -> None:
+    """Convert buffers that aren't saved, as Swin v2's table of coordinates, if the whole model is in one half precision."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if dtypes in ({torch.bfloat16}, {torch.float16}):
+        (dtype,) = dtypes
+        for module in model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if not isinstance(module, QuantizedModule) and buffer.is_floating_point():
+                    setattr(module, name, buffer.to(dtype))
 
 
 def _fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -202,18 +194,6 @@ def _fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             module.normalized_shape = tuple(module.weight.shape)
 
 
-def _halve_rest_(model: nn.Module) -> None:
-    """Convert unsaved buffers, as Swin v2's table of coordinates, if the whole model is in one half precision."""
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if dtypes not in ({torch.bfloat16}, {torch.float16}):
-        return
-    (dtype,) = dtypes
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if not isinstance(module, QuantizedModule) and buffer.is_floating_point():
-                setattr(module, name, buffer.to(dtype))
-
-
 def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     model: nn.Module,
     folder: Path,
@@ -235,6 +215,11 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     Raises:
         ArtifactError: `folder` exists.
     """
+
+    def golden(_folder: Path, _recipe: Recipe) -> tuple[NDArray[np.float16], Batch]:
+        images = modules.random_batch(spec, artifact.NUM_IMAGES).half()
+        return images.numpy(), modules.logits_of(model, images.float()).numpy()
+
     description = Recipe(
         base_model=base_model,
         base_revision=base_revision,
@@ -242,10 +227,15 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
         config=config_of(model),
         input=spec,
         cuts=tuple(cuts),
-        folded=tuple(folded),
         deployment=deployment or Deployment(),
     )
-    return _save(model, folder, description, processor)
+    return artifact.write_artifact(
+        description,
+        folder,
+        processor=processor,
+        write_model=lambda temporary: write_weights(model, temporary, folded=folded),
+        golden=golden,
+    )
 
 
 def save_derived(
@@ -264,24 +254,24 @@ def save_derived(
     Raises:
         ArtifactError: `folder` exists, or `source` is damaged.
     """
-    fields = {"cuts": cuts, "folded": folded, "deployment": deployment, "config": config_of(model)}
-    changes = {name: value for name, value in fields.items() if value is not None}
-    _save(model, folder, load_recipe(source).model_copy(update=changes), load_processor(source))
-
-
-def _save(model: nn.Module, folder: Path, description: Recipe, processor: Any) -> Recipe:
-    def ask(_folder: Path, _recipe: Recipe) -> Golden:
-        images = random_batch(description.input, NUM_IMAGES).half()
-        return Golden(images.numpy(), logits_of(model, images.float()).numpy())
-
-    write_model = partial(write_weights, model, folded=description.folded)
-    return write_artifact(description, folder, processor=processor, write_model=write_model, ask=ask)
+    origin = load_recipe(source)
+    save_model(
+        model,
+        folder,
+        spec=origin.input,
+        processor=load_processor(source),
+        base_model=origin.base_model,
+        base_revision=origin.base_revision,
+        cuts=origin.cuts if cuts is None else cuts,
+        folded=origin.folded if folded is None else folded,
+        deployment=deployment or origin.deployment,
+    )
 
 
 def write_weights(
     model: nn.Module, folder: Path, *, folded: Sequence[str] = (), dtype: torch.dtype | None = None
-) -> PreparedFiles:
-    """Write `weights.safetensors`: floating tensors in `dtype`, if given, except those of quantized layers."""
+) -> dict[str, Any]:
+    """Write `weights.safetensors`, floating tensors in `dtype` except those of quantized layers; return the recipe's fields."""
     tensors: dict[str, Tensor] = {}
     # Shared tensors are stored under their first name.
     tied: dict[str, str] = {}
@@ -297,7 +287,7 @@ def write_weights(
         clone = tensor.detach().cpu().clone().contiguous()
         tensors[name] = clone.to(dtype) if is_cast else clone
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    return PreparedFiles(quantized=quantized_rows(model), tied=tied, folded=tuple(folded))
+    return {"quantized": quantized_rows(model), "tied": tied, "folded": tuple(folded)}
 
 
 def quantized_rows(model: nn.Module) -> tuple[QuantizedLayer, ...]:
@@ -323,10 +313,11 @@ def read_source(
     folder: Path, calibration: Batch, *, batch_size: int, onnx: Path | None = None, device: str = "cpu"
 ) -> Source:
     """Return the saved float32 torch model in `folder` as a source of deployments."""
+    module, recipe, processor = load_module(folder), load_recipe(folder), load_processor(folder)
     return Source(
-        module=load_module(folder),
-        recipe=load_recipe(folder),
-        processor=load_processor(folder),
+        module=module,
+        recipe=recipe,
+        processor=processor,
         calibration=calibration,
         batch_size=batch_size,
         onnx=onnx,
@@ -347,7 +338,7 @@ def save_deployed(
     complexity: tuple[int, int] | None = None,
     num_threads: int | None = None,
 ) -> Recipe:
-    """Convert `source` for `deployment` and write it to `folder`, complete or not at all; return its recipe.
+    """Convert `source` for `deployment` and write it to `folder` with a model card; return its recipe.
 
     The opened model's logits of two images are stored with it, and `complexity`: params and MACs of the float32 model.
 
@@ -358,36 +349,35 @@ def save_deployed(
     """
     executor = runtime(deployment.runtime)
 
-    def ask(written: Path, recipe: Recipe) -> Golden:
+    def golden(written: Path, recipe: Recipe) -> tuple[NDArray[np.float16], Batch]:
         session = executor.open(written, recipe, device=source.device, num_threads=num_threads)
-        images = noise_batch(recipe.input, session.fixed_size or NUM_IMAGES).astype(np.float16)
+        images = noise_batch(recipe.input, session.fixed_size or artifact.NUM_IMAGES).astype(np.float16)
         logits = session.run(images.astype(np.float32))
         if not np.isfinite(logits).all():
             raise QuantizationError(
                 f"as {deployment.name} the model gives logits that aren't finite: leave this deployment out"
             )
-        return Golden(images, logits)
+        return images, logits
 
-    return write_artifact(
+    recipe = artifact.write_artifact(
         source.recipe.model_copy(update={"deployment": deployment}),
         folder,
         processor=source.processor,
-        write_model=partial(executor.convert, source, deployment),
-        ask=ask,
+        write_model=lambda temporary: executor.convert(source, deployment, temporary),
+        golden=golden,
         complexity=complexity,
-        has_card=True,
     )
+    artifact.write_card(folder)
+    return recipe
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """Output of a model for a batch: `logits`, float32 (n, classes), on the CPU."""
 
     logits: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """The likeliest class of one image."""
 
     label: str
@@ -400,6 +390,7 @@ class Deployed:
 
     def __init__(self, folder: Path, recipe: Recipe, session: ModelSession) -> None:
         self.folder, self.recipe, self.session = folder, recipe, session
+        self._processor: Any = None
 
     @property
     def runtime(self) -> RuntimeName:
@@ -415,7 +406,7 @@ class Deployed:
         return module
 
     def __call__(self, pixel_values: Tensor | NDArray[Any]) -> Answer:
-        """Return the logits of prepared images (n, channels, height, width); ArtifactError for another shape."""
+        """Return the `logits`, float32 (n, classes) on the CPU, of prepared images (n, channels, height, width)."""
         array = pixel_values.detach().cpu().numpy() if isinstance(pixel_values, Tensor) else pixel_values
         batch = np.ascontiguousarray(array, dtype=np.float32)
         expected = self.recipe.input.batch(1)[1:]
@@ -425,10 +416,6 @@ class Deployed:
                 "prepare images with its processor"
             )
         return Answer(logits=torch.from_numpy(self.session.run(batch)))
-
-    @cached_property
-    def _processor(self) -> Any:
-        return load_processor(self.folder)
 
     @overload
     def predict(self, images: Image.Image) -> Prediction: ...
@@ -448,7 +435,7 @@ class Deployed:
             return self.predict([images])[0]
         if not images:
             return []
-        processor = self._processor
+        processor = self._processor = self._processor or load_processor(self.folder)
         with third_party_errors(lambda message: CorruptImageError(f"an image can't be read: {message}")):
             pictures = [to_processor_channels(upright_rgb(image), processor) for image in images]
         with third_party_errors(
@@ -480,11 +467,11 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_thre
         raise RequestError(f"num_threads is {num_threads}: give 1 or more, or None for as many as there are cores")
     folder = named_folder(path)
     recipe = open_folder(folder, verify=verify)
-    session = open_session(folder, device=device, num_threads=num_threads)
+    session = artifact.open_session(folder, device=device, num_threads=num_threads)
     if note := cpu_note(folder, recipe, environment()):
         warnings.warn(note, stacklevel=2)
     if verify:
-        check_golden(session.run, folder, recipe)
+        artifact.check_golden(session.run, folder, recipe)
     return Deployed(folder, recipe, session)
 
 

@@ -11,11 +11,11 @@ import zoo
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.quantization.kinds import RowwiseLinear
+from profiling_agent.quantization.layers import RowwiseLinear
 from profiling_agent.quantization.quantize import quantize_rowwise
-from profiling_agent.runtimes.artifact import Golden, Recipe, open_session, write_artifact
-from profiling_agent.runtimes.registry import Source, noise_batch, recommend, runtime
-from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, save_model
+from profiling_agent.runtimes.artifact import Recipe, open_session, write_artifact
+from profiling_agent.runtimes.registry import noise_batch, recommend, runtime
+from profiling_agent.runtimes.torch_artifact import load_module, read_source, save_model
 from profiling_agent.schemas import Deployment, Scheme
 
 # Each with its largest error.
@@ -97,30 +97,20 @@ def test_a_model_without_such_layers_is_refused_in_one_line():
 @pytest.mark.parametrize("scheme", ["dynamic", "float8", "bfloat16"])
 def test_what_is_saved_for_cuda_opens_on_the_cpu_with_its_logits(scheme: Scheme, tmp_path: Path):
     save_model(zoo.vit(), tmp_path / "source", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    source = Source(
-        module=load_module(tmp_path / "source"),
-        recipe=load_recipe(tmp_path / "source"),
-        processor=load_processor(tmp_path / "source"),
-        calibration=torch.zeros(8, *zoo.SPEC.batch(1)[1:]).numpy(),
-        batch_size=4,
-        device="cuda",
-    )
-    deployment = Deployment(runtime="graphed", scheme=scheme)
+    source = read_source(tmp_path / "source", noise_batch(zoo.SPEC, 8), batch_size=4, device="cuda")
+    deployment, executor = Deployment(runtime="graphed", scheme=scheme), runtime("graphed")
 
-    executor = runtime("graphed")
-
-    def ask(folder: Path, recipe: Recipe) -> Golden:
+    def golden(folder: Path, recipe: Recipe) -> tuple[Any, Any]:
         images = noise_batch(zoo.SPEC, 2).astype(np.float16)
         session = executor.open(folder, recipe, device="cpu", num_threads=1)
-        return Golden(images, session.run(images.astype(np.float32)))
+        return images, session.run(images.astype(np.float32))
 
     recipe = write_artifact(
         source.recipe.model_copy(update={"deployment": deployment}),
         tmp_path / "model",
         processor=source.processor,
         write_model=lambda folder: executor.convert(source, deployment, folder),
-        ask=ask,
-        has_card=True,
+        golden=golden,
     )
 
     kinds = {(row.kind, row.dtype) for row in recipe.quantized}

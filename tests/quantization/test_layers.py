@@ -13,17 +13,19 @@ from torch_dynamic import torch_quantize_dynamic
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.modules import relative_distance
-from profiling_agent.quantization.calibrate import CAPACITY, Sampler
-from profiling_agent.quantization.kinds import RowwiseLinear, parameter_bytes, rebuild_layer
 from profiling_agent.quantization.layers import (
     CastLayer,
     Dtype,
     DynamicLinear,
     Grid,
     QuantizedModule,
+    RowwiseLinear,
     StaticLayer,
+    parameter_bytes,
+    rebuild_layer,
     torch_has_vnni,
 )
+from profiling_agent.quantization.quantize import CAPACITY, Sampler
 from profiling_agent.runtimes.artifact import model_bytes
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.runtimes.torch_artifact import save_model
@@ -33,19 +35,10 @@ ROWWISE: tuple[Dtype, ...] = ("qint8", "float8")
 LINEAR, NO_BIAS, CONV = nn.Linear(48, 32), nn.Linear(48, 32, bias=False), nn.Conv2d(4, 2, 1)
 
 
-@pytest.fixture
-def linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(64, 48).requires_grad_(requires_grad=False)
-
-
-@pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("dtype", DYNAMIC)
-def test_a_layer_is_bit_equal_to_torchs_with_seven_bit_activations(dtype: Any, linear: nn.Linear, x: torch.Tensor):
+def test_a_layer_is_bit_equal_to_torchs_with_seven_bit_activations(dtype: Any):
+    torch.manual_seed(0)
+    linear, x = nn.Linear(64, 48).requires_grad_(requires_grad=False), torch.randn(3, 7, 64)
     theirs = torch_quantize_dynamic(nn.Sequential(linear), ["0"], dtype)
     ours = DynamicLinear.from_linear(linear, dtype, reduce_range=True)
 
@@ -55,26 +48,21 @@ def test_a_layer_is_bit_equal_to_torchs_with_seven_bit_activations(dtype: Any, l
         assert relative_distance(eight_bits(x), linear(x)) < relative_distance(ours(x), linear(x)) < 0.05
 
 
-def test_int8_weights_are_steps_of_the_largest_in_their_row(linear: nn.Linear):
+def test_int8_weights_are_steps_of_the_largest_in_their_row():
     by_hand = nn.Linear(4, 2, bias=False)
     by_hand.weight = nn.Parameter(torch.tensor([[127.5, -127.5, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
 
     tensors = DynamicLinear.from_linear(by_hand, "qint8").export_tensors()
-    layer = DynamicLinear.from_linear(linear, "qint8")
+    layer = DynamicLinear.from_linear(LINEAR, "qint8")
 
     assert tensors["weight"].tolist() == [[127, -128, 1, 0], [0, 0, 0, 0]]
     assert tensors["scale"][0] == 1.0
     assert "bias" not in tensors
-    difference = (layer.dequantized().weight - linear.weight).abs()
+    difference = (layer.dequantized().weight - LINEAR.weight).abs()
     assert bool((difference <= 0.501 * layer.export_tensors()["scale"][:, None]).all())
-
-
-def test_a_dynamic_layer_takes_an_empty_batch_and_none_from_elsewhere_than_the_cpu(linear: nn.Linear):
-    layer = DynamicLinear.from_linear(linear, "qint8")
-
-    assert layer(torch.zeros(0, 64)).shape == (0, 48)
+    assert layer(torch.zeros(0, 48)).shape == (0, 32)
     with pytest.raises(QuantizationError, match="'meta'"):
-        layer(torch.zeros(1, 64, device="meta"))
+        layer(torch.zeros(1, 48, device="meta"))
 
 
 def observed(*calls: torch.Tensor) -> Sampler:
@@ -210,10 +198,7 @@ def test_tensors_of_another_kind_are_refused(tensors: dict[str, torch.Tensor], l
         rebuild_layer("static", tensors, like, reduce_range=False)
 
 
-def tied() -> nn.Module:
-    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-    second.weight = first.weight
-    return nn.Sequential(first, second)
+TIED = nn.Linear(4, 4, bias=False)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +206,9 @@ def tied() -> nn.Module:
     [
         # Weight and bias of 3 channels, running mean and variance, and an int64 counter.
         (nn.BatchNorm2d(3), 4 * 3 * 4 + 8),
-        (tied(), 4 * 4 * 4),
+        (nn.Sequential(TIED, TIED), 4 * 4 * 4),
         (nn.Linear(8, 4, bias=False, dtype=torch.float16), 2 * 8 * 4),
         # Scales and biases of 32 channels; biases alone.
-        (DynamicLinear.from_linear(LINEAR, "qint8"), 32 * 48 + 4 * 32 + 4 * 32),
         (DynamicLinear.from_linear(LINEAR, "float16"), 2 * 32 * 48 + 4 * 32),
         (nn.Sequential(nn.Linear(8, 4), DynamicLinear.from_linear(LINEAR, "qint8")), 4 * (8 * 4 + 4) + 32 * (48 + 8)),
         # Scales, zero points and biases.
@@ -235,9 +219,6 @@ def test_parameters_buffers_and_packed_weights_are_counted_once_in_the_bits_that
     module: nn.Module, expected: int
 ):
     assert parameter_bytes(module) == expected
-    if isinstance(module, DynamicLinear):
-        assert sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values()) == expected
-        assert list(module.parameters()) == list(module.buffers()) == []
 
 
 def test_a_saved_model_weighs_what_its_weights_do_and_nothing_without_them(tmp_path: Path):

@@ -1,5 +1,6 @@
 """Quantization of whole models: which layers a recommendation names, and every scheme."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,8 @@ from torch_dynamic import torch_quantize_dynamic
 
 from profiling_agent.errors import PlanError, QuantizationError
 from profiling_agent.lib.modules import logits_of, relative_distance
-from profiling_agent.quantization.calibrate import fold_norms_
-from profiling_agent.quantization.kinds import parameter_bytes, quantized_modules
-from profiling_agent.quantization.layers import StaticLayer, torch_has_vnni
-from profiling_agent.quantization.quantize import quantize_model
+from profiling_agent.quantization.layers import StaticLayer, parameter_bytes, quantized_modules, torch_has_vnni
+from profiling_agent.quantization.quantize import fold_norms_, quantize_model
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,6 @@ def test_a_model_of_int8_alone_keeps_its_activations_and_knows_its_images_type()
 
     assert (quantized.layers, quantized.folded) == (("conv", "head"), ("norm",))
     assert sum(parameter.numel() for parameter in quantized.model.parameters()) == 0
-    assert not any(name.endswith("typed") for name in quantized.model.state_dict())
     assert relative_distance(logits_of(quantized.model, IMAGES), logits_of(model, IMAGES)) < 0.05
 
 
@@ -156,12 +154,10 @@ class Branching(nn.Module):
         super().__init__()
         self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
         self.last, self.last_norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-        self.logits: torch.Tensor
 
-    def forward(self, pixel_values: torch.Tensor) -> "Branching":
+    def forward(self, pixel_values: torch.Tensor) -> SimpleNamespace:
         given = self.conv(pixel_values)
-        self.logits = self.last_norm(self.last(given + self.norm(given))).mean((2, 3))
-        return self
+        return SimpleNamespace(logits=self.last_norm(self.last(given + self.norm(given))).mean((2, 3)))
 
 
 def test_a_batch_norm_whose_input_is_read_elsewhere_stays():
@@ -177,7 +173,7 @@ def test_a_batch_norm_whose_input_is_read_elsewhere_stays():
 
 
 def test_a_model_in_training_is_quantized_as_in_evaluation_and_what_no_image_reaches_stays_float():
-    model = zoo.resnet()
+    model = zoo.resnet("basic")
     model.spare = nn.Linear(4, 4)
     expected = logits_of(quantize_model(model, asked(), calibration=calibration).model, IMAGES)
 
@@ -195,15 +191,10 @@ def test_a_model_in_training_is_quantized_as_in_evaluation_and_what_no_image_rea
     [
         *(("vit", given, "at least 8 calibration images, none") for given in (None, list)),
         ("vit", lambda: [IMAGES[:7]], "at least 8 calibration images, 7"),
-        *(
-            ("vit", lambda shape=shape: [torch.zeros(shape)], "calibration images")
-            for shape in ((8, 3, 16, 16), (8, 1, 32, 32))
-        ),
+        ("vit", lambda: [IMAGES[:, :, :16, :16]], "calibration images"),
         # A ResNet takes images of any size.
-        *(
-            ("resnet", lambda shape=shape: [torch.zeros(shape)], "calibration images")
-            for shape in ((8, 1, 32, 32), (8, 32, 32))
-        ),
+        ("resnet", lambda: [IMAGES[:, :1]], "calibration images"),
+        ("resnet", lambda: [IMAGES[:, 0]], "calibration images"),
     ],
 )
 def test_static_quantization_without_enough_images_that_fit_is_refused(family: str, given: Any, says: str):

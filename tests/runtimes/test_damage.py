@@ -26,15 +26,20 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
+def link_out(path: Path) -> None:
+    path.rename(path.parents[1] / path.name)
+    path.symlink_to(path.parents[1] / path.name)
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "verify", "says"),
     [
         ("weights.safetensors", flip_a_byte, True, "sha256 differs"),
         ("golden.safetensors", cut_short, True, "sha256 differs"),
-        ("preprocessor_config.json", flip_a_byte, True, "sha256 differs"),
         ("weights.safetensors", Path.unlink, False, "is missing"),
         ("weights.safetensors", cut_short, False, "is damaged"),
         ("recipe.json", cut_short, False, "is damaged"),
+        ("preprocessor_config.json", link_out, False, "leads out of"),
     ],
 )
 def test_a_damaged_file_is_named(folder: Path, name: str, damage: Callable[[Path], None], verify: bool, says: str):
@@ -45,7 +50,6 @@ def test_a_damaged_file_is_named(folder: Path, name: str, damage: Callable[[Path
 
 
 def test_other_files_are_ignored_and_a_folder_and_the_hubs_cache_load_through_links(folder: Path):
-    (folder / ".gitattributes").write_text("*.safetensors filter=lfs")
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
     (folder.parent / "best").symlink_to("model", target_is_directory=True)
     load_module(folder.parent / "best")
@@ -63,10 +67,7 @@ def test_other_files_are_ignored_and_a_folder_and_the_hubs_cache_load_through_li
     ("name", "says"),
     [
         ("weights.bin", r"weights\.bin.* is none of"),
-        ("../outside.json", "folder itself"),
-        ("/etc/hosts.json", "folder itself"),
-        ("sub/inside.json", "folder itself"),
-        ("..\\outside.json", "folder itself"),
+        *((name, "folder itself") for name in ("../a.json", "/etc/a.json", "sub/a.json", "..\\a.json")),
     ],
 )
 def test_a_file_outside_the_folder_or_of_a_format_with_code_is_refused(folder: Path, name: str, says: str):
@@ -75,15 +76,6 @@ def test_a_file_outside_the_folder_or_of_a_format_with_code_is_refused(folder: P
 
     with pytest.raises(ArtifactError, match=says):
         load_module(folder)
-
-
-def test_a_link_that_leads_out_of_the_folder_is_refused(folder: Path):
-    elsewhere = folder.parent / "preprocessor_config.json"
-    (folder / "preprocessor_config.json").rename(elsewhere)
-    (folder / "preprocessor_config.json").symlink_to(elsewhere)
-
-    with pytest.raises(ArtifactError, match=r"preprocessor_config\.json.*leads out of"):
-        load_module(folder, verify=False)
 
 
 def test_another_schema_version_and_an_ordinary_folder_are_refused(folder: Path):

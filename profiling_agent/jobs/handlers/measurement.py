@@ -144,7 +144,7 @@ def answer(session: ModelSession, images: PreparedImages, batch_size: int, progr
 
 def _count(path: Path) -> ParentCounts:
     from profiling_agent.jobs.handlers.models import complexity_of
-    from profiling_agent.quantization.kinds import parameter_bytes
+    from profiling_agent.quantization.layers import parameter_bytes
     from profiling_agent.runtimes.torch_artifact import load_module
 
     params, macs = complexity_of(path)

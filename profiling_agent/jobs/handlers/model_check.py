@@ -3,7 +3,6 @@
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -93,21 +92,21 @@ def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int |
     """Make a deployment of a form, in a folder next to it; return its distance on the golden images, or the error."""
     row = Deployability(form=form, deployment=deployment)
     model, onnx = folder / form, folder / f"{form}.onnx"
-    images = noise_batch(load_recipe(model).input, NUM_CALIBRATION, seed=1)
-    source = read_source(model, images, batch_size=BATCH, onnx=onnx if onnx.is_file() else None)
+    calibration = noise_batch(load_recipe(model).input, NUM_CALIBRATION, seed=1)
+    source = read_source(model, calibration, batch_size=BATCH, onnx=onnx if onnx.is_file() else None)
     target = deployment_folder(folder, form, deployment)
     try:
         recipe = save_deployed(source, deployment, target, num_threads=num_threads)
         # The logits from when it was saved: opening it here would compile it once more, and another process reopens it.
-        golden = read_golden(target)
+        images, logits = read_golden(target)
     except (ArtifactError, PlanError, QuantizationError) as error:
         return row.model_copy(update={"refused": f"conversion: {error}"})
-    expected = logits_of(source.module, torch.from_numpy(golden.pixel_values.astype(np.float32)))
+    expected = logits_of(source.module, torch.from_numpy(images))
     return row.model_copy(
         update={
             "num_layers": len(recipe.quantized),
             "size_ratio": model_bytes(target) / model_bytes(folder / WHOLE),
-            "distance": relative_distance(torch.from_numpy(golden.logits), expected),
+            "distance": relative_distance(torch.from_numpy(logits), expected),
         }
     )
 

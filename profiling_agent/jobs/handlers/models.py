@@ -42,7 +42,7 @@ from profiling_agent.profiling.profile import profile_model
 from profiling_agent.pruning import recovery
 from profiling_agent.pruning.compensation import Calibration, compensate
 from profiling_agent.pruning.prune import NUM_GATE_IMAGES, prune_model
-from profiling_agent.quantization import sensitivity
+from profiling_agent.quantization.quantize import measure_costs
 from profiling_agent.runtimes.artifact import PROCESSOR, check_golden, model_bytes, open_session, processor_text
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import Batch, ModelSession, Source
@@ -375,7 +375,7 @@ def tune(task: tasks.TuneTask, job: JobContext) -> Tuned:
     model = load_module(job.path(task.model))
     images = (pixel_values for pixel_values, _ in iter_batches(job.images("calibration"), batch_size=task.batch_size))
     with quick_products():
-        kl, layers, num_images = sensitivity.measure_costs(
+        kl, layers, num_images = measure_costs(
             model, images, task.scheme, task.latency_shares, progress=job.progress
         )
     return Tuned(layers=layers, kl=kl, num_images=num_images, seconds=time.perf_counter() - started)
