@@ -57,14 +57,12 @@ def has_float8() -> bool:
 
 
 def float_layer(weight: Tensor, bias: Tensor | None, like: Any) -> Layer:
-    """Return an `nn.Linear` that shares these tensors, or for a weight of four dimensions an `nn.Conv2d` that moves as `like` does.
-
-    If it is grouped, the size of a group is that of `like`, and the weight gives their number.
-    """
+    """Return an `nn.Linear` that shares these tensors, or for a weight of four dimensions an `nn.Conv2d` that moves as `like` does."""
     has_bias = bias is not None
     if weight.dim() == 2:
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
     else:
+        # The size of a group is that of `like`, and the weight gives their number.
         groups = like.groups * len(weight) // like.out_channels if like.groups > 1 else 1
         kernel, moves = (weight.shape[2], weight.shape[3]), (like.stride, like.padding, like.dilation)
         layer = nn.Conv2d(weight.shape[1] * groups, len(weight), kernel, *moves, groups, has_bias, device="meta")
@@ -75,11 +73,7 @@ def float_layer(weight: Tensor, bias: Tensor | None, like: Any) -> Layer:
 
 
 def float_tensors(layer: Layer, dtype: torch.dtype = torch.float32) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the layer's weight on the CPU in float32, and its bias in a dtype by its name, no entry if it has none.
-
-    Raises:
-        QuantizationError: a weight isn't finite.
-    """
+    """Return the layer's weight, float32 on the CPU, and its bias by its name, if it has one; QuantizationError if a weight isn't finite."""
     weight = layer.weight.detach().cpu().float()
     if not math.isfinite(weight.abs().sum().item()):
         raise QuantizationError(f"weights of shape {tuple(weight.shape)!r} aren't finite: retrain or leave them out")
@@ -93,10 +87,8 @@ class QuantizedModule(nn.Module, ABC):
     `tensors` are those of `export_tensors`, which `state_dict()` has as well, named as in the float layer if it has them too; `load_state_dict`
     loads nothing. It has the attributes of the float layer, including weight and bias, because third-party forward passes may read any of them:
     widths are those of the tensors, and a convolution moves as `like`, the architecture's own module in its place.
-    `reduce_range` means that activations have 7 bits.
-
-    Raises:
-        QuantizationError: the weight's dtype is not one of this kind, or it is a convolution's and `like` is none.
+    `reduce_range` means that activations have 7 bits. QuantizationError if the weight's dtype is not one of this kind, or it is a convolution's and
+    `like` is none.
     """
 
     kind: ClassVar[Kind]
@@ -208,11 +200,7 @@ class DynamicLinear(QuantizedModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: Dtype, *, reduce_range: bool | None = None) -> Self:
-        """Return `linear` with its weights quantized; `reduce_range` (7-bit activations) defaults to what the CPU needs.
-
-        Raises:
-            QuantizationError: a weight isn't finite.
-        """
+        """Return `linear` with its weights quantized; `reduce_range` (7-bit activations) defaults to what the CPU needs."""
         weight, bias = float_tensors(linear)
         if dtype == "float16":
             return cls({"weight": weight.half()} | bias)
@@ -314,10 +302,7 @@ class StaticLayer(QuantizedModule):
     def from_float(cls, layer: Layer, low: float, high: float, *, reduce_range: bool | None = None) -> Self:
         """Return `layer` with its weights quantized, for inputs from `low` to `high`; inputs beyond are clipped.
 
-        `reduce_range` (7-bit activations) defaults to what torch needs on this CPU.
-
-        Raises:
-            QuantizationError: a weight or the range isn't finite.
+        `reduce_range` (7-bit activations) defaults to what torch needs on this CPU. QuantizationError if the range isn't finite.
         """
         if not high - low < float("inf"):
             raise QuantizationError(f"its inputs range from {low!r} to {high!r} on calibration images: leave it out")
@@ -422,11 +407,7 @@ def supports(kind: Kind, layer: nn.Module) -> bool:
 
 
 def rebuild_layer(kind: Kind, tensors: Mapping[str, Tensor], like: nn.Module, *, reduce_range: bool) -> QuantizedModule:
-    """Return the layer that these tensors were exported from, to replace `like`.
-
-    Raises:
-        QuantizationError: this kind has no layer that replaces one such as `like`, or the tensors aren't of this kind.
-    """
+    """Return the layer that these tensors were exported from, to replace `like`; QuantizationError if they or it are of no such kind."""
     if type(like) not in CLASSES[kind].replaces:
         raise QuantizationError(f"no {kind} layer stands for a {type(like).__name__!r}")
     return CLASSES[kind](tensors, like, reduce_range=reduce_range)

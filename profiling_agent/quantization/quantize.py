@@ -1,9 +1,4 @@
-"""Quantization of a model: layers chosen, calibrated on images and replaced in a copy, and what each of them costs.
-
-Rounding shifts a filter's few weights (a depthwise filter has nine) mostly to one side, and every later layer reads the sum. Empirical bias
-correction of Nagel et al. (2019, "Data-Free Quantization Through Weight Equalization and Bias Correction"): from the first layer to the last,
-each on the outputs of the corrected ones before it.
-"""
+"""Quantization of a model: layers chosen, calibrated on images and replaced in a copy, and what each of them costs."""
 
 import copy
 import math
@@ -41,7 +36,7 @@ NUM_CHECKED, TOLERANCE = 4, 1e-4
 TAIL, BODY = 16, 8192
 # Sampled values per layer, a megabyte: those of 32 calls with eight images each.
 CAPACITY = 32 * (BODY + 2 * TAIL * 8)
-# Shares of the whole range that are tried for clipping.
+# Shares of the whole range that are tried for clipping, of each end, the upper first.
 SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
@@ -74,10 +69,7 @@ def quantize_model(
     gives the inputs of int8 layers 7 bits; by default, and always for dynamic layers, it is what torch needs on this CPU. Callers that execute
     static layers in another runtime pass what that needs.
 
-    Raises:
-        PlanError: a pattern is invalid or matches no layer.
-        QuantizationError: the matched layers don't support the kind; a layer's weights or inputs aren't finite; the images are missing, too few, or
-            don't fit.
+    Raises what `chosen_layers` does, and QuantizationError if weights or inputs aren't finite, or images are missing, too few, or don't fit.
     """
     choices = chosen_layers(model, recommendations)
     quantized = copy.deepcopy(model).cpu()
@@ -122,11 +114,8 @@ def quantize_model(
 def quantize_rowwise(model: nn.Module, recommendations: Sequence[QuantizationRecommendation]) -> nn.Module:
     """Return a copy of `model` on the CPU with the recommended linear layers in int8 or float8.
 
-    The classifier, whose rows are images, and layers whose widths aren't multiples of 16 stay in float.
-
-    Raises:
-        PlanError: a pattern is invalid or matches no layer.
-        QuantizationError: no layer is left to quantize, a weight isn't finite, or the device can't multiply float8.
+    The classifier, whose rows are images, and layers whose widths aren't multiples of 16 stay in float. Raises what `chosen_layers` does, and
+    QuantizationError if no layer is left to quantize, a weight isn't finite, or the device can't multiply float8.
     """
     choices, multiple = chosen_layers(model, recommendations), quantized_layers.MULTIPLE
     is_float8 = any(choice.dtype == "float8" for choice in choices.values())
@@ -172,9 +161,7 @@ def chosen_layers(
 ) -> dict[str, QuantizationRecommendation]:
     """Return the recommendation for each layer to quantize, in the model's order.
 
-    Raises:
-        PlanError: a pattern is invalid or matches no layer.
-        QuantizationError: the matched layers don't support the kind, which rules out the scheme.
+    PlanError if a pattern is invalid or matches no layer; QuantizationError, which rules out the scheme, if only layers of other kinds.
     """
     named = dict(model.named_modules(remove_duplicate=False))
     quantizable = [name for name, module in named.items() if supports("static", module)]
@@ -211,16 +198,14 @@ class Sampler:
         self._values, self._weights = torch.empty(CAPACITY), torch.empty(CAPACITY)
 
     def add(self, x: Tensor, generator: torch.Generator) -> None:
-        """Add the input of one call, (b, ...).
-
-        The ends of each image are kept whole: a few values that random draws would miss determine what clipping costs.
-        """
+        """Add the input of one call, (b, ...)."""
         if not x.numel():
             return
         rows = x.detach().float().cpu().reshape(len(x), -1)
         low, high = float(rows.min()), float(rows.max())
         # Comparisons ignore a NaN, which is the least and the greatest.
         self.low, self.high = min(self.low, low), math.inf if math.isnan(high) else max(self.high, high)
+        # The ends of each image are kept whole: a few values that random draws would miss determine what clipping costs.
         tail = min(TAIL, rows.shape[1] // 4)
         if not tail:
             self._store(rows.flatten(), 1.0)
@@ -244,8 +229,8 @@ class Sampler:
     def range(self, levels: int = LEVELS) -> tuple[float, float]:
         """Return the ends of the grid that includes zero and has the least mean squared error on the sample.
 
-        It tries the whole range, then each end shrunk to one of `SHARES`, the upper first: the search of Choukroun et al. (2019, "Low-bit
-        quantization of neural networks for efficient inference"), with separate ends because outputs of GELU and ReLU aren't symmetric.
+        The search of Choukroun et al. (2019, "Low-bit quantization of neural networks for efficient inference"), with separate ends because
+        outputs of GELU and ReLU aren't symmetric.
         """
         low, high = self.low, self.high
         if not self.size or not math.isfinite(high - low):
@@ -261,14 +246,9 @@ class Sampler:
 
 
 def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[str, Sampler]:
-    """Return the observed inputs of each named layer of `model` on the images; a layer that isn't called is left out.
-
-    Raises:
-        QuantizationError: there are fewer than 8 images, or the model doesn't accept them.
-    """
-    samplers = {name: Sampler() for name in names}
+    """Return the observed inputs of each named layer that the images reach; QuantizationError if they are fewer than 8, or don't fit."""
+    samplers, called = {name: Sampler() for name in names}, set[str]()
     generator = torch.Generator().manual_seed(0)
-    called = set[str]()
 
     def add_sample(name: str, x: Tensor) -> None:
         called.add(name)
@@ -281,7 +261,7 @@ def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[st
             f"static quantization needs at least {MIN_IMAGES} calibration images, {num_images} were given: "
             "raise num_samples"
         )
-    return {name: sampler for name, sampler in samplers.items() if name in called}
+    return {name: samplers[name] for name in called}
 
 
 @contextmanager
@@ -356,9 +336,11 @@ def output_means(model: nn.Module, names: Iterable[str], images: Images) -> Mean
 def correct_biases_(quantized: nn.Module, expected: Means, images: Images) -> dict[str, Tensor]:
     """Shift the biases of int8 convolutions so that output means match `expected`; return the shifts by layer name.
 
-    `expected` is the result of `output_means` for the float model on the same images, batches (b, c, h, w). Layers that it doesn't name or that have
-    no bias stay unchanged, and so do linear layers: on a ViT that wouldn't lower the KL to float32, on a MobileNet the correction makes it 0.4 of
-    what it was (docs/decisions/LOG.md, 2026-11-25).
+    Rounding shifts a filter's few weights (a depthwise filter has nine) mostly to one side, and every later layer reads the sum. Empirical bias
+    correction of Nagel et al. (2019, "Data-Free Quantization Through Weight Equalization and Bias Correction"): from the first layer to the last,
+    each on the outputs of the corrected ones before it. `expected` is of `output_means` for the float model on the same images, batches
+    (b, c, h, w). Layers that it doesn't name or that have no bias stay unchanged, and so do linear layers: on a ViT that wouldn't lower the KL to
+    float32, on a MobileNet the correction makes it 0.4 of what it was (docs/decisions/LOG.md, 2026-11-25).
     """
     means = {name: iter(means) for name, means in expected.items() if means}
     named: dict[str, Any] = {name: quantized.get_submodule(name) for name in means}
@@ -445,11 +427,8 @@ def measure_costs(
     """Return the KL of quantizing all layers, in nats, the cost of each by itself if that is more than a little, and the number of images.
 
     `model` is a float model on the CPU and is unchanged; of `images`, batches (b, c, h, w), the first 32 are used. All of them set ranges; a large
-    model's KLs are measured on fewer, at least 8. `latency_shares` has the layers' shares of the time by name, if known.
-
-    Raises:
-        QuantizationError: the model has no layer that the scheme supports; images are missing, too few for the scheme, or don't fit; or a weight
-            isn't finite.
+    model's KLs are measured on fewer, at least 8. `latency_shares` has the layers' shares of the time by name, if known. Raises QuantizationError
+    as `quantize_model` does.
     """
     batches = list(first_images(images))
     if not batches:
@@ -457,7 +436,9 @@ def measure_costs(
     sample = torch.cat(batches)
     everything = QuantizationRecommendation(layer=EVERYTHING, quantization_type=scheme, dtype="qint8")
     quantized = quantize_model(model, [everything], calibration=partial(sample.split, CHUNK))
-    macs = sum(row.macs for row in count_complexity(model, _spec_of(sample)).values())
+    _, channels, height, width = sample.shape
+    spec = InputSpec(channels=channels, height=height, width=width, source="calibration images")
+    macs = sum(row.macs for row in count_complexity(model, spec).values())
     judged = sample[: max(MIN_JUDGED, int(JUDGED_MACS / max(macs, 1)))]
     models = (copy.deepcopy(model).eval(), quantized.model)
     with torch.no_grad():
@@ -507,7 +488,9 @@ def measure_layers(
                 float_model.set_submodule(name, layer)
                 logits[name].append(replay.run_from(name))
                 float_model.set_submodule(name, original)
-    counts, shares = count_complexity(float_model, _spec_of(images)), latency_shares or {}
+    _, channels, height, width = images.shape
+    spec = InputSpec(channels=channels, height=height, width=width, source="calibration images")
+    counts, shares = count_complexity(float_model, spec), latency_shares or {}
     macs, params = sum(row.macs for row in counts.values()), sum(row.params for row in counts.values())
     return tuple(
         LayerCost(
@@ -521,11 +504,6 @@ def measure_layers(
     )
 
 
-def _spec_of(images: Tensor) -> InputSpec:
-    _, channels, height, width = images.shape
-    return InputSpec(channels=channels, height=height, width=width, source="calibration images")
-
-
 # Another layer stays in float only if the remaining KL is at least this, in nats: it changes about one prediction in a thousand.
 MIN_REMAINING_KL = 1e-3
 # Largest total share of time and params that stays in float, and for each layer the least ratio of its KL's share to its own share, and the least
@@ -536,9 +514,7 @@ MAX_SHARE, MIN_RATIO, MIN_KL_SHARE = 0.05, 4.0, 0.02
 def mark_float_layers(rows: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
     """Return the rows with those marked that stay in float: most KL for least time and fewest bytes.
 
-    None if all layers' KLs add up to less than 1e-3 nats. Otherwise the layers with the highest ratio of KL to share, as long as these add up to at
-    most 5% and the remaining KL is at least 1e-3 nats; each must cause at least 4 times its share of the total KL, and 2% of it. The share is that
-    of the time (of the MACs if no time was measured), or that of the params if larger.
+    The share is that of the time (of the MACs if no time was measured), or that of the params if larger.
     """
 
     def share(row: LayerCost) -> float:

@@ -69,13 +69,11 @@ class Recipe(Record):
     cuts: tuple[Cut, ...]
     deployment: Deployment = Field(default=Deployment(), description="the runtime that executes it, and the scheme")
     quantized: tuple[QuantizedLayer, ...] = ()
-    counts: ParentCounts | None = Field(
-        default=None, description="None where the weights are torch's and can be counted"
-    )
-    folded: tuple[str, ...] = Field(default=(), description="batch norms that went into the convolutions before them")
-    tied: dict[str, str] = Field(
-        default_factory=dict[str, str], description="parameters stored under the name of another one"
-    )
+    # None where the weights are torch's and can be counted.
+    counts: ParentCounts | None = None
+    # Batch norms that went into the convolutions before them, and parameters stored under the name of another one.
+    folded: tuple[str, ...] = ()
+    tied: dict[str, str] = Field(default_factory=dict[str, str])
     files: dict[str, str] = Field(default_factory=dict[str, str])
     libraries: dict[str, str] = Field(default_factory=dict[str, str])
     cpu: str = ""
@@ -208,12 +206,7 @@ def by_layer(operators: OperatorTimes, known: Mapping[str, str]) -> dict[str, fl
 
 @contextmanager
 def appearing(folder: Path) -> Generator[Path]:
-    """Yield a temporary sibling folder that becomes `folder`, or is deleted if the block raises.
-
-    Raises:
-        ArtifactError: `folder` exists.
-        StorageError: there is no space for it.
-    """
+    """Yield a sibling folder that becomes `folder` unless the block raises; ArtifactError if it exists, StorageError for no space."""
     try:
         with io.appearing(folder) as temporary:
             yield temporary
@@ -252,10 +245,7 @@ def write_artifact(
     `description` has its origin, cuts and deployment. `write_model` writes the runtime's files into a folder and returns
     fields of the recipe, as `Runtime.convert` does. `golden` runs the model in it: images (n, channels, height, width),
     in float16 because in float32 they are 1.3% of ViT-B in int8, and their logits (n, classes). `complexity` is params and
-    MACs, for files that torch can't count.
-
-    Raises:
-        ArtifactError: `folder` exists, or there is no space for it; also the errors of `write_model` and `golden`.
+    MACs, for files that torch can't count. Raises what `appearing`, `write_model` and `golden` do.
     """
     executor = runtime(description.deployment.runtime)
     changes: dict[str, Any] = {"quantized": (), "tied": {}, "folded": (), "cpu": environment().cpu}
@@ -353,19 +343,10 @@ def render_card(
     recipe: Recipe, rows: Sequence[CardRow] = (), notes: Sequence[str] = (), judged: HeldOutAccuracy | None = None
 ) -> str:
     """Return a model card with a table of `rows` and a list of `notes`."""
-    jinja, executor = text_templates("profiling_agent.runtimes"), runtime(recipe.deployment.runtime)
-    # For third-party names.
-    jinja.filters["plain"] = _plain_text
-    names = ("torch", "transformers", *executor.packages)
-    return jinja.get_template("card.md.jinja").render(
-        r=recipe,
-        judged=judged,
-        scheme=SCHEMES[recipe.deployment.scheme],
-        is_torch=executor.is_torch,
-        files=recipe.model_files,
-        libraries=", ".join(f"{name} {recipe.libraries[name]}" for name in sorted(names) if name in recipe.libraries),
-        rows=rows,
-        notes=notes,
+    template, executor = text_templates("profiling_agent.runtimes"), runtime(recipe.deployment.runtime)
+    scheme = SCHEMES[recipe.deployment.scheme]
+    return template.get_template("card.md.jinja").render(
+        r=recipe, executor=executor, scheme=scheme, rows=rows, notes=notes, judged=judged
     )
 
 
@@ -393,17 +374,13 @@ def card_head(folder: Path) -> str:
 
 def text_templates(package: str) -> Environment:
     """Return the renderer of a package's Markdown and Python templates; third-party text must be cleaned before."""
-    return Environment(
-        # Not HTML: autoescape would mangle them.
-        loader=PackageLoader(package, ""),
-        undefined=StrictUndefined,
-        autoescape=False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
 
+    def plain(text: object) -> str:
+        """Return third-party text that stays in its table cell and opens no markup."""
+        return io.clean(" ".join(str(text).split()))[:300].replace("`", "'").replace("<", "&lt;").replace("|", "\\|")
 
-def _plain_text(text: object) -> str:
-    """Return third-party text that stays in its table cell and opens no markup."""
-    return io.clean(" ".join(str(text).split()))[:300].replace("`", "'").replace("<", "&lt;").replace("|", "\\|")
+    # Not HTML: autoescape would mangle them.
+    options: Any = {"autoescape": False, "trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    templates = Environment(loader=PackageLoader(package, ""), undefined=StrictUndefined, **options)
+    templates.filters["plain"] = plain
+    return templates

@@ -54,11 +54,8 @@ def export_onnx(
     The input `pixel_values` is (batch, channels, height, width) float32, the output `logits` (batch, classes). The
     batch dimension is dynamic, or `batch_size` if given. The distance is ||onnx - torch|| / ||torch||, the largest over
     the batches that are checked. `model` isn't changed. `is_bare` drops the exporter's metadata of each node, which
-    identifies the node's layer but also holds source lines of this machine.
-
-    Raises:
-        ArtifactError: `path` exists, the extra `onnx` isn't installed, the model is quantized or can't be exported,
-            or the logits are more than 1e-4 apart; nothing is left behind.
+    identifies the node's layer but also holds source lines of this machine. ArtifactError, with nothing left behind, if
+    `path` exists, the extra `onnx` isn't installed, the model is quantized or can't be exported, or the logits are 1e-4 apart.
     """
     if path.exists() or path.is_symlink():
         raise ArtifactError(f"{str(path)!r} exists already: exports never overwrite, choose another file")
@@ -95,11 +92,7 @@ def export_onnx(
 
 
 def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None) -> None:
-    """Write `model`, float32 or statically quantized, to the ONNX file `path` without comparing its output.
-
-    Raises:
-        ArtifactError: an extra isn't installed, or torch can't export the model; with the reason and, if known, the operator.
-    """
+    """Write `model`, float32 or statically quantized, to ONNX without comparing its output; ArtifactError if torch can't."""
     if line := missing("onnxruntime"):
         raise ArtifactError(f"a model can't be exported to ONNX: {line}")
     wrapper, batch = _Logits(copy.deepcopy(model)).cpu().eval(), random_batch(spec, batch_size or TRACED_IMAGES)

@@ -135,15 +135,46 @@ class OnnxRuntime(registry.Runtime):
             tempfile.TemporaryDirectory(dir=path.parent) as scratch,
             contextlib.chdir(scratch),
         ):
+            from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
+
+            # 7-bit weights if sums of two products saturate in 16 bits. Unsigned ones are twice as slow.
+            options: Any = {"per_channel": True, "reduce_range": cls.saturates(), "weight_type": QuantType.QInt8}
             if scheme == "dynamic":
-                _quantize_dynamic(model, path, [*nodes, *attentions])
+                quantize_dynamic(
+                    model,
+                    path,
+                    # Convolutions have no fast dynamic kernel.
+                    op_types_to_quantize=["MatMul", "Gemm", ATTENTION],
+                    # The quantizer first splits each Gemm into a MatMul and an Add with new names.
+                    nodes_to_quantize=[name + suffix for name in (*nodes, *attentions) for suffix in ("", "_MatMul")],
+                    # ONNX can't infer shapes behind ONNX Runtime's own operators.
+                    extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
+                    **options,
+                )
             else:
-                _quantize_static(model, path, nodes, source.calibration)
+                if is_convnet(model):
+                    layer_nodes = [node.name for node in model.graph.node if node.op_type in LAYER_OPS]
+                    options["nodes_to_exclude"] = [name for name in layer_nodes if name not in nodes]
+                else:
+                    options["nodes_to_quantize"] = [*nodes]
+                # One by one: for a batch the quantizer keeps the outputs of all layers.
+                feeds = ({INPUT: image[None]} for image in source.calibration)
+                reader: Any = SimpleNamespace(get_next=lambda: next(feeds, None))
+                # Signed activations are up to twice as slow here (ResNet 0.33 ms instead of 0.16), and no more accurate.
+                quantize_static(
+                    model,
+                    path,
+                    reader,
+                    quant_format=QuantFormat.QDQ,
+                    activation_type=QuantType.QUInt8,
+                    op_types_to_quantize=[*(CONVNET_OPS if is_convnet(model) else LAYER_OPS)],
+                    **options,
+                )
             write_bare(onnx.load(path), path)
         kind = "dynamic" if scheme == "dynamic" else "static"
         names = [name for name in layers if name in covered]
-        options: Any = {"kind": kind, "dtype": "qint8", "reduce_range": cls.saturates()}
-        return {"quantized": tuple(QuantizedLayer(name=name, **options) for name in names)}
+        fields: Any = {"kind": kind, "dtype": "qint8", "reduce_range": cls.saturates()}
+        return {"quantized": tuple(QuantizedLayer(name=name, **fields) for name in names)}
 
     @classmethod
     def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OnnxSession:  # noqa: ARG003
@@ -180,50 +211,6 @@ class OnnxRuntime(registry.Runtime):
             ((name, name.removesuffix(BLOCKED_SUFFIX), *outputs.get(name, ())), median(ms[1:] or ms))
             for (name, _), ms in durations.items()
         ]
-
-
-def _quantize_dynamic(model: "onnx.ModelProto", path: Path, nodes: Collection[str]) -> None:
-    from onnx import TensorProto
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    # Unsigned weights are twice as slow, and convolutions have no fast dynamic kernel.
-    quantize_dynamic(
-        model,
-        path,
-        op_types_to_quantize=["MatMul", "Gemm", ATTENTION],
-        per_channel=True,
-        weight_type=QuantType.QInt8,
-        # 7-bit weights if sums of two products saturate in 16 bits.
-        reduce_range=OnnxRuntime.saturates(),
-        # The quantizer first splits each Gemm into a MatMul and an Add with new names.
-        nodes_to_quantize=[*nodes, *(f"{name}_MatMul" for name in nodes)],
-        # ONNX can't infer shapes behind ONNX Runtime's own operators.
-        extra_options={"DefaultTensorType": TensorProto.FLOAT},
-    )
-
-
-def _quantize_static(model: "onnx.ModelProto", path: Path, nodes: Mapping[str, str], images: Batch) -> None:
-    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
-
-    options: dict[str, Any] = {"op_types_to_quantize": list(LAYER_OPS), "nodes_to_quantize": list(nodes)}
-    if is_convnet(model):
-        excluded = [node.name for node in model.graph.node if node.op_type in LAYER_OPS and node.name not in nodes]
-        options = {"op_types_to_quantize": list(CONVNET_OPS), "nodes_to_exclude": excluded}
-    # One by one: for a batch the quantizer keeps the outputs of all layers.
-    feeds = ({INPUT: image[None]} for image in images)
-    reader: Any = SimpleNamespace(get_next=lambda: next(feeds, None))
-    # Signed activations are up to twice as slow here (ResNet 0.33 ms instead of 0.16), and no more accurate.
-    quantize_static(
-        model,
-        path,
-        reader,
-        quant_format=QuantFormat.QDQ,
-        per_channel=True,
-        activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
-        reduce_range=OnnxRuntime.saturates(),
-        **options,
-    )
 
 
 def fuse_attention(

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.logs import hide_telemetry, import_openvino, muted, third_party_errors
@@ -17,9 +17,6 @@ from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, QuantizedLayer, Re
 from profiling_agent.runtimes.onnx_runtime import is_convnet, nodes_of_layers
 from profiling_agent.runtimes.registry import INPUT, MODULE, Batch, Source
 from profiling_agent.schemas import Deployment, Scheme
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # Key of a graph for any batch size. Others are compiled for each size, which is a few per cent faster (a quarter for a
 # small convnet at batch 1). Not the graphs of our int8 layers: with all shapes known OpenVINO splits up their
@@ -157,7 +154,8 @@ class OpenVino(registry.Runtime):
                 originals[op.get_friendly_name()] = info[ORIGINALS_KEY].astype(str).split(",")
         times: registry.OperatorTimes = []
         for (_, name), ms in durations.items():
-            parts = [_exported_name(part) for part in (name, *originals.get(name, ()))]
+            # The operators of a split node, as a convolution and its bias, begin with its exported name.
+            parts = [part.split("/")[0] for part in (name, *originals.get(name, ()))]
             times.append(((*[layers[part] for part in parts if part in layers], *parts), median(ms)))
         return times
 
@@ -173,13 +171,8 @@ def _layers_by_weight(model: Any) -> dict[str, str]:
             if source.get_type_name() in WEIGHT_OPS:
                 sources += [port.get_source_output().get_node() for port in source.inputs()]
             elif source.get_type_name() == "Constant" and (name := source.get_friendly_name()).startswith(MODULE):
-                layers[_exported_name(op.get_friendly_name())] = name.rpartition(".")[0]
+                layers[op.get_friendly_name().split("/")[0]] = name.rpartition(".")[0]
     return layers
-
-
-def _exported_name(name: str) -> str:
-    """Return the exported node's name; the operators of a split node, as a convolution and its bias, begin with it."""
-    return name.split("/", maxsplit=1)[0]
 
 
 def _read_onnx(path: Path) -> Any:
@@ -189,6 +182,9 @@ def _read_onnx(path: Path) -> Any:
 
 def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[str, Any]:
     """Quantize in torch and export that: OpenVINO recognizes int8 arithmetic in quantize, dequantize and matmul."""
+    import torch
+
+    from profiling_agent.lib.modules import logits_of, relative_distance
     from profiling_agent.quantization.quantize import quantize_model
     from profiling_agent.runtimes.onnx_export import write_graph
     from profiling_agent.runtimes.torch_artifact import calibration_batches, quantized_rows
@@ -203,30 +199,18 @@ def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[st
         exported = Path(scratch) / "static.onnx"
         write_graph(quantized.model, exported, spec=source.recipe.input)
         import_openvino().save_model(_read_onnx(exported), path, compress_to_fp16=False)
-    _check_logits(path, quantized.model, source)
-    return {"quantized": quantized_rows(quantized.model)}
-
-
-def _check_logits(path: Path, quantized: "nn.Module", source: Source) -> None:
-    """Raise QuantizationError if OpenVINO computes a graph wrongly.
-
-    It does so among int8 layers, not in float32: a mean over the last of three dimensions (SwiftFormer's pool), a linear
-    layer that reads a BatchNorm of two (LeViT's head). ONNX Runtime computes both graphs as torch does.
-    """
-    import torch
-
-    from profiling_agent.lib.modules import logits_of, relative_distance
-
     batch = torch.from_numpy(source.calibration[:NUM_COMPARED])
-    session = OpenVinoSession(path, scheme="static", num_threads=None)
-    float_logits, int8_logits = logits_of(source.module, batch), logits_of(quantized, batch)
-    openvino_logits = torch.from_numpy(session.run(batch.numpy()))
-    rounding, distance = relative_distance(int8_logits, float_logits), relative_distance(openvino_logits, int8_logits)
+    float_logits, int8_logits = logits_of(source.module, batch), logits_of(quantized.model, batch)
+    logits = torch.from_numpy(OpenVinoSession(path, scheme="static", num_threads=None).run(batch.numpy()))
+    rounding, distance = relative_distance(int8_logits, float_logits), relative_distance(logits, int8_logits)
+    # OpenVINO computes some graphs wrongly among int8 layers, not in float32: a mean over the last of three dimensions
+    # (SwiftFormer's pool), a linear layer that reads a BatchNorm of two (LeViT's head). ONNX Runtime computes both right.
     if not distance <= max(MAX_DISTANCE, MAX_ROUNDING_RATIO * rounding):
         raise QuantizationError(
             f"OpenVINO computes something else than the int8 graph says: its logits are {distance:.2g} from torch's of the same graph, "
             f"which are {rounding:.2g} from float32's"
         )
+    return {"quantized": quantized_rows(quantized.model)}
 
 
 def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: Path) -> dict[str, Any]:
@@ -239,7 +223,7 @@ def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: P
     layer_by_node = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()])
     excluded = {node for node, layer in layer_by_node.items() if layer not in layers}
     names = [op.get_friendly_name() for op in model.get_ops() if op.get_type_name() in LAYER_TYPES]
-    ignored = [name for name in names if _exported_name(name) in excluded]
+    ignored = [name for name in names if name.split("/")[0] in excluded]
     hide_telemetry()
     random_state = torch.get_rng_state()
     with (

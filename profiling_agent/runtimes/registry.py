@@ -72,23 +72,19 @@ class ModelSession(Protocol):
 class Runtime(ABC):
     """The facts of one runtime; a subclass that sets `name` registers itself.
 
-    `requires` are packages of the extra `extra` that it can't run without; the versions of `packages` go into the recipe.
-    `files` are those that it reads its weights from, in formats that can't carry code. `graph_format` is the only export
-    format that takes its graphs, None for torch's modules. `on_cpu` and `on_cuda` are its schemes there,
-    `from_onnx` those whose files are made from float32 ONNX.
-
     One of the CPU flags `int8_instructions` lets its kernels add int8 products in 32 bits. Without them, 16-bit sums of two
     products saturate unless one factor has only 7 bits, or the layers are of `safe_kinds`.
-
-    `mixture` is the scheme by which it executes a mixture of layer types, and the schemes that may be mixed.
     """
 
     name: ClassVar[RuntimeName]
-    extra: ClassVar[str] = ""
+    # Packages that it can't run without, their extra, and packages whose versions go into the recipe.
     requires: ClassVar[tuple[str, ...]] = ()
+    extra: ClassVar[str] = ""
     packages: ClassVar[tuple[str, ...]] = ()
+    # Files that it reads its weights from, in formats that can't carry code; the only export format that takes its graphs.
     files: ClassVar[tuple[str, ...]]
     graph_format: ClassVar[str | None] = None
+    # Its schemes, and those whose files are made from float32 ONNX.
     on_cpu: ClassVar[tuple[Scheme, ...]] = ()
     on_cuda: ClassVar[tuple[Scheme, ...]] = ()
     from_onnx: ClassVar[tuple[Scheme, ...]] = ()
@@ -97,6 +93,7 @@ class Runtime(ABC):
     is_slow_to_convert: ClassVar[bool] = False
     int8_instructions: ClassVar[tuple[str, ...]] = ()
     safe_kinds: ClassVar[tuple[str, ...]] = ()
+    # The scheme by which it executes a mixture of layer types, and the schemes that may be mixed.
     mixture: ClassVar[tuple[Scheme, frozenset[Scheme]] | None] = None
 
     def __init_subclass__(cls) -> None:
@@ -119,10 +116,7 @@ class Runtime(ABC):
     def convert(cls, source: Source, deployment: Deployment, folder: Path) -> dict[str, Any]:
         """Write the files of a deployment into `folder`; return fields of its recipe: `quantized`, torch's `tied` and `folded`.
 
-        Raises:
-            ArtifactError: the runtime lacks what it needs, as the model in ONNX.
-            PlanError: a pattern hits no layer.
-            QuantizationError: the model can't be converted.
+        Raises ArtifactError if the runtime lacks what it needs, PlanError if a pattern hits no layer, or QuantizationError.
         """
 
     @classmethod

@@ -24,7 +24,7 @@ from profiling_agent.errors import ArtifactError, CorruptImageError, Quantizatio
 from profiling_agent.lib import modules
 from profiling_agent.lib.inference import Folded
 from profiling_agent.lib.io import first_line, parse_json
-from profiling_agent.lib.logs import SETTINGS_LOCK, checked_logits, is_out_of_memory, muted, third_party_errors
+from profiling_agent.lib.logs import SETTINGS_LOCK, is_out_of_memory, muted, third_party_errors
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import check_timm, make_plain_
@@ -47,11 +47,11 @@ def load_recipe(path: str | Path) -> Recipe:
 
 def load_processor(path: str | Path) -> Any:
     """Return the processor that a folder's preprocessor_config.json describes, on its PIL backend, or ArtifactError."""
-
-    def refuse(text: str) -> ArtifactError:
-        return ArtifactError(f"{str(path)!r} has no image processor that can be read ({text}): save the model again")
-
-    with muted("transformers"), third_party_errors(refuse):
+    problem = f"{str(path)!r} has no image processor that can be read"
+    with (
+        muted("transformers"),
+        third_party_errors(lambda text: ArtifactError(f"{problem} ({text}): save the model again")),
+    ):
         return AutoImageProcessor.from_pretrained(
             path,
             # By default the processor would be read from a timm model's config.
@@ -65,27 +65,16 @@ def load_processor(path: str | Path) -> Any:
 def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     """Return a saved model in eval mode on the CPU: `load_module(path)(pixel_values=batch).logits`.
 
-    `verify` compares every file with its sha256, and the logits of two images with those at saving. Names and shapes
-    always have to match strictly.
-
-    Raises:
-        ArtifactError: a file is missing or damaged, or the model doesn't compute what it did.
+    `verify` compares every file with its sha256, and the logits of two images with those at saving. ArtifactError if a file
+    is missing or damaged, or the model doesn't compute what it did.
     """
     folder = named_folder(path)
     recipe = open_folder(folder, verify=verify)
     model = _read_model(folder, recipe, dequantize=False)
     if not verify:
         return model
-    dtype = modules.floating_dtype(model)
-
-    def refuse(message: str) -> ArtifactError:
-        return ArtifactError(f"the model gives {message}: save it again")
-
-    def run(images: Batch) -> NDArray[Any]:
-        return checked_logits(model, torch.from_numpy(images).to(dtype), refuse).float().numpy()
-
-    with modules.preserving_state(model), torch.inference_mode():
-        artifact.check_golden(run, folder, recipe)
+    with modules.preserving_state(model):
+        artifact.check_golden(lambda images: modules.logits_of(model, torch.from_numpy(images)).numpy(), folder, recipe)
     return model
 
 
@@ -139,10 +128,9 @@ def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
 
 
 def _build_architecture(recipe: Recipe) -> nn.Module:
-    """Build the model that the config describes with arbitrary weights, all of which are replaced.
+    """Build the model that the config describes on the CPU, with arbitrary weights, all of which are replaced.
 
-    It is built on the CPU, not on the meta device: buffers that aren't saved (Swin's position index) are computed in
-    building. Random initialization, which would take long, is left out.
+    Not on the meta device: buffers that aren't saved (Swin's position index) are computed in building.
     """
     fields = dict(recipe.config)
     name = str(fields.pop("model_type", ""))
@@ -168,10 +156,7 @@ def _halve_buffers_(model: nn.Module) -> None:
 
 
 def _fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace every tensor of `model` whose shape differs in `tensors` by an empty one, and update its module's widths.
-
-    The new tensors hold no values (meta device): a strict load with `assign=True` has to follow.
-    """
+    """Replace tensors of `model` with another shape in `tensors` by ones on the meta device, and update the modules' widths."""
     resized: set[nn.Module] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in tensors and tensors[name].shape != tensor.shape:
@@ -211,9 +196,7 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     `model` is a Hugging Face image classifier, pruned or quantized or neither. `cuts` are those that gave its widths,
     `folded` the batch norms that change nothing now, and `deployment` is what runs it, eager torch by default.
     Weights keep their live names; quantized layers are stored as plain int8 or fp16 tensors, shared tensors once.
-
-    Raises:
-        ArtifactError: `folder` exists.
+    ArtifactError if `folder` exists.
     """
 
     def golden(_folder: Path, _recipe: Recipe) -> tuple[NDArray[np.float16], Batch]:
@@ -249,10 +232,7 @@ def save_derived(
 ) -> None:
     """Write `model`, derived from the saved model in `source`, to `folder`: same input, same processor, same origin.
 
-    `cuts`, `folded` (the batch norms that change nothing) and `deployment` are by default those of the source.
-
-    Raises:
-        ArtifactError: `folder` exists, or `source` is damaged.
+    `cuts`, `folded` and `deployment` are by default those of the source; ArtifactError as of `save_model` and `load_recipe`.
     """
     origin = load_recipe(source)
     save_model(
@@ -299,11 +279,9 @@ def quantized_rows(model: nn.Module) -> tuple[QuantizedLayer, ...]:
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the Hugging Face config as JSON data, with the model's class and all names of classes.
-
-    A timm config has the names only as a list, which only transformers' reading of a config.json understands.
-    """
+    """Return the Hugging Face config as JSON data, with the model's class and all names of classes."""
     config: Any = model.config
+    # A timm config has the names only as a list, which only transformers' reading of a config.json understands.
     written = parse_json(config.to_json_string(use_diff=False))
     names = {str(index): name for index, name in config.id2label.items()}
     return written | {"architectures": [type(model).__name__], "id2label": names}
@@ -313,16 +291,8 @@ def read_source(
     folder: Path, calibration: Batch, *, batch_size: int, onnx: Path | None = None, device: str = "cpu"
 ) -> Source:
     """Return the saved float32 torch model in `folder` as a source of deployments."""
-    module, recipe, processor = load_module(folder), load_recipe(folder), load_processor(folder)
-    return Source(
-        module=module,
-        recipe=recipe,
-        processor=processor,
-        calibration=calibration,
-        batch_size=batch_size,
-        onnx=onnx,
-        device=device,
-    )
+    saved: Any = {"module": load_module(folder), "recipe": load_recipe(folder), "processor": load_processor(folder)}
+    return Source(**saved, calibration=calibration, batch_size=batch_size, onnx=onnx, device=device)
 
 
 def calibration_batches(source: Source) -> Iterator[Tensor]:
@@ -341,11 +311,7 @@ def save_deployed(
     """Convert `source` for `deployment` and write it to `folder` with a model card; return its recipe.
 
     The opened model's logits of two images are stored with it, and `complexity`: params and MACs of the float32 model.
-
-    Raises:
-        ArtifactError: `folder` exists, the disk is full, or the runtime lacks what it needs.
-        PlanError: a pattern hits no layer.
-        QuantizationError: the model can't be converted, or its logits aren't finite.
+    Raises what `Runtime.convert` and `write_artifact` do, and QuantizationError if the logits aren't finite.
     """
     executor = runtime(deployment.runtime)
 
@@ -427,9 +393,7 @@ class Deployed:
         """Return the likeliest class of a PIL image, or of each of several images, which run as one batch.
 
         Images are prepared as for measuring accuracy: turned upright by their EXIF orientation, and 16 bits scaled to 8.
-
-        Raises:
-            ArtifactError: an image is damaged, or the model's image processor doesn't take it.
+        CorruptImageError if one is damaged, ArtifactError if the model's image processor doesn't take it.
         """
         if isinstance(images, Image.Image):
             return self.predict([images])[0]
@@ -457,11 +421,8 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_thre
     `num_threads` is the number of CPU threads, in torch of the whole process. By default ONNX Runtime and OpenVINO take
     one for each core that a container's quota has time for, and torch keeps those of the process.
     Warns if the model was made on another type of CPU: another deployment may be faster here, or int8 sums saturate.
-
-    Raises:
-        ArtifactError: a file is missing or damaged, the model doesn't compute what it did, or its runtime
-            isn't installed.
-        RequestError: `num_threads` isn't 1 or more.
+    ArtifactError if a file is missing or damaged, the model doesn't compute what it did, or its runtime isn't installed;
+    RequestError if `num_threads` isn't 1 or more.
     """
     if num_threads is not None and num_threads < 1:
         raise RequestError(f"num_threads is {num_threads}: give 1 or more, or None for as many as there are cores")
