@@ -1,7 +1,8 @@
-"""Quantized layers: dynamic and static int8, float16, bfloat16, and int8 and float8 by row for CUDA, stored as plain tensors.
+"""Quantized layers stored as plain tensors: dynamic and static int8, float16, bfloat16, int8 and float8 by row for CUDA.
 
-A static layer quantizes and dequantizes its input and its weight, and computes in float32. Run directly, that simulates int8 bit-exactly;
-inductor with freezing and OpenVINO (through ONNX's QuantizeLinear) lower the same graph to int8 kernels.
+A static layer quantizes and dequantizes its input and its weight, and computes in float32. Run directly, that simulates
+int8 bit-exactly; inductor with freezing and OpenVINO (through ONNX's QuantizeLinear) lower the same graph to int8
+kernels.
 """
 
 import math
@@ -33,19 +34,20 @@ STEPS, WEIGHT_STEPS = 127.5, 127
 # The largest step of a uint8 activation, and of its lower half if products of two neighbours would saturate in 16 bits.
 LEVELS, REDUCED_LEVELS = 255, 127
 OPS: Any = torch.ops.quantized_decomposed
-# Widths of layers by row must be multiples of 16 for `_scaled_mm` and of 8 for `_int_mm`, which needs more than 16 rows.
+# Widths of layers by row must be multiples of 16 for `_scaled_mm` and of 8 for `_int_mm`, which needs more than 16
+# rows.
 MULTIPLE, MIN_ROWS = 16, 32
 # The largest number of each grid by row.
 LARGEST: dict[Dtype, float] = {"qint8": 127.0, "float8": 448.0}
 
 
 def torch_has_vnni() -> bool:
-    """Return whether torch's kernels add int8 products in 32 bits on this CPU, so that 8-bit activations can't saturate."""
+    """Return whether torch's kernels add int8 products in 32 bits on this CPU: 8-bit activations can't saturate."""
     return torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
 
 
 def num_levels(*, reduce_range: bool | None = None) -> int:
-    """Return the largest step of an activation's grid: 7 bits if `reduce_range`, by default if torch needs it on this CPU."""
+    """Return the largest step of an activation's grid: 7 bits if `reduce_range`, by default if torch needs it here."""
     reduced = not torch_has_vnni() if reduce_range is None else reduce_range
     return REDUCED_LEVELS if reduced else LEVELS
 
@@ -57,7 +59,7 @@ def has_float8() -> bool:
 
 
 def float_layer(weight: Tensor, bias: Tensor | None, like: Any) -> Layer:
-    """Return an `nn.Linear` that shares these tensors, or for a weight of four dimensions an `nn.Conv2d` that moves as `like` does."""
+    """Return an `nn.Linear` that shares these tensors, or of a weight of four dimensions an `nn.Conv2d` that moves as `like`."""
     has_bias = bias is not None
     if weight.dim() == 2:
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
@@ -73,7 +75,7 @@ def float_layer(weight: Tensor, bias: Tensor | None, like: Any) -> Layer:
 
 
 def float_tensors(layer: Layer, dtype: torch.dtype = torch.float32) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the layer's weight, float32 on the CPU, and its bias by its name, if it has one; QuantizationError if a weight isn't finite."""
+    """Return the layer's weight, float32 on the CPU, and its bias by name, if any; QuantizationError for infinite weights."""
     weight = layer.weight.detach().cpu().float()
     if not math.isfinite(weight.abs().sum().item()):
         raise QuantizationError(f"weights of shape {tuple(weight.shape)!r} aren't finite: retrain or leave them out")
@@ -84,11 +86,12 @@ def float_tensors(layer: Layer, dtype: torch.dtype = torch.float32) -> tuple[Ten
 class QuantizedModule(nn.Module, ABC):
     """A linear layer or convolution whose weights are stored once, in fewer bits, as buffers unless its kernels pack them.
 
-    `tensors` are those of `export_tensors`, which `state_dict()` has as well, named as in the float layer if it has them too; `load_state_dict`
+    `tensors` are those of `export_tensors`, which `state_dict()` has as well, named as in the float layer if it has
+    them too; `load_state_dict`
     loads nothing. It has the attributes of the float layer, including weight and bias, because third-party forward passes may read any of them:
     widths are those of the tensors, and a convolution moves as `like`, the architecture's own module in its place.
-    `reduce_range` means that activations have 7 bits. QuantizationError if the weight's dtype is not one of this kind, or it is a convolution's and
-    `like` is none.
+    `reduce_range` means that activations have 7 bits. QuantizationError if the weight's dtype is not one of this kind,
+    or it is a convolution's and `like` is none.
     """
 
     kind: ClassVar[Kind]
@@ -169,9 +172,10 @@ class QuantizedModule(nn.Module, ABC):
 class DynamicLinear(QuantizedModule):
     """`nn.Linear` with weights stored once, packed for CPU kernels; float32 in and out.
 
-    qint8: symmetric int8 weights with one scale per output channel, and one scale for the whole input batch, computed on every call, so an image's
-    logits depend slightly on its batch. float16: weights rounded, float32 arithmetic. Tensors: `weight` (int8 or fp16), `scale` (fp32, int8 only)
-    and `bias` (fp32). Activations have 7 bits if the CPU needs that.
+    qint8: symmetric int8 weights with one scale per output channel, and one scale for the whole input batch, computed
+    on every call, so an image's logits depend slightly on its batch. float16: weights rounded, float32 arithmetic.
+    Tensors: `weight` (int8 or fp16), `scale` (fp32, int8 only) and `bias` (fp32). Activations have 7 bits if the CPU
+    needs that.
     """
 
     kind = "dynamic"
@@ -200,7 +204,7 @@ class DynamicLinear(QuantizedModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: Dtype, *, reduce_range: bool | None = None) -> Self:
-        """Return `linear` with its weights quantized; `reduce_range` (7-bit activations) defaults to what the CPU needs."""
+        """Return `linear` quantized; `reduce_range` (7-bit activations) defaults to what the CPU needs."""
         weight, bias = float_tensors(linear)
         if dtype == "float16":
             return cls({"weight": weight.half()} | bias)
@@ -280,8 +284,8 @@ class Grid:
 class StaticLayer(QuantizedModule):
     """`nn.Linear` or `nn.Conv2d` in int8, with one grid for the whole input.
 
-    Weights are symmetric int8 with one scale per output channel; the input is affine uint8. Tensors: `weight` (int8), `scale` (fp32), `bias` (fp32,
-    if any), `input_scale` (fp64), `input_zero_point`.
+    Weights are symmetric int8 with one scale per output channel; the input is affine uint8. Tensors: `weight` (int8),
+    `scale` (fp32), `bias` (fp32, if any), `input_scale` (fp64), `input_zero_point`.
     """
 
     kind = "static"
@@ -295,14 +299,16 @@ class StaticLayer(QuantizedModule):
         self.grid = Grid(float(tensors["input_scale"]), int(tensors["input_zero_point"]), levels)
         self.register_buffer("zero_points", torch.zeros(len(self.scale), dtype=torch.int64), persistent=False)
         self.zero_points: Tensor
-        # Third-party forward passes may cast images to the dtype of the model's first parameter, and there may be no other.
+        # Third-party forward passes may cast images to the dtype of the model's first parameter, and there may be no
+        # other.
         self.typed = nn.Parameter(torch.empty(0), requires_grad=False)
 
     @classmethod
     def from_float(cls, layer: Layer, low: float, high: float, *, reduce_range: bool | None = None) -> Self:
         """Return `layer` with its weights quantized, for inputs from `low` to `high`; inputs beyond are clipped.
 
-        `reduce_range` (7-bit activations) defaults to what torch needs on this CPU. QuantizationError if the range isn't finite.
+        `reduce_range` (7-bit activations) defaults to what torch needs on this CPU. QuantizationError if the range
+        isn't finite.
         """
         if not high - low < float("inf"):
             raise QuantizationError(f"its inputs range from {low!r} to {high!r} on calibration images: leave it out")
@@ -324,7 +330,7 @@ class StaticLayer(QuantizedModule):
         return super().export_tensors() | _grid_tensors(self.grid)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the float layer's output for x, (..., in_features) or (b, c, h, w), from rounded inputs and weights."""
+        """Return the output for x, (..., in_features) or (b, c, h, w), from rounded inputs and weights."""
         return self.apply_float(self.grid.rounded(self.padded(x)), self.weight, self.bias)
 
 
@@ -334,7 +340,7 @@ def _grid_tensors(grid: Grid) -> dict[str, Tensor]:
 
 
 class RowwiseLinear(QuantizedModule):
-    """`nn.Linear` whose weights have one scale per output channel, and whose inputs one per row, computed on every call.
+    """`nn.Linear` whose weights have a scale per output channel, and whose inputs one per row, computed on every call.
 
     Tensors: `weight` (symmetric int8, or float8_e4m3fn), `scale` (float32) and `bias` (bfloat16, if any).
     """
@@ -401,13 +407,13 @@ CLASSES: Mapping[Kind, type[QuantizedModule]] = {
 
 
 def supports(kind: Kind, layer: nn.Module) -> bool:
-    """Return whether `layer` supports this kind; subclasses never do, because third-party code may read their weights."""
+    """Return whether `layer` supports this kind; subclasses never do, as third-party code may read their weights."""
     pads_zeros = not isinstance(layer, nn.Conv2d) or layer.padding_mode == "zeros"
     return type(layer) in CLASSES[kind].replaces and pads_zeros
 
 
 def rebuild_layer(kind: Kind, tensors: Mapping[str, Tensor], like: nn.Module, *, reduce_range: bool) -> QuantizedModule:
-    """Return the layer that these tensors were exported from, to replace `like`; QuantizationError if they or it are of no such kind."""
+    """Return the layer with these tensors, to replace `like`; QuantizationError if they or it are of no such kind."""
     if type(like) not in CLASSES[kind].replaces:
         raise QuantizationError(f"no {kind} layer stands for a {type(like).__name__!r}")
     return CLASSES[kind](tensors, like, reduce_range=reduce_range)

@@ -44,7 +44,8 @@ SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 class Quantized:
     """A quantized copy of a model, and the names of its quantized layers, in the model's order.
 
-    `folded` names the batch norms folded into the convolutions before them, which have no effect now; `shifts` has the bias corrections by layer.
+    `folded` names the batch norms folded into the convolutions before them, which have no effect now; `shifts` has the
+    bias corrections by layer.
     """
 
     model: nn.Module
@@ -62,14 +63,16 @@ def quantize_model(
 ) -> Quantized:
     """Return a copy of `model` on the CPU with the recommended layers quantized; `model` is unchanged.
 
-    `layer` is `all` or an RE2 pattern searched for in live module names; the last recommendation that matches a layer wins, and `cast float32`
-    leaves it in float. Dynamic quantization supports `nn.Linear`, static and bfloat16 `nn.Conv2d` as well; subclasses are never quantized, because
-    third-party code may read their weights. `calibration` begins a pass over images (b, c, h, w): static quantization needs at least 8. It first
-    folds batch norms into the convolutions that it quantizes, corrects the biases of these, and skips layers that no image reaches. `reduce_range`
-    gives the inputs of int8 layers 7 bits; by default, and always for dynamic layers, it is what torch needs on this CPU. Callers that execute
-    static layers in another runtime pass what that needs.
+    `layer` is `all` or an RE2 pattern searched for in live module names; the last recommendation that matches a layer
+    wins, and `cast float32` leaves it in float. Dynamic quantization supports `nn.Linear`, static and bfloat16
+    `nn.Conv2d` as well; subclasses are never quantized, because third-party code may read their weights. `calibration`
+    begins a pass over images (b, c, h, w): static quantization needs at least 8. It first folds batch norms into the
+    convolutions that it quantizes, corrects the biases of these, and skips layers that no image reaches. `reduce_range`
+    gives the inputs of int8 layers 7 bits; by default, and always for dynamic layers, it is what torch needs on this
+    CPU. Callers that execute static layers in another runtime pass what that needs.
 
-    Raises what `chosen_layers` does, and QuantizationError if weights or inputs aren't finite, or images are missing, too few, or don't fit.
+    Raises what `chosen_layers` does, and QuantizationError if weights or inputs aren't finite, or images are missing,
+    too few, or don't fit.
     """
     choices = chosen_layers(model, recommendations)
     quantized = copy.deepcopy(model).cpu()
@@ -114,8 +117,9 @@ def quantize_model(
 def quantize_rowwise(model: nn.Module, recommendations: Sequence[QuantizationRecommendation]) -> nn.Module:
     """Return a copy of `model` on the CPU with the recommended linear layers in int8 or float8.
 
-    The classifier, whose rows are images, and layers whose widths aren't multiples of 16 stay in float. Raises what `chosen_layers` does, and
-    QuantizationError if no layer is left to quantize, a weight isn't finite, or the device can't multiply float8.
+    The classifier, whose rows are images, and layers whose widths aren't multiples of 16 stay in float. Raises what
+    `chosen_layers` does, and QuantizationError if no layer is left to quantize, a weight isn't finite, or the device
+    can't multiply float8.
     """
     choices, multiple = chosen_layers(model, recommendations), quantized_layers.MULTIPLE
     is_float8 = any(choice.dtype == "float8" for choice in choices.values())
@@ -133,7 +137,8 @@ def quantize_rowwise(model: nn.Module, recommendations: Sequence[QuantizationRec
                 layers[name] = quantized_layers.RowwiseLinear.from_linear(layer, choice.dtype)
     if not layers:
         raise QuantizationError(
-            f"no nn.Linear that is chosen, besides the classifier, has widths that are multiples of {multiple}, which alone int8 and float8 take on CUDA"
+            f"no nn.Linear that is chosen, besides the classifier, has widths that are multiples of {multiple}, "
+            "which alone int8 and float8 take on CUDA"
         )
     _replace_(quantized, layers, model)
     return quantized
@@ -161,7 +166,8 @@ def chosen_layers(
 ) -> dict[str, QuantizationRecommendation]:
     """Return the recommendation for each layer to quantize, in the model's order.
 
-    PlanError if a pattern is invalid or matches no layer; QuantizationError, which rules out the scheme, if only layers of other kinds.
+    PlanError if a pattern is invalid or matches no layer; QuantizationError, which rules out the scheme, if only layers
+    of other kinds.
     """
     named = dict(model.named_modules(remove_duplicate=False))
     quantizable = [name for name, module in named.items() if supports("static", module)]
@@ -186,10 +192,10 @@ def chosen_layers(
 
 
 class Sampler:
-    """A layer's inputs, gathered call by call: the exact ends of their range, and sampled values, each weighted by how many it represents.
+    """A layer's inputs, gathered call by call: the exact ends of their range, and weighted samples.
 
-    Its memory is allocated before the first call. A small tensor per call would lie between activations of megabytes, and none of their memory
-    could be freed: 16 batches of a ViT-B/16 held 7 GB for a sample of 40 MB.
+    Its memory is allocated before the first call. A small tensor per call would lie between activations of megabytes,
+    and none of their memory could be freed: 16 batches of a ViT-B/16 held 7 GB for a sample of 40 MB.
     """
 
     def __init__(self) -> None:
@@ -205,7 +211,8 @@ class Sampler:
         low, high = float(rows.min()), float(rows.max())
         # Comparisons ignore a NaN, which is the least and the greatest.
         self.low, self.high = min(self.low, low), math.inf if math.isnan(high) else max(self.high, high)
-        # The ends of each image are kept whole: a few values that random draws would miss determine what clipping costs.
+        # The ends of each image are kept whole: a few values that random draws would miss determine what clipping
+        # costs.
         tail = min(TAIL, rows.shape[1] // 4)
         if not tail:
             self._store(rows.flatten(), 1.0)
@@ -229,8 +236,8 @@ class Sampler:
     def range(self, levels: int = LEVELS) -> tuple[float, float]:
         """Return the ends of the grid that includes zero and has the least mean squared error on the sample.
 
-        The search of Choukroun et al. (2019, "Low-bit quantization of neural networks for efficient inference"), with separate ends because
-        outputs of GELU and ReLU aren't symmetric.
+        The search of Choukroun et al. (2019, "Low-bit quantization of neural networks for efficient inference"), with
+        separate ends because outputs of GELU and ReLU aren't symmetric.
         """
         low, high = self.low, self.high
         if not self.size or not math.isfinite(high - low):
@@ -246,7 +253,7 @@ class Sampler:
 
 
 def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[str, Sampler]:
-    """Return the observed inputs of each named layer that the images reach; QuantizationError if they are fewer than 8, or don't fit."""
+    """Return the inputs of each named layer that images reach; QuantizationError if these are fewer than 8, or don't fit."""
     samplers, called = {name: Sampler() for name in names}, set[str]()
     generator = torch.Generator().manual_seed(0)
 
@@ -290,8 +297,9 @@ def run(model: nn.Module, images: Tensor) -> Tensor:
 def fold_norms_(model: nn.Module, convolutions: Collection[str], images: Tensor) -> tuple[str, ...]:
     """Fold into `convolutions` the batch norms that are their only readers; return the names of those norms.
 
-    `model` is in eval mode. A norm stays as a module that does the rest of its work. Its input must be the very tensor that a convolution returned;
-    that nothing else reads it is checked by the logits of `images` (b, c, h, w): a pair that changes them isn't folded.
+    `model` is in eval mode. A norm stays as a module that does the rest of its work. Its input must be the very tensor
+    that a convolution returned; that nothing else reads it is checked by the logits of `images` (b, c, h, w): a pair
+    that changes them isn't folded.
     """
     expected = run(model, images)
     count, named = modules.module_counts(model), dict(model.named_modules())
@@ -336,16 +344,18 @@ def output_means(model: nn.Module, names: Iterable[str], images: Images) -> Mean
 def correct_biases_(quantized: nn.Module, expected: Means, images: Images) -> dict[str, Tensor]:
     """Shift the biases of int8 convolutions so that output means match `expected`; return the shifts by layer name.
 
-    Rounding shifts a filter's few weights (a depthwise filter has nine) mostly to one side, and every later layer reads the sum. Empirical bias
-    correction of Nagel et al. (2019, "Data-Free Quantization Through Weight Equalization and Bias Correction"): from the first layer to the last,
-    each on the outputs of the corrected ones before it. `expected` is of `output_means` for the float model on the same images, batches
-    (b, c, h, w). Layers that it doesn't name or that have no bias stay unchanged, and so do linear layers: on a ViT that wouldn't lower the KL to
-    float32, on a MobileNet the correction makes it 0.4 of what it was (docs/decisions/LOG.md, 2026-11-25).
+    Rounding shifts a filter's few weights (a depthwise filter has nine) mostly to one side, and every later layer reads
+    the sum. Empirical bias correction of Nagel et al. (2019, "Data-Free Quantization Through Weight Equalization and
+    Bias Correction"): from the first layer to the last, each on the outputs of the corrected ones before it. `expected`
+    is of `output_means` for the float model on the same images, batches (b, c, h, w). Layers that it doesn't name or
+    that have no bias stay unchanged, and so do linear layers: on a ViT that wouldn't lower the KL to float32, on a
+    MobileNet the correction makes it 0.4 of what it was (docs/decisions/LOG.md, 2026-11-25).
     """
     means = {name: iter(means) for name, means in expected.items() if means}
     named: dict[str, Any] = {name: quantized.get_submodule(name) for name in means}
     layers = {name: each for name, each in named.items() if _is_static_convolution(each) and each.bias is not None}
-    # The mean difference of `expected` and a layer's channel means over its calls so far, and the number of images in them.
+    # The mean difference of `expected` and a layer's channel means over its calls so far, and the number of images in
+    # them.
     shifts: dict[str, tuple[Tensor, int]] = {}
 
     def shift(_module: nn.Module, _args: Any, output: Tensor, *, name: str) -> Tensor:
@@ -374,10 +384,10 @@ def correct_biases_(quantized: nn.Module, expected: Means, images: Images) -> di
 def correct_biases_if_nearer_(
     quantized: nn.Module, logits: Tensor, expected: Means, images: Images
 ) -> dict[str, Tensor]:
-    """Correct biases as `correct_biases_` does, unless `judged_logits` then lie further from `logits`, those of the float model.
+    """Correct biases, unless `judged_logits` then lie further from `logits`, those of the float model.
 
-    Where most of every image is one background, a channel's mean is that of the background: on scanned pages the correction raised a real
-    LCNet's KL from 0.0004 to 0.09 nats (docs/decisions/LOG.md).
+    Where most of every image is one background, a channel's mean is that of the background: on scanned pages the
+    correction raised a real LCNet's KL from 0.0004 to 0.09 nats (docs/decisions/LOG.md).
     """
     before = modules.mean_kl(logits, judged_logits(quantized, images))
     named: dict[str, Any] = {name: quantized.get_submodule(name) for name in expected}
@@ -391,7 +401,7 @@ def correct_biases_if_nearer_(
 
 
 def judged_logits(model: nn.Module, images: Images) -> Tensor:
-    """Return the logits of the 32 images after those of `first_images`, or of the last 32 if there are fewer than 64."""
+    """Return the logits of the 32 images after the first, or of the last 32 if there are fewer than 64."""
     batches = torch.cat([*first_images(images(), 2 * MAX_IMAGES)])
     with _running(model):
         return run(model, batches[-MAX_IMAGES:])
@@ -408,11 +418,12 @@ def first_images(batches: Iterable[Tensor], num_images: int = MAX_IMAGES) -> Ite
 
 # Images whose intermediate outputs are stored at once: half a gigabyte for ResNet-101 at 224 x 224.
 CHUNK = 8
-# Below this KL in nats, a third of what goes with a point of top-1, single layers aren't measured: no layer is worth float (docs/decisions/LOG.md,
-# 2026-11-21: models without outliers have 0.0001 to 0.0004 nats in all), and measuring costs more than the rest of a conversion.
+# Below this KL in nats, a third of what goes with a point of top-1, single layers aren't measured: no layer is worth
+# float (docs/decisions/LOG.md, 2026-11-21: models without outliers have 0.0001 to 0.0004 nats in all), and measuring
+# costs more than the rest of a conversion.
 SMALL_KL = 5e-3
-# Minimum number of images for KLs, and the MACs of one pass over them. About one pass per layer is run: for a ViT-B/16 that is minutes with 8
-# images, and four times as many with 32.
+# Minimum number of images for KLs, and the MACs of one pass over them. About one pass per layer is run: for a ViT-B/16
+# that is minutes with 8 images, and four times as many with 32.
 MIN_JUDGED, JUDGED_MACS = 8, 64e9
 
 
@@ -424,11 +435,11 @@ def measure_costs(
     *,
     progress: Progress = silent,
 ) -> tuple[float, tuple[LayerCost, ...], int]:
-    """Return the KL of quantizing all layers, in nats, the cost of each by itself if that is more than a little, and the number of images.
+    """Return the KL of quantizing all layers, in nats, the cost of each if that isn't small, and the number of images.
 
-    `model` is a float model on the CPU and is unchanged; of `images`, batches (b, c, h, w), the first 32 are used. All of them set ranges; a large
-    model's KLs are measured on fewer, at least 8. `latency_shares` has the layers' shares of the time by name, if known. Raises QuantizationError
-    as `quantize_model` does.
+    `model` is a float model on the CPU and is unchanged; of `images`, batches (b, c, h, w), the first 32 are used. All
+    of them set ranges; a large model's KLs are measured on fewer, at least 8. `latency_shares` has the layers' shares
+    of the time by name, if known. Raises QuantizationError as `quantize_model` does.
     """
     batches = list(first_images(images))
     if not batches:
@@ -459,8 +470,8 @@ def measure_layers(
 ) -> tuple[LayerCost, ...]:
     """Return the KL to `model`, in nats, with only one of the layers of `quantized` quantized, for each layer.
 
-    `quantized` was made from `model` on the CPU; both are unchanged. `images` (b, c, h, w) run through the whole model once, and for each layer from
-    there on. Rows are in the model's order; a layer that isn't called has none.
+    `quantized` was made from `model` on the CPU; both are unchanged. `images` (b, c, h, w) run through the whole model
+    once, and for each layer from there on. Rows are in the model's order; a layer that isn't called has none.
     """
     float_model, layers = copy.deepcopy(model).eval(), quantized_layers.quantized_modules(quantized.model)
     with torch.no_grad():
@@ -504,10 +515,12 @@ def measure_layers(
     )
 
 
-# Another layer stays in float only if the remaining KL is at least this, in nats: it changes about one prediction in a thousand.
+# Another layer stays in float only if the remaining KL is at least this, in nats: it changes about one prediction in a
+# thousand.
 MIN_REMAINING_KL = 1e-3
-# Largest total share of time and params that stays in float, and for each layer the least ratio of its KL's share to its own share, and the least
-# share of the whole KL. (By time only, a real MobileNet kept a layer with 22% of its params, for 5% of the KL: docs/decisions/LOG.md, 2026-11-24.)
+# Largest total share of time and params that stays in float, and for each layer the least ratio of its KL's share to
+# its own share, and the least share of the whole KL. (By time only, a real MobileNet kept a layer with 22% of its
+# params, for 5% of the KL: docs/decisions/LOG.md, 2026-11-24.)
 MAX_SHARE, MIN_RATIO, MIN_KL_SHARE = 0.05, 4.0, 0.02
 
 

@@ -50,7 +50,7 @@ class QuantizedLayer(Record):
 
 
 class ParentCounts(Record):
-    """Counts of the float32 parent, for files that torch can't count; `parameter_bytes` are those of this model's files."""
+    """Counts of the float32 parent, for files that torch can't count; `parameter_bytes` are of this model's files."""
 
     params: int
     macs: int
@@ -58,7 +58,7 @@ class ParentCounts(Record):
 
 
 class Recipe(Record):
-    """Origin of a saved model, what was done to it, the deployment that executes it, and the sha256 of its other files."""
+    """Origin of a saved model, what was done to it, the deployment that executes it, and the sha256 of its files."""
 
     schema_version: int = SCHEMA_VERSION
     base_revision: str | None = Field(description="commit on the Hub, None for a folder or a reference")
@@ -121,21 +121,20 @@ def read_recipe(folder: Path) -> Recipe:
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION:
             raise ArtifactError(
-                f"{str(folder)!r} was saved with schema version {version}, this version reads {SCHEMA_VERSION}: save it again"
+                f"{str(folder)!r} was saved with schema version {version}, this one reads {SCHEMA_VERSION}: save it again"
             )
         return Recipe.model_validate(raw)
     except (FileNotFoundError, NotADirectoryError):
         reason = f"it has no {RECIPE!r}" if folder.is_dir() else "there is no such folder"
-        raise ArtifactError(
-            f"{str(folder)!r} is no saved model: {reason}; give the `best` of a run, or a folder that `profiling-agent pick` wrote"
-        ) from None
+        advice = "give the `best` of a run, or a folder that `profiling-agent pick` wrote"
+        raise ArtifactError(f"{str(folder)!r} is no saved model: {reason}; {advice}") from None
     except (OSError, ValueError) as error:
         reason = io.first_problem(error) if isinstance(error, ValidationError) else error
         raise ArtifactError(f"{str(path)!r} is damaged and can't be read ({reason}): save the model again") from None
 
 
 def open_folder(folder: Path, *, verify: bool) -> Recipe:
-    """Return the recipe of a folder; ArtifactError if a file is missing, leads out of it or, with `verify`, was changed."""
+    """Return a folder's recipe; ArtifactError if a file is missing, leads out of it or, with `verify`, was changed."""
     recipe = read_recipe(folder)
     for name in {*recipe.files, *recipe.model_files}:
         path = folder / name
@@ -162,7 +161,7 @@ def model_bytes(folder: Path) -> int:
 
 
 def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> ModelSession:
-    """Open a saved model in its runtime, unchecked; ArtifactError if a file can't be read, or no runtime is installed."""
+    """Open a saved model, unchecked; ArtifactError if a file can't be read, or its runtime isn't installed."""
     recipe = open_folder(folder, verify=False)
     deployment, executor = recipe.deployment, runtime(recipe.deployment.runtime)
     if line := executor.missing(device):
@@ -194,7 +193,7 @@ def layer_times(folder: Path, exported: Path | None, *, batch_size: int, num_thr
 
 
 def by_layer(operators: OperatorTimes, known: Mapping[str, str]) -> dict[str, float]:
-    """Return the milliseconds of each layer; unknown operators, mostly fused with the layer before them, count with it."""
+    """Return the milliseconds of each layer; unknown operators, mostly fused with the layer before, count with it."""
     times: defaultdict[str, float] = defaultdict(float)
     layer = ""
     for names, ms in operators:
@@ -206,7 +205,7 @@ def by_layer(operators: OperatorTimes, known: Mapping[str, str]) -> dict[str, fl
 
 @contextmanager
 def appearing(folder: Path) -> Generator[Path]:
-    """Yield a sibling folder that becomes `folder` unless the block raises; ArtifactError if it exists, StorageError for no space."""
+    """Yield a folder that becomes `folder` unless the block raises; ArtifactError if it exists, StorageError without space."""
     try:
         with io.appearing(folder) as temporary:
             yield temporary
@@ -226,8 +225,8 @@ def appearing(folder: Path) -> Generator[Path]:
 
 NUM_IMAGES = 2
 # Relative distances of the logits. Another CPU or thread count adds float32 in another order, about 1e-6 apart. An
-# activation that this moves across a rounding edge changes by a whole step of int8 or bfloat16, and by two steps of int8
-# if 7-bit activations replace 8-bit ones.
+# activation that this moves across a rounding edge changes by a whole step of int8 or bfloat16, and by two steps of
+# int8 if 7-bit activations replace 8-bit ones.
 FLOAT_TOLERANCE, STEP_TOLERANCE, REDUCED_TOLERANCE = 1e-4, 2e-2, 1e-1
 
 
@@ -242,10 +241,10 @@ def write_artifact(
 ) -> Recipe:
     """Write a saved model to `folder`, complete or not at all; return its recipe.
 
-    `description` has its origin, cuts and deployment. `write_model` writes the runtime's files into a folder and returns
-    fields of the recipe, as `Runtime.convert` does. `golden` runs the model in it: images (n, channels, height, width),
-    in float16 because in float32 they are 1.3% of ViT-B in int8, and their logits (n, classes). `complexity` is params and
-    MACs, for files that torch can't count. Raises what `appearing`, `write_model` and `golden` do.
+    `description` has its origin, cuts and deployment. `write_model` writes the runtime's files into a folder and
+    returns fields of the recipe, as `Runtime.convert` does. `golden` runs the model in it: images (n, channels, height,
+    width), in float16 because in float32 they are 1.3% of ViT-B in int8, and their logits (n, classes). `complexity` is
+    params and MACs, for files that torch can't count. Raises what `appearing`, `write_model` and `golden` do.
     """
     executor = runtime(description.deployment.runtime)
     changes: dict[str, Any] = {"quantized": (), "tied": {}, "folded": (), "cpu": environment().cpu}
@@ -303,8 +302,8 @@ def tolerance(recipe: Recipe) -> float:
         return FLOAT_TOLERANCE
     # Models in half precision as a whole come from CUDA, whose kernels sum in another way than those of any CPU.
     is_cuda = is_half or any(layer.kind == "rowwise" for layer in recipe.quantized)
-    # Another CPU may have other kernels, with 7-bit activations or sums that are rounded elsewhere. Its name isn't enough:
-    # a cloud has one name for processors with different instructions.
+    # Another CPU may have other kernels, with 7-bit activations or sums that are rounded elsewhere. Its name isn't
+    # enough: a cloud has one name for processors with different instructions.
     has_eight_bits = any(layer.dtype == "qint8" and not layer.reduce_range for layer in recipe.quantized)
     is_other = recipe.cpu != environment().cpu or (has_eight_bits and executor.saturates())
     return REDUCED_TOLERANCE if (is_cuda and executor.is_torch) or is_other else STEP_TOLERANCE

@@ -1,8 +1,8 @@
 """ONNX export of a model to one file, which appears only if ONNX Runtime's logits match torch's.
 
 Attention is exported as two products and a softmax, without a mask if nothing is masked. Under tracing transformers
-can't check for padding, and builds a mask of ones for every encoder. Each layer of the exported graph then fills it, adds
-it and checks for NaN rows, which costs ONNX Runtime 12% on ViT-B. Images have no padding.
+can't check for padding, and builds a mask of ones for every encoder. Each layer of the exported graph then fills it,
+adds it and checks for NaN rows, which costs ONNX Runtime 12% on ViT-B. Images have no padding.
 
 Patches are cut and joined by reshaping: the exporter would write gathers by computed indices, on which OpenVINO fails
 among int8 layers (MobileViTV2's).
@@ -55,7 +55,8 @@ def export_onnx(
     batch dimension is dynamic, or `batch_size` if given. The distance is ||onnx - torch|| / ||torch||, the largest over
     the batches that are checked. `model` isn't changed. `is_bare` drops the exporter's metadata of each node, which
     identifies the node's layer but also holds source lines of this machine. ArtifactError, with nothing left behind, if
-    `path` exists, the extra `onnx` isn't installed, the model is quantized or can't be exported, or the logits are 1e-4 apart.
+    `path` exists, the extra `onnx` isn't installed, the model is quantized or can't be exported, or the logits are 1e-4
+    apart.
     """
     if path.exists() or path.is_symlink():
         raise ArtifactError(f"{str(path)!r} exists already: exports never overwrite, choose another file")
@@ -92,7 +93,7 @@ def export_onnx(
 
 
 def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None) -> None:
-    """Write `model`, float32 or statically quantized, to ONNX without comparing its output; ArtifactError if torch can't."""
+    """Write `model`, float32 or static int8, to ONNX without comparing its output; ArtifactError if torch can't."""
     if line := missing("onnxruntime"):
         raise ArtifactError(f"a model can't be exported to ONNX: {line}")
     wrapper, batch = _Logits(copy.deepcopy(model)).cpu().eval(), random_batch(spec, batch_size or TRACED_IMAGES)
@@ -104,8 +105,8 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
     is_dynamic = batch_size is None
     advice = "a fixed batch size may work" if is_dynamic else "deploy the saved folder instead"
     with compiled_code(lambda message: ArtifactError(f"torch can't export the model to ONNX ({message}): {advice}")):
-        # Models that call torch's fused attention themselves are traced as products and softmax too: its output has another
-        # layout than its decomposition's, on which the exporter fails if the number of heads is odd.
+        # Models that call torch's fused attention themselves are traced as products and softmax too: its output has
+        # another layout than its decomposition's, on which the exporter fails if the number of heads is odd.
         with muted("torch.onnx"), sdpa_kernel(SDPBackend.MATH), PlainPatches():
             program: Any = torch.onnx.export(
                 wrapper,

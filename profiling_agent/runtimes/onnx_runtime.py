@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU: float32, dynamic int8, and static int8 as pairs of quantize and dequantize. Imports no torch.
+"""ONNX Runtime on the CPU: float32, dynamic int8, static int8 as pairs of quantize and dequantize. Imports no torch.
 
 ONNX Runtime has an int8 kernel for attention as one operator: queries, keys and values become one product, quantized
 once, without transposed copies. ViT-B in dynamic int8 is 8% faster for it. The rules of the fusion are onnxscript's.
@@ -33,7 +33,8 @@ LAYER_OPS = ("MatMul", "Gemm", "Conv")
 ACTIVATIONS = ("Clip", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Sigmoid")
 # Between int8 convolutions everything has to be int8, or each result is converted to float and back. In a transformer
 # norms, softmax, GELU and residual adds stay in float: they take little time, and int8 costs them much accuracy. A Clip
-# (ReLU6) left out would get values that were rounded over the whole range that it cuts off: half of a real MobileNet's KL.
+# (ReLU6) left out would get values that were rounded over the whole range that it cuts off: half of a real MobileNet's
+# KL.
 CONVNET_OPS = (*LAYER_OPS, "Add", "Clip", "Relu", "MaxPool")
 ATTENTION, DOMAIN, PROJECTIONS = "Attention", "com.microsoft", 3
 # Above onnxscript's default, for the concatenated weights of the projections.
@@ -81,7 +82,7 @@ def _session_options(num_threads: int | None) -> Any:
 
 
 def one_thread(graph: str | bytes) -> "InferenceSession":
-    """Return a single-threaded session of a graph or file: a pool would pin threads to cores that containers may lack."""
+    """Return a single-threaded session: a pool would pin threads to cores that containers may lack."""
     return import_onnxruntime().InferenceSession(graph, _session_options(1), providers=["CPUExecutionProvider"])
 
 
@@ -160,7 +161,8 @@ class OnnxRuntime(registry.Runtime):
                 # One by one: for a batch the quantizer keeps the outputs of all layers.
                 feeds = ({INPUT: image[None]} for image in source.calibration)
                 reader: Any = SimpleNamespace(get_next=lambda: next(feeds, None))
-                # Signed activations are up to twice as slow here (ResNet 0.33 ms instead of 0.16), and no more accurate.
+                # Signed activations are up to twice as slow here (ResNet 0.33 ms instead of 0.16), and no more
+                # accurate.
                 quantize_static(
                     model,
                     path,
@@ -218,8 +220,8 @@ def fuse_attention(
 ) -> "tuple[onnx.ModelProto, Mapping[str, tuple[str, ...]]]":
     """Return the graph with each plain attention as one node, and the layers fused into it by node name.
 
-    `layers` are those chosen for int8. Returns the graph unchanged and no names if no kernel fits: only some projections are
-    chosen, queries and values differ in width, or int8 meets a relative position bias.
+    `layers` are those chosen for int8. Returns the graph unchanged and no names if no kernel fits: only some
+    projections are chosen, queries and values differ in width, or int8 meets a relative position bias.
     """
     from onnxscript import ir, optimizer
     from onnxscript.rewriter.ort_fusions import attention, mha, mha_bias, sdpa
@@ -258,7 +260,7 @@ def fuse_attention(
 
 
 def write_bare(model: "onnx.ModelProto", path: Path) -> None:
-    """Write the graph without the exporter's metadata of each node: source lines of this machine, half of a small file."""
+    """Write the graph without the exporter's metadata: source lines of this machine, half of a small file."""
     import onnx
 
     for node in model.graph.node:
@@ -275,7 +277,8 @@ def nodes_of_layers(model: "onnx.ModelProto", layers: Collection[str]) -> dict[s
 def layers_by_name(model: "onnx.ModelProto") -> dict[str, str]:
     """Return the layer of each node by the names of the node and its outputs, without nodes of no layer.
 
-    An activation counts as the layer whose result it takes: runtimes fuse both, and name the operator after the activation.
+    An activation counts as the layer whose result it takes: runtimes fuse both, and name the operator after the
+    activation.
     """
     layers: dict[str, str] = {}
     for node in model.graph.node:

@@ -24,12 +24,14 @@ from profiling_agent.schemas import Deployment, Scheme
 ANY_SIZE_KEY = 0
 # Compiled sizes to keep, each with its own copy of the weights; the bytes that all copies may have.
 MAX_SIZES, MAX_KEPT_BYTES = 8, 2**31
-# Layers in its graphs, operators between a layer and its weights, and the key under which a fused operator lists its originals.
+# Layers in its graphs, operators between a layer and its weights, and the key under which a fused operator lists its
+# originals.
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
 WEIGHT_OPS = ("Convert", "FakeQuantize", "Multiply", "Reshape", "Subtract", "Transpose")
 ORIGINALS_KEY = "originalLayersNames"
-# Images on which OpenVINO's logits are compared with torch's: both round alike, but sum in another order, and values near a rounding edge
-# differ (by 0.13 at most on families that it computes right). Further apart than the distance and that many times the rounding's effect is wrong.
+# Images on which OpenVINO's logits are compared with torch's: both round alike, but sum in another order, and values
+# near a rounding edge differ (by 0.13 at most on families that it computes right). Further apart than the distance and
+# that many times the rounding's effect is wrong.
 NUM_COMPARED, MAX_DISTANCE, MAX_ROUNDING_RATIO = 4, 0.25, 3.0
 
 
@@ -109,7 +111,8 @@ class OpenVino(registry.Runtime):
     on_cpu = ("float32", "bfloat16", "static", "static_nncf")
     # `static` is exported with int8 layers instead.
     from_onnx = ("float32", "bfloat16", "static_nncf")
-    # oneDNN has kernels for AVX2's VNNI too, which is the only one of Intel's hybrid processors (source: docs/facts.md).
+    # oneDNN has kernels for AVX2's VNNI too, which is the only one of Intel's hybrid processors (source:
+    # docs/facts.md).
     int8_instructions = ("avx512_vnni", "avx_vnni")
 
     @classmethod
@@ -204,11 +207,12 @@ def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[st
     logits = torch.from_numpy(OpenVinoSession(path, scheme="static", num_threads=None).run(batch.numpy()))
     rounding, distance = relative_distance(int8_logits, float_logits), relative_distance(logits, int8_logits)
     # OpenVINO computes some graphs wrongly among int8 layers, not in float32: a mean over the last of three dimensions
-    # (SwiftFormer's pool), a linear layer that reads a BatchNorm of two (LeViT's head). ONNX Runtime computes both right.
+    # (SwiftFormer's pool), a linear layer that reads a BatchNorm of two (LeViT's head). ONNX Runtime computes both
+    # right.
     if not distance <= max(MAX_DISTANCE, MAX_ROUNDING_RATIO * rounding):
         raise QuantizationError(
-            f"OpenVINO computes something else than the int8 graph says: its logits are {distance:.2g} from torch's of the same graph, "
-            f"which are {rounding:.2g} from float32's"
+            f"OpenVINO computes something else than the int8 graph says: its logits are {distance:.2g} from torch's "
+            f"of the same graph, which are {rounding:.2g} from float32's"
         )
     return {"quantized": quantized_rows(quantized.model)}
 
@@ -237,7 +241,8 @@ def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: P
                 nncf.Dataset([{INPUT: image[None]} for image in images]),
                 subset_size=len(images),
                 fast_bias_correction=True,
-                # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the first layer.
+                # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the
+                # first layer.
                 advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
                 if OpenVino.saturates()
                 else None,

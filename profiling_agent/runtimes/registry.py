@@ -72,8 +72,8 @@ class ModelSession(Protocol):
 class Runtime(ABC):
     """The facts of one runtime; a subclass that sets `name` registers itself.
 
-    One of the CPU flags `int8_instructions` lets its kernels add int8 products in 32 bits. Without them, 16-bit sums of two
-    products saturate unless one factor has only 7 bits, or the layers are of `safe_kinds`.
+    One of the CPU flags `int8_instructions` lets its kernels add int8 products in 32 bits. Without them, 16-bit sums of
+    two products saturate unless one factor has only 7 bits, or the layers are of `safe_kinds`.
     """
 
     name: ClassVar[RuntimeName]
@@ -81,7 +81,8 @@ class Runtime(ABC):
     requires: ClassVar[tuple[str, ...]] = ()
     extra: ClassVar[str] = ""
     packages: ClassVar[tuple[str, ...]] = ()
-    # Files that it reads its weights from, in formats that can't carry code; the only export format that takes its graphs.
+    # Files that it reads its weights from, in formats that can't carry code; the only export format that takes its
+    # graphs.
     files: ClassVar[tuple[str, ...]]
     graph_format: ClassVar[str | None] = None
     # Its schemes, and those whose files are made from float32 ONNX.
@@ -114,9 +115,10 @@ class Runtime(ABC):
     @classmethod
     @abstractmethod
     def convert(cls, source: Source, deployment: Deployment, folder: Path) -> dict[str, Any]:
-        """Write the files of a deployment into `folder`; return fields of its recipe: `quantized`, torch's `tied` and `folded`.
+        """Write the files of a deployment; return fields of its recipe: `quantized`, torch's `tied` and `folded`.
 
-        Raises ArtifactError if the runtime lacks what it needs, PlanError if a pattern hits no layer, or QuantizationError.
+        Raises ArtifactError if the runtime lacks what it needs, PlanError if a pattern hits no layer, or
+        QuantizationError.
         """
 
     @classmethod

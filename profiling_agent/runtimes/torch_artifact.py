@@ -65,8 +65,8 @@ def load_processor(path: str | Path) -> Any:
 def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     """Return a saved model in eval mode on the CPU: `load_module(path)(pixel_values=batch).logits`.
 
-    `verify` compares every file with its sha256, and the logits of two images with those at saving. ArtifactError if a file
-    is missing or damaged, or the model doesn't compute what it did.
+    `verify` compares every file with its sha256, and the logits of two images with those at saving. ArtifactError if a
+    file is missing or damaged, or the model doesn't compute what it did.
     """
     folder = named_folder(path)
     recipe = open_folder(folder, verify=verify)
@@ -79,7 +79,7 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
 
 
 def load_skeleton(path: str | Path) -> nn.Module:
-    """Return the saved model in plain float32 at its own widths, dequantized; ArtifactError if its weights don't fit."""
+    """Return the saved model in float32 at its own widths, dequantized; ArtifactError if its weights don't fit."""
     folder = named_folder(path)
     return _read_model(folder, open_folder(folder, verify=False), dequantize=True).float()
 
@@ -121,8 +121,8 @@ def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
         if is_out_of_memory(error):
             raise
         raise ArtifactError(
-            f"the weights in {str(folder)!r} don't fit {recipe.architecture} ({first_line(error)}): save the model again "
-            "with the installed libraries"
+            f"the weights in {str(folder)!r} don't fit {recipe.architecture} ({first_line(error)}): save the model "
+            "again with the installed libraries"
         ) from error
     return model.eval()
 
@@ -145,7 +145,7 @@ def _build_architecture(recipe: Recipe) -> nn.Module:
 
 
 def _halve_buffers_(model: nn.Module) -> None:
-    """Convert buffers that aren't saved, as Swin v2's table of coordinates, if the whole model is in one half precision."""
+    """Convert unsaved buffers, as Swin v2's table of coordinates, if the whole model is in one half precision."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if dtypes in ({torch.bfloat16}, {torch.float16}):
         (dtype,) = dtypes
@@ -156,7 +156,7 @@ def _halve_buffers_(model: nn.Module) -> None:
 
 
 def _fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace tensors of `model` with another shape in `tensors` by ones on the meta device, and update the modules' widths."""
+    """Replace tensors with another shape in `tensors` by ones on the meta device; update the modules' widths."""
     resized: set[nn.Module] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in tensors and tensors[name].shape != tensor.shape:
@@ -232,7 +232,8 @@ def save_derived(
 ) -> None:
     """Write `model`, derived from the saved model in `source`, to `folder`: same input, same processor, same origin.
 
-    `cuts`, `folded` and `deployment` are by default those of the source; ArtifactError as of `save_model` and `load_recipe`.
+    `cuts`, `folded` and `deployment` are by default those of the source; ArtifactError as of `save_model` and
+    `load_recipe`.
     """
     origin = load_recipe(source)
     save_model(
@@ -251,7 +252,7 @@ def save_derived(
 def write_weights(
     model: nn.Module, folder: Path, *, folded: Sequence[str] = (), dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """Write `weights.safetensors`, floating tensors in `dtype` except those of quantized layers; return the recipe's fields."""
+    """Write `weights.safetensors`, in `dtype` except quantized layers; return the recipe's fields."""
     tensors: dict[str, Tensor] = {}
     # Shared tensors are stored under their first name.
     tied: dict[str, str] = {}
@@ -392,8 +393,8 @@ class Deployed:
     def predict(self, images: Image.Image | Sequence[Image.Image]) -> Prediction | list[Prediction]:
         """Return the likeliest class of a PIL image, or of each of several images, which run as one batch.
 
-        Images are prepared as for measuring accuracy: turned upright by their EXIF orientation, and 16 bits scaled to 8.
-        CorruptImageError if one is damaged, ArtifactError if the model's image processor doesn't take it.
+        Images are prepared as for measuring accuracy: turned upright by their EXIF orientation, and 16 bits scaled to
+        8. CorruptImageError if one is damaged, ArtifactError if the model's image processor doesn't take it.
         """
         if isinstance(images, Image.Image):
             return self.predict([images])[0]
@@ -417,12 +418,12 @@ class Deployed:
 def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_threads: int | None = None) -> Deployed:
     """Return a saved model that is called as `model(pixel_values).logits` whatever its runtime.
 
-    `verify` compares every file with its sha256, and the logits of two images with those at saving.
-    `num_threads` is the number of CPU threads, in torch of the whole process. By default ONNX Runtime and OpenVINO take
-    one for each core that a container's quota has time for, and torch keeps those of the process.
-    Warns if the model was made on another type of CPU: another deployment may be faster here, or int8 sums saturate.
-    ArtifactError if a file is missing or damaged, the model doesn't compute what it did, or its runtime isn't installed;
-    RequestError if `num_threads` isn't 1 or more.
+    `verify` compares every file with its sha256, and the logits of two images with those at saving. `num_threads` is
+    the number of CPU threads, in torch of the whole process. By default ONNX Runtime and OpenVINO take one for each
+    core that a container's quota has time for, and torch keeps those of the process. Warns if the model was made on
+    another type of CPU: another deployment may be faster here, or int8 sums saturate. ArtifactError if a file is
+    missing or damaged, the model doesn't compute what it did, or its runtime isn't installed; RequestError if
+    `num_threads` isn't 1 or more.
     """
     if num_threads is not None and num_threads < 1:
         raise RequestError(f"num_threads is {num_threads}: give 1 or more, or None for as many as there are cores")

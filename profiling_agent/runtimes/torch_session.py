@@ -1,4 +1,4 @@
-"""Torch's runtimes: eager, CUDA graphs and torch.compile. torch itself is imported when a model is converted or opened."""
+"""Torch's runtimes: eager, CUDA graphs and torch.compile. torch is imported when a model is converted or opened."""
 
 import itertools
 import os
@@ -161,9 +161,10 @@ def logits_function(module: "nn.Module") -> "Callable[[Tensor], Tensor]":
 class TorchSession(ModelSession):
     """A module on its device; `call` maps images to logits, by default through the module itself.
 
-    `in_kernel_layout` puts weights and images of networks of convolutions in channels last, for which kernels are written.
-    On CUDA `tf32` rounds its float32 products to TF32, independently of the process's other sessions. `is_sized` means
-    that `call` prepares the module for each batch size, which only a size that comes more than once is worth.
+    `in_kernel_layout` puts weights and images of networks of convolutions in channels last, for which kernels are
+    written. On CUDA `tf32` rounds its float32 products to TF32, independently of the process's other sessions.
+    `is_sized` means that `call` prepares the module for each batch size, which only a size that comes more than once is
+    worth.
     """
 
     def __init__(
@@ -225,8 +226,8 @@ class TorchSession(ModelSession):
         # A copy, because another thread may add to the set.
         larger = [known for known in tuple(self._sizes) if known > size]
         if self._is_sized and size not in self._sizes and size != last and larger:
-            # A size that comes once, as the last batch of a split, isn't worth the preparation. Images don't change each
-            # other's logits here, so the batch is padded.
+            # A size that comes once, as the last batch of a split, isn't worth the preparation. Images don't change
+            # each other's logits here, so the batch is padded.
             padded = np.zeros((min(larger), *pixel_values.shape[1:]), np.float32)
             padded[:size] = pixel_values
             pixel_values = padded
@@ -235,7 +236,7 @@ class TorchSession(ModelSession):
         return self._pass(self.to_device(pixel_values)).float().cpu().numpy()[:size]
 
     def enqueued(self, pixel_values: Batch, passes: int) -> float | None:
-        """Return the milliseconds of a pass by CUDA events around `passes` that don't wait for each other; None on the CPU."""
+        """Return the milliseconds of a pass by CUDA events around `passes` that don't wait; None on the CPU."""
         import torch
 
         batch = self.to_device(pixel_values)
@@ -302,7 +303,8 @@ class CudaGraphs:
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):
                     call(static_images)
-                # Waiting for the device is an error here already: during the capture it would leave the allocator inconsistent.
+                # Waiting for the device is an error here already: during the capture it would leave the allocator
+                # inconsistent.
                 before = torch.cuda.get_sync_debug_mode()
                 torch.cuda.set_sync_debug_mode("error")
                 try:
@@ -322,7 +324,7 @@ class CudaGraphs:
             raise
         except RuntimeError as error:
             raise ArtifactError(
-                f"the model's pass can't be captured in a CUDA graph ({first_line(error)}): deploy it in another runtime"
+                f"the pass can't be captured in a CUDA graph ({first_line(error)}): deploy it in another runtime"
             ) from error
         return graph, static_images, logits
 
@@ -339,8 +341,8 @@ class Compiled:
             with muted("torch.utils._pytree", "torchao"):
                 # Without it, inductor doesn't see int8 arithmetic in quantize, dequantize and matmul.
                 import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401 # pyright: ignore[reportUnusedImport]
-        # torch caches what it compiles by the code object, up to a limit: with the same one for every model, the thirty-third
-        # that a process opens would silently not be compiled.
+        # torch caches what it compiles by the code object, up to a limit: with the same one for every model, the
+        # thirty-third that a process opens would silently not be compiled.
         function: Any = logits_function(module)
         code = function.__code__.replace(co_name=f"logits_{next(NUMBERS)}")
         unique = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)

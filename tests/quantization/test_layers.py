@@ -1,16 +1,14 @@
 """Quantized layers: dynamic, static and half precision, the bytes they take, and the instructions they need."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import zoo
 from torch import nn
 from torch_dynamic import torch_quantize_dynamic
 
-from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.modules import relative_distance
 from profiling_agent.quantization.layers import (
@@ -26,9 +24,7 @@ from profiling_agent.quantization.layers import (
     torch_has_vnni,
 )
 from profiling_agent.quantization.quantize import CAPACITY, Sampler
-from profiling_agent.runtimes.artifact import model_bytes
 from profiling_agent.runtimes.registry import runtime
-from profiling_agent.runtimes.torch_artifact import save_model
 
 DYNAMIC: tuple[Dtype, ...] = ("qint8", "float16")
 ROWWISE: tuple[Dtype, ...] = ("qint8", "float8")
@@ -219,20 +215,6 @@ def test_parameters_buffers_and_packed_weights_are_counted_once_in_the_bits_that
     module: nn.Module, expected: int
 ):
     assert parameter_bytes(module) == expected
-
-
-def test_a_saved_model_weighs_what_its_weights_do_and_nothing_without_them(tmp_path: Path):
-    model, folder = zoo.vit(num_hidden_layers=1), tmp_path / "model"
-    save_model(model, folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    weights = 4 * sum(parameter.numel() for parameter in model.parameters())
-
-    # And the names of the tensors; labels, settings and what it said of two images are no part of it.
-    assert weights < model_bytes(folder) < weights + 5_000
-    assert model_bytes(folder) == (folder / "weights.safetensors").stat().st_size
-
-    (folder / "weights.safetensors").unlink()
-    with pytest.raises(ArtifactError, match="is missing"):
-        model_bytes(folder)
 
 
 def test_torch_says_of_this_cpu_what_its_flags_do():

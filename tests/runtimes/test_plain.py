@@ -43,9 +43,26 @@ def test_a_vit_whose_heads_and_mlps_were_cut_alike_is_a_config_and_weights_and_s
     torch.testing.assert_close(say(loaded), say(small), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "kinds"), [("deit", (UnitKind.MLP,)), ("swin", (UnitKind.MLP,)), ("resnet", ())])
-def test_mlps_that_were_cut_alike_are_a_config_and_so_is_a_model_that_was_not_cut(tmp_path: Path, family: str, kinds):
-    small, cuts = pruned(zoo.FAMILIES[family](), kinds=kinds)
+def mlps_cut_to(model, *keeps: float):
+    """Return the model with these shares of its first MLPs, and the cuts."""
+    mlps = [unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind is UnitKind.MLP]
+    pairs = zip(mlps, keeps, strict=False)
+    cuts = [Cut(unit=unit, keep=int(unit.width * keep), requested_ratio=0.5) for unit, keep in pairs]
+    return prune_model(model, cuts, spec=zoo.SPEC).model, cuts
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: pruned(zoo.deit(), kinds=(UnitKind.MLP,)),
+        lambda: pruned(zoo.resnet(), kinds=()),
+        # 4 * 49 / 128 times 32, and the same share of the second stage's 256: a ratio that no float holds exactly.
+        lambda: mlps_cut_to(zoo.swin(), *[49 / 128] * 4),
+    ],
+    ids=["deit", "resnet", "swin"],
+)
+def test_mlps_that_were_cut_alike_are_a_config_and_so_is_a_model_that_was_not_cut(tmp_path: Path, build):
+    small, cuts = build()
 
     assert write(small, tmp_path / "model", cuts) is None
 
@@ -53,24 +70,6 @@ def test_mlps_that_were_cut_alike_are_a_config_and_so_is_a_model_that_was_not_cu
     assert torch.equal(say(loaded), say(small))
     assert loaded.config.id2label == zoo.LABELS
     assert AutoImageProcessor.from_pretrained(tmp_path / "model", backend="pil").size["height"] == 32
-
-
-def test_a_ratio_that_no_float_holds_exactly(tmp_path: Path):
-    model = zoo.swin()
-    mlps = [unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind is UnitKind.MLP]
-    # 4 * 49 / 128 times 32, and the same share of the second stage's 256.
-    cuts = [Cut(unit=unit, keep=unit.width * 49 // 128, requested_ratio=0.6) for unit in mlps]
-    small = prune_model(model, cuts, spec=zoo.SPEC).model
-
-    assert write(small, tmp_path / "model", cuts) is None
-
-
-def mlps_cut_to(*keeps: int):
-    """Return a ViT whose first MLPs keep these widths, and the cuts."""
-    model = zoo.vit()
-    mlps = [unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind is UnitKind.MLP]
-    cuts = [Cut(unit=unit, keep=keep, requested_ratio=0.5) for unit, keep in zip(mlps, keeps, strict=False)]
-    return prune_model(model, cuts, spec=zoo.SPEC).model, cuts
 
 
 def with_shared_weights():
@@ -85,8 +84,8 @@ HEADS_AND_INNER = (UnitKind.HEADS, UnitKind.CONV_INNER)
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        (lambda: mlps_cut_to(64, 128), "no ViTConfig has fields.*mlp"),
-        (lambda: mlps_cut_to(128), "no ViTConfig has fields.*mlp"),
+        (lambda: mlps_cut_to(zoo.vit(), 0.25, 0.5), "no ViTConfig has fields.*mlp"),
+        (lambda: mlps_cut_to(zoo.vit(), 0.5), "no ViTConfig has fields.*mlp"),
         (lambda: pruned(zoo.swin(), kinds=HEADS_AND_INNER), "no SwinConfig"),
         (lambda: pruned(zoo.resnet(), kinds=HEADS_AND_INNER), "no ResNetConfig"),
         (with_shared_weights, r"vit\.layers\.1\.mlp\.fc1\.weight"),

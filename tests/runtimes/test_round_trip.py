@@ -18,6 +18,7 @@ from profiling_agent.lib.costs import count_complexity
 from profiling_agent.lib.modules import floating_dtype, logits_of, random_batch
 from profiling_agent.quantization.layers import DynamicLinear, QuantizedModule, StaticLayer, parameter_bytes
 from profiling_agent.quantization.quantize import Quantized, quantize_model
+from profiling_agent.runtimes.artifact import model_bytes
 from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, load_skeleton, save_model
 from profiling_agent.schemas import Cut, QuantizationRecommendation
 
@@ -166,14 +167,17 @@ def test_tied_parameters_are_stored_once_and_stay_tied_and_views_are_separate(tm
 
 
 def test_the_processor_is_saved_with_the_model_whose_mode_stays(tmp_path: Path):
-    model = zoo.vit().train()
+    model, folder = zoo.vit().train(), tmp_path / "model"
 
-    processor = load_processor(save(model, tmp_path / "model"))
+    processor = load_processor(save(model, folder))
 
     assert processor.size["height"] == 32
     assert list(processor.image_mean) == [0.5, 0.5, 0.5]
     assert model.training
-    assert not load_module(tmp_path / "model").training
+    assert not load_module(folder).training
+    # A model weighs what its weights do, and the names of the tensors; not labels, settings and what it said of images.
+    assert model_bytes(folder) == (folder / "weights.safetensors").stat().st_size
+    assert 0 < model_bytes(folder) - parameter_bytes(model) < 5_000
 
 
 # One that casts its images by itself, one that doesn't, and one with a table of coordinates that isn't saved.
