@@ -7,7 +7,6 @@ kernels.
 
 import math
 import warnings
-from abc import ABC
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, cast
@@ -83,7 +82,7 @@ def float_tensors(layer: Layer, dtype: torch.dtype = torch.float32) -> tuple[Ten
     return weight, {} if bias is None else {"bias": bias.detach().cpu().float().to(dtype)}
 
 
-class QuantizedModule(nn.Module, ABC):
+class QuantizedModule(nn.Module):
     """A linear layer or convolution whose weights are stored once, in fewer bits, as buffers unless its kernels pack them.
 
     `tensors` are those of `export_tensors`, which `state_dict()` has as well, named as in the float layer if it has

@@ -110,7 +110,7 @@ def quantize_model(
         return Quantized(model=quantized, layers=tuple(layers), folded=folded)
     expected, logits = output_means(quantized, corrected, calibration), judged_logits(quantized, calibration)
     _replace_(quantized, layers, model)
-    shifts = correct_biases_if_nearer_(quantized, logits, expected, calibration)
+    shifts = correct_biases_(quantized, expected, calibration, logits)
     return Quantized(model=quantized, layers=tuple(layers), folded=folded, shifts=shifts)
 
 
@@ -341,7 +341,9 @@ def output_means(model: nn.Module, names: Iterable[str], images: Images) -> Mean
     return means
 
 
-def correct_biases_(quantized: nn.Module, expected: Means, images: Images) -> dict[str, Tensor]:
+def correct_biases_(
+    quantized: nn.Module, expected: Means, images: Images, logits: Tensor | None = None
+) -> dict[str, Tensor]:
     """Shift the biases of int8 convolutions so that output means match `expected`; return the shifts by layer name.
 
     Rounding shifts a filter's few weights (a depthwise filter has nine) mostly to one side, and every later layer reads
@@ -350,12 +352,16 @@ def correct_biases_(quantized: nn.Module, expected: Means, images: Images) -> di
     is of `output_means` for the float model on the same images, batches (b, c, h, w). Layers that it doesn't name or
     that have no bias stay unchanged, and so do linear layers: on a ViT that wouldn't lower the KL to float32, on a
     MobileNet the correction makes it 0.4 of what it was (docs/decisions/LOG.md, 2026-11-25).
+
+    It is undone if `judged_logits` then lie further from `logits`, those of the float model. Where most of every image
+    is one background, a channel's mean is that of the background: a real LCNet's KL rose from 0.0004 to 0.09 nats.
     """
+    before = None if logits is None else modules.mean_kl(logits, judged_logits(quantized, images))
     means = {name: iter(means) for name, means in expected.items() if means}
     named: dict[str, Any] = {name: quantized.get_submodule(name) for name in means}
     layers = {name: each for name, each in named.items() if _is_static_convolution(each) and each.bias is not None}
-    # The mean difference of `expected` and a layer's channel means over its calls so far, and the number of images in
-    # them.
+    biases = {name: layer.bias for name, layer in layers.items()}
+    # The mean difference of `expected` and a layer's means over its calls so far, and the number of images in them.
     shifts: dict[str, tuple[Tensor, int]] = {}
 
     def shift(_module: nn.Module, _args: Any, output: Tensor, *, name: str) -> Tensor:
@@ -375,28 +381,13 @@ def correct_biases_(quantized: nn.Module, expected: Means, images: Images) -> di
                 for batch in first_images(images()):
                     run(quantized, batch)
     # Clones, as tensors of inference mode can't be used in training.
-    mean_shifts = {name: shifts[name][0].clone() for name in layers if name in shifts}
+    mean_shifts = {name: mean.clone() for name, (mean, _) in shifts.items()}
     for name, mean in mean_shifts.items():
-        layers[name].bias = layers[name].bias + mean
-    return mean_shifts
-
-
-def correct_biases_if_nearer_(
-    quantized: nn.Module, logits: Tensor, expected: Means, images: Images
-) -> dict[str, Tensor]:
-    """Correct biases, unless `judged_logits` then lie further from `logits`, those of the float model.
-
-    Where most of every image is one background, a channel's mean is that of the background: on scanned pages the
-    correction raised a real LCNet's KL from 0.0004 to 0.09 nats (docs/decisions/LOG.md).
-    """
-    before = modules.mean_kl(logits, judged_logits(quantized, images))
-    named: dict[str, Any] = {name: quantized.get_submodule(name) for name in expected}
-    biases = {name: module.bias for name, module in named.items()}
-    shifts = correct_biases_(quantized, expected, images)
-    if modules.mean_kl(logits, judged_logits(quantized, images)) <= before:
-        return shifts
+        layers[name].bias = biases[name] + mean
+    if logits is None or before is None or modules.mean_kl(logits, judged_logits(quantized, images)) <= before:
+        return mean_shifts
     for name, bias in biases.items():
-        named[name].bias = bias
+        layers[name].bias = bias
     return {}
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError, field_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -83,16 +83,6 @@ class Recipe(Record):
         """Return the files that the runtime reads."""
         return runtime(self.deployment.runtime).files
 
-    @field_validator("base_model")
-    @classmethod
-    def _without_path(cls, name: str, info: ValidationInfo) -> str:
-        return name if info.data.get("base_revision") else Path(name).name or name
-
-    @field_validator("config")
-    @classmethod
-    def _without_source(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in config.items() if name != "_name_or_path"}
-
     @field_validator("files")
     @classmethod
     def _plain_files(cls, files: dict[str, str]) -> dict[str, str]:
@@ -136,7 +126,7 @@ def read_recipe(folder: Path) -> Recipe:
 def open_folder(folder: Path, *, verify: bool) -> Recipe:
     """Return a folder's recipe; ArtifactError if a file is missing, leads out of it or, with `verify`, was changed."""
     recipe = read_recipe(folder)
-    for name in {*recipe.files, *recipe.model_files}:
+    for name in dict.fromkeys((*recipe.files, *recipe.model_files)):
         path = folder / name
         try:
             file = io.inside(path, io.files_root(folder))

@@ -49,22 +49,25 @@ KERNEL_SUFFIX, BLOCKED_SUFFIX = "_kernel_time", "_nchwc"
 class OnnxSession(registry.ModelSession):
     """An opened ONNX file."""
 
-    def __init__(self, session: "InferenceSession") -> None:
-        self._session: Any = session
+    def __init__(self, path: Path, options: Any) -> None:
+        with third_party_errors(
+            lambda message: ArtifactError(f"ONNX Runtime can't open {str(path)!r} ({message}): save it again")
+        ):
+            self.session: Any = _open(str(path), options)
         # A dynamic size is a string.
-        size = session.get_inputs()[0].shape[0]
+        size = self.session.get_inputs()[0].shape[0]
         self.fixed_size = size if isinstance(size, int) else None
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
         registry.check_fixed_batch(self.fixed_size, pixel_values)
         with third_party_errors(lambda message: ArtifactError(f"ONNX Runtime can't run the model: {message}")):
-            return self._session.run([OUTPUT], {INPUT: pixel_values})[0]
+            return self.session.run([OUTPUT], {INPUT: pixel_values})[0]
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
         """Return a function that runs these images once and returns the milliseconds it took."""
         registry.check_fixed_batch(self.fixed_size, pixel_values)
-        return registry.timed(lambda: self._session.run([OUTPUT], {INPUT: pixel_values}))
+        return registry.timed(lambda: self.session.run([OUTPUT], {INPUT: pixel_values}))
 
 
 def _session_options(num_threads: int | None) -> Any:
@@ -83,15 +86,11 @@ def _session_options(num_threads: int | None) -> Any:
 
 def one_thread(graph: str | bytes) -> "InferenceSession":
     """Return a single-threaded session: a pool would pin threads to cores that containers may lack."""
-    return import_onnxruntime().InferenceSession(graph, _session_options(1), providers=["CPUExecutionProvider"])
+    return _open(graph, _session_options(1))
 
 
-def _open_session(folder: Path, options: Any) -> "InferenceSession":
-    path, onnxruntime = str(folder / ONNX), import_onnxruntime()
-    with third_party_errors(
-        lambda message: ArtifactError(f"ONNX Runtime can't open {path!r} ({message}): save it again")
-    ):
-        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+def _open(graph: str | bytes, options: Any) -> "InferenceSession":
+    return import_onnxruntime().InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
 class OnnxRuntime(registry.Runtime):
@@ -181,7 +180,7 @@ class OnnxRuntime(registry.Runtime):
     @classmethod
     def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OnnxSession:  # noqa: ARG003
         """Open a saved folder; by default with a thread for each core that a container's quota has time for."""
-        return OnnxSession(_open_session(folder, _session_options(num_threads)))
+        return OnnxSession(folder / ONNX, _session_options(num_threads))
 
     @classmethod
     def operator_times(
@@ -197,11 +196,11 @@ class OnnxRuntime(registry.Runtime):
             options.profile_file_prefix = str(Path(scratch) / "profile")
             # Fused nodes are identified by their outputs, which keep their names.
             options.optimized_model_filepath = str(graph)
-            session = _open_session(folder, options)
+            opened = OnnxSession(folder / ONNX, options)
             # The first pass has cold caches, and isn't counted.
             for _ in range(passes + 1):
-                OnnxSession(session).run(pixel_values)
-            events = read_json(Path(session.end_profiling()))
+                opened.run(pixel_values)
+            events = read_json(Path(opened.session.end_profiling()))
             outputs = {node.name: tuple(node.output) for node in onnx.load(graph, load_external_data=False).graph.node}
         durations: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         for event in events:

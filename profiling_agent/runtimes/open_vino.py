@@ -4,7 +4,9 @@ import importlib
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +31,8 @@ MAX_SIZES, MAX_KEPT_BYTES = 8, 2**31
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
 WEIGHT_OPS = ("Convert", "FakeQuantize", "Multiply", "Reshape", "Subtract", "Transpose")
 ORIGINALS_KEY = "originalLayersNames"
+# Prefixes of message lines that don't concern the model.
+IGNORED_PREFIXES = ("Exception from ", "Check ", "FrontEnd API failed", "Summary:", "-- Conversion is failed")
 # Images on which OpenVINO's logits are compared with torch's: both round alike, but sum in another order, and values
 # near a rounding edge differ (by 0.13 at most on families that it computes right). Further apart than the distance and
 # that many times the rounding's effect is wrong.
@@ -178,8 +182,19 @@ def _layers_by_weight(model: Any) -> dict[str, str]:
     return layers
 
 
+@contextmanager
+def _conversion_errors(problem: str) -> Generator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError) as error:
+        # The lines that name node and cause, without those about OpenVINO's own source files.
+        lines = [line.strip() for line in str(error).splitlines()]
+        cause = " ".join(line for line in lines if line and not line.startswith(IGNORED_PREFIXES))
+        raise QuantizationError(f"{problem} ({type(error).__name__}: {cause[:500]})") from error
+
+
 def _read_onnx(path: Path) -> Any:
-    with third_party_errors(lambda message: QuantizationError(f"OpenVINO can't read the exported model: {message}")):
+    with _conversion_errors("OpenVINO can't read the exported model"):
         return import_openvino().Core().read_model(path)
 
 
@@ -190,12 +205,12 @@ def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[st
     from profiling_agent.lib.modules import logits_of, relative_distance
     from profiling_agent.quantization.quantize import quantize_model
     from profiling_agent.runtimes.onnx_export import write_graph
-    from profiling_agent.runtimes.torch_artifact import calibration_batches, quantized_rows
+    from profiling_agent.runtimes.torch_artifact import quantized_rows
 
     quantized = quantize_model(
         source.module,
         registry.recommended(deployment),
-        calibration=lambda: calibration_batches(source),
+        calibration=partial(torch.from_numpy(source.calibration).split, source.batch_size),
         reduce_range=OpenVino.saturates(),
     )
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -230,10 +245,7 @@ def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: P
     ignored = [name for name in names if name.split("/")[0] in excluded]
     hide_telemetry()
     random_state = torch.get_rng_state()
-    with (
-        muted("nncf", "torch.utils._pytree"),
-        third_party_errors(lambda message: QuantizationError(f"NNCF can't quantize the model: {message}")),
-    ):
+    with muted("nncf", "torch.utils._pytree"), _conversion_errors("NNCF can't quantize the model"):
         nncf: Any = importlib.import_module("nncf")
         try:
             quantized = nncf.quantize(

@@ -1,7 +1,7 @@
 """Saved models of torch and of every deployment: written, read without pickle or remote code, and called alike."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -179,7 +179,7 @@ def _fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             module.normalized_shape = tuple(module.weight.shape)
 
 
-def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
+def save_model(
     model: nn.Module,
     folder: Path,
     *,
@@ -189,12 +189,11 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     base_revision: str | None = None,
     cuts: Sequence[Cut] = (),
     folded: Sequence[str] = (),
-    deployment: Deployment | None = None,
 ) -> Recipe:
     """Write `model` and its image processor to `folder`, complete or not at all; return its recipe.
 
     `model` is a Hugging Face image classifier, pruned or quantized or neither. `cuts` are those that gave its widths,
-    `folded` the batch norms that change nothing now, and `deployment` is what runs it, eager torch by default.
+    `folded` the batch norms that change nothing now.
     Weights keep their live names; quantized layers are stored as plain int8 or fp16 tensors, shared tensors once.
     ArtifactError if `folder` exists.
     """
@@ -204,13 +203,13 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
         return images.numpy(), modules.logits_of(model, images.float()).numpy()
 
     description = Recipe(
-        base_model=base_model,
+        # No path of this machine, here and in the config.
+        base_model=base_model if base_revision else Path(base_model).name or base_model,
         base_revision=base_revision,
         architecture=type(model).__name__,
         config=config_of(model),
         input=spec,
         cuts=tuple(cuts),
-        deployment=deployment or Deployment(),
     )
     return artifact.write_artifact(
         description,
@@ -221,20 +220,8 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     )
 
 
-def save_derived(
-    model: nn.Module,
-    source: Path,
-    folder: Path,
-    *,
-    cuts: Sequence[Cut] | None = None,
-    folded: Sequence[str] | None = None,
-    deployment: Deployment | None = None,
-) -> None:
-    """Write `model`, derived from the saved model in `source`, to `folder`: same input, same processor, same origin.
-
-    `cuts`, `folded` and `deployment` are by default those of the source; ArtifactError as of `save_model` and
-    `load_recipe`.
-    """
+def save_derived(model: nn.Module, source: Path, folder: Path, *, cuts: Sequence[Cut]) -> None:
+    """Write `model`, made by `cuts` from the saved model in `source`, to `folder`; ArtifactError as of `save_model`."""
     origin = load_recipe(source)
     save_model(
         model,
@@ -243,9 +230,7 @@ def save_derived(
         processor=load_processor(source),
         base_model=origin.base_model,
         base_revision=origin.base_revision,
-        cuts=origin.cuts if cuts is None else cuts,
-        folded=origin.folded if folded is None else folded,
-        deployment=deployment or origin.deployment,
+        cuts=cuts,
     )
 
 
@@ -284,6 +269,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     config: Any = model.config
     # A timm config has the names only as a list, which only transformers' reading of a config.json understands.
     written = parse_json(config.to_json_string(use_diff=False))
+    written.pop("_name_or_path", None)
     names = {str(index): name for index, name in config.id2label.items()}
     return written | {"architectures": [type(model).__name__], "id2label": names}
 
@@ -294,11 +280,6 @@ def read_source(
     """Return the saved float32 torch model in `folder` as a source of deployments."""
     saved: Any = {"module": load_module(folder), "recipe": load_recipe(folder), "processor": load_processor(folder)}
     return Source(**saved, calibration=calibration, batch_size=batch_size, onnx=onnx, device=device)
-
-
-def calibration_batches(source: Source) -> Iterator[Tensor]:
-    """Yield the calibration images in batches of the deployed size."""
-    yield from torch.from_numpy(source.calibration).split(source.batch_size)
 
 
 def save_deployed(

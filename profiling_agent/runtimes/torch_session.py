@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
@@ -50,7 +51,7 @@ class TorchRuntime(Runtime):
         import torch
 
         from profiling_agent.quantization.quantize import quantize_model, quantize_rowwise
-        from profiling_agent.runtimes.torch_artifact import HALVES, calibration_batches, write_weights
+        from profiling_agent.runtimes.torch_artifact import HALVES, write_weights
 
         chosen = recommended(deployment)
         if source.device == "cuda":
@@ -58,7 +59,8 @@ class TorchRuntime(Runtime):
             model = quantize_rowwise(source.module, chosen) if is_rowwise else source.module
             dtype = torch.bfloat16 if is_rowwise else HALVES.get(deployment.scheme)
             return write_weights(model, folder, folded=source.recipe.folded, dtype=dtype)
-        quantized = quantize_model(source.module, chosen, calibration=lambda: calibration_batches(source))
+        calibration = partial(torch.from_numpy(source.calibration).split, source.batch_size)
+        quantized = quantize_model(source.module, chosen, calibration=calibration)
         return write_weights(quantized.model, folder, folded=(*source.recipe.folded, *quantized.folded))
 
     @classmethod
@@ -71,15 +73,9 @@ class TorchRuntime(Runtime):
             pin_threads(num_threads)
         module = on_device(load_module(folder, verify=False), device)
         call, tf32 = cls.prepared(module, device), recipe.deployment.scheme == "tf32"
-        in_kernel_layout = call is not None or device == "cuda"
-        return TorchSession(
-            module,
-            device=device,
-            call=call,
-            in_kernel_layout=in_kernel_layout,
-            tf32=tf32,
-            is_sized=call is not None,
-        )
+        is_sized, is_cuda = call is not None, device == "cuda"
+        layout: Any = {"in_kernel_layout": is_sized or is_cuda, "is_sized": is_sized}
+        return TorchSession(module, device=device, call=call, tf32=tf32, **layout)
 
     @classmethod
     def prepared(cls, module: "nn.Module", device: str) -> "Callable[[Tensor], Tensor] | None":  # noqa: ARG003

@@ -1,12 +1,12 @@
-"""Quantized layers: dynamic, static and half precision, the bytes they take, and the instructions they need."""
+"""Quantized layers: dynamic, static, half precision and by row, their bytes, and the instructions they need."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
+from quantization.asked import torch_quantize_dynamic
 from torch import nn
-from torch_dynamic import torch_quantize_dynamic
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.machine import environment
@@ -28,6 +28,8 @@ from profiling_agent.runtimes.registry import runtime
 
 DYNAMIC: tuple[Dtype, ...] = ("qint8", "float16")
 ROWWISE: tuple[Dtype, ...] = ("qint8", "float8")
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 LINEAR, NO_BIAS, CONV = nn.Linear(48, 32), nn.Linear(48, 32, bias=False), nn.Conv2d(4, 2, 1)
 
 
@@ -130,6 +132,44 @@ def test_a_range_holds_zero_and_its_ends_are_exact_beyond_what_a_sample_has_room
     assert 0.9 * CAPACITY < full.size == found.size <= CAPACITY
 
 
+def quantized(layer: Any) -> list[QuantizedModule]:
+    """Return the layer in each kind that takes it."""
+    layers: list[QuantizedModule] = [StaticLayer.from_float(layer, -4.0, 4.0), CastLayer.from_float(layer)]
+    return [*layers, DynamicLinear.from_linear(layer, "qint8")] if isinstance(layer, nn.Linear) else layers
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(8, 6), nn.Conv2d(8, 6, (3, 1), stride=2, padding=(1, 0), dilation=1, groups=2)]
+)
+def test_what_takes_a_layers_place_answers_its_attributes(layer: Any, bias: bool):
+    layer = copy.deepcopy(layer)
+    if not bias:
+        layer.register_parameter("bias", None)
+    plain = {name: value for name, value in vars(layer).items() if not name.startswith("_") and name != "training"}
+
+    for ours in quantized(layer):
+        assert {name: getattr(ours, name) for name in plain} == plain
+        assert torch.allclose(ours.weight, layer.weight, atol=0.02)
+        assert (ours.bias is None) == (layer.bias is None)
+
+
+# An even kernel puts one pixel more on one side than on the other, which torch warns of.
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize(("padding", "kernel"), [("valid", 3), ("same", 3), ("same", (2, 5)), ([1], 3)])
+def test_a_border_that_has_a_name_is_one_in_numbers(padding: Any, kernel: Any):
+    layer = nn.Conv2d(8, 6, kernel, padding=padding, dilation=(1, 2))
+    images = torch.randn(8, 8, 9, 9, generator=torch.Generator().manual_seed(1))
+
+    for ours in quantized(layer):
+        with torch.inference_mode():
+            expected, found = layer(images), ours(images)
+        assert getattr(ours, "padding", None) == layer.padding
+        assert found.shape == expected.shape
+        assert relative_distance(found, expected) < 0.02
+        assert all(isinstance(side, int) for side in ours.border or ("",))
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_a_convolution_moves_as_the_float_one_does(groups: int):
     torch.manual_seed(0)
@@ -192,6 +232,42 @@ def test_plain_tensors_bring_a_layer_back_bit_by_bit(layer: QuantizedModule, lik
 def test_tensors_of_another_kind_are_refused(tensors: dict[str, torch.Tensor], like: nn.Module, says: str):
     with pytest.raises(QuantizationError, match=says):
         rebuild_layer("static", tensors, like, reduce_range=False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 8, 17, 33])
+@pytest.mark.parametrize(("dtype", "most"), [("qint8", 0.02), ("float8", 0.06)])
+def test_a_layer_by_row_is_near_its_float_one(dtype: Any, most: float, num_rows: int, bias: bool, device: str):
+    linear = nn.Linear(192, 176, bias=bias)
+    # Rows of other sizes, each with its own scale.
+    x = torch.randn(num_rows, 192) * torch.logspace(-2, 2, num_rows)[:, None]
+    quantized = RowwiseLinear.from_linear(linear, dtype).to(device)
+
+    found = quantized(x.to(device, torch.bfloat16))
+
+    expected = linear.double()(x.bfloat16().double()).detach()
+    assert found.shape == (num_rows, 176)
+    assert found.dtype == torch.bfloat16
+    assert found.isfinite().all()
+    errors = (found.cpu().double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(errors.max()) < most
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ROWWISE)
+def test_more_dimensions_are_rows_and_zeros_and_the_largest_numbers_stay_numbers(dtype: Any, device: str):
+    linear = nn.Linear(192, 176)
+    with torch.no_grad():
+        linear.weight[3] = 0
+    quantized, x = RowwiseLinear.from_linear(linear, dtype).to(device), torch.randn(2, 5, 192, device=device)
+    extreme = torch.zeros(40, 192, device=device, dtype=torch.bfloat16)
+    extreme[1], extreme[2] = 3e4, -3e4
+
+    assert quantized(x).shape == (2, 5, 176)
+    assert quantized(x).dtype == torch.float32
+    torch.testing.assert_close(quantized(x)[1], quantized(x[1]))
+    assert quantized(extreme).isfinite().all()
 
 
 TIED = nn.Linear(4, 4, bias=False)

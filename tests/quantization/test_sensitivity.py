@@ -21,7 +21,6 @@ from profiling_agent.quantization.quantize import (
     MAX_IMAGES,
     Quantized,
     correct_biases_,
-    correct_biases_if_nearer_,
     fold_norms_,
     judged_logits,
     mark_float_layers,
@@ -187,9 +186,7 @@ def test_a_correction_that_moves_other_images_away_is_taken_back(later: float, i
     def begin() -> Iterator[torch.Tensor]:
         return iter([images(*[1.0] * MAX_IMAGES), images(*[later] * MAX_IMAGES)])
 
-    shifts = correct_biases_if_nearer_(
-        quantized, judged_logits(model, begin), output_means(model, ["first"], begin), begin
-    )
+    shifts = correct_biases_(quantized, output_means(model, ["first"], begin), begin, judged_logits(model, begin))
 
     assert bool(shifts) == is_kept
     assert (first.bias - before).tolist() == pytest.approx([0.4 if is_kept else 0.0], abs=1e-5)

@@ -72,7 +72,7 @@ def test_an_opened_form_says_what_the_float_model_does(
 def threads_of(session: ModelSession) -> int:
     """Ask the runtime itself."""
     if isinstance(session, OnnxSession):
-        return session._session.get_session_options().intra_op_num_threads
+        return session.session.get_session_options().intra_op_num_threads
     if isinstance(session, OpenVinoSession):
         (request, *_) = session._requests.values()
         return request.get_compiled_model().get_property("INFERENCE_NUM_THREADS")
