@@ -9,7 +9,6 @@ that version have on their disks.
 
 import sys
 import tempfile
-from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -26,8 +25,12 @@ from profiling_agent.runtimes.registry import Source
 from profiling_agent.runtimes.torch_artifact import save_deployed, save_model
 from profiling_agent.workspace import REPORT_VERSION
 
-FIXTURES = Path(__file__).with_name("fixtures")
-SAVED, REPORTS = FIXTURES / "saved", FIXTURES / "reports"
+SAVED, REPORTS = (Path(__file__).with_name("fixtures") / name for name in ("saved", "reports"))
+VERSION = metadata.version("profiling-agent")
+MODELS_OF_THIS_VERSION, REPORT_OF_THIS_VERSION = (
+    SAVED / f"{VERSION}-s{SCHEMA_VERSION}",
+    REPORTS / f"{VERSION}-s{REPORT_VERSION}.json",
+)
 # Attention and an MLP, and convolutions with batch norms, both cut; as small as all that goes.
 MODELS = {
     "vit": lambda: zoo.vit(hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64),
@@ -38,33 +41,11 @@ KEPT = {
     "vit": tuple(each.name for each in all_deployments() if each.runtime != "inductor"),
     "resnet": ("eager static", "onnxruntime static", "openvino static"),
 }
+# The folder of each, with its family and deployment.
+FOLDERS = {"-".join((family, *name.split())): (family, name) for family, names in KEPT.items() for name in names}
 
 
-def models_of_this_version() -> Path:
-    """Return the folder in which the models of this version are kept."""
-    return SAVED / f"{metadata.version('profiling-agent')}-s{SCHEMA_VERSION}"
-
-
-def report_of_this_version() -> Path:
-    """Return the file in which a report of this version is kept."""
-    return REPORTS / f"{metadata.version('profiling-agent')}-s{REPORT_VERSION}.json"
-
-
-def kept_names() -> dict[str, tuple[str, str]]:
-    """Return the names of the folders of a version, with the family and the deployment of each."""
-    return {"-".join((family, *name.split())): (family, name) for family, names in KEPT.items() for name in names}
-
-
-def write_models(folder: Path, wanted: Mapping[str, tuple[str, str]]) -> None:
-    """Write pruned models to `folder`, of the family and in the deployment that stand by the name of each, which appears complete or not at all."""
-    make_folders(folder)
-    with tempfile.TemporaryDirectory() as scratch:
-        source = cache(lambda family: _pruned(family, Path(scratch) / family))
-        for name, (family, form) in wanted.items():
-            save_deployed(source(family), deployment(form), folder / name, num_threads=1)
-
-
-def _pruned(family: str, folder: Path) -> Source:
+def kept_source(family: str, folder: Path) -> Source:
     """Return a tiny model, half of every unit of it cut."""
     whole = MODELS[family]()
     with torch.no_grad():
@@ -80,38 +61,36 @@ def _pruned(family: str, folder: Path) -> Source:
     return saved_source(folder, batch_size=2)
 
 
-def write_kept_report(file: Path) -> None:
+def write_kept_report(folder: Path) -> None:
     """Run the tiny model to its verdict, and write what `report.json` holds then, without the spaces."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        request = Request(
-            model=str(zoo.save(MODELS["vit"](), folder / "model")),
-            dataset=str(write_data(folder / "data")),
-            output=str(folder / "runs"),
-            run_id="kept",
-            runtimes="eager",
-            batch_size=4,
-            num_samples=60,
-            num_sessions=2,
-            max_iterations=1,
-        )
-        report = optimize(request)
-    make_folders(file.parent)
-    write_text(file, report.model_dump_json() + "\n")
+    request = Request(
+        model=str(zoo.save(MODELS["vit"](), folder / "model")),
+        dataset=str(write_data(folder / "data")),
+        output=str(folder / "runs"),
+        run_id="kept",
+        runtimes="eager",
+        batch_size=4,
+        num_samples=60,
+        num_sessions=2,
+        max_iterations=1,
+    )
+    make_folders(REPORTS)
+    write_text(REPORT_OF_THIS_VERSION, optimize(request).model_dump_json() + "\n")
 
 
 def main() -> int:
     """Write what isn't kept of this version yet; return 1 where all of it is."""
-    models, report = models_of_this_version(), report_of_this_version()
-    missing = {name: told for name, told in kept_names().items() if not (models / name).exists()}
-    if not missing and report.exists():
-        sys.stderr.write(
-            f"{models} and {report} are there, and what a version wrote is never replaced: raise the version first\n"
-        )
+    missing = {name: told for name, told in FOLDERS.items() if not (MODELS_OF_THIS_VERSION / name).exists()}
+    if not missing and REPORT_OF_THIS_VERSION.exists():
+        sys.stderr.write(f"all of {VERSION} is there, and what a version wrote is never replaced: raise it first\n")
         return 1
-    write_models(models, missing)
-    if not report.exists():
-        write_kept_report(report)
+    make_folders(MODELS_OF_THIS_VERSION)
+    with tempfile.TemporaryDirectory() as scratch:
+        source = cache(lambda family: kept_source(family, Path(scratch) / family))
+        for name, (family, form) in missing.items():
+            save_deployed(source(family), deployment(form), MODELS_OF_THIS_VERSION / name, num_threads=1)
+        if not REPORT_OF_THIS_VERSION.exists():
+            write_kept_report(Path(scratch))
     return 0
 
 

@@ -36,7 +36,7 @@ from profiling_agent.lib.machine import (
     total_bytes,
 )
 from profiling_agent.pruning.units import find_units
-from profiling_agent.quantization.calibrate import run
+from profiling_agent.quantization.quantize import run
 from profiling_agent.schemas import ArtifactRef, Environment, Gpu
 
 GIB = 2**30

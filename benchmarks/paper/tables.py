@@ -31,7 +31,7 @@ from profiling_agent.lib.modules import on_device, random_batch
 from profiling_agent.measure.intervals import paired_drop
 from profiling_agent.measure.race import compare as compare_speed
 from profiling_agent.measure.race import pool, run_sessions
-from profiling_agent.quantization.kinds import parameter_bytes
+from profiling_agent.quantization.layers import parameter_bytes
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
 from profiling_agent.runtimes import registry

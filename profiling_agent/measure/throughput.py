@@ -20,7 +20,7 @@ from profiling_agent.measure.worker import WorkerSetup, energy_per_image, gpu_ru
 from profiling_agent.processes.child import child_environment, fork_server
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.runtimes.artifact import RECIPE, model_bytes, named_folder, open_folder
-from profiling_agent.runtimes.registry import Enqueues, ModelSession, OnDevice, noise_batch
+from profiling_agent.runtimes.registry import ModelSession, noise_batch
 from profiling_agent.schemas import (
     NUM_SESSIONS,
     ArtifactRef,
@@ -51,18 +51,18 @@ def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int)
     # The first pass, in which a runtime may compile, doesn't show how many passes fit.
     run_once()
     pass_ms, warm_up = run_once(), 2
-    on_gpu = isinstance(session, OnDevice) and session.peak_bytes() is not None
+    on_gpu = session.peak_bytes() is not None
     if on_gpu:
         warm_up += warm(run_once) + 1
         pass_ms = run_once()
     runs = gpu_runs(pass_ms) if on_gpu else max(MIN_RUNS, min(MAX_RUNS, int(TIME_MS / pass_ms)))
     samples_ms = take_turn(run_once, runs)
-    on_device = session.peak_bytes() if isinstance(session, OnDevice) else None
+    on_device = session.peak_bytes()
     return Headline(
         latency=latency_stats(samples_ms, batch_size),
         peak_memory_bytes=peak_memory_bytes() if on_device is None else on_device,
         forward_passes=warm_up + runs,
-        energy=energy_per_image(session, images) if on_gpu and isinstance(session, Enqueues) else None,
+        energy=energy_per_image(session, images) if on_gpu else None,
     )
 
 

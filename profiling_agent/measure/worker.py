@@ -21,7 +21,7 @@ from pydantic import Field
 from profiling_agent.lib.machine import available_threads, nvml
 from profiling_agent.processes.child import Parent
 from profiling_agent.runtimes.artifact import open_folder, open_session
-from profiling_agent.runtimes.registry import Batch, Enqueues, ModelSession, OnDevice, noise_batch
+from profiling_agent.runtimes.registry import Batch, ModelSession, noise_batch
 from profiling_agent.schemas import Energy, Record
 
 # A GPU raises its clocks within tens of milliseconds of work, and lowers them between turns.
@@ -126,7 +126,7 @@ def gpu_free_bytes() -> int | None:
     return free
 
 
-def energy_per_image(session: Enqueues, pixel_values: Batch, seconds: float = 2.0) -> Energy | None:
+def energy_per_image(session: ModelSession, pixel_values: Batch, seconds: float = 2.0) -> Energy | None:
     """Return the energy of back-to-back passes over at least `seconds`; None if the driver doesn't count it."""
     gpu = nvml()
     if gpu is None:
@@ -204,7 +204,7 @@ class Pass:
 
     def peak_bytes(self) -> int | None:
         """Return the peak of this process's allocations on a device; None on the CPU."""
-        return _peak_device_bytes(self.session)
+        return self.session.peak_bytes()
 
 
 def serve_artifact(parent: Parent, folder: str) -> None:
@@ -251,7 +251,8 @@ def _gpu_sample(run_once: Callable[[], float], runs: int) -> tuple[list[float], 
 
 
 def _peak_device_bytes(source: object) -> int | None:
-    return source.peak_bytes() if isinstance(source, OnDevice) else None
+    peak_bytes: Any = getattr(source, "peak_bytes", None)
+    return peak_bytes() if peak_bytes else None
 
 
 def open_artifact(folder: Path, start: WorkerSetup) -> Pass:
@@ -260,6 +261,6 @@ def open_artifact(folder: Path, start: WorkerSetup) -> Pass:
     session = open_session(folder, device=start.device, num_threads=threads)
     images = noise_batch(open_folder(folder, verify=False).input, start.batch_size)
     enqueued = None
-    if start.enqueued and start.device == "cuda" and isinstance(session, Enqueues):
+    if start.enqueued and start.device == "cuda":
         enqueued = partial(session.enqueued, images)
     return Pass(session.bound(images), session, enqueued)

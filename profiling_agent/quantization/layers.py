@@ -1,18 +1,20 @@
-"""Quantized layers: dynamic and static int8, float16 and bfloat16, stored as plain tensors.
+"""Quantized layers stored as plain tensors: dynamic and static int8, float16, bfloat16, int8 and float8 by row for CUDA.
 
-A static layer quantizes and dequantizes its input and its weight, and computes in float32. Run directly, that simulates int8 bit-exactly;
-inductor with freezing and OpenVINO (through ONNX's QuantizeLinear) lower the same graph to int8 kernels.
+A static layer quantizes and dequantizes its input and its weight, and computes in float32. Run directly, that simulates
+int8 bit-exactly; inductor with freezing and OpenVINO (through ONNX's QuantizeLinear) lower the same graph to int8
+kernels.
 """
 
 import math
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 import torch.ao.quantization.fx._decomposed  # registers the operators  # pyright: ignore[reportUnusedImport]
 from torch import Tensor, nn
+from torch.ao.nn.quantized import dynamic
 from torch.nn import functional as F
 
 from profiling_agent.errors import QuantizationError
@@ -23,16 +25,45 @@ Dtype = Literal["qint8", "float16", "bfloat16", "float8"]
 Dtypes = Mapping[torch.dtype, Dtype]
 Layer = nn.Linear | nn.Conv2d
 
+# The smallest scale: a channel or input of zeros may have any, and this one avoids division by zero.
+EPS = torch.finfo(torch.float32).eps
+# torch's own observer maps the largest weight of a channel to 127.5: half a step is clipped, the grid is finer. Static
+# weights are symmetric, without -128: inductor's and ONNX's kernels accept no others.
+STEPS, WEIGHT_STEPS = 127.5, 127
+# The largest step of a uint8 activation, and of its lower half if products of two neighbours would saturate in 16 bits.
+LEVELS, REDUCED_LEVELS = 255, 127
+OPS: Any = torch.ops.quantized_decomposed
+# Widths of layers by row must be multiples of 16 for `_scaled_mm` and of 8 for `_int_mm`, which needs more than 16
+# rows.
+MULTIPLE, MIN_ROWS = 16, 32
+# The largest number of each grid by row.
+LARGEST: dict[Dtype, float] = {"qint8": 127.0, "float8": 448.0}
+
+
+def torch_has_vnni() -> bool:
+    """Return whether torch's kernels add int8 products in 32 bits on this CPU: 8-bit activations can't saturate."""
+    return torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
+
+
+def num_levels(*, reduce_range: bool | None = None) -> int:
+    """Return the largest step of an activation's grid: 7 bits if `reduce_range`, by default if torch needs it here."""
+    reduced = not torch_has_vnni() if reduce_range is None else reduce_range
+    return REDUCED_LEVELS if reduced else LEVELS
+
+
+@cache
+def has_float8() -> bool:
+    """Return whether the CUDA device multiplies float8: compute capability 8.9 and up."""
+    return torch.cuda.get_device_capability() >= (8, 9)
+
 
 def float_layer(weight: Tensor, bias: Tensor | None, like: Any) -> Layer:
-    """Return an `nn.Linear` that shares these tensors, or for a weight of four dimensions an `nn.Conv2d` that moves as `like` does.
-
-    If it is grouped, the size of a group is that of `like`, and the weight gives their number.
-    """
+    """Return an `nn.Linear` that shares these tensors, or of a weight of four dimensions an `nn.Conv2d` that moves as `like`."""
     has_bias = bias is not None
     if weight.dim() == 2:
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
     else:
+        # The size of a group is that of `like`, and the weight gives their number.
         groups = like.groups * len(weight) // like.out_channels if like.groups > 1 else 1
         kernel, moves = (weight.shape[2], weight.shape[3]), (like.stride, like.padding, like.dilation)
         layer = nn.Conv2d(weight.shape[1] * groups, len(weight), kernel, *moves, groups, has_bias, device="meta")
@@ -42,24 +73,36 @@ def float_layer(weight: Tensor, bias: Tensor | None, like: Any) -> Layer:
     return layer
 
 
-class QuantizedModule(nn.Module, ABC):
-    """A linear layer or convolution whose weights are stored once, in fewer bits.
+def float_tensors(layer: Layer, dtype: torch.dtype = torch.float32) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the layer's weight, float32 on the CPU, and its bias by name, if any; QuantizationError for infinite weights."""
+    weight = layer.weight.detach().cpu().float()
+    if not math.isfinite(weight.abs().sum().item()):
+        raise QuantizationError(f"weights of shape {tuple(weight.shape)!r} aren't finite: retrain or leave them out")
+    bias: Tensor | None = layer.bias
+    return weight, {} if bias is None else {"bias": bias.detach().cpu().float().to(dtype)}
 
-    `tensors` are those of `export_tensors`, which `state_dict()` has as well, named as in the float layer if it has them too; `load_state_dict`
+
+class QuantizedModule(nn.Module):
+    """A linear layer or convolution whose weights are stored once, in fewer bits, as buffers unless its kernels pack them.
+
+    `tensors` are those of `export_tensors`, which `state_dict()` has as well, named as in the float layer if it has
+    them too; `load_state_dict`
     loads nothing. It has the attributes of the float layer, including weight and bias, because third-party forward passes may read any of them:
     widths are those of the tensors, and a convolution moves as `like`, the architecture's own module in its place.
-    `reduce_range` means that activations have 7 bits.
-
-    Raises:
-        QuantizationError: the weight's dtype is not one of this kind, or it is a convolution's and `like` is none.
+    `reduce_range` means that activations have 7 bits. QuantizationError if the weight's dtype is not one of this kind,
+    or it is a convolution's and `like` is none.
     """
 
     kind: ClassVar[Kind]
     replaces: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d)
     dtypes: ClassVar[Dtypes]
+    is_packed: ClassVar[bool] = False
     # Padding of a convolution: rows and columns, and what one side has more. None for a linear layer.
     border: tuple[int, int] | None = None
     uneven: tuple[int, int, int, int] = (0, 0, 0, 0)
+    rounded: Tensor
+    scale: Tensor
+    bias: Tensor | None
 
     def __init__(
         self, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool = False
@@ -80,10 +123,14 @@ class QuantizedModule(nn.Module, ABC):
         for name, value in vars(float_layer(weight.to("meta", torch.float32), None, like)).items():
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
+        # Not persistent: `export_tensors` defines what is stored.
+        for name, stored in () if self.is_packed else (("rounded", "weight"), ("scale", "scale"), ("bias", "bias")):
+            self.register_buffer(name, tensors.get(stored), persistent=False)
 
-    @abstractmethod
     def export_tensors(self) -> dict[str, Tensor]:
         """Return the layer as plain tensors."""
+        tensors: dict[str, Tensor | None] = {"weight": self.rounded, "scale": self.scale, "bias": self.bias}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     @property
     def weight(self) -> Tensor:
@@ -121,64 +168,19 @@ class QuantizedModule(nn.Module, ABC):
         """Load nothing."""
 
 
-class BufferedLayer(QuantizedModule):
-    """A quantized layer whose tensors are buffers."""
-
-    def __init__(
-        self, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool = False
-    ) -> None:
-        super().__init__(tensors, like, reduce_range=reduce_range)
-        # Not persistent: `export_tensors` defines what is stored.
-        for name, stored in (("rounded", "weight"), ("scale", "scale"), ("bias", "bias")):
-            self.register_buffer(name, tensors.get(stored), persistent=False)
-        self.rounded: Tensor
-        self.scale: Tensor
-        self.bias: Tensor | None
-
-    def export_tensors(self) -> dict[str, Tensor]:
-        """Return the layer as plain tensors."""
-        tensors: dict[str, Tensor | None] = {"weight": self.rounded, "scale": self.scale, "bias": self.bias}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def checked_weight(layer: Layer) -> Tensor:
-    """Return the layer's weight on the CPU in float32.
-
-    Raises:
-        QuantizationError: a weight isn't finite.
-    """
-    weight = layer.weight.detach().cpu().float()
-    if not math.isfinite(weight.abs().sum().item()):
-        raise QuantizationError(f"weights of shape {tuple(weight.shape)!r} aren't finite: retrain or leave them out")
-    return weight
-
-
-def bias_of(layer: Layer, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Return the layer's bias by its name, on the CPU; no entry if it has none."""
-    bias: Tensor | None = layer.bias
-    return {} if bias is None else {"bias": bias.detach().cpu().float().to(dtype)}
-
-
-def torch_has_vnni() -> bool:
-    """Return whether torch's kernels add int8 products in 32 bits on this CPU, so that 8-bit activations can't saturate."""
-    return torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
-
-
-# torch's own observer maps the largest weight of a channel to 127.5: half a step is clipped, the grid is finer.
-STEPS = 127.5
-
-
 class DynamicLinear(QuantizedModule):
     """`nn.Linear` with weights stored once, packed for CPU kernels; float32 in and out.
 
-    qint8: symmetric int8 weights with one scale per output channel, and one scale for the whole input batch, computed on every call, so an image's
-    logits depend slightly on its batch. float16: weights rounded, float32 arithmetic. Tensors: `weight` (int8 or fp16), `scale` (fp32, int8 only)
-    and `bias` (fp32). Activations have 7 bits if the CPU needs that.
+    qint8: symmetric int8 weights with one scale per output channel, and one scale for the whole input batch, computed
+    on every call, so an image's logits depend slightly on its batch. float16: weights rounded, float32 arithmetic.
+    Tensors: `weight` (int8 or fp16), `scale` (fp32, int8 only) and `bias` (fp32). Activations have 7 bits if the CPU
+    needs that.
     """
 
     kind = "dynamic"
     replaces = (nn.Linear,)
     dtypes: ClassVar[Dtypes] = {torch.int8: "qint8", torch.float16: "float16"}
+    is_packed = True
 
     def __init__(
         self, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool = False
@@ -201,21 +203,14 @@ class DynamicLinear(QuantizedModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: Dtype, *, reduce_range: bool | None = None) -> Self:
-        """Return `linear` with its weights quantized; `reduce_range` (7-bit activations) defaults to what the CPU needs.
-
-        Raises:
-            QuantizationError: a weight isn't finite.
-        """
-        weight = checked_weight(linear)
+        """Return `linear` quantized; `reduce_range` (7-bit activations) defaults to what the CPU needs."""
+        weight, bias = float_tensors(linear)
         if dtype == "float16":
-            tensors = {"weight": weight.half()}
-        else:
-            # A channel of zeros may have any scale; this is the smallest of torch's observer, and avoids division by zero.
-            scale = (weight.abs().amax(dim=1) / STEPS).clamp_min(torch.finfo(torch.float32).eps)
-            # torch's quantizer rounds the product with the reciprocal; a division sometimes rounds to another step.
-            steps = (weight * scale.reciprocal()[:, None]).round().clamp(-128, 127).to(torch.int8)
-            tensors = {"weight": steps, "scale": scale}
-        return cls(tensors | bias_of(linear), reduce_range=bool(reduce_range))
+            return cls({"weight": weight.half()} | bias)
+        scale = (weight.abs().amax(dim=1) / STEPS).clamp_min(EPS)
+        # torch's quantizer rounds the product with the reciprocal; a division sometimes rounds to another step.
+        steps = (weight * scale.reciprocal()[:, None]).round().clamp(-128, 127).to(torch.int8)
+        return cls({"weight": steps, "scale": scale} | bias, reduce_range=bool(reduce_range))
 
     def export_tensors(self) -> dict[str, Tensor]:
         """Return the layer as plain tensors: `weight`, `scale` (int8 only), `bias` (if any)."""
@@ -228,7 +223,7 @@ class DynamicLinear(QuantizedModule):
         return tensors if bias is None else tensors | {"bias": bias.detach()}
 
     @property
-    def bias(self) -> Tensor | None:
+    def bias(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return the bias, float32."""
         return self.export_tensors().get("bias")
 
@@ -241,7 +236,7 @@ class DynamicLinear(QuantizedModule):
         return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
 
 
-class CastLayer(BufferedLayer):
+class CastLayer(QuantizedModule):
     """`nn.Linear` or `nn.Conv2d` in bfloat16. Tensors: `weight` and `bias` (if any)."""
 
     kind = "cast"
@@ -249,12 +244,9 @@ class CastLayer(BufferedLayer):
 
     @classmethod
     def from_float(cls, layer: Layer) -> Self:
-        """Return `layer` with its weights rounded to bfloat16.
-
-        Raises:
-            QuantizationError: a weight isn't finite.
-        """
-        return cls({"weight": checked_weight(layer).bfloat16()} | bias_of(layer, torch.bfloat16), layer)
+        """Return `layer` with its weights rounded to bfloat16; QuantizationError if one isn't finite."""
+        weight, bias = float_tensors(layer, torch.bfloat16)
+        return cls({"weight": weight.bfloat16()} | bias, layer)
 
     @property
     def weight(self) -> Tensor:
@@ -264,19 +256,6 @@ class CastLayer(BufferedLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Return the float layer's output for x, (..., in_features) or (b, c, h, w), computed in bfloat16."""
         return self.apply_float(self.padded(x).to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)
-
-
-# Symmetric, without -128: inductor's and ONNX's kernels accept no other weights.
-WEIGHT_STEPS = 127
-# uint8, or its lower half if products of two neighbours would saturate in 16 bits.
-LEVELS, REDUCED_LEVELS = 255, 127
-OPS: Any = torch.ops.quantized_decomposed
-
-
-def num_levels(*, reduce_range: bool | None = None) -> int:
-    """Return the largest step of an activation's grid: 7 bits if `reduce_range`, by default if torch needs it on this CPU."""
-    reduced = not torch_has_vnni() if reduce_range is None else reduce_range
-    return REDUCED_LEVELS if reduced else LEVELS
 
 
 class Grid:
@@ -289,8 +268,7 @@ class Grid:
     def spanning(cls, low: float, high: float, levels: int = LEVELS) -> Self:
         """Return the grid from `low` to `high`, widened to include zero, which it represents exactly."""
         low, high = min(low, 0.0), max(high, 0.0)
-        # A constant zero may have any scale; this one avoids division by zero and stays in float32.
-        scale = max((high - low) / levels, torch.finfo(torch.float32).eps)
+        scale = max((high - low) / levels, EPS)
         return cls(scale, min(levels, max(0, round(-low / scale))), levels)
 
     def rounded(self, x: Tensor) -> Tensor:
@@ -302,11 +280,11 @@ class Grid:
         return OPS.dequantize_per_tensor.default(OPS.quantize_per_tensor.default(x, *grid), *grid)
 
 
-class StaticLayer(BufferedLayer):
+class StaticLayer(QuantizedModule):
     """`nn.Linear` or `nn.Conv2d` in int8, with one grid for the whole input.
 
-    Weights are symmetric int8 with one scale per output channel; the input is affine uint8. Tensors: `weight` (int8), `scale` (fp32), `bias` (fp32,
-    if any), `input_scale` (fp64), `input_zero_point`.
+    Weights are symmetric int8 with one scale per output channel; the input is affine uint8. Tensors: `weight` (int8),
+    `scale` (fp32), `bias` (fp32, if any), `input_scale` (fp64), `input_zero_point`.
     """
 
     kind = "static"
@@ -320,25 +298,24 @@ class StaticLayer(BufferedLayer):
         self.grid = Grid(float(tensors["input_scale"]), int(tensors["input_zero_point"]), levels)
         self.register_buffer("zero_points", torch.zeros(len(self.scale), dtype=torch.int64), persistent=False)
         self.zero_points: Tensor
-        # Third-party forward passes may cast images to the dtype of the model's first parameter, and there may be no other.
+        # Third-party forward passes may cast images to the dtype of the model's first parameter, and there may be no
+        # other.
         self.typed = nn.Parameter(torch.empty(0), requires_grad=False)
 
     @classmethod
     def from_float(cls, layer: Layer, low: float, high: float, *, reduce_range: bool | None = None) -> Self:
         """Return `layer` with its weights quantized, for inputs from `low` to `high`; inputs beyond are clipped.
 
-        `reduce_range` (7-bit activations) defaults to what torch needs on this CPU.
-
-        Raises:
-            QuantizationError: a weight or the range isn't finite.
+        `reduce_range` (7-bit activations) defaults to what torch needs on this CPU. QuantizationError if the range
+        isn't finite.
         """
         if not high - low < float("inf"):
             raise QuantizationError(f"its inputs range from {low!r} to {high!r} on calibration images: leave it out")
-        weight = checked_weight(layer)
-        scale = (weight.abs().flatten(1).amax(1) / WEIGHT_STEPS).clamp_min(torch.finfo(torch.float32).eps)
+        weight, bias = float_tensors(layer)
+        scale = (weight.abs().flatten(1).amax(1) / WEIGHT_STEPS).clamp_min(EPS)
         steps = (weight / scale.view(-1, *[1] * (weight.dim() - 1))).round().clamp(-WEIGHT_STEPS, WEIGHT_STEPS)
         grid = Grid.spanning(low, high, num_levels(reduce_range=reduce_range))
-        tensors = {"weight": steps.to(torch.int8), "scale": scale, **_grid_tensors(grid)} | bias_of(layer)
+        tensors = {"weight": steps.to(torch.int8), "scale": scale} | _grid_tensors(grid) | bias
         return cls(tensors, layer, reduce_range=grid.levels < LEVELS)
 
     @property
@@ -352,10 +329,112 @@ class StaticLayer(BufferedLayer):
         return super().export_tensors() | _grid_tensors(self.grid)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the float layer's output for x, (..., in_features) or (b, c, h, w), from rounded inputs and weights."""
+        """Return the output for x, (..., in_features) or (b, c, h, w), from rounded inputs and weights."""
         return self.apply_float(self.grid.rounded(self.padded(x)), self.weight, self.bias)
 
 
 def _grid_tensors(grid: Grid) -> dict[str, Tensor]:
     scale = torch.tensor(grid.scale, dtype=torch.float64)
     return {"input_scale": scale, "input_zero_point": torch.tensor(grid.zero_point)}
+
+
+class RowwiseLinear(QuantizedModule):
+    """`nn.Linear` whose weights have a scale per output channel, and whose inputs one per row, computed on every call.
+
+    Tensors: `weight` (symmetric int8, or float8_e4m3fn), `scale` (float32) and `bias` (bfloat16, if any).
+    """
+
+    kind = "rowwise"
+    replaces = (nn.Linear,)
+    dtypes: ClassVar[Dtypes] = {torch.int8: "qint8", torch.float8_e4m3fn: "float8"}
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, dtype: Dtype) -> Self:
+        """Return `linear` with its weights rounded to "qint8" or "float8"; QuantizationError if one isn't finite."""
+        weight, bias = float_tensors(linear, torch.bfloat16)
+        rounded, scale = _rounded_rows(weight, dtype)
+        return cls({"weight": rounded, "scale": scale.flatten()} | bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the dequantized weight, in the dtype of the rest of the model."""
+        return (self.rounded.float() * self.scale[:, None]).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b for x (..., in_features), in the dtype of x."""
+        inputs = x.reshape(-1, self.rounded.shape[1])
+        if x.is_cuda and (self.dtype == "qint8" or has_float8()):
+            padding = max(0, MIN_ROWS - len(inputs))
+            padded = F.pad(inputs, (0, 0, 0, padding)) if padding else inputs
+            rows, scale = _rounded_rows(padded, self.dtype)
+            output = self._product(rows, scale)[: len(inputs)]
+        else:
+            rows, scale = _rounded_rows(inputs, self.dtype)
+            bias = None if self.bias is None else self.bias.float()
+            output = F.linear(rows.float() * scale, self.rounded.float() * self.scale[:, None], bias)
+        return output.to(x.dtype).reshape(*x.shape[:-1], len(self.rounded))
+
+    def _product(self, rows: Tensor, scale: Tensor) -> Tensor:
+        """Return x W^T + b in bfloat16 or float32 on CUDA, for x (m, k) on the grid with scales (m, 1)."""
+        # The transpose of a contiguous weight is the column-major matrix that the kernels want.
+        weight = self.rounded.t()
+        if self.dtype == "qint8":
+            output = torch._int_mm(rows, weight) * scale * self.scale  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            return output if self.bias is None else output + self.bias
+        return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            rows,
+            weight,
+            scale_a=scale,
+            scale_b=self.scale[None],
+            bias=self.bias,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+
+
+def _rounded_rows(x: Tensor, dtype: Dtype) -> tuple[Tensor, Tensor]:
+    """Return x (m, k) on the grid of a dtype, and the scale of each row, (m, 1) float32."""
+    largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=1, keepdim=True, dtype=torch.float32)
+    scale = largest.clamp_min(1e-12) / LARGEST[dtype]
+    on_grid = x / scale
+    return on_grid.round().to(torch.int8) if dtype == "qint8" else on_grid.to(torch.float8_e4m3fn), scale
+
+
+CLASSES: Mapping[Kind, type[QuantizedModule]] = {
+    each.kind: each for each in (DynamicLinear, StaticLayer, CastLayer, RowwiseLinear)
+}
+
+
+def supports(kind: Kind, layer: nn.Module) -> bool:
+    """Return whether `layer` supports this kind; subclasses never do, as third-party code may read their weights."""
+    pads_zeros = not isinstance(layer, nn.Conv2d) or layer.padding_mode == "zeros"
+    return type(layer) in CLASSES[kind].replaces and pads_zeros
+
+
+def rebuild_layer(kind: Kind, tensors: Mapping[str, Tensor], like: nn.Module, *, reduce_range: bool) -> QuantizedModule:
+    """Return the layer with these tensors, to replace `like`; QuantizationError if they or it are of no such kind."""
+    if type(like) not in CLASSES[kind].replaces:
+        raise QuantizationError(f"no {kind} layer stands for a {type(like).__name__!r}")
+    return CLASSES[kind](tensors, like, reduce_range=reduce_range)
+
+
+def quantized_modules(model: nn.Module) -> dict[str, QuantizedModule]:
+    """Return the quantized layers, under each of their names."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if isinstance(module, QuantizedModule)}
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes of parameters and buffers, shared ones once, packed weights in their int8 or fp16 size."""
+    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    for module in model.modules():
+        if isinstance(module, DynamicLinear):
+            num_bytes += sum(tensor.nbytes for tensor in module.export_tensors().values())
+        elif isinstance(module, dynamic.Linear):
+            # torch's own: `weight()` is float32 for fp16 as well; only the packed parameters have the stored dtype.
+            weight, bias = module.weight(), module.bias()
+            weight_bytes = {torch.qint8: 1, torch.float16: 2}[module._packed_params.dtype]  # pyright: ignore[reportPrivateUsage]
+            is_per_channel = weight.is_quantized and weight.qscheme() == torch.per_channel_affine
+            num_scales = len(weight.q_per_channel_scales()) if is_per_channel else int(weight.is_quantized)
+            num_bytes += weight.numel() * weight_bytes + 4 * (num_scales + (0 if bias is None else bias.numel()))
+    return num_bytes

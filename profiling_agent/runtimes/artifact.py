@@ -4,33 +4,32 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError, field_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from profiling_agent.errors import ArtifactError, StorageError
 from profiling_agent.lib import io
-from profiling_agent.lib.io import (
-    clean,
-    file_sha256,
-    files_root,
-    first_problem,
-    inside,
-    read_json,
-    resolved,
-    write_text,
-)
 from profiling_agent.lib.machine import environment
-from profiling_agent.runtimes.registry import MODULE, NUM_PASSES, ModelSession, OperatorTime, noise_batch, runtime
+from profiling_agent.runtimes.registry import (
+    INPUT,
+    MODULE,
+    NUM_PASSES,
+    OUTPUT,
+    Batch,
+    ModelSession,
+    OperatorTimes,
+    noise_batch,
+    runtime,
+)
 from profiling_agent.schemas import Cut, Deployment, InputSpec, Record
 
 SCHEMA_VERSION = 3
@@ -50,17 +49,8 @@ class QuantizedLayer(Record):
     reduce_range: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedFiles:
-    """What a conversion did to the layers, as the recipe records it; only torch's weights have `tied` and `folded`."""
-
-    quantized: tuple[QuantizedLayer, ...] = ()
-    tied: dict[str, str] = field(default_factory=dict[str, str])
-    folded: tuple[str, ...] = ()
-
-
 class ParentCounts(Record):
-    """Counts of the float32 parent, for files that torch can't count; `parameter_bytes` are those of this model's files."""
+    """Counts of the float32 parent, for files that torch can't count; `parameter_bytes` are of this model's files."""
 
     params: int
     macs: int
@@ -68,7 +58,7 @@ class ParentCounts(Record):
 
 
 class Recipe(Record):
-    """Origin of a saved model, what was done to it, the deployment that executes it, and the sha256 of its other files."""
+    """Origin of a saved model, what was done to it, the deployment that executes it, and the sha256 of its files."""
 
     schema_version: int = SCHEMA_VERSION
     base_revision: str | None = Field(description="commit on the Hub, None for a folder or a reference")
@@ -79,13 +69,11 @@ class Recipe(Record):
     cuts: tuple[Cut, ...]
     deployment: Deployment = Field(default=Deployment(), description="the runtime that executes it, and the scheme")
     quantized: tuple[QuantizedLayer, ...] = ()
-    counts: ParentCounts | None = Field(
-        default=None, description="None where the weights are torch's and can be counted"
-    )
-    folded: tuple[str, ...] = Field(default=(), description="batch norms that went into the convolutions before them")
-    tied: dict[str, str] = Field(
-        default_factory=dict[str, str], description="parameters stored under the name of another one"
-    )
+    # None where the weights are torch's and can be counted.
+    counts: ParentCounts | None = None
+    # Batch norms that went into the convolutions before them, and parameters stored under the name of another one.
+    folded: tuple[str, ...] = ()
+    tied: dict[str, str] = Field(default_factory=dict[str, str])
     files: dict[str, str] = Field(default_factory=dict[str, str])
     libraries: dict[str, str] = Field(default_factory=dict[str, str])
     cpu: str = ""
@@ -94,16 +82,6 @@ class Recipe(Record):
     def model_files(self) -> tuple[str, ...]:
         """Return the files that the runtime reads."""
         return runtime(self.deployment.runtime).files
-
-    @field_validator("base_model")
-    @classmethod
-    def _without_path(cls, name: str, info: ValidationInfo) -> str:
-        return name if info.data.get("base_revision") else Path(name).name or name
-
-    @field_validator("config")
-    @classmethod
-    def _without_source(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in config.items() if name != "_name_or_path"}
 
     @field_validator("files")
     @classmethod
@@ -120,7 +98,7 @@ class Recipe(Record):
 def named_folder(path: str | Path) -> Path:
     """Return the folder of a path with its links resolved; ArtifactError if the links form a loop."""
     try:
-        return resolved(Path(path))
+        return io.resolved(Path(path))
     except OSError as error:
         raise ArtifactError(f"{str(path)!r} {error.strerror}: give the folder of a saved model") from error
 
@@ -129,40 +107,36 @@ def read_recipe(folder: Path) -> Recipe:
     """Return the recipe of a saved model; ArtifactError if it is missing, damaged, or of another schema version."""
     path = folder / RECIPE
     try:
-        raw = read_json(path)
+        raw = io.read_json(path)
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION:
             raise ArtifactError(
-                f"{str(folder)!r} was saved with schema version {version}, this version reads {SCHEMA_VERSION}: save it again"
+                f"{str(folder)!r} was saved with schema version {version}, this one reads {SCHEMA_VERSION}: save it again"
             )
         return Recipe.model_validate(raw)
     except (FileNotFoundError, NotADirectoryError):
         reason = f"it has no {RECIPE!r}" if folder.is_dir() else "there is no such folder"
-        raise ArtifactError(
-            f"{str(folder)!r} is no saved model: {reason}; give the `best` of a run, or a folder that `profiling-agent pick` wrote"
-        ) from None
+        advice = "give the `best` of a run, or a folder that `profiling-agent pick` wrote"
+        raise ArtifactError(f"{str(folder)!r} is no saved model: {reason}; {advice}") from None
     except (OSError, ValueError) as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else error
+        reason = io.first_problem(error) if isinstance(error, ValidationError) else error
         raise ArtifactError(f"{str(path)!r} is damaged and can't be read ({reason}): save the model again") from None
 
 
 def open_folder(folder: Path, *, verify: bool) -> Recipe:
-    """Return the recipe of a folder; ArtifactError if a file is missing, leads out of it or, with `verify`, was changed."""
+    """Return a folder's recipe; ArtifactError if a file is missing, leads out of it or, with `verify`, was changed."""
     recipe = read_recipe(folder)
-    if not recipe.files.keys() >= {*recipe.model_files}:
-        raise ArtifactError(f"{str(folder / RECIPE)!r} doesn't name the model's files: save the model again")
-    for name, sha256 in recipe.files.items():
+    for name in dict.fromkeys((*recipe.files, *recipe.model_files)):
         path = folder / name
         try:
-            file = inside(path, files_root(folder))
-            if not file.is_file():
-                raise ArtifactError(f"{str(path)!r} is missing: save the model again")
-            if verify and file_sha256(file) != sha256:
-                raise ArtifactError(
-                    f"{str(path)!r} isn't the file that was saved (its sha256 differs): save the model again"
-                )
+            file = io.inside(path, io.files_root(folder))
+            problem = "" if file.is_file() and name in recipe.files else "is missing"
+            if verify and not problem and io.file_sha256(file) != recipe.files[name]:
+                problem = "isn't the file that was saved (its sha256 differs)"
         except OSError as error:
-            raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): save the model again") from error
+            problem = f"can't be read ({error.strerror})"
+        if problem:
+            raise ArtifactError(f"{str(path)!r} {problem}: save the model again")
     return recipe
 
 
@@ -177,7 +151,7 @@ def model_bytes(folder: Path) -> int:
 
 
 def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> ModelSession:
-    """Open a saved model in its runtime, unchecked; ArtifactError if a file can't be read, or no runtime is installed."""
+    """Open a saved model, unchecked; ArtifactError if a file can't be read, or its runtime isn't installed."""
     recipe = open_folder(folder, verify=False)
     deployment, executor = recipe.deployment, runtime(recipe.deployment.runtime)
     if line := executor.missing(device):
@@ -195,45 +169,39 @@ def layer_times(folder: Path, exported: Path | None, *, batch_size: int, num_thr
     `exported` is the ONNX file given to the runtime, whose nodes identify the layers; without it the runtime must.
     ArtifactError if the runtime can't time operators, or can't run the model.
     """
-    recipe = open_folder(folder, verify=False)
-    layer_by_node: dict[str, str] = {}
+    recipe, layer_by_node = open_folder(folder, verify=False), dict[str, str]()
     if exported is not None:
         import onnx
 
         from profiling_agent.runtimes.onnx_runtime import layers_by_name
 
         layer_by_node = layers_by_name(onnx.load(exported, load_external_data=False))
-    operators = runtime(recipe.deployment.runtime).operator_times(
-        folder, recipe, noise_batch(recipe.input, batch_size), num_threads=num_threads, passes=NUM_PASSES
-    )
+    images = noise_batch(recipe.input, batch_size)
+    executor = runtime(recipe.deployment.runtime)
+    operators = executor.operator_times(folder, recipe, images, num_threads=num_threads, passes=NUM_PASSES)
     return by_layer(operators, layer_by_node)
 
 
-def by_layer(operators: Sequence[OperatorTime], known: Mapping[str, str]) -> dict[str, float]:
-    """Return the milliseconds of each layer; unknown operators, mostly fused with the layer before them, count with it."""
+def by_layer(operators: OperatorTimes, known: Mapping[str, str]) -> dict[str, float]:
+    """Return the milliseconds of each layer; unknown operators, mostly fused with the layer before, count with it."""
     times: defaultdict[str, float] = defaultdict(float)
     layer = ""
-    for operator in operators:
-        layers = (name.removeprefix(MODULE) if name.startswith(MODULE) else known.get(name) for name in operator.names)
+    for names, ms in operators:
+        layers = (name.removeprefix(MODULE) if name.startswith(MODULE) else known.get(name) for name in names)
         layer = next((name for name in layers if name is not None), layer)
-        times[layer] += operator.ms
+        times[layer] += ms
     return dict(times)
 
 
 @contextmanager
 def appearing(folder: Path) -> Generator[Path]:
-    """Yield a temporary sibling folder that becomes `folder`, or is deleted if the block raises.
-
-    Raises:
-        ArtifactError: `folder` exists.
-        StorageError: there is no space for it.
-    """
+    """Yield a folder that becomes `folder` unless the block raises; ArtifactError if it exists, StorageError without space."""
     try:
         with io.appearing(folder) as temporary:
             yield temporary
     except FileExistsError as error:
         raise ArtifactError(
-            f"{str(folder)!r} exists already: artifacts are never overwritten, choose another folder"
+            f"{str(folder)!r} exists already and is never overwritten: choose another folder"
         ) from error
     except (OSError, SafetensorError) as error:
         # safetensors names the system's error only in its text.
@@ -247,21 +215,9 @@ def appearing(folder: Path) -> Generator[Path]:
 
 NUM_IMAGES = 2
 # Relative distances of the logits. Another CPU or thread count adds float32 in another order, about 1e-6 apart. An
-# activation that this moves across a rounding edge changes by a whole step of int8 or bfloat16, and by two steps of int8
-# if 7-bit activations replace 8-bit ones.
+# activation that this moves across a rounding edge changes by a whole step of int8 or bfloat16, and by two steps of
+# int8 if 7-bit activations replace 8-bit ones.
 FLOAT_TOLERANCE, STEP_TOLERANCE, REDUCED_TOLERANCE = 1e-4, 2e-2, 1e-1
-IMAGES, LOGITS = "pixel_values", "logits"
-
-
-@dataclass(frozen=True, slots=True)
-class Golden:
-    """Images (n, channels, height, width) and the logits (n, classes) that the model computed for them.
-
-    The images are rounded to float16 and stored as such: in float32 they are 1.3% of ViT-B in int8.
-    """
-
-    pixel_values: NDArray[np.float16]
-    logits: NDArray[np.float32]
 
 
 def write_artifact(
@@ -269,52 +225,45 @@ def write_artifact(
     folder: Path,
     *,
     processor: Any,
-    write_model: Callable[[Path], PreparedFiles],
-    ask: Callable[[Path, Recipe], Golden],
+    write_model: Callable[[Path], Mapping[str, Any]],
+    golden: Callable[[Path, Recipe], tuple[NDArray[np.float16], Batch]],
     complexity: tuple[int, int] | None = None,
-    has_card: bool = False,
 ) -> Recipe:
     """Write a saved model to `folder`, complete or not at all; return its recipe.
 
-    `description` has its origin, cuts and deployment. `write_model` writes the runtime's files into a folder, and `ask` runs
-    the model in it for the golden logits. The processor, the recipe with all hashes and, if `has_card`, a card are added.
-    `complexity` is params and MACs, for files that torch can't count.
-
-    Raises:
-        ArtifactError: `folder` exists, or there is no space for it; also the errors of `write_model` and `ask`.
+    `description` has its origin, cuts and deployment. `write_model` writes the runtime's files into a folder and
+    returns fields of the recipe, as `Runtime.convert` does. `golden` runs the model in it: images (n, channels, height,
+    width), in float16 because in float32 they are 1.3% of ViT-B in int8, and their logits (n, classes). `complexity` is
+    params and MACs, for files that torch can't count. Raises what `appearing`, `write_model` and `golden` do.
     """
-    executor, counts = runtime(description.deployment.runtime), None
+    executor = runtime(description.deployment.runtime)
+    changes: dict[str, Any] = {"quantized": (), "tied": {}, "folded": (), "cpu": environment().cpu}
     versions = {name: metadata.version(name) for name in executor.packages if find_spec(name)}
+    changes["libraries"] = environment().libraries | versions
     with appearing(folder) as temporary:
-        prepared = write_model(temporary)
+        changes |= write_model(temporary)
         processor.save_pretrained(temporary)
         if complexity is not None:
             weights = sum((temporary / name).stat().st_size for name in executor.files if not name.endswith(".xml"))
-            counts = ParentCounts(params=complexity[0], macs=complexity[1], parameter_bytes=weights)
-        changes = {
-            "quantized": prepared.quantized,
-            "counts": counts,
-            "folded": prepared.folded,
-            "tied": prepared.tied,
-            "files": {path.name: file_sha256(path) for path in sorted(temporary.iterdir())},
-            "libraries": environment().libraries | versions,
-            "cpu": environment().cpu,
-        }
+            changes["counts"] = ParentCounts(params=complexity[0], macs=complexity[1], parameter_bytes=weights)
+        changes["files"] = {path.name: io.file_sha256(path) for path in sorted(temporary.iterdir())}
         draft = Recipe.model_validate(dict(description) | changes)
         # The runtime opens the folder by it.
-        write_text(temporary / RECIPE, draft.model_dump_json(indent=1) + "\n")
-        golden = ask(temporary, draft)
-        tensors = {IMAGES: golden.pixel_values, LOGITS: np.ascontiguousarray(golden.logits)}
-        save_file(tensors, temporary / GOLDEN)
-        recipe = draft.model_copy(update={"files": draft.files | {GOLDEN: file_sha256(temporary / GOLDEN)}})
-        write_text(temporary / RECIPE, recipe.model_dump_json(indent=1) + "\n")
-        if has_card:
-            # It may be rewritten later, so the recipe has no hash of it.
-            write_card(temporary)
+        io.write_text(temporary / RECIPE, draft.model_dump_json(indent=1) + "\n")
+        images, logits = golden(temporary, draft)
+        save_file({INPUT: images, OUTPUT: np.ascontiguousarray(logits)}, temporary / GOLDEN)
+        recipe = draft.model_copy(update={"files": draft.files | {GOLDEN: io.file_sha256(temporary / GOLDEN)}})
+        io.write_text(temporary / RECIPE, recipe.model_dump_json(indent=1) + "\n")
     return recipe
 
 
-def check_golden(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Path, recipe: Recipe) -> None:
+def read_golden(folder: Path) -> tuple[Batch, Batch]:
+    """Return the golden images and logits of a saved folder, float32."""
+    tensors = load_file(folder / GOLDEN)
+    return tensors[INPUT].astype(np.float32), tensors[OUTPUT]
+
+
+def check_golden(run: Callable[[Batch], NDArray[Any]], folder: Path, recipe: Recipe) -> None:
     """Raise ArtifactError if `run`'s logits of a folder's golden images are NaN, or too far from the saved ones."""
     distance, allowed = golden_distance(run, folder), tolerance(recipe)
     # `not <=` so that a NaN fails.
@@ -325,18 +274,11 @@ def check_golden(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Pat
         )
 
 
-def golden_distance(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Path) -> float:
+def golden_distance(run: Callable[[Batch], NDArray[Any]], folder: Path) -> float:
     """Return the relative distance between `run`'s logits for a folder's golden images and the saved ones."""
-    golden = read_golden(folder)
-    logits, expected = run(golden.pixel_values.astype(np.float32)), golden.logits.astype(np.float64)
-    smallest = np.finfo(np.float64).tiny
-    return float(np.linalg.norm(logits - expected) / max(np.linalg.norm(expected), smallest))
-
-
-def read_golden(folder: Path) -> Golden:
-    """Return the golden images and logits of a saved folder."""
-    tensors = load_file(folder / GOLDEN)
-    return Golden(tensors[IMAGES], tensors[LOGITS])
+    images, logits = read_golden(folder)
+    expected = logits.astype(np.float64)
+    return float(np.linalg.norm(run(images) - expected) / max(np.linalg.norm(expected), np.finfo(np.float64).tiny))
 
 
 def tolerance(recipe: Recipe) -> float:
@@ -350,15 +292,13 @@ def tolerance(recipe: Recipe) -> float:
         return FLOAT_TOLERANCE
     # Models in half precision as a whole come from CUDA, whose kernels sum in another way than those of any CPU.
     is_cuda = is_half or any(layer.kind == "rowwise" for layer in recipe.quantized)
-    # Another CPU may have other kernels, with 7-bit activations or sums that are rounded elsewhere. Its name isn't enough:
-    # a cloud has one name for processors with different instructions.
+    # Another CPU may have other kernels, with 7-bit activations or sums that are rounded elsewhere. Its name isn't
+    # enough: a cloud has one name for processors with different instructions.
     has_eight_bits = any(layer.dtype == "qint8" and not layer.reduce_range for layer in recipe.quantized)
     is_other = recipe.cpu != environment().cpu or (has_eight_bits and executor.saturates())
     return REDUCED_TOLERANCE if (is_cuda and executor.is_torch) or is_other else STEP_TOLERANCE
 
 
-# Heading in card.md.jinja.
-HOW_TO_RUN = "## Run it with profiling-agent\n"
 SCHEMES = {
     "float32": "float32, nothing is quantized",
     "tf32": "float32 weights, products with TF32's ten bits of a mantissa",
@@ -371,7 +311,7 @@ SCHEMES = {
 }
 
 
-class CardRow(Record):
+class CardRow(NamedTuple):
     """Row of the card's table, with formatted cells: `accuracy`, `88.1% (87.2 to 89.0)`, `87.9% (...)`."""
 
     name: str
@@ -388,63 +328,48 @@ class HeldOutAccuracy(Record):
     top1: float
 
 
+def render_card(
+    recipe: Recipe, rows: Sequence[CardRow] = (), notes: Sequence[str] = (), judged: HeldOutAccuracy | None = None
+) -> str:
+    """Return a model card with a table of `rows` and a list of `notes`."""
+    template, executor = text_templates("profiling_agent.runtimes"), runtime(recipe.deployment.runtime)
+    scheme = SCHEMES[recipe.deployment.scheme]
+    return template.get_template("card.md.jinja").render(
+        r=recipe, executor=executor, scheme=scheme, rows=rows, notes=notes, judged=judged
+    )
+
+
 def write_card(
     folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] = (), *, judged: HeldOutAccuracy | None = None
 ) -> None:
-    """Write `README.md` into a saved folder, with a table of `rows` and a list of `notes`; ArtifactError if it is none."""
-    write_text(folder / CARD, _render_card(read_recipe(folder), rows, notes, judged))
+    """Write `README.md` into a saved folder; the recipe has no hash of it, so that it may be rewritten."""
+    io.write_text(folder / CARD, render_card(read_recipe(folder), rows, notes, judged))
 
 
 def read_card(folder: Path) -> str:
     """Return the card of a saved folder, or a new one if it has none; ArtifactError if its card leads out of it."""
     try:
-        return inside(folder / CARD, folder).read_text(encoding="utf-8")
+        return io.inside(folder / CARD, folder).read_text(encoding="utf-8")
     except FileNotFoundError:
-        return _render_card(read_recipe(folder))
+        return render_card(read_recipe(folder))
     except OSError as error:
-        raise ArtifactError(
-            f"{str(folder / CARD)!r} can't be read ({error.strerror}): remove it, it is made anew"
-        ) from error
+        raise ArtifactError(f"{str(folder / CARD)!r} can't be read ({error.strerror}): remove it") from error
 
 
 def card_head(folder: Path) -> str:
     """Return the part of a saved folder's card before the instructions. Raises what `read_card` does."""
-    return read_card(folder).partition(HOW_TO_RUN)[0]
+    return read_card(folder).partition("## Run it with profiling-agent\n")[0]
 
 
 def text_templates(package: str) -> Environment:
     """Return the renderer of a package's Markdown and Python templates; third-party text must be cleaned before."""
-    return Environment(
-        # Not HTML: autoescape would mangle them.
-        loader=PackageLoader(package, ""),
-        undefined=StrictUndefined,
-        autoescape=False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
 
+    def plain(text: object) -> str:
+        """Return third-party text that stays in its table cell and opens no markup."""
+        return io.clean(" ".join(str(text).split()))[:300].replace("`", "'").replace("<", "&lt;").replace("|", "\\|")
 
-def _render_card(
-    recipe: Recipe, rows: Sequence[CardRow] = (), notes: Sequence[str] = (), judged: HeldOutAccuracy | None = None
-) -> str:
-    jinja = text_templates("profiling_agent.runtimes")
-    # For third-party names.
-    jinja.filters["plain"] = _plain_text
-    executor = runtime(recipe.deployment.runtime)
-    names = ("torch", "transformers", *executor.packages)
-    return jinja.get_template("card.md.jinja").render(
-        r=recipe,
-        judged=judged,
-        scheme=SCHEMES[recipe.deployment.scheme],
-        is_torch=executor.is_torch,
-        files=recipe.model_files,
-        libraries=", ".join(f"{name} {recipe.libraries[name]}" for name in sorted(names) if name in recipe.libraries),
-        rows=rows,
-        notes=notes,
-    )
-
-
-def _plain_text(text: object) -> str:
-    """Return third-party text that stays in its table cell and opens no markup."""
-    return clean(" ".join(str(text).split()))[:300].replace("`", "'").replace("<", "&lt;").replace("|", "\\|")
+    # Not HTML: autoescape would mangle them.
+    options: Any = {"autoescape": False, "trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    templates = Environment(loader=PackageLoader(package, ""), undefined=StrictUndefined, **options)
+    templates.filters["plain"] = plain
+    return templates

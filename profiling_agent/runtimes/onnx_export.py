@@ -1,8 +1,8 @@
 """ONNX export of a model to one file, which appears only if ONNX Runtime's logits match torch's.
 
 Attention is exported as two products and a softmax, without a mask if nothing is masked. Under tracing transformers
-can't check for padding, and builds a mask of ones for every encoder. Each layer of the exported graph then fills it, adds
-it and checks for NaN rows, which costs ONNX Runtime 12% on ViT-B. Images have no padding.
+can't check for padding, and builds a mask of ones for every encoder. Each layer of the exported graph then fills it,
+adds it and checks for NaN rows, which costs ONNX Runtime 12% on ViT-B. Images have no padding.
 
 Patches are cut and joined by reshaping: the exporter would write gathers by computed indices, on which OpenVINO fails
 among int8 layers (MobileViTV2's).
@@ -14,7 +14,6 @@ computed ahead.
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -31,7 +30,7 @@ from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import TEMPORARY
 from profiling_agent.lib.logs import compiled_code, muted, third_party_errors
 from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
-from profiling_agent.quantization.kinds import quantized_modules
+from profiling_agent.quantization.layers import quantized_modules
 from profiling_agent.runtimes.onnx_runtime import one_thread, write_bare
 from profiling_agent.runtimes.registry import INPUT, OUTPUT, missing
 from profiling_agent.schemas import InputSpec
@@ -47,55 +46,6 @@ CHECKED_BATCHES = (1, 3)
 PLAIN_ATTENTION = "profiling_agent_plain"
 
 
-class PlainPatches(TorchFunctionMode):
-    """Mode in which `unfold` and `fold` reshape and permute if patches adjoin and fill the image."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        keywords = dict(kwargs or {})
-        if func not in (unfold, fold):
-            return func(*args, **keywords)
-        bound = inspect.signature(func).bind(*args, **keywords)
-        bound.apply_defaults()
-        options: dict[str, Any] = bound.arguments
-        image: Tensor = options["input"]
-        kernel, stride, padding, dilation = (
-            _as_pair(options[name]) for name in ("kernel_size", "stride", "padding", "dilation")
-        )
-        (rows, columns), is_fold = kernel, func is fold
-        height, width = _as_pair(options["output_size"]) if is_fold else image.shape[-2:]
-        is_plain = (stride, padding, dilation) == (kernel, (0, 0), (1, 1)) and image.dim() == (3 if is_fold else 4)
-        if not is_plain or height % rows or width % columns:
-            return func(*args, **keywords)
-        grid_height, grid_width = height // rows, width // columns
-        if is_fold:
-            channels = image.shape[1] // (rows * columns)
-            parts = image.reshape(-1, channels, rows, columns, grid_height, grid_width).permute(0, 1, 4, 2, 5, 3)
-            return parts.reshape(-1, channels, height, width)
-        channels = image.shape[1]
-        parts = image.reshape(-1, channels, grid_height, rows, grid_width, columns).permute(0, 1, 3, 5, 2, 4)
-        return parts.reshape(-1, channels * rows * columns, grid_height * grid_width)
-
-
-def _as_pair(sides: Any) -> tuple[int, int]:
-    first, second = (sides, sides) if isinstance(sides, int) else sides
-    return first, second
-
-
-class _Logits(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        return self.model(pixel_values=pixel_values).logits
-
-
 def export_onnx(
     model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None, is_bare: bool = False
 ) -> float:
@@ -104,11 +54,9 @@ def export_onnx(
     The input `pixel_values` is (batch, channels, height, width) float32, the output `logits` (batch, classes). The
     batch dimension is dynamic, or `batch_size` if given. The distance is ||onnx - torch|| / ||torch||, the largest over
     the batches that are checked. `model` isn't changed. `is_bare` drops the exporter's metadata of each node, which
-    identifies the node's layer but also holds source lines of this machine.
-
-    Raises:
-        ArtifactError: `path` exists, the extra `onnx` isn't installed, the model is quantized or can't be exported,
-            or the logits are more than 1e-4 apart; nothing is left behind.
+    identifies the node's layer but also holds source lines of this machine. ArtifactError, with nothing left behind, if
+    `path` exists, the extra `onnx` isn't installed, the model is quantized or can't be exported, or the logits are 1e-4
+    apart.
     """
     if path.exists() or path.is_symlink():
         raise ArtifactError(f"{str(path)!r} exists already: exports never overwrite, choose another file")
@@ -124,14 +72,20 @@ def export_onnx(
             import onnx
 
             write_bare(onnx.load(temporary), temporary)
-        checked = CHECKED_BATCHES if batch_size is None else (batch_size,)
-        distance = max(_logits_distance(model, temporary, random_batch(spec, size, seed=size)) for size in checked)
-        # `not <=` so that a NaN fails.
-        if not distance <= TOLERANCE:
-            raise ArtifactError(
-                f"ONNX Runtime's logits are {distance:.2g} from torch's (relative), {TOLERANCE:g} is allowed: "
-                "deploy the saved folder instead"
-            )
+        distance = 0.0
+        for size in CHECKED_BATCHES if batch_size is None else (batch_size,):
+            batch = random_batch(spec, size, seed=size)
+            with third_party_errors(
+                lambda message: ArtifactError(f"ONNX Runtime can't run the exported model ({message}): fix its batch")
+            ):
+                logits = torch.from_numpy(one_thread(str(temporary)).run([OUTPUT], {INPUT: batch.numpy()})[0])
+            distance = max(distance, apart := relative_distance(logits, logits_of(model, batch)))
+            # `not <=` so that a NaN fails.
+            if not apart <= TOLERANCE:
+                raise ArtifactError(
+                    f"ONNX Runtime's logits are {apart:.2g} from torch's (relative), {TOLERANCE:g} is allowed: "
+                    "deploy the saved folder instead"
+                )
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -139,11 +93,7 @@ def export_onnx(
 
 
 def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None) -> None:
-    """Write `model`, float32 or statically quantized, to the ONNX file `path` without comparing its output.
-
-    Raises:
-        ArtifactError: an extra isn't installed, or torch can't export the model; with the reason and, if known, the operator.
-    """
+    """Write `model`, float32 or static int8, to ONNX without comparing its output; ArtifactError if torch can't."""
     if line := missing("onnxruntime"):
         raise ArtifactError(f"a model can't be exported to ONNX: {line}")
     wrapper, batch = _Logits(copy.deepcopy(model)).cpu().eval(), random_batch(spec, batch_size or TRACED_IMAGES)
@@ -155,8 +105,8 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
     is_dynamic = batch_size is None
     advice = "a fixed batch size may work" if is_dynamic else "deploy the saved folder instead"
     with compiled_code(lambda message: ArtifactError(f"torch can't export the model to ONNX ({message}): {advice}")):
-        # Models that call torch's fused attention themselves are traced as products and softmax too: its output has another
-        # layout than its decomposition's, on which the exporter fails if the number of heads is odd.
+        # Models that call torch's fused attention themselves are traced as products and softmax too: its output has
+        # another layout than its decomposition's, on which the exporter fails if the number of heads is odd.
         with muted("torch.onnx"), sdpa_kernel(SDPBackend.MATH), PlainPatches():
             program: Any = torch.onnx.export(
                 wrapper,
@@ -172,6 +122,15 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
         _fold_resizes(path)
 
 
+class _Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.model(pixel_values=pixel_values).logits
+
+
 def _fold_resizes(path: Path) -> None:
     """Replace every antialiased resize that depends on no image by its result."""
     import onnx
@@ -179,21 +138,16 @@ def _fold_resizes(path: Path) -> None:
     from onnxscript import optimizer
 
     model = onnx.load(path)
-    resizes = [
-        node
-        for node in model.graph.node
-        if node.op_type == "Resize" and any(option.name == "antialias" and option.i for option in node.attribute)
-    ]
-    for node in resizes:
-        (name,) = node.output
-        part = Extractor(model).extract_model([], [name])
-        if not any(INPUT in inner.input for inner in part.graph.node):
-            resized: Any = one_thread(part.SerializeToString()).run([name], {})[0]
-            model.graph.initializer.append(onnx.numpy_helper.from_array(resized, name))
-            model.graph.node.remove(node)
-    if resizes:
-        optimizer.remove_unused_nodes(model)
-        onnx.save(model, path)
+    for node in [node for node in model.graph.node if node.op_type == "Resize"]:
+        if any(option.name == "antialias" and option.i for option in node.attribute):
+            (name,) = node.output
+            part = Extractor(model).extract_model([], [name])
+            if not any(INPUT in inner.input for inner in part.graph.node):
+                resized: Any = one_thread(part.SerializeToString()).run([name], {})[0]
+                model.graph.initializer.append(onnx.numpy_helper.from_array(resized, name))
+                model.graph.node.remove(node)
+                optimizer.remove_unused_nodes(model)
+                onnx.save(model, path)
 
 
 def _fit_pools_(model: nn.Module, batch: Tensor) -> None:
@@ -203,15 +157,11 @@ def _fit_pools_(model: nn.Module, batch: Tensor) -> None:
     """
 
     def fit(pool: Any, inputs: tuple[Tensor, ...]) -> None:
-        kernel, sides = _as_pair(pool.kernel_size), inputs[0].shape[-2:]
-        if _as_pair(pool.padding) == (0, 0) and any(window > side for window, side in zip(kernel, sides, strict=True)):
-            pool.kernel_size = (min(kernel[0], sides[0]), min(kernel[1], sides[1]))
+        if _as_pair(pool.padding) == (0, 0):
+            pool.kernel_size = tuple(map(min, _as_pair(pool.kernel_size), inputs[0].shape[-2:]))
 
-    handles = [
-        module.register_forward_pre_hook(fit)
-        for module in model.modules()
-        if isinstance(module, (nn.AvgPool2d, nn.MaxPool2d))
-    ]
+    pools = [module for module in model.modules() if isinstance(module, (nn.AvgPool2d, nn.MaxPool2d))]
+    handles = [module.register_forward_pre_hook(fit) for module in pools]
     if handles:
         with torch.inference_mode():
             model(batch)
@@ -219,14 +169,35 @@ def _fit_pools_(model: nn.Module, batch: Tensor) -> None:
         handle.remove()
 
 
-def _logits_distance(model: nn.Module, path: Path, batch: Tensor) -> float:
-    def refuse(message: str) -> ArtifactError:
-        advice = "a fixed batch size may work"
-        return ArtifactError(f"ONNX Runtime can't run the exported model on {len(batch)} images ({message}): {advice}")
+def _as_pair(sides: Any) -> tuple[int, int]:
+    first, second = (sides, sides) if isinstance(sides, int) else sides
+    return first, second
 
-    with third_party_errors(refuse):
-        exported_logits = torch.from_numpy(one_thread(str(path)).run([OUTPUT], {INPUT: batch.numpy()})[0])
-    return relative_distance(exported_logits, logits_of(model, batch))
+
+class PlainPatches(TorchFunctionMode):
+    """Mode in which `unfold` and `fold` reshape and permute if patches adjoin and fill the image."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = dict(kwargs or {})
+        if func not in (unfold, fold):
+            return func(*args, **keywords)
+        bound = inspect.signature(func).bind(*args, **keywords)
+        bound.apply_defaults()
+        options, is_fold = bound.arguments, func is fold
+        image: Tensor = options["input"]
+        sides = {name: _as_pair(options[name]) for name in ("kernel_size", "stride", "padding", "dilation")}
+        rows, columns = sides["kernel_size"]
+        height, width = _as_pair(options["output_size"]) if is_fold else image.shape[-2:]
+        is_plain = [*sides.values()] == [(rows, columns), (rows, columns), (0, 0), (1, 1)]
+        if not is_plain or image.dim() != (3 if is_fold else 4) or height % rows or width % columns:
+            return func(*args, **keywords)
+        down, across, channels = height // rows, width // columns, image.shape[1]
+        if is_fold:
+            channels = channels // (rows * columns)
+            parts = image.reshape(-1, channels, rows, columns, down, across).permute(0, 1, 4, 2, 5, 3)
+            return parts.reshape(-1, channels, height, width)
+        parts = image.reshape(-1, channels, down, rows, across, columns).permute(0, 1, 3, 5, 2, 4)
+        return parts.reshape(-1, channels * rows * columns, down * across)
 
 
 def _attend(

@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU: float32, dynamic int8, and static int8 as pairs of quantize and dequantize. Imports no torch.
+"""ONNX Runtime on the CPU: float32, dynamic int8, static int8 as pairs of quantize and dequantize. Imports no torch.
 
 ONNX Runtime has an int8 kernel for attention as one operator: queries, keys and values become one product, quantized
 once, without transposed copies. ViT-B in dynamic int8 is 8% faster for it. The rules of the fusion are onnxscript's.
@@ -9,14 +9,14 @@ import contextlib
 import itertools
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.lib.io import first_line, read_json
+from profiling_agent.lib.io import read_json
 from profiling_agent.lib.logs import import_onnxruntime, muted, third_party_errors
 from profiling_agent.lib.machine import quota_threads
 from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, QuantizedLayer, Recipe
@@ -38,47 +38,46 @@ if TYPE_CHECKING:
     import onnx
     from onnxruntime import InferenceSession
 
-# Operators of linear layers and convolutions in exported graphs.
+# Operators of linear layers and convolutions in exported graphs, and activations that may follow them.
 LAYER_OPS = ("MatMul", "Gemm", "Conv")
-# Activations that may follow them.
 ACTIVATIONS = ("Clip", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Sigmoid")
 # Between int8 convolutions everything has to be int8, or each result is converted to float and back. In a transformer
 # norms, softmax, GELU and residual adds stay in float: they take little time, and int8 costs them much accuracy. A Clip
-# (ReLU6) left out would get values that were rounded over the whole range that it cuts off: half of a real MobileNet's KL.
+# (ReLU6) left out would get values that were rounded over the whole range that it cuts off: half of a real MobileNet's
+# KL.
 CONVNET_OPS = (*LAYER_OPS, "Add", "Clip", "Relu", "MaxPool")
 ATTENTION, DOMAIN, PROJECTIONS = "Attention", "com.microsoft", 3
 # Above onnxscript's default, for the concatenated weights of the projections.
 MAX_FOLDED = 1 << 31
 # Metadata key of torch's exporter: the names of the modules around a node, outermost first.
 SCOPES_KEY = "pkg.torch.onnx.name_scopes"
-# The weight's name goes first: a convolution with a folded norm has the norm's scope.
-WEIGHT_SUFFIX = ".weight"
 # Suffixes in a profile: of a node's kernel, after the node's name, and of a convolution in a blocked layout, after the
 # name of its original output.
 KERNEL_SUFFIX, BLOCKED_SUFFIX = "_kernel_time", "_nchwc"
 
 
-class OnnxSession:
+class OnnxSession(registry.ModelSession):
     """An opened ONNX file."""
 
-    def __init__(self, session: "InferenceSession") -> None:
-        self._session = session
+    def __init__(self, path: Path, options: Any) -> None:
+        with third_party_errors(
+            lambda message: ArtifactError(f"ONNX Runtime can't open {str(path)!r} ({message}): save it again")
+        ):
+            self.session: Any = _open(str(path), options)
         # A dynamic size is a string.
-        size = session.get_inputs()[0].shape[0]
-        self.fixed_size: int | None = size if isinstance(size, int) else None
+        size = self.session.get_inputs()[0].shape[0]
+        self.fixed_size = size if isinstance(size, int) else None
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
-        check_fixed_batch(self.fixed_size, pixel_values)
+        registry.check_fixed_batch(self.fixed_size, pixel_values)
         with third_party_errors(lambda message: ArtifactError(f"ONNX Runtime can't run the model: {message}")):
-            logits: Any = self._session.run([OUTPUT], {INPUT: pixel_values})[0]
-        return logits
+            return self.session.run([OUTPUT], {INPUT: pixel_values})[0]
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
         """Return a function that runs these images once and returns the milliseconds it took."""
-        check_fixed_batch(self.fixed_size, pixel_values)
-        session: Any = self._session
-        return timed(lambda: session.run([OUTPUT], {INPUT: pixel_values}))
+        registry.check_fixed_batch(self.fixed_size, pixel_values)
+        return registry.timed(lambda: self.session.run([OUTPUT], {INPUT: pixel_values}))
 
 
 def _session_options(num_threads: int | None) -> Any:
@@ -94,19 +93,15 @@ def _session_options(num_threads: int | None) -> Any:
 
 
 def one_thread(graph: str | bytes) -> "InferenceSession":
-    """Return a single-threaded session of a graph or file: a pool would pin threads to cores that containers may lack."""
-    return import_onnxruntime().InferenceSession(graph, _session_options(1), providers=["CPUExecutionProvider"])
+    """Return a single-threaded session: a pool would pin threads to cores that containers may lack."""
+    return _open(graph, _session_options(1))
 
 
-def _open_session(folder: Path, options: Any) -> "InferenceSession":
-    path, onnxruntime = str(folder / ONNX), import_onnxruntime()
-    with third_party_errors(
-        lambda message: ArtifactError(f"ONNX Runtime can't open {path!r} ({message}): save it again")
-    ):
-        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+def _open(graph: str | bytes, options: Any) -> "InferenceSession":
+    return import_onnxruntime().InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
-class OnnxRuntime(Runtime):
+class OnnxRuntime(registry.Runtime):
     """ONNX Runtime on the CPU."""
 
     name = "onnxruntime"
@@ -120,7 +115,7 @@ class OnnxRuntime(Runtime):
     int8_instructions = ("avx512_vnni", "avx_vnni")
 
     @classmethod
-    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
+    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> dict[str, Any]:
         """Write `model.onnx`, with attention fused; layers that aren't chosen for quantization stay in float."""
         import onnx
 
@@ -129,40 +124,76 @@ class OnnxRuntime(Runtime):
         if source.onnx is None:
             raise ArtifactError("ONNX Runtime needs the model as ONNX, and was given none")
         path, scheme, model = (folder / ONNX).resolve(), deployment.scheme, onnx.load(source.onnx)
-        layers = chosen_layers(source.module, recommended(deployment)) if scheme != "float32" else {}
+        layers = chosen_layers(source.module, registry.recommended(deployment)) if scheme != "float32" else {}
         # Kernels of the fused operator measure ranges at run time; none takes static ranges.
         model, fused = fuse_attention(model, layers) if scheme != "static" else (model, {})
         # The exporter's shapes contradict the quantizer's own inference once it has transposed a weight.
         del model.graph.value_info[:]
         if scheme == "float32":
             write_bare(model, path)
-            return PreparedFiles()
-        nodes = nodes_of_layers(model, layers, LAYER_OPS)
+            return {}
+        nodes = nodes_of_layers(model, layers)
         attentions = {node: names for node, names in fused.items() if names[0] in layers}
         covered = {*nodes.values(), *itertools.chain.from_iterable(attentions.values())}
-        with _quantizer_context(path.parent):
+        with (
+            # Also for models above protobuf's 2 GB, which can't be one file.
+            third_party_errors(lambda message: QuantizationError(f"ONNX Runtime can't quantize the model: {message}")),
+            # The quantizer's advice is on the root logger, and its files are in the working directory.
+            muted(""),
+            tempfile.TemporaryDirectory(dir=path.parent) as scratch,
+            contextlib.chdir(scratch),
+        ):
+            from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
+
+            # 7-bit weights if sums of two products saturate in 16 bits. Unsigned ones are twice as slow.
+            options: Any = {"per_channel": True, "reduce_range": cls.saturates(), "weight_type": QuantType.QInt8}
             if scheme == "dynamic":
-                _quantize_dynamic(model, path, [*nodes, *attentions])
+                quantize_dynamic(
+                    model,
+                    path,
+                    # Convolutions have no fast dynamic kernel.
+                    op_types_to_quantize=["MatMul", "Gemm", ATTENTION],
+                    # The quantizer first splits each Gemm into a MatMul and an Add with new names.
+                    nodes_to_quantize=[name + suffix for name in (*nodes, *attentions) for suffix in ("", "_MatMul")],
+                    # ONNX can't infer shapes behind ONNX Runtime's own operators.
+                    extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
+                    **options,
+                )
             else:
-                _quantize_static(model, path, nodes, source.calibration)
+                if is_convnet(model):
+                    layer_nodes = [node.name for node in model.graph.node if node.op_type in LAYER_OPS]
+                    options["nodes_to_exclude"] = [name for name in layer_nodes if name not in nodes]
+                else:
+                    options["nodes_to_quantize"] = [*nodes]
+                # One by one: for a batch the quantizer keeps the outputs of all layers.
+                feeds = ({INPUT: image[None]} for image in source.calibration)
+                reader: Any = SimpleNamespace(get_next=lambda: next(feeds, None))
+                # Signed activations are up to twice as slow here (ResNet 0.33 ms instead of 0.16), and no more
+                # accurate.
+                quantize_static(
+                    model,
+                    path,
+                    reader,
+                    quant_format=QuantFormat.QDQ,
+                    activation_type=QuantType.QUInt8,
+                    op_types_to_quantize=[*(CONVNET_OPS if is_convnet(model) else LAYER_OPS)],
+                    **options,
+                )
             write_bare(onnx.load(path), path)
         kind = "dynamic" if scheme == "dynamic" else "static"
-        quantized = tuple(
-            QuantizedLayer(name=name, kind=kind, dtype="qint8", reduce_range=cls.saturates())
-            for name in layers
-            if name in covered
-        )
-        return PreparedFiles(quantized=quantized)
+        names = [name for name in layers if name in covered]
+        fields: Any = {"kind": kind, "dtype": "qint8", "reduce_range": cls.saturates()}
+        return {"quantized": tuple(QuantizedLayer(name=name, **fields) for name in names)}
 
     @classmethod
     def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OnnxSession:  # noqa: ARG003
         """Open a saved folder; by default with a thread for each core that a container's quota has time for."""
-        return OnnxSession(_open_session(folder, _session_options(num_threads)))
+        return OnnxSession(folder / ONNX, _session_options(num_threads))
 
     @classmethod
     def operator_times(
         cls, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
-    ) -> list[OperatorTime]:
+    ) -> registry.OperatorTimes:
         """Return the median time of each node in ONNX Runtime's optimized graph over `passes`, in graph order."""
         import onnx
 
@@ -173,12 +204,11 @@ class OnnxRuntime(Runtime):
             options.profile_file_prefix = str(Path(scratch) / "profile")
             # Fused nodes are identified by their outputs, which keep their names.
             options.optimized_model_filepath = str(graph)
-            session = _open_session(folder, options)
-            onnx_session = OnnxSession(session)
+            opened = OnnxSession(folder / ONNX, options)
             # The first pass has cold caches, and isn't counted.
             for _ in range(passes + 1):
-                onnx_session.run(pixel_values)
-            events = read_json(Path(session.end_profiling()))
+                opened.run(pixel_values)
+            events = read_json(Path(opened.session.end_profiling()))
             outputs = {node.name: tuple(node.output) for node in onnx.load(graph, load_external_data=False).graph.node}
         durations: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         for event in events:
@@ -187,71 +217,9 @@ class OnnxRuntime(Runtime):
                 node = event["name"].removesuffix(KERNEL_SUFFIX), str(event.get("args", {}).get("node_index"))
                 durations[node].append(event["dur"] / 1e3)
         return [
-            OperatorTime(
-                names=(name, name.removesuffix(BLOCKED_SUFFIX), *outputs.get(name, ())), ms=median(ms[1:] or ms)
-            )
+            ((name, name.removesuffix(BLOCKED_SUFFIX), *outputs.get(name, ())), median(ms[1:] or ms))
             for (name, _), ms in durations.items()
         ]
-
-
-@contextlib.contextmanager
-def _quantizer_context(folder: Path) -> Generator[None]:
-    """Mute the quantizer's advice on the root logger, confine its files to `folder`, and convert its errors."""
-    from onnx.checker import ValidationError
-
-    try:
-        with muted(""), tempfile.TemporaryDirectory(dir=folder) as scratch, contextlib.chdir(scratch):
-            yield
-    # Also for models above protobuf's 2 GB, which can't be one file.
-    except (ValueError, RuntimeError, KeyError, IndexError, ValidationError) as error:
-        line = first_line(error)[:200]
-        raise QuantizationError(f"ONNX Runtime can't quantize the model ({type(error).__name__}: {line})") from error
-
-
-def _quantize_dynamic(model: "onnx.ModelProto", path: Path, nodes: Collection[str]) -> None:
-    from onnx import TensorProto
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    # Unsigned weights are twice as slow, and convolutions have no fast dynamic kernel.
-    quantize_dynamic(
-        model,
-        path,
-        op_types_to_quantize=["MatMul", "Gemm", ATTENTION],
-        per_channel=True,
-        weight_type=QuantType.QInt8,
-        # 7-bit weights if sums of two products saturate in 16 bits.
-        reduce_range=OnnxRuntime.saturates(),
-        # The quantizer first splits each Gemm into a MatMul and an Add with new names.
-        nodes_to_quantize=[*nodes, *(f"{name}_MatMul" for name in nodes)],
-        # ONNX can't infer shapes behind ONNX Runtime's own operators.
-        extra_options={"DefaultTensorType": TensorProto.FLOAT},
-    )
-
-
-def _quantize_static(model: "onnx.ModelProto", path: Path, nodes: Mapping[str, str], images: Batch) -> None:
-    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
-
-    if is_convnet(model):
-        layers = [node.name for node in model.graph.node if node.op_type in LAYER_OPS]
-        excluded = [name for name in layers if name not in nodes]
-        options: dict[str, Any] = {"op_types_to_quantize": list(CONVNET_OPS), "nodes_to_exclude": excluded}
-    else:
-        options = {"op_types_to_quantize": list(LAYER_OPS), "nodes_to_quantize": list(nodes)}
-    # One by one: for a batch the quantizer keeps the outputs of all layers.
-    feeds = ({INPUT: image[None]} for image in images)
-    reader: Any = SimpleNamespace(get_next=lambda: next(feeds, None))
-    # Signed activations are up to twice as slow here (ResNet 0.33 ms instead of 0.16), and no more accurate.
-    quantize_static(
-        model,
-        path,
-        reader,
-        quant_format=QuantFormat.QDQ,
-        per_channel=True,
-        activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
-        reduce_range=OnnxRuntime.saturates(),
-        **options,
-    )
 
 
 def fuse_attention(
@@ -259,8 +227,8 @@ def fuse_attention(
 ) -> "tuple[onnx.ModelProto, Mapping[str, tuple[str, ...]]]":
     """Return the graph with each plain attention as one node, and the layers fused into it by node name.
 
-    `layers` are those chosen for int8. Returns the graph unchanged and no names if no kernel fits: only some projections are
-    chosen, queries and values differ in width, or int8 meets a relative position bias.
+    `layers` are those chosen for int8. Returns the graph unchanged and no names if no kernel fits: only some
+    projections are chosen, queries and values differ in width, or int8 meets a relative position bias.
     """
     from onnxscript import ir, optimizer
     from onnxscript.rewriter.ort_fusions import attention, mha, mha_bias, sdpa
@@ -285,22 +253,21 @@ def fuse_attention(
             continue
         names = tuple(products[node.input[0]])
         are_chosen = {name in layers for name in names}
-        if len(names) != PROJECTIONS or len(are_chosen) > 1:
-            return model, {}
         # The int8 kernel adds no bias to the scores.
-        if are_chosen == {True} and any(node.input[PROJECTIONS:]):
+        has_int8_bias = are_chosen == {True} and any(node.input[PROJECTIONS:])
+        widths = [attribute for attribute in node.attribute if attribute.name == "qkv_hidden_sizes"]
+        are_equal = all(len(set(attribute.ints)) == 1 for attribute in widths)
+        if len(names) != PROJECTIONS or len(are_chosen) > 1 or has_int8_bias or not are_equal:
             return model, {}
         # ONNX Runtime doesn't quantize nodes with widths, even equal ones.
-        for widths in [attribute for attribute in node.attribute if attribute.name == "qkv_hidden_sizes"]:
-            if len(set(widths.ints)) > 1:
-                return model, {}
-            node.attribute.remove(widths)
+        for attribute in widths:
+            node.attribute.remove(attribute)
         fused_layers[node.name] = names
     return fused, fused_layers
 
 
 def write_bare(model: "onnx.ModelProto", path: Path) -> None:
-    """Write the graph without the exporter's metadata of each node: source lines of this machine, half of a small file."""
+    """Write the graph without the exporter's metadata: source lines of this machine, half of a small file."""
     import onnx
 
     for node in model.graph.node:
@@ -308,16 +275,17 @@ def write_bare(model: "onnx.ModelProto", path: Path) -> None:
     onnx.save(model, path)
 
 
-def nodes_of_layers(model: "onnx.ModelProto", layers: Collection[str], ops: Collection[str]) -> dict[str, str]:
-    """Return by node name the layer of each node that computes one of `layers` by one of `ops`."""
-    nodes = ((node.name, layer_of(node)) for node in model.graph.node if node.op_type in ops)
+def nodes_of_layers(model: "onnx.ModelProto", layers: Collection[str]) -> dict[str, str]:
+    """Return by node name the layer of each product or convolution that computes one of `layers`."""
+    nodes = ((node.name, layer_of(node)) for node in model.graph.node if node.op_type in LAYER_OPS)
     return {name: layer for name, layer in nodes if layer in layers}
 
 
 def layers_by_name(model: "onnx.ModelProto") -> dict[str, str]:
     """Return the layer of each node by the names of the node and its outputs, without nodes of no layer.
 
-    An activation counts as the layer whose result it takes: runtimes fuse both, and name the operator after the activation.
+    An activation counts as the layer whose result it takes: runtimes fuse both, and name the operator after the
+    activation.
     """
     layers: dict[str, str] = {}
     for node in model.graph.node:
@@ -335,10 +303,10 @@ def is_convnet(model: "onnx.ModelProto") -> bool:
 
 
 def layer_of(node: "onnx.NodeProto") -> str:
-    """Return the name of a node's module: by its weight or, if it has none, by its scope."""
-    weights = [name for name in node.input if name.startswith(MODULE) and name.endswith(WEIGHT_SUFFIX)]
-    if weights:
-        return weights[0].removeprefix(MODULE).removesuffix(WEIGHT_SUFFIX)
-    metadata = next((entry.value for entry in node.metadata_props if entry.key == SCOPES_KEY), "")
-    scopes = [name for name in (ast.literal_eval(metadata) if metadata else ()) if name.startswith(MODULE)]
-    return scopes[-1].removeprefix(MODULE) if scopes else ""
+    """Return the name of a node's module: by its weight or, if it has none, by its scope; '' if it has neither."""
+    # The weight's name goes first: a convolution with a folded norm has the norm's scope.
+    names = [name.removesuffix(".weight") for name in node.input if name.endswith(".weight")]
+    if not any(name.startswith(MODULE) for name in names):
+        scopes = next((entry.value for entry in node.metadata_props if entry.key == SCOPES_KEY), "[]")
+        names = list(reversed(ast.literal_eval(scopes or "[]")))
+    return next((name.removeprefix(MODULE) for name in names if name.startswith(MODULE)), "")

@@ -6,69 +6,49 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree
-
-import numpy as np
+from typing import Any
 
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.lib.io import first_line
 from profiling_agent.lib.logs import hide_telemetry, import_openvino, muted, third_party_errors
 from profiling_agent.lib.machine import quota_threads
-from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, PreparedFiles, QuantizedLayer, Recipe
-from profiling_agent.runtimes.onnx_runtime import LAYER_OPS, is_convnet, nodes_of_layers
-from profiling_agent.runtimes.registry import (
-    INPUT,
-    MODULE,
-    Batch,
-    OperatorTime,
-    Runtime,
-    Source,
-    check_fixed_batch,
-    missing_packages,
-    recommended,
-    timed,
-)
+from profiling_agent.runtimes import registry
+from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, QuantizedLayer, Recipe
+from profiling_agent.runtimes.onnx_runtime import is_convnet, nodes_of_layers
+from profiling_agent.runtimes.registry import INPUT, MODULE, Batch, Source
 from profiling_agent.schemas import Deployment, Scheme
 
-if TYPE_CHECKING:
-    from torch import nn
-
-# Precision of the parts that aren't int8. Without a hint OpenVINO takes bfloat16 wherever the CPU has it.
-PRECISIONS: dict[Scheme, str] = {"bfloat16": "bf16"}
 # Key of a graph for any batch size. Others are compiled for each size, which is a few per cent faster (a quarter for a
 # small convnet at batch 1). Not the graphs of our int8 layers: with all shapes known OpenVINO splits up their
 # quantization, and a ViT is 1.6 to 1.9 times slower for it (2026.4.1).
 ANY_SIZE_KEY = 0
-ANY_SIZE_SCHEMES: frozenset[Scheme] = frozenset({"static"})
 # Compiled sizes to keep, each with its own copy of the weights; the bytes that all copies may have.
 MAX_SIZES, MAX_KEPT_BYTES = 8, 2**31
-# Layers in its graphs, operators between a layer and its weights, and the key under which a fused operator lists its originals.
+# Layers in its graphs, operators between a layer and its weights, and the key under which a fused operator lists its
+# originals.
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
 WEIGHT_OPS = ("Convert", "FakeQuantize", "Multiply", "Reshape", "Subtract", "Transpose")
 ORIGINALS_KEY = "originalLayersNames"
-# Smaller constants are scales and small biases: many, and negligible together.
-LARGE_BYTES = 2048
-# Prefixes of message lines that don't concern the model, and the length kept of the others.
+# Prefixes of message lines that don't concern the model.
 IGNORED_PREFIXES = ("Exception from ", "Check ", "FrontEnd API failed", "Summary:", "-- Conversion is failed")
-MAX_CAUSE = 500
-# Images on which OpenVINO's logits are compared with torch's: both round alike, but sum in another order, and values near a rounding edge
-# differ (by 0.13 at most on families that it computes right). Further apart than the distance and that many times the rounding's effect is wrong.
+# Images on which OpenVINO's logits are compared with torch's: both round alike, but sum in another order, and values
+# near a rounding edge differ (by 0.13 at most on families that it computes right). Further apart than the distance and
+# that many times the rounding's effect is wrong.
 NUM_COMPARED, MAX_DISTANCE, MAX_ROUNDING_RATIO = 4, 0.25, 3.0
-SHAPING = ("Reshape", "Transpose", "Unsqueeze")
 
 
-class OpenVinoSession:
+class OpenVinoSession(registry.ModelSession):
     """An OpenVINO graph, compiled for each batch size or once for all; threads that share it take turns."""
 
     def __init__(self, path: Path, *, scheme: Scheme, num_threads: int | None, profiled: bool = False) -> None:
         """Read the graph; ArtifactError if it can't be read. A `profiled` one measures the times of its operators."""
-        self._is_for_any_size = scheme in ANY_SIZE_SCHEMES
+        self._is_for_any_size = scheme == "static"
         self._core, self._path = import_openvino().Core(), path
         self._properties: dict[str, Any] = {
-            "INFERENCE_PRECISION_HINT": PRECISIONS.get(scheme, "f32"),
+            # Of the parts that aren't int8. Without a hint OpenVINO takes bfloat16 wherever the CPU has it.
+            "INFERENCE_PRECISION_HINT": "bf16" if scheme == "bfloat16" else "f32",
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
             "PERF_COUNT": profiled,
@@ -80,7 +60,7 @@ class OpenVinoSession:
         self._requests: dict[int, Any] = {}
         self._lock = threading.Lock()
         size = self.read().input(0).get_partial_shape()[0]
-        self.fixed_size: int | None = size.get_length() if size.is_static else None
+        self.fixed_size = size.get_length() if size.is_static else None
         weight_bytes = path.with_name(IR_WEIGHTS).stat().st_size
         self._num_kept = min(MAX_SIZES, max(2, MAX_KEPT_BYTES // max(weight_bytes, 1)))
 
@@ -94,7 +74,7 @@ class OpenVinoSession:
 
     def request(self, pixel_values: Batch) -> Any:
         """Return an infer request for batches of this shape; threads hold the lock."""
-        check_fixed_batch(self.fixed_size, pixel_values)
+        registry.check_fixed_batch(self.fixed_size, pixel_values)
         size = ANY_SIZE_KEY if self._is_for_any_size else len(pixel_values)
         request = self._requests.pop(size, None)
         if request is None:
@@ -104,8 +84,7 @@ class OpenVinoSession:
             with third_party_errors(self._read_error):
                 if size != ANY_SIZE_KEY:
                     model.reshape(list(pixel_values.shape))
-                compiled = self._core.compile_model(model, "CPU", self._properties)
-                request = compiled.create_infer_request()
+                request = self._core.compile_model(model, "CPU", self._properties).create_infer_request()
         self._requests[size] = request
         return request
 
@@ -121,32 +100,10 @@ class OpenVinoSession:
         """Return a function that runs these images once and returns the milliseconds it took."""
         with self._lock:
             request, feed = self.request(pixel_values), [pixel_values]
-        return timed(lambda: request.infer(feed, share_inputs=True, share_outputs=True))
+        return registry.timed(lambda: request.infer(feed, share_inputs=True, share_outputs=True))
 
 
-def layers_by_weight(model: Any) -> dict[str, str]:
-    """Return by operator name the layer whose weights it reads, if the weights kept their exported name."""
-    layers: dict[str, str] = {}
-    for op in model.get_ops():
-        if op.get_type_name() not in LAYER_TYPES:
-            continue
-        # Weights are the second input, behind the operators that quantize them.
-        sources = [op.input(1).get_source_output().get_node()]
-        while sources:
-            source = sources.pop()
-            if source.get_type_name() in WEIGHT_OPS:
-                sources += [port.get_source_output().get_node() for port in source.inputs()]
-            elif source.get_type_name() == "Constant" and (name := source.get_friendly_name()).startswith(MODULE):
-                layers[exported_name(op.get_friendly_name())] = name.rpartition(".")[0]
-    return layers
-
-
-def exported_name(name: str) -> str:
-    """Return the exported node's name; the operators of a split node, as a convolution and its bias, begin with it."""
-    return name.split("/", maxsplit=1)[0]
-
-
-class OpenVino(Runtime):
+class OpenVino(registry.Runtime):
     """OpenVINO on the CPU."""
 
     name = "openvino"
@@ -158,11 +115,12 @@ class OpenVino(Runtime):
     on_cpu = ("float32", "bfloat16", "static", "static_nncf")
     # `static` is exported with int8 layers instead.
     from_onnx = ("float32", "bfloat16", "static_nncf")
-    # oneDNN has kernels for AVX2's VNNI too, which is the only one of Intel's hybrid processors (source: docs/facts.md).
+    # oneDNN has kernels for AVX2's VNNI too, which is the only one of Intel's hybrid processors (source:
+    # docs/facts.md).
     int8_instructions = ("avx512_vnni", "avx_vnni")
 
     @classmethod
-    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
+    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> dict[str, Any]:
         """Write the graph of a deployment, `model.xml` and `model.bin`."""
         from profiling_agent.quantization.quantize import chosen_layers
 
@@ -171,14 +129,12 @@ class OpenVino(Runtime):
             return _write_static(source, deployment, path)
         if source.onnx is None:
             raise ArtifactError("OpenVINO needs the model as ONNX, and was given none")
-        layers = chosen_layers(source.module, recommended(deployment)) if scheme != "float32" else {}
+        layers = chosen_layers(source.module, registry.recommended(deployment)) if scheme != "float32" else {}
         if scheme == "static_nncf":
             return _write_nncf(source, source.onnx, layers, path)
         # bfloat16 is the precision of the products; the weights are stored as float16, in half of the bytes.
-        _save(_read(source.onnx), path, halve=scheme == "bfloat16")
-        return PreparedFiles(
-            quantized=tuple(QuantizedLayer(name=name, kind="cast", dtype="bfloat16") for name in layers)
-        )
+        import_openvino().save_model(_read_onnx(source.onnx), path, compress_to_fp16=scheme == "bfloat16")
+        return {"quantized": tuple(QuantizedLayer(name=name, kind="cast", dtype="bfloat16") for name in layers)}
 
     @classmethod
     def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OpenVinoSession:  # noqa: ARG003
@@ -188,7 +144,7 @@ class OpenVino(Runtime):
     @classmethod
     def operator_times(
         cls, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
-    ) -> list[OperatorTime]:
+    ) -> registry.OperatorTimes:
         """Return the median time of each operator of OpenVINO's compiled graph over `passes`, in graph order."""
         scheme = recipe.deployment.scheme
         session = OpenVinoSession(folder / IR, scheme=scheme, num_threads=num_threads, profiled=True)
@@ -199,132 +155,94 @@ class OpenVino(Runtime):
             session.run(pixel_values)
             for index, row in enumerate(request.get_profiling_info() if number else ()):
                 durations[index, row.node_name].append(row.real_time.total_seconds() * 1e3)
-        layers = layers_by_weight(session.read())
-        originals = {
-            op.get_friendly_name(): info[ORIGINALS_KEY].astype(str).split(",")
-            for op in request.get_compiled_model().get_runtime_model().get_ops()
-            if ORIGINALS_KEY in (info := op.get_rt_info())
-        }
-        times: list[OperatorTime] = []
+        layers, originals = _layers_by_weight(session.read()), dict[str, list[str]]()
+        for op in request.get_compiled_model().get_runtime_model().get_ops():
+            if ORIGINALS_KEY in (info := op.get_rt_info()):
+                originals[op.get_friendly_name()] = info[ORIGINALS_KEY].astype(str).split(",")
+        times: registry.OperatorTimes = []
         for (_, name), ms in durations.items():
-            parts = [exported_name(part) for part in (name, *originals.get(name, ()))]
-            known = [layers[part] for part in parts if part in layers]
-            times.append(OperatorTime(names=(*known, *parts), ms=median(ms)))
+            # The operators of a split node, as a convolution and its bias, begin with its exported name.
+            parts = [part.split("/")[0] for part in (name, *originals.get(name, ()))]
+            times.append(((*[layers[part] for part in parts if part in layers], *parts), median(ms)))
         return times
 
 
+def _layers_by_weight(model: Any) -> dict[str, str]:
+    """Return by operator name the layer whose weights it reads, if the weights kept their exported name."""
+    layers: dict[str, str] = {}
+    for op in model.get_ops():
+        # Weights are the second input, behind the operators that quantize them.
+        sources = [op.input(1).get_source_output().get_node()] if op.get_type_name() in LAYER_TYPES else []
+        while sources:
+            source = sources.pop()
+            if source.get_type_name() in WEIGHT_OPS:
+                sources += [port.get_source_output().get_node() for port in source.inputs()]
+            elif source.get_type_name() == "Constant" and (name := source.get_friendly_name()).startswith(MODULE):
+                layers[op.get_friendly_name().split("/")[0]] = name.rpartition(".")[0]
+    return layers
+
+
 @contextmanager
-def _conversion_errors(message: str) -> Generator[None]:
+def _conversion_errors(problem: str) -> Generator[None]:
     try:
         yield
     except (RuntimeError, ValueError, TypeError) as error:
         # The lines that name node and cause, without those about OpenVINO's own source files.
         lines = [line.strip() for line in str(error).splitlines()]
-        cause = " ".join(line for line in lines if line and not line.startswith(IGNORED_PREFIXES)) or first_line(error)
-        raise QuantizationError(f"{message} ({type(error).__name__}: {cause[:MAX_CAUSE]})") from error
+        cause = " ".join(line for line in lines if line and not line.startswith(IGNORED_PREFIXES))
+        raise QuantizationError(f"{problem} ({type(error).__name__}: {cause[:500]})") from error
 
 
-def _read(exported: Path) -> Any:
+def _read_onnx(path: Path) -> Any:
     with _conversion_errors("OpenVINO can't read the exported model"):
-        return import_openvino().Core().read_model(exported)
+        return import_openvino().Core().read_model(path)
 
 
-def _save(model: Any, path: Path, *, halve: bool) -> None:
-    with _conversion_errors("OpenVINO can't write the model"):
-        import_openvino().save_model(model, path, compress_to_fp16=halve)
-    # A sixth of the graph's file is indentation.
-    graph = ElementTree.parse(path)
-    for element in graph.iter():
-        element.text = element.text.strip() if element.text else None
-        element.tail = None
-    graph.write(path, encoding="utf-8", xml_declaration=True)
-
-
-def _halve_constants(model: Any) -> None:
-    """Store large constants as float16, which OpenVINO itself doesn't do once weights are int8.
-
-    Constants that are added to activations (position embeddings and biases) are rounded, others only if that changes nothing
-    (masks): weights that stay in float keep their values. In a trained Swin-B it is 2 MB of 94.
-    """
-    openvino = import_openvino()
-    opset: Any = importlib.import_module("openvino.opset13")
-    for constant in model.get_ops():
-        if constant.get_type_name() != "Constant" or constant.get_element_type() != openvino.Type.f32:
-            continue
-        values = constant.get_data()
-        if values.nbytes < LARGE_BYTES or np.abs(values).max() > np.finfo(np.float16).max:
-            continue
-        rounded = values.astype(np.float16)
-        if _is_only_added(constant) or np.array_equal(rounded, values):
-            halved = opset.convert(opset.constant(rounded), "f32")
-            for reader in constant.output(0).get_target_inputs():
-                reader.replace_source_output(halved.output(0))
-
-
-def _is_only_added(node: Any) -> bool:
-    """Return whether a node's values are only added, at most after a change of shape."""
-    readers = [reader.get_node() for reader in node.output(0).get_target_inputs()]
-    return bool(readers) and all(
-        reader.get_type_name() == "Add" or (reader.get_type_name() in SHAPING and _is_only_added(reader))
-        for reader in readers
-    )
-
-
-def _write_static(source: Source, deployment: Deployment, path: Path) -> PreparedFiles:
+def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[str, Any]:
     """Quantize in torch and export that: OpenVINO recognizes int8 arithmetic in quantize, dequantize and matmul."""
+    import torch
+
+    from profiling_agent.lib.modules import logits_of, relative_distance
     from profiling_agent.quantization.quantize import quantize_model
     from profiling_agent.runtimes.onnx_export import write_graph
-    from profiling_agent.runtimes.torch_artifact import calibration_batches, quantized_rows
+    from profiling_agent.runtimes.torch_artifact import quantized_rows
 
     quantized = quantize_model(
         source.module,
-        recommended(deployment),
-        calibration=lambda: calibration_batches(source),
+        registry.recommended(deployment),
+        calibration=partial(torch.from_numpy(source.calibration).split, source.batch_size),
         reduce_range=OpenVino.saturates(),
     )
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         exported = Path(scratch) / "static.onnx"
         write_graph(quantized.model, exported, spec=source.recipe.input)
-        model = _read(exported)
-        _halve_constants(model)
-        _save(model, path, halve=False)
-    _check_logits(path, quantized.model, source)
-    return PreparedFiles(quantized=quantized_rows(quantized.model))
-
-
-def _check_logits(path: Path, quantized: "nn.Module", source: Source) -> None:
-    """Raise QuantizationError if OpenVINO computes a graph wrongly.
-
-    It does so among int8 layers, not in float32: a mean over the last of three dimensions (SwiftFormer's pool), a linear
-    layer that reads a BatchNorm of two (LeViT's head). ONNX Runtime computes both graphs as torch does.
-    """
-    import torch
-
-    from profiling_agent.lib.modules import logits_of, relative_distance
-
+        import_openvino().save_model(_read_onnx(exported), path, compress_to_fp16=False)
     batch = torch.from_numpy(source.calibration[:NUM_COMPARED])
-    session = OpenVinoSession(path, scheme="static", num_threads=None)
-    float_logits, int8_logits = logits_of(source.module, batch), logits_of(quantized, batch)
-    openvino_logits = torch.from_numpy(session.run(batch.numpy()))
-    rounding, distance = relative_distance(int8_logits, float_logits), relative_distance(openvino_logits, int8_logits)
+    float_logits, int8_logits = logits_of(source.module, batch), logits_of(quantized.model, batch)
+    logits = torch.from_numpy(OpenVinoSession(path, scheme="static", num_threads=None).run(batch.numpy()))
+    rounding, distance = relative_distance(int8_logits, float_logits), relative_distance(logits, int8_logits)
+    # OpenVINO computes some graphs wrongly among int8 layers, not in float32: a mean over the last of three dimensions
+    # (SwiftFormer's pool), a linear layer that reads a BatchNorm of two (LeViT's head). ONNX Runtime computes both
+    # right.
     if not distance <= max(MAX_DISTANCE, MAX_ROUNDING_RATIO * rounding):
         raise QuantizationError(
-            f"OpenVINO computes something else than the int8 graph says: its logits are {distance:.2g} from torch's of the same graph, "
-            f"which are {rounding:.2g} from float32's"
+            f"OpenVINO computes something else than the int8 graph says: its logits are {distance:.2g} from torch's "
+            f"of the same graph, which are {rounding:.2g} from float32's"
         )
+    return {"quantized": quantized_rows(quantized.model)}
 
 
-def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: Path) -> PreparedFiles:
+def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: Path) -> dict[str, Any]:
     import onnx
     import torch
 
-    if line := missing_packages(("nncf",), extra="openvino"):
+    if line := registry.missing_packages(("nncf",), extra="openvino"):
         raise ArtifactError(f"static_nncf is made by NNCF: {line}")
-    model, graph, images = _read(exported), onnx.load(exported, load_external_data=False), source.calibration
-    layer_by_node = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()], LAYER_OPS)
+    model, graph, images = _read_onnx(exported), onnx.load(exported, load_external_data=False), source.calibration
+    layer_by_node = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()])
     excluded = {node for node, layer in layer_by_node.items() if layer not in layers}
     names = [op.get_friendly_name() for op in model.get_ops() if op.get_type_name() in LAYER_TYPES]
-    ignored = [name for name in names if exported_name(name) in excluded]
+    ignored = [name for name in names if name.split("/")[0] in excluded]
     hide_telemetry()
     random_state = torch.get_rng_state()
     with muted("nncf", "torch.utils._pytree"), _conversion_errors("NNCF can't quantize the model"):
@@ -335,7 +253,8 @@ def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: P
                 nncf.Dataset([{INPUT: image[None]} for image in images]),
                 subset_size=len(images),
                 fast_bias_correction=True,
-                # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the first layer.
+                # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the
+                # first layer.
                 advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
                 if OpenVino.saturates()
                 else None,
@@ -345,12 +264,7 @@ def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: P
             )
         finally:
             torch.set_rng_state(random_state)
-    _halve_constants(quantized)
-    _save(quantized, path, halve=False)
-    return PreparedFiles(
-        quantized=tuple(
-            QuantizedLayer(name=name, kind="static", dtype="qint8", reduce_range=OpenVino.saturates())
-            for name in layers
-            if name in layer_by_node.values()
-        )
-    )
+    import_openvino().save_model(quantized, path, compress_to_fp16=False)
+    options: Any = {"kind": "static", "dtype": "qint8", "reduce_range": OpenVino.saturates()}
+    names = [name for name in layers if name in layer_by_node.values()]
+    return {"quantized": tuple(QuantizedLayer(name=name, **options) for name in names)}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,12 @@ from profiling_agent.lib.machine import environment
 from profiling_agent.schemas import EVERYTHING, Deployment, InputSpec, QuantizationRecommendation, RuntimeName, Scheme
 
 if TYPE_CHECKING:
-    from profiling_agent.runtimes.artifact import PreparedFiles, QuantizedLayer, Recipe
+    from profiling_agent.runtimes.artifact import QuantizedLayer, Recipe
 
 Batch = NDArray[np.float32]
+# Time in ms of each operator in a pass, with its names in the graphs that were given to the runtime. A name that begins
+# with `MODULE` is the layer itself; all others are nodes of an exported graph.
+OperatorTimes = list[tuple[tuple[str, ...], float]]
 # Names of input and output in exported graphs.
 INPUT, OUTPUT = "pixel_values", "logits"
 # Prefix of the model's modules in exported graphs: the exported wrapper holds the model under this name.
@@ -47,7 +50,7 @@ class Source:
 class ModelSession(Protocol):
     """An opened model; `fixed_size` is the only batch size that it takes, or None for any size."""
 
-    fixed_size: int | None
+    fixed_size: int | None = None
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
@@ -57,65 +60,41 @@ class ModelSession(Protocol):
         """Return a function that runs these images once, waits for the result, and returns the milliseconds."""
         ...
 
-
-@runtime_checkable
-class OnDevice(Protocol):
-    """A session of torch or one pass of it, which reports its memory on the device."""
-
     def peak_bytes(self) -> int | None:
         """Return the peak of this process's allocations on the device; None on the CPU, where the system reports it."""
-        ...
+        return None
 
-
-@runtime_checkable
-class Enqueues(Protocol):
-    """A session that can run passes on a GPU without waiting for each."""
-
-    def enqueued(self, pixel_values: Batch, passes: int) -> float | None:
+    def enqueued(self, pixel_values: Batch, passes: int) -> float | None:  # noqa: ARG002
         """Return the milliseconds of a pass, by events around `passes` enqueued without waiting; None on the CPU."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorTime:
-    """Time of one operator in a pass; `names` are its names in the graphs that were given to the runtime.
-
-    A name that begins with `MODULE` is the layer itself; all others are nodes of an exported graph.
-    """
-
-    names: tuple[str, ...]
-    ms: float
+        return None
 
 
 class Runtime(ABC):
     """The facts of one runtime; a subclass that sets `name` registers itself.
 
-    `requires` are packages of the extra `extra` that it can't run without; the versions of `packages` go into the recipe.
-    `files` are those that it reads its weights from, in formats that can't carry code. `graph_format` is the only export
-    format that takes its graphs, None for torch's modules. `on_cpu` and `on_cuda` are its schemes there,
-    `from_onnx` those whose files are made from float32 ONNX.
-
-    One of the CPU flags `int8_instructions` lets its kernels add int8 products in 32 bits. Without them, 16-bit sums of two
-    products saturate unless one factor has only 7 bits, or the layers are of `safe_kinds`.
-
-    `mixture` is the scheme by which it executes a mixture of layer types, and the schemes that may be mixed.
+    One of the CPU flags `int8_instructions` lets its kernels add int8 products in 32 bits. Without them, 16-bit sums of
+    two products saturate unless one factor has only 7 bits, or the layers are of `safe_kinds`.
     """
 
     name: ClassVar[RuntimeName]
-    extra: ClassVar[str] = ""
+    # Packages that it can't run without, their extra, and packages whose versions go into the recipe.
     requires: ClassVar[tuple[str, ...]] = ()
+    extra: ClassVar[str] = ""
     packages: ClassVar[tuple[str, ...]] = ()
+    # Files that it reads its weights from, in formats that can't carry code; the only export format that takes its
+    # graphs.
     files: ClassVar[tuple[str, ...]]
     graph_format: ClassVar[str | None] = None
+    # Its schemes, and those whose files are made from float32 ONNX.
     on_cpu: ClassVar[tuple[Scheme, ...]] = ()
     on_cuda: ClassVar[tuple[Scheme, ...]] = ()
     from_onnx: ClassVar[tuple[Scheme, ...]] = ()
-    # Whether its processes import torch.
+    # Whether its processes import torch, and whether it compiles for a minute or two.
     is_torch: ClassVar[bool] = False
-    # Whether it compiles for a minute or two.
     is_slow_to_convert: ClassVar[bool] = False
     int8_instructions: ClassVar[tuple[str, ...]] = ()
     safe_kinds: ClassVar[tuple[str, ...]] = ()
+    # The scheme by which it executes a mixture of layer types, and the schemes that may be mixed.
     mixture: ClassVar[tuple[Scheme, frozenset[Scheme]] | None] = None
 
     def __init_subclass__(cls) -> None:
@@ -135,13 +114,11 @@ class Runtime(ABC):
 
     @classmethod
     @abstractmethod
-    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> "PreparedFiles":
-        """Write the files of a deployment into `folder`.
+    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> dict[str, Any]:
+        """Write the files of a deployment; return fields of its recipe: `quantized`, torch's `tied` and `folded`.
 
-        Raises:
-            ArtifactError: the runtime lacks what it needs, as the model in ONNX.
-            PlanError: a pattern hits no layer.
-            QuantizationError: the model can't be converted.
+        Raises ArtifactError if the runtime lacks what it needs, PlanError if a pattern hits no layer, or
+        QuantizationError.
         """
 
     @classmethod
@@ -152,7 +129,7 @@ class Runtime(ABC):
     @classmethod
     def operator_times(
         cls, folder: Path, recipe: "Recipe", pixel_values: Batch, *, num_threads: int, passes: int
-    ) -> list[OperatorTime]:
+    ) -> OperatorTimes:
         """Return the median time of each operator over `passes` on the CPU; ArtifactError if it can't time them."""
         del folder, recipe, pixel_values, num_threads, passes
         raise ArtifactError(f"{cls.name} can't time the parts of a pass")
@@ -191,10 +168,8 @@ def missing(name: RuntimeName, device: str = "cpu") -> str | None:
 
 def missing_packages(packages: Sequence[str], *, extra: str) -> str | None:
     """Return the line on how to install the first missing one of `packages`, or None; imports none."""
-    for name in packages:
-        if find_spec(name) is None:
-            return f"{name} isn't installed: pip install profiling-agent[{extra}]"
-    return None
+    absent = [name for name in packages if find_spec(name) is None]
+    return f"{absent[0]} isn't installed: pip install profiling-agent[{extra}]" if absent else None
 
 
 def reads_onnx(deployment: Deployment) -> bool:

@@ -1,11 +1,10 @@
 """Saved models of torch and of every deployment: written, read without pickle or remote code, and called alike."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -22,30 +21,17 @@ from transformers.initialization import no_init_weights
 from profiling_agent.data.images import to_processor_channels
 from profiling_agent.data.pixels import upright_rgb
 from profiling_agent.errors import ArtifactError, CorruptImageError, QuantizationError, RequestError
+from profiling_agent.lib import modules
 from profiling_agent.lib.inference import Folded
 from profiling_agent.lib.io import first_line, parse_json
-from profiling_agent.lib.logs import SETTINGS_LOCK, checked_logits, is_out_of_memory, muted, third_party_errors
+from profiling_agent.lib.logs import SETTINGS_LOCK, is_out_of_memory, muted, third_party_errors
 from profiling_agent.lib.machine import environment
-from profiling_agent.lib.modules import floating_dtype, logits_of, preserving_state, random_batch
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import check_timm, make_plain_
 from profiling_agent.pruning.attention import head_sizes, set_head_attributes_
-from profiling_agent.quantization.kinds import quantized_modules, rebuild_layer
-from profiling_agent.quantization.layers import QuantizedModule
-from profiling_agent.runtimes.artifact import (
-    NUM_IMAGES,
-    PROCESSOR,
-    WEIGHTS,
-    Golden,
-    PreparedFiles,
-    QuantizedLayer,
-    Recipe,
-    check_golden,
-    named_folder,
-    open_folder,
-    open_session,
-    write_artifact,
-)
+from profiling_agent.quantization.layers import QuantizedModule, quantized_modules, rebuild_layer
+from profiling_agent.runtimes import artifact
+from profiling_agent.runtimes.artifact import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe, named_folder, open_folder
 from profiling_agent.runtimes.registry import Batch, ModelSession, Source, noise_batch, runtime
 from profiling_agent.schemas import Cut, Deployment, Environment, InputSpec, RuntimeName, Scheme
 
@@ -61,11 +47,11 @@ def load_recipe(path: str | Path) -> Recipe:
 
 def load_processor(path: str | Path) -> Any:
     """Return the processor that a folder's preprocessor_config.json describes, on its PIL backend, or ArtifactError."""
-
-    def refuse(text: str) -> ArtifactError:
-        return ArtifactError(f"{str(path)!r} has no image processor that can be read ({text}): save the model again")
-
-    with muted("transformers"), third_party_errors(refuse):
+    problem = f"{str(path)!r} has no image processor that can be read"
+    with (
+        muted("transformers"),
+        third_party_errors(lambda text: ArtifactError(f"{problem} ({text}): save the model again")),
+    ):
         return AutoImageProcessor.from_pretrained(
             path,
             # By default the processor would be read from a timm model's config.
@@ -79,37 +65,26 @@ def load_processor(path: str | Path) -> Any:
 def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     """Return a saved model in eval mode on the CPU: `load_module(path)(pixel_values=batch).logits`.
 
-    `verify` compares every file with its sha256, and the logits of two images with those at saving. Names and shapes
-    always have to match strictly.
-
-    Raises:
-        ArtifactError: a file is missing or damaged, or the model doesn't compute what it did.
+    `verify` compares every file with its sha256, and the logits of two images with those at saving. ArtifactError if a
+    file is missing or damaged, or the model doesn't compute what it did.
     """
     folder = named_folder(path)
     recipe = open_folder(folder, verify=verify)
-    model = _build_model(folder, recipe, dequantize=False)
+    model = _read_model(folder, recipe, dequantize=False)
     if not verify:
         return model
-    dtype = floating_dtype(model)
-
-    def refuse(message: str) -> ArtifactError:
-        return ArtifactError(f"the model gives {message}: save it again")
-
-    def run(images: Batch) -> NDArray[Any]:
-        return checked_logits(model, torch.from_numpy(images).to(dtype), refuse).float().numpy()
-
-    with preserving_state(model), torch.inference_mode():
-        check_golden(run, folder, recipe)
+    with modules.preserving_state(model):
+        artifact.check_golden(lambda images: modules.logits_of(model, torch.from_numpy(images)).numpy(), folder, recipe)
     return model
 
 
 def load_skeleton(path: str | Path) -> nn.Module:
-    """Return the saved model in plain float32 at its own widths, dequantized; ArtifactError if its weights don't fit."""
+    """Return the saved model in float32 at its own widths, dequantized; ArtifactError if its weights don't fit."""
     folder = named_folder(path)
-    return _build_model(folder, open_folder(folder, verify=False), dequantize=True).float()
+    return _read_model(folder, open_folder(folder, verify=False), dequantize=True).float()
 
 
-def _build_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
+def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
     path = folder / WEIGHTS
     try:
         tensors = load_file(path)
@@ -126,31 +101,36 @@ def _build_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module
                     folded.num_features = folded.num_features * cut.keep // cut.unit.width
             model.set_submodule(norm, folded, strict=True)
         for layer in recipe.quantized:
-            _insert_layer_(model, layer, tensors, dequantize=dequantize)
+            prefix = f"{layer.name}."
+            stored = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+            original = model.get_submodule(layer.name)
+            module = rebuild_layer(layer.kind, stored, original, reduce_range=layer.reduce_range)
+            if dequantize:
+                module = module.dequantized()
+                tensors |= {prefix + leaf: tensor for leaf, tensor in module.state_dict().items()}
+            model.set_submodule(layer.name, module, strict=True)
         tensors |= {name: tensors[first] for name, first in recipe.tied.items()}
         _fit_widths_(model, tensors)
         model.load_state_dict(tensors, strict=True, assign=True)
         for name, first in recipe.tied.items():
             owner, _, leaf = name.rpartition(".")
-            source, _, source_leaf = first.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, getattr(model.get_submodule(source), source_leaf))
+            setattr(model.get_submodule(owner), leaf, attrgetter(first)(model))
         set_head_attributes_(model, sizes)
-        _halve_rest_(model)
+        _halve_buffers_(model)
     except MISFITS as error:
         if is_out_of_memory(error):
             raise
         raise ArtifactError(
-            f"the weights in {str(folder)!r} don't fit {recipe.architecture} ({first_line(error)}): save the model again "
-            "with the installed libraries"
+            f"the weights in {str(folder)!r} don't fit {recipe.architecture} ({first_line(error)}): save the model "
+            "again with the installed libraries"
         ) from error
     return model.eval()
 
 
 def _build_architecture(recipe: Recipe) -> nn.Module:
-    """Build the model that the config describes with arbitrary weights, all of which are replaced.
+    """Build the model that the config describes on the CPU, with arbitrary weights, all of which are replaced.
 
-    It is built on the CPU, not on the meta device: buffers that aren't saved (Swin's position index) are computed in
-    building. Random initialization, which would take long, is left out.
+    Not on the meta device: buffers that aren't saved (Swin's position index) are computed in building.
     """
     fields = dict(recipe.config)
     name = str(fields.pop("model_type", ""))
@@ -164,22 +144,19 @@ def _build_architecture(recipe: Recipe) -> nn.Module:
     return model
 
 
-def _insert_layer_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, Tensor], *, dequantize: bool) -> None:
-    """Insert a quantized layer and remove its tensors, or insert its float layer and replace its tensors by float ones."""
-    prefix = f"{layer.name}."
-    plain = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
-    module = rebuild_layer(layer.kind, plain, model.get_submodule(layer.name), reduce_range=layer.reduce_range)
-    if dequantize:
-        module = module.dequantized()
-        tensors |= {f"{prefix}{leaf}": tensor for leaf, tensor in module.state_dict().items()}
-    model.set_submodule(layer.name, module, strict=True)
+def _halve_buffers_(model: nn.Module) -> None:
+    """Convert unsaved buffers, as Swin v2's table of coordinates, if the whole model is in one half precision."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if dtypes in ({torch.bfloat16}, {torch.float16}):
+        (dtype,) = dtypes
+        for module in model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if not isinstance(module, QuantizedModule) and buffer.is_floating_point():
+                    setattr(module, name, buffer.to(dtype))
 
 
 def _fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace every tensor of `model` whose shape differs in `tensors` by an empty one, and update its module's widths.
-
-    The new tensors hold no values (meta device): a strict load with `assign=True` has to follow.
-    """
+    """Replace tensors with another shape in `tensors` by ones on the meta device; update the modules' widths."""
     resized: set[nn.Module] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in tensors and tensors[name].shape != tensor.shape:
@@ -202,19 +179,7 @@ def _fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             module.normalized_shape = tuple(module.weight.shape)
 
 
-def _halve_rest_(model: nn.Module) -> None:
-    """Convert unsaved buffers, as Swin v2's table of coordinates, if the whole model is in one half precision."""
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if dtypes not in ({torch.bfloat16}, {torch.float16}):
-        return
-    (dtype,) = dtypes
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if not isinstance(module, QuantizedModule) and buffer.is_floating_point():
-                setattr(module, name, buffer.to(dtype))
-
-
-def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
+def save_model(
     model: nn.Module,
     folder: Path,
     *,
@@ -224,64 +189,55 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     base_revision: str | None = None,
     cuts: Sequence[Cut] = (),
     folded: Sequence[str] = (),
-    deployment: Deployment | None = None,
 ) -> Recipe:
     """Write `model` and its image processor to `folder`, complete or not at all; return its recipe.
 
     `model` is a Hugging Face image classifier, pruned or quantized or neither. `cuts` are those that gave its widths,
-    `folded` the batch norms that change nothing now, and `deployment` is what runs it, eager torch by default.
+    `folded` the batch norms that change nothing now.
     Weights keep their live names; quantized layers are stored as plain int8 or fp16 tensors, shared tensors once.
-
-    Raises:
-        ArtifactError: `folder` exists.
+    ArtifactError if `folder` exists.
     """
+
+    def golden(_folder: Path, _recipe: Recipe) -> tuple[NDArray[np.float16], Batch]:
+        images = modules.random_batch(spec, artifact.NUM_IMAGES).half()
+        return images.numpy(), modules.logits_of(model, images.float()).numpy()
+
     description = Recipe(
-        base_model=base_model,
+        # No path of this machine, here and in the config.
+        base_model=base_model if base_revision else Path(base_model).name or base_model,
         base_revision=base_revision,
         architecture=type(model).__name__,
         config=config_of(model),
         input=spec,
         cuts=tuple(cuts),
-        folded=tuple(folded),
-        deployment=deployment or Deployment(),
     )
-    return _save(model, folder, description, processor)
+    return artifact.write_artifact(
+        description,
+        folder,
+        processor=processor,
+        write_model=lambda temporary: write_weights(model, temporary, folded=folded),
+        golden=golden,
+    )
 
 
-def save_derived(
-    model: nn.Module,
-    source: Path,
-    folder: Path,
-    *,
-    cuts: Sequence[Cut] | None = None,
-    folded: Sequence[str] | None = None,
-    deployment: Deployment | None = None,
-) -> None:
-    """Write `model`, derived from the saved model in `source`, to `folder`: same input, same processor, same origin.
-
-    `cuts`, `folded` (the batch norms that change nothing) and `deployment` are by default those of the source.
-
-    Raises:
-        ArtifactError: `folder` exists, or `source` is damaged.
-    """
-    fields = {"cuts": cuts, "folded": folded, "deployment": deployment, "config": config_of(model)}
-    changes = {name: value for name, value in fields.items() if value is not None}
-    _save(model, folder, load_recipe(source).model_copy(update=changes), load_processor(source))
-
-
-def _save(model: nn.Module, folder: Path, description: Recipe, processor: Any) -> Recipe:
-    def ask(_folder: Path, _recipe: Recipe) -> Golden:
-        images = random_batch(description.input, NUM_IMAGES).half()
-        return Golden(images.numpy(), logits_of(model, images.float()).numpy())
-
-    write_model = partial(write_weights, model, folded=description.folded)
-    return write_artifact(description, folder, processor=processor, write_model=write_model, ask=ask)
+def save_derived(model: nn.Module, source: Path, folder: Path, *, cuts: Sequence[Cut]) -> None:
+    """Write `model`, made by `cuts` from the saved model in `source`, to `folder`; ArtifactError as of `save_model`."""
+    origin = load_recipe(source)
+    save_model(
+        model,
+        folder,
+        spec=origin.input,
+        processor=load_processor(source),
+        base_model=origin.base_model,
+        base_revision=origin.base_revision,
+        cuts=cuts,
+    )
 
 
 def write_weights(
     model: nn.Module, folder: Path, *, folded: Sequence[str] = (), dtype: torch.dtype | None = None
-) -> PreparedFiles:
-    """Write `weights.safetensors`: floating tensors in `dtype`, if given, except those of quantized layers."""
+) -> dict[str, Any]:
+    """Write `weights.safetensors`, in `dtype` except quantized layers; return the recipe's fields."""
     tensors: dict[str, Tensor] = {}
     # Shared tensors are stored under their first name.
     tied: dict[str, str] = {}
@@ -297,7 +253,7 @@ def write_weights(
         clone = tensor.detach().cpu().clone().contiguous()
         tensors[name] = clone.to(dtype) if is_cast else clone
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    return PreparedFiles(quantized=quantized_rows(model), tied=tied, folded=tuple(folded))
+    return {"quantized": quantized_rows(model), "tied": tied, "folded": tuple(folded)}
 
 
 def quantized_rows(model: nn.Module) -> tuple[QuantizedLayer, ...]:
@@ -309,12 +265,11 @@ def quantized_rows(model: nn.Module) -> tuple[QuantizedLayer, ...]:
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the Hugging Face config as JSON data, with the model's class and all names of classes.
-
-    A timm config has the names only as a list, which only transformers' reading of a config.json understands.
-    """
+    """Return the Hugging Face config as JSON data, with the model's class and all names of classes."""
     config: Any = model.config
+    # A timm config has the names only as a list, which only transformers' reading of a config.json understands.
     written = parse_json(config.to_json_string(use_diff=False))
+    written.pop("_name_or_path", None)
     names = {str(index): name for index, name in config.id2label.items()}
     return written | {"architectures": [type(model).__name__], "id2label": names}
 
@@ -323,20 +278,8 @@ def read_source(
     folder: Path, calibration: Batch, *, batch_size: int, onnx: Path | None = None, device: str = "cpu"
 ) -> Source:
     """Return the saved float32 torch model in `folder` as a source of deployments."""
-    return Source(
-        module=load_module(folder),
-        recipe=load_recipe(folder),
-        processor=load_processor(folder),
-        calibration=calibration,
-        batch_size=batch_size,
-        onnx=onnx,
-        device=device,
-    )
-
-
-def calibration_batches(source: Source) -> Iterator[Tensor]:
-    """Yield the calibration images in batches of the deployed size."""
-    yield from torch.from_numpy(source.calibration).split(source.batch_size)
+    saved: Any = {"module": load_module(folder), "recipe": load_recipe(folder), "processor": load_processor(folder)}
+    return Source(**saved, calibration=calibration, batch_size=batch_size, onnx=onnx, device=device)
 
 
 def save_deployed(
@@ -347,47 +290,42 @@ def save_deployed(
     complexity: tuple[int, int] | None = None,
     num_threads: int | None = None,
 ) -> Recipe:
-    """Convert `source` for `deployment` and write it to `folder`, complete or not at all; return its recipe.
+    """Convert `source` for `deployment` and write it to `folder` with a model card; return its recipe.
 
     The opened model's logits of two images are stored with it, and `complexity`: params and MACs of the float32 model.
-
-    Raises:
-        ArtifactError: `folder` exists, the disk is full, or the runtime lacks what it needs.
-        PlanError: a pattern hits no layer.
-        QuantizationError: the model can't be converted, or its logits aren't finite.
+    Raises what `Runtime.convert` and `write_artifact` do, and QuantizationError if the logits aren't finite.
     """
     executor = runtime(deployment.runtime)
 
-    def ask(written: Path, recipe: Recipe) -> Golden:
+    def golden(written: Path, recipe: Recipe) -> tuple[NDArray[np.float16], Batch]:
         session = executor.open(written, recipe, device=source.device, num_threads=num_threads)
-        images = noise_batch(recipe.input, session.fixed_size or NUM_IMAGES).astype(np.float16)
+        images = noise_batch(recipe.input, session.fixed_size or artifact.NUM_IMAGES).astype(np.float16)
         logits = session.run(images.astype(np.float32))
         if not np.isfinite(logits).all():
             raise QuantizationError(
                 f"as {deployment.name} the model gives logits that aren't finite: leave this deployment out"
             )
-        return Golden(images, logits)
+        return images, logits
 
-    return write_artifact(
+    recipe = artifact.write_artifact(
         source.recipe.model_copy(update={"deployment": deployment}),
         folder,
         processor=source.processor,
-        write_model=partial(executor.convert, source, deployment),
-        ask=ask,
+        write_model=lambda temporary: executor.convert(source, deployment, temporary),
+        golden=golden,
         complexity=complexity,
-        has_card=True,
     )
+    artifact.write_card(folder)
+    return recipe
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """Output of a model for a batch: `logits`, float32 (n, classes), on the CPU."""
 
     logits: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """The likeliest class of one image."""
 
     label: str
@@ -400,6 +338,7 @@ class Deployed:
 
     def __init__(self, folder: Path, recipe: Recipe, session: ModelSession) -> None:
         self.folder, self.recipe, self.session = folder, recipe, session
+        self._processor: Any = None
 
     @property
     def runtime(self) -> RuntimeName:
@@ -415,7 +354,7 @@ class Deployed:
         return module
 
     def __call__(self, pixel_values: Tensor | NDArray[Any]) -> Answer:
-        """Return the logits of prepared images (n, channels, height, width); ArtifactError for another shape."""
+        """Return the `logits`, float32 (n, classes) on the CPU, of prepared images (n, channels, height, width)."""
         array = pixel_values.detach().cpu().numpy() if isinstance(pixel_values, Tensor) else pixel_values
         batch = np.ascontiguousarray(array, dtype=np.float32)
         expected = self.recipe.input.batch(1)[1:]
@@ -426,10 +365,6 @@ class Deployed:
             )
         return Answer(logits=torch.from_numpy(self.session.run(batch)))
 
-    @cached_property
-    def _processor(self) -> Any:
-        return load_processor(self.folder)
-
     @overload
     def predict(self, images: Image.Image) -> Prediction: ...
 
@@ -439,16 +374,14 @@ class Deployed:
     def predict(self, images: Image.Image | Sequence[Image.Image]) -> Prediction | list[Prediction]:
         """Return the likeliest class of a PIL image, or of each of several images, which run as one batch.
 
-        Images are prepared as for measuring accuracy: turned upright by their EXIF orientation, and 16 bits scaled to 8.
-
-        Raises:
-            ArtifactError: an image is damaged, or the model's image processor doesn't take it.
+        Images are prepared as for measuring accuracy: turned upright by their EXIF orientation, and 16 bits scaled to
+        8. CorruptImageError if one is damaged, ArtifactError if the model's image processor doesn't take it.
         """
         if isinstance(images, Image.Image):
             return self.predict([images])[0]
         if not images:
             return []
-        processor = self._processor
+        processor = self._processor = self._processor or load_processor(self.folder)
         with third_party_errors(lambda message: CorruptImageError(f"an image can't be read: {message}")):
             pictures = [to_processor_channels(upright_rgb(image), processor) for image in images]
         with third_party_errors(
@@ -466,25 +399,22 @@ class Deployed:
 def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_threads: int | None = None) -> Deployed:
     """Return a saved model that is called as `model(pixel_values).logits` whatever its runtime.
 
-    `verify` compares every file with its sha256, and the logits of two images with those at saving.
-    `num_threads` is the number of CPU threads, in torch of the whole process. By default ONNX Runtime and OpenVINO take
-    one for each core that a container's quota has time for, and torch keeps those of the process.
-    Warns if the model was made on another type of CPU: another deployment may be faster here, or int8 sums saturate.
-
-    Raises:
-        ArtifactError: a file is missing or damaged, the model doesn't compute what it did, or its runtime
-            isn't installed.
-        RequestError: `num_threads` isn't 1 or more.
+    `verify` compares every file with its sha256, and the logits of two images with those at saving. `num_threads` is
+    the number of CPU threads, in torch of the whole process. By default ONNX Runtime and OpenVINO take one for each
+    core that a container's quota has time for, and torch keeps those of the process. Warns if the model was made on
+    another type of CPU: another deployment may be faster here, or int8 sums saturate. ArtifactError if a file is
+    missing or damaged, the model doesn't compute what it did, or its runtime isn't installed; RequestError if
+    `num_threads` isn't 1 or more.
     """
     if num_threads is not None and num_threads < 1:
         raise RequestError(f"num_threads is {num_threads}: give 1 or more, or None for as many as there are cores")
     folder = named_folder(path)
     recipe = open_folder(folder, verify=verify)
-    session = open_session(folder, device=device, num_threads=num_threads)
+    session = artifact.open_session(folder, device=device, num_threads=num_threads)
     if note := cpu_note(folder, recipe, environment()):
         warnings.warn(note, stacklevel=2)
     if verify:
-        check_golden(session.run, folder, recipe)
+        artifact.check_golden(session.run, folder, recipe)
     return Deployed(folder, recipe, session)
 
 

@@ -1,4 +1,4 @@
-"""Torch's runtimes: eager, CUDA graphs and torch.compile. torch itself is imported when a model is converted or opened."""
+"""Torch's runtimes: eager, CUDA graphs and torch.compile. torch is imported when a model is converted or opened."""
 
 import itertools
 import os
@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
@@ -17,8 +18,8 @@ from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import first_line
 from profiling_agent.lib.logs import compiled_code, muted
 from profiling_agent.lib.machine import available_threads
-from profiling_agent.runtimes.artifact import WEIGHTS, PreparedFiles, Recipe
-from profiling_agent.runtimes.registry import MODULE, Batch, OperatorTime, Runtime, Source, recommended
+from profiling_agent.runtimes.artifact import WEIGHTS, Recipe
+from profiling_agent.runtimes.registry import MODULE, Batch, ModelSession, OperatorTimes, Runtime, Source, recommended
 from profiling_agent.schemas import Deployment
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class TorchRuntime(Runtime):
     is_torch = True
 
     @classmethod
-    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
+    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> dict[str, Any]:
         """Write `weights.safetensors`; on the CPU the chosen layers are quantized.
 
         On CUDA half precision is for the whole model, int8 and float8 for the chosen linear layers of a bfloat16 model.
@@ -50,7 +51,7 @@ class TorchRuntime(Runtime):
         import torch
 
         from profiling_agent.quantization.quantize import quantize_model, quantize_rowwise
-        from profiling_agent.runtimes.torch_artifact import HALVES, calibration_batches, write_weights
+        from profiling_agent.runtimes.torch_artifact import HALVES, write_weights
 
         chosen = recommended(deployment)
         if source.device == "cuda":
@@ -58,7 +59,8 @@ class TorchRuntime(Runtime):
             model = quantize_rowwise(source.module, chosen) if is_rowwise else source.module
             dtype = torch.bfloat16 if is_rowwise else HALVES.get(deployment.scheme)
             return write_weights(model, folder, folded=source.recipe.folded, dtype=dtype)
-        quantized = quantize_model(source.module, chosen, calibration=lambda: calibration_batches(source))
+        calibration = partial(torch.from_numpy(source.calibration).split, source.batch_size)
+        quantized = quantize_model(source.module, chosen, calibration=calibration)
         return write_weights(quantized.model, folder, folded=(*source.recipe.folded, *quantized.folded))
 
     @classmethod
@@ -70,12 +72,15 @@ class TorchRuntime(Runtime):
         if num_threads:
             pin_threads(num_threads)
         module = on_device(load_module(folder, verify=False), device)
-        return cls.session(module, device=device, tf32=recipe.deployment.scheme == "tf32")
+        call, tf32 = cls.prepared(module, device), recipe.deployment.scheme == "tf32"
+        is_sized, is_cuda = call is not None, device == "cuda"
+        layout: Any = {"in_kernel_layout": is_sized or is_cuda, "is_sized": is_sized}
+        return TorchSession(module, device=device, call=call, tf32=tf32, **layout)
 
     @classmethod
-    def session(cls, module: "nn.Module", *, device: str, tf32: bool) -> "TorchSession":
-        """Return the session of a module on its device; on the CPU eager torch, on CUDA in the layout of its kernels."""
-        return TorchSession(module, device=device, in_kernel_layout=device == "cuda", tf32=tf32)
+    def prepared(cls, module: "nn.Module", device: str) -> "Callable[[Tensor], Tensor] | None":  # noqa: ARG003
+        """Return the module as a function that is prepared for each batch size; None to call it as it is."""
+        return None
 
 
 class Eager(TorchRuntime):
@@ -93,13 +98,13 @@ class Eager(TorchRuntime):
     @classmethod
     def operator_times(
         cls, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
-    ) -> list[OperatorTime]:
+    ) -> OperatorTimes:
         """Return the median time of each module of a saved model over `passes`, without its children."""
         from profiling_agent.lib.costs import layer_latency
 
         session = cls.open(folder, recipe, device="cpu", num_threads=num_threads)
         times = layer_latency(session.module, session.to_device(pixel_values), passes=passes)
-        return [OperatorTime(names=(MODULE + name,), ms=ms) for name, ms in times.items()]
+        return [((MODULE + name,), ms) for name, ms in times.items()]
 
 
 class Graphed(TorchRuntime):
@@ -109,11 +114,9 @@ class Graphed(TorchRuntime):
     on_cuda = ("tf32", "bfloat16", "float16", "dynamic", "float8")
 
     @classmethod
-    def session(cls, module: "nn.Module", *, device: str, tf32: bool) -> "TorchSession":
-        """Return the session of a module on its device."""
-        if device != "cuda":
-            return super().session(module, device=device, tf32=tf32)
-        return GraphedSession(module, tf32=tf32)
+    def prepared(cls, module: "nn.Module", device: str) -> "CudaGraphs | None":
+        """Return the module with its CUDA graphs; None on the CPU."""
+        return CudaGraphs(module) if device == "cuda" else None
 
 
 class Inductor(TorchRuntime):
@@ -141,25 +144,23 @@ class Inductor(TorchRuntime):
         return f"there is no {names[0]}, with which torch.compile compiles: install a C++ compiler (apt install g++)"
 
     @classmethod
-    def session(cls, module: "nn.Module", *, device: str, tf32: bool) -> "TorchSession":  # noqa: ARG003
-        """Return the session of a module on its device."""
-        return InductorSession(module, device=device)
+    def prepared(cls, module: "nn.Module", device: str) -> "Compiled":
+        """Return the module that torch.compile compiles."""
+        return Compiled(module, device=device)
 
 
 def logits_function(module: "nn.Module") -> "Callable[[Tensor], Tensor]":
     """Return a classifier as a function of images to logits."""
-
-    def logits(pixel_values: "Tensor") -> "Tensor":
-        return module(pixel_values=pixel_values).logits
-
-    return logits
+    return lambda pixel_values: module(pixel_values=pixel_values).logits
 
 
-class TorchSession:
+class TorchSession(ModelSession):
     """A module on its device; `call` maps images to logits, by default through the module itself.
 
-    `in_kernel_layout` puts weights and images of networks of convolutions in channels last, for which kernels are written.
-    On CUDA `tf32` rounds its float32 products to TF32, independently of the process's other sessions.
+    `in_kernel_layout` puts weights and images of networks of convolutions in channels last, for which kernels are
+    written. On CUDA `tf32` rounds its float32 products to TF32, independently of the process's other sessions.
+    `is_sized` means that `call` prepares the module for each batch size, which only a size that comes more than once is
+    worth.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class TorchSession:
         call: "Callable[[Tensor], Tensor] | None" = None,
         in_kernel_layout: bool = False,
         tf32: bool = False,
+        is_sized: bool = False,
     ) -> None:
         import torch
 
@@ -180,12 +182,9 @@ class TorchSession:
         self._memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
         if in_kernel_layout:
             module.to(memory_format=self._memory_format)  # pyright: ignore[reportCallIssue] - torch's stubs lack this overload
-        self.module = module
-        self._tf32 = tf32
-        self.fixed_size: int | None = None
-        self.device = torch.device(device)
-        self._call = call or logits_function(module)
-        self._dtype = floating_dtype(module)
+        self.module, self.device = module, torch.device(device)
+        self._call, self._dtype, self._tf32 = call or logits_function(module), floating_dtype(module), tf32
+        self._is_sized, self._sizes, self._last = is_sized, set[int](), 0
 
     def to_device(self, pixel_values: Batch) -> "Tensor":
         """Return the images on the device, in the module's dtype and memory format."""
@@ -218,10 +217,22 @@ class TorchSession:
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
-        return self._pass(self.to_device(pixel_values)).float().cpu().numpy()
+        size, last = len(pixel_values), self._last
+        self._last = size
+        # A copy, because another thread may add to the set.
+        larger = [known for known in tuple(self._sizes) if known > size]
+        if self._is_sized and size not in self._sizes and size != last and larger:
+            # A size that comes once, as the last batch of a split, isn't worth the preparation. Images don't change
+            # each other's logits here, so the batch is padded.
+            padded = np.zeros((min(larger), *pixel_values.shape[1:]), np.float32)
+            padded[:size] = pixel_values
+            pixel_values = padded
+        else:
+            self._sizes.add(size)
+        return self._pass(self.to_device(pixel_values)).float().cpu().numpy()[:size]
 
     def enqueued(self, pixel_values: Batch, passes: int) -> float | None:
-        """Return the milliseconds of a pass by CUDA events around `passes` that don't wait for each other; None on the CPU."""
+        """Return the milliseconds of a pass by CUDA events around `passes` that don't wait; None on the CPU."""
         import torch
 
         batch = self.to_device(pixel_values)
@@ -257,42 +268,17 @@ class TorchSession:
             torch.cuda.synchronize(self.device)
 
 
-class SizedSession(TorchSession):
-    """A session that prepares its module for each batch size that comes more than once."""
+class CudaGraphs:
+    """A classifier that captures a CUDA graph for each batch size and replays it: kernels are launched at once."""
 
-    def __init__(
-        self, module: "nn.Module", *, device: str, call: "Callable[[Tensor], Tensor]", tf32: bool = False
-    ) -> None:
-        super().__init__(module, device=device, call=call, in_kernel_layout=True, tf32=tf32)
-        self._sizes: set[int] = set()
-        self._last = 0
-
-    def run(self, pixel_values: Batch) -> Batch:
-        """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
-        size, last = len(pixel_values), self._last
-        self._last = size
-        # A copy, because another thread may add to the set.
-        larger = [known for known in tuple(self._sizes) if known > size]
-        if size in self._sizes or size == last or not larger:
-            self._sizes.add(size)
-            return super().run(pixel_values)
-        # A size that comes once, as the last batch of a split, isn't worth the preparation. Images don't change each
-        # other's logits here, so the batch is padded.
-        padded = np.zeros((min(larger), *pixel_values.shape[1:]), np.float32)
-        padded[:size] = pixel_values
-        return super().run(padded)[:size]
-
-
-class GraphedSession(SizedSession):
-    """A session that captures a CUDA graph for each batch size and replays it: kernels are launched at once."""
-
-    def __init__(self, module: "nn.Module", *, tf32: bool = False) -> None:
+    def __init__(self, module: "nn.Module") -> None:
+        self._call = logits_function(module)
         # By shape of the images: the graph, and the tensors that it reads and writes.
         self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._lock = threading.Lock()
-        super().__init__(module, device="cuda", call=self._replay, tf32=tf32)
 
-    def _replay(self, images: "Tensor") -> "Tensor":
+    def __call__(self, images: "Tensor") -> "Tensor":
+        """Return the logits of images on the device; ArtifactError if the pass can't be captured."""
         # Threads share the tensors of a graph.
         with self._lock:
             if images.shape not in self._graphs:
@@ -306,14 +292,15 @@ class GraphedSession(SizedSession):
         """Capture a pass over images of this shape; ArtifactError if it waits for the device, or can't be captured."""
         import torch
 
-        static_images, call = images.clone(), logits_function(self.module)
-        current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        static_images, call = images.clone(), self._call
+        current, side = torch.cuda.current_stream(images.device), torch.cuda.Stream(images.device)
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):
                     call(static_images)
-                # Waiting for the device is an error here already: during the capture it would leave the allocator inconsistent.
+                # Waiting for the device is an error here already: during the capture it would leave the allocator
+                # inconsistent.
                 before = torch.cuda.get_sync_debug_mode()
                 torch.cuda.set_sync_debug_mode("error")
                 try:
@@ -333,33 +320,37 @@ class GraphedSession(SizedSession):
             raise
         except RuntimeError as error:
             raise ArtifactError(
-                f"the model's pass can't be captured in a CUDA graph ({first_line(error)}): deploy it in another runtime"
+                f"the pass can't be captured in a CUDA graph ({first_line(error)}): deploy it in another runtime"
             ) from error
         return graph, static_images, logits
 
 
-class InductorSession(SizedSession):
-    """A session whose module torch.compile compiles at the first run of each shape."""
+class Compiled:
+    """A classifier that torch.compile compiles at the first run of each shape."""
 
     def __init__(self, module: "nn.Module", *, device: str) -> None:
         import torch
 
-        self._compiled_shapes: set[torch.Size] = set()
+        self._shapes: set[torch.Size] = set()
         self._is_cuda = device == "cuda"
         if not self._is_cuda:
             with muted("torch.utils._pytree", "torchao"):
                 # Without it, inductor doesn't see int8 arithmetic in quantize, dequantize and matmul.
                 import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401 # pyright: ignore[reportUnusedImport]
-        function, mode = _with_unique_code(logits_function(module)), "reduce-overhead" if self._is_cuda else None
-        self._compiled = torch.compile(function, dynamic=False, mode=mode)
-        super().__init__(module, device=device, call=self._run_compiled)
+        # torch caches what it compiles by the code object, up to a limit: with the same one for every model, the
+        # thirty-third that a process opens would silently not be compiled.
+        function: Any = logits_function(module)
+        code = function.__code__.replace(co_name=f"logits_{next(NUMBERS)}")
+        unique = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+        self._compiled = torch.compile(unique, dynamic=False, mode="reduce-overhead" if self._is_cuda else None)
 
-    def _run_compiled(self, images: "Tensor") -> "Tensor":
+    def __call__(self, images: "Tensor") -> "Tensor":
+        """Return the logits of images on the device; ArtifactError if the model can't be compiled."""
         import torch
 
         if self._is_cuda:
             torch.compiler.cudagraph_mark_step_begin()
-        logits = self._compiled(images) if images.shape in self._compiled_shapes else self._compile(images)
+        logits = self._compiled(images) if images.shape in self._shapes else self._compile(images)
         # On CUDA the next pass writes into the same memory.
         return logits.clone() if self._is_cuda else logits
 
@@ -373,31 +364,23 @@ class InductorSession(SizedSession):
         settings = (
             {"compile_threads": available_threads()} if self._is_cuda else {"freezing": True, "compile_threads": 1}
         )
+
+        def refuse(message: str) -> ArtifactError:
+            return ArtifactError(
+                f"compiled by torch.compile the model can't be run ({message}): deploy it in another runtime"
+            )
+
         with (
             # First, since only one thread at a time is muted: older torch has one configuration for all threads.
             muted("torch._inductor", "torch._dynamo"),
             inductor.patch(settings),
             torch._dynamo.config.patch(recompile_limit=MAX_SIZES),  # pyright: ignore[reportPrivateUsage]
-            compiled_code(_compile_error),
+            compiled_code(refuse),
         ):
             try:
                 logits = self._compiled(images)
             finally:
                 # Compile processes would outlive a killed worker.
                 shutdown_compile_workers()
-        self._compiled_shapes.add(images.shape)
+        self._shapes.add(images.shape)
         return logits
-
-
-def _compile_error(message: str) -> ArtifactError:
-    return ArtifactError(f"compiled by torch.compile the model can't be run ({message}): deploy it in another runtime")
-
-
-def _with_unique_code(function: "Callable[[Tensor], Tensor]") -> "Callable[[Tensor], Tensor]":
-    """Return the function with a unique code object, by which torch caches what it compiles, up to a limit.
-
-    Otherwise the thirty-third model that a process opens would silently not be compiled.
-    """
-    assert isinstance(function, FunctionType), "it is one of ours"
-    code, closure = function.__code__.replace(co_name=f"logits_{next(NUMBERS)}"), function.__closure__
-    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)

@@ -12,6 +12,7 @@ import zoo
 from profiling_agent.errors import JobError
 from profiling_agent.measure.session import SessionLimits
 from profiling_agent.measure.throughput import MAX_RUNS, measure_headline, memory_use, throughput
+from profiling_agent.runtimes.registry import ModelSession
 from profiling_agent.runtimes.torch_session import TorchSession
 from profiling_agent.schemas import ArtifactRef
 
@@ -83,10 +84,8 @@ def test_the_peak_stays_when_the_memory_is_freed():
     assert 200e6 < int(child.stdout) < 300e6
 
 
-class OnADevice:
+class OnADevice(ModelSession):
     """A session that runs on a device of its own."""
-
-    fixed_size: int | None = None
 
     def run(self, pixel_values):
         return pixel_values

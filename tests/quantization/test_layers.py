@@ -1,51 +1,42 @@
-"""Quantized layers: dynamic, static and half precision, the bytes they take, and the instructions they need."""
+"""Quantized layers: dynamic, static, half precision and by row, their bytes, and the instructions they need."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import zoo
+from quantization.asked import torch_quantize_dynamic
 from torch import nn
-from torch_dynamic import torch_quantize_dynamic
 
-from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.modules import relative_distance
-from profiling_agent.quantization.calibrate import CAPACITY, Sampler
-from profiling_agent.quantization.kinds import RowwiseLinear, parameter_bytes, rebuild_layer
 from profiling_agent.quantization.layers import (
     CastLayer,
     Dtype,
     DynamicLinear,
     Grid,
     QuantizedModule,
+    RowwiseLinear,
     StaticLayer,
+    parameter_bytes,
+    rebuild_layer,
     torch_has_vnni,
 )
-from profiling_agent.runtimes.artifact import model_bytes
+from profiling_agent.quantization.quantize import CAPACITY, Sampler
 from profiling_agent.runtimes.registry import runtime
-from profiling_agent.runtimes.torch_artifact import save_model
 
 DYNAMIC: tuple[Dtype, ...] = ("qint8", "float16")
 ROWWISE: tuple[Dtype, ...] = ("qint8", "float8")
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 LINEAR, NO_BIAS, CONV = nn.Linear(48, 32), nn.Linear(48, 32, bias=False), nn.Conv2d(4, 2, 1)
 
 
-@pytest.fixture
-def linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(64, 48).requires_grad_(requires_grad=False)
-
-
-@pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("dtype", DYNAMIC)
-def test_a_layer_is_bit_equal_to_torchs_with_seven_bit_activations(dtype: Any, linear: nn.Linear, x: torch.Tensor):
+def test_a_layer_is_bit_equal_to_torchs_with_seven_bit_activations(dtype: Any):
+    torch.manual_seed(0)
+    linear, x = nn.Linear(64, 48).requires_grad_(requires_grad=False), torch.randn(3, 7, 64)
     theirs = torch_quantize_dynamic(nn.Sequential(linear), ["0"], dtype)
     ours = DynamicLinear.from_linear(linear, dtype, reduce_range=True)
 
@@ -55,26 +46,21 @@ def test_a_layer_is_bit_equal_to_torchs_with_seven_bit_activations(dtype: Any, l
         assert relative_distance(eight_bits(x), linear(x)) < relative_distance(ours(x), linear(x)) < 0.05
 
 
-def test_int8_weights_are_steps_of_the_largest_in_their_row(linear: nn.Linear):
+def test_int8_weights_are_steps_of_the_largest_in_their_row():
     by_hand = nn.Linear(4, 2, bias=False)
     by_hand.weight = nn.Parameter(torch.tensor([[127.5, -127.5, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
 
     tensors = DynamicLinear.from_linear(by_hand, "qint8").export_tensors()
-    layer = DynamicLinear.from_linear(linear, "qint8")
+    layer = DynamicLinear.from_linear(LINEAR, "qint8")
 
     assert tensors["weight"].tolist() == [[127, -128, 1, 0], [0, 0, 0, 0]]
     assert tensors["scale"][0] == 1.0
     assert "bias" not in tensors
-    difference = (layer.dequantized().weight - linear.weight).abs()
+    difference = (layer.dequantized().weight - LINEAR.weight).abs()
     assert bool((difference <= 0.501 * layer.export_tensors()["scale"][:, None]).all())
-
-
-def test_a_dynamic_layer_takes_an_empty_batch_and_none_from_elsewhere_than_the_cpu(linear: nn.Linear):
-    layer = DynamicLinear.from_linear(linear, "qint8")
-
-    assert layer(torch.zeros(0, 64)).shape == (0, 48)
+    assert layer(torch.zeros(0, 48)).shape == (0, 32)
     with pytest.raises(QuantizationError, match="'meta'"):
-        layer(torch.zeros(1, 64, device="meta"))
+        layer(torch.zeros(1, 48, device="meta"))
 
 
 def observed(*calls: torch.Tensor) -> Sampler:
@@ -146,6 +132,44 @@ def test_a_range_holds_zero_and_its_ends_are_exact_beyond_what_a_sample_has_room
     assert 0.9 * CAPACITY < full.size == found.size <= CAPACITY
 
 
+def quantized(layer: Any) -> list[QuantizedModule]:
+    """Return the layer in each kind that takes it."""
+    layers: list[QuantizedModule] = [StaticLayer.from_float(layer, -4.0, 4.0), CastLayer.from_float(layer)]
+    return [*layers, DynamicLinear.from_linear(layer, "qint8")] if isinstance(layer, nn.Linear) else layers
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(8, 6), nn.Conv2d(8, 6, (3, 1), stride=2, padding=(1, 0), dilation=1, groups=2)]
+)
+def test_what_takes_a_layers_place_answers_its_attributes(layer: Any, bias: bool):
+    layer = copy.deepcopy(layer)
+    if not bias:
+        layer.register_parameter("bias", None)
+    plain = {name: value for name, value in vars(layer).items() if not name.startswith("_") and name != "training"}
+
+    for ours in quantized(layer):
+        assert {name: getattr(ours, name) for name in plain} == plain
+        assert torch.allclose(ours.weight, layer.weight, atol=0.02)
+        assert (ours.bias is None) == (layer.bias is None)
+
+
+# An even kernel puts one pixel more on one side than on the other, which torch warns of.
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize(("padding", "kernel"), [("valid", 3), ("same", 3), ("same", (2, 5)), ([1], 3)])
+def test_a_border_that_has_a_name_is_one_in_numbers(padding: Any, kernel: Any):
+    layer = nn.Conv2d(8, 6, kernel, padding=padding, dilation=(1, 2))
+    images = torch.randn(8, 8, 9, 9, generator=torch.Generator().manual_seed(1))
+
+    for ours in quantized(layer):
+        with torch.inference_mode():
+            expected, found = layer(images), ours(images)
+        assert getattr(ours, "padding", None) == layer.padding
+        assert found.shape == expected.shape
+        assert relative_distance(found, expected) < 0.02
+        assert all(isinstance(side, int) for side in ours.border or ("",))
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_a_convolution_moves_as_the_float_one_does(groups: int):
     torch.manual_seed(0)
@@ -210,10 +234,43 @@ def test_tensors_of_another_kind_are_refused(tensors: dict[str, torch.Tensor], l
         rebuild_layer("static", tensors, like, reduce_range=False)
 
 
-def tied() -> nn.Module:
-    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-    second.weight = first.weight
-    return nn.Sequential(first, second)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 8, 17, 33])
+@pytest.mark.parametrize(("dtype", "most"), [("qint8", 0.02), ("float8", 0.06)])
+def test_a_layer_by_row_is_near_its_float_one(dtype: Any, most: float, num_rows: int, bias: bool, device: str):
+    linear = nn.Linear(192, 176, bias=bias)
+    # Rows of other sizes, each with its own scale.
+    x = torch.randn(num_rows, 192) * torch.logspace(-2, 2, num_rows)[:, None]
+    quantized = RowwiseLinear.from_linear(linear, dtype).to(device)
+
+    found = quantized(x.to(device, torch.bfloat16))
+
+    expected = linear.double()(x.bfloat16().double()).detach()
+    assert found.shape == (num_rows, 176)
+    assert found.dtype == torch.bfloat16
+    assert found.isfinite().all()
+    errors = (found.cpu().double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(errors.max()) < most
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ROWWISE)
+def test_more_dimensions_are_rows_and_zeros_and_the_largest_numbers_stay_numbers(dtype: Any, device: str):
+    linear = nn.Linear(192, 176)
+    with torch.no_grad():
+        linear.weight[3] = 0
+    quantized, x = RowwiseLinear.from_linear(linear, dtype).to(device), torch.randn(2, 5, 192, device=device)
+    extreme = torch.zeros(40, 192, device=device, dtype=torch.bfloat16)
+    extreme[1], extreme[2] = 3e4, -3e4
+
+    assert quantized(x).shape == (2, 5, 176)
+    assert quantized(x).dtype == torch.float32
+    torch.testing.assert_close(quantized(x)[1], quantized(x[1]))
+    assert quantized(extreme).isfinite().all()
+
+
+TIED = nn.Linear(4, 4, bias=False)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +278,9 @@ def tied() -> nn.Module:
     [
         # Weight and bias of 3 channels, running mean and variance, and an int64 counter.
         (nn.BatchNorm2d(3), 4 * 3 * 4 + 8),
-        (tied(), 4 * 4 * 4),
+        (nn.Sequential(TIED, TIED), 4 * 4 * 4),
         (nn.Linear(8, 4, bias=False, dtype=torch.float16), 2 * 8 * 4),
         # Scales and biases of 32 channels; biases alone.
-        (DynamicLinear.from_linear(LINEAR, "qint8"), 32 * 48 + 4 * 32 + 4 * 32),
         (DynamicLinear.from_linear(LINEAR, "float16"), 2 * 32 * 48 + 4 * 32),
         (nn.Sequential(nn.Linear(8, 4), DynamicLinear.from_linear(LINEAR, "qint8")), 4 * (8 * 4 + 4) + 32 * (48 + 8)),
         # Scales, zero points and biases.
@@ -235,23 +291,6 @@ def test_parameters_buffers_and_packed_weights_are_counted_once_in_the_bits_that
     module: nn.Module, expected: int
 ):
     assert parameter_bytes(module) == expected
-    if isinstance(module, DynamicLinear):
-        assert sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values()) == expected
-        assert list(module.parameters()) == list(module.buffers()) == []
-
-
-def test_a_saved_model_weighs_what_its_weights_do_and_nothing_without_them(tmp_path: Path):
-    model, folder = zoo.vit(num_hidden_layers=1), tmp_path / "model"
-    save_model(model, folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    weights = 4 * sum(parameter.numel() for parameter in model.parameters())
-
-    # And the names of the tensors; labels, settings and what it said of two images are no part of it.
-    assert weights < model_bytes(folder) < weights + 5_000
-    assert model_bytes(folder) == (folder / "weights.safetensors").stat().st_size
-
-    (folder / "weights.safetensors").unlink()
-    with pytest.raises(ArtifactError, match="is missing"):
-        model_bytes(folder)
 
 
 def test_torch_says_of_this_cpu_what_its_flags_do():

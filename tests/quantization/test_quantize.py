@@ -1,21 +1,31 @@
 """Quantization of whole models: which layers a recommendation names, and every scheme."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from activated_norms import activated
-from quantization.asked import IMAGES, asked, calibration
+from activated_norms import ActivatedNorm, activated
+from pruning.families import FAMILIES, TYPICAL_FIRST, processor_of, spec_of
+from quantization.asked import IMAGES, asked, calibration, torch_quantize_dynamic
 from torch import nn
-from torch_dynamic import torch_quantize_dynamic
 
 from profiling_agent.errors import PlanError, QuantizationError
+from profiling_agent.jobs.handlers import model_check
+from profiling_agent.lib.inference import Folded
 from profiling_agent.lib.modules import logits_of, relative_distance
-from profiling_agent.quantization.calibrate import fold_norms_
-from profiling_agent.quantization.kinds import parameter_bytes, quantized_modules
-from profiling_agent.quantization.layers import StaticLayer, torch_has_vnni
-from profiling_agent.quantization.quantize import quantize_model
+from profiling_agent.quantization.layers import (
+    RowwiseLinear,
+    StaticLayer,
+    parameter_bytes,
+    quantized_modules,
+    torch_has_vnni,
+)
+from profiling_agent.quantization.quantize import fold_norms_, quantize_model, quantize_rowwise
+from profiling_agent.runtimes.registry import recommend
+from profiling_agent.schemas import Deployment
 
 
 @pytest.mark.parametrize(
@@ -119,7 +129,6 @@ def test_a_model_of_int8_alone_keeps_its_activations_and_knows_its_images_type()
 
     assert (quantized.layers, quantized.folded) == (("conv", "head"), ("norm",))
     assert sum(parameter.numel() for parameter in quantized.model.parameters()) == 0
-    assert not any(name.endswith("typed") for name in quantized.model.state_dict())
     assert relative_distance(logits_of(quantized.model, IMAGES), logits_of(model, IMAGES)) < 0.05
 
 
@@ -156,12 +165,10 @@ class Branching(nn.Module):
         super().__init__()
         self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
         self.last, self.last_norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-        self.logits: torch.Tensor
 
-    def forward(self, pixel_values: torch.Tensor) -> "Branching":
+    def forward(self, pixel_values: torch.Tensor) -> SimpleNamespace:
         given = self.conv(pixel_values)
-        self.logits = self.last_norm(self.last(given + self.norm(given))).mean((2, 3))
-        return self
+        return SimpleNamespace(logits=self.last_norm(self.last(given + self.norm(given))).mean((2, 3)))
 
 
 def test_a_batch_norm_whose_input_is_read_elsewhere_stays():
@@ -177,7 +184,7 @@ def test_a_batch_norm_whose_input_is_read_elsewhere_stays():
 
 
 def test_a_model_in_training_is_quantized_as_in_evaluation_and_what_no_image_reaches_stays_float():
-    model = zoo.resnet()
+    model = zoo.resnet("basic")
     model.spare = nn.Linear(4, 4)
     expected = logits_of(quantize_model(model, asked(), calibration=calibration).model, IMAGES)
 
@@ -195,15 +202,10 @@ def test_a_model_in_training_is_quantized_as_in_evaluation_and_what_no_image_rea
     [
         *(("vit", given, "at least 8 calibration images, none") for given in (None, list)),
         ("vit", lambda: [IMAGES[:7]], "at least 8 calibration images, 7"),
-        *(
-            ("vit", lambda shape=shape: [torch.zeros(shape)], "calibration images")
-            for shape in ((8, 3, 16, 16), (8, 1, 32, 32))
-        ),
+        ("vit", lambda: [IMAGES[:, :, :16, :16]], "calibration images"),
         # A ResNet takes images of any size.
-        *(
-            ("resnet", lambda shape=shape: [torch.zeros(shape)], "calibration images")
-            for shape in ((8, 1, 32, 32), (8, 32, 32))
-        ),
+        ("resnet", lambda: [IMAGES[:, :1]], "calibration images"),
+        ("resnet", lambda: [IMAGES[:, 0]], "calibration images"),
     ],
 )
 def test_static_quantization_without_enough_images_that_fit_is_refused(family: str, given: Any, says: str):
@@ -211,3 +213,77 @@ def test_static_quantization_without_enough_images_that_fit_is_refused(family: s
         quantize_model(zoo.FAMILIES[family](), asked(), calibration=given)
 
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "pattern", "dtype"),
+    [("dynamic", "all", "qint8"), ("float8", "all", "float8"), ("float8", "fc1", "float8")],
+)
+def test_linear_layers_that_a_pattern_hits_are_quantized_but_not_the_classifier(scheme: Any, pattern: str, dtype: str):
+    model = zoo.vit()
+
+    quantized = quantize_rowwise(model, recommend(scheme, pattern))
+
+    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and name != "classifier"]
+    made = {name: module.dtype for name, module in quantized.named_modules() if isinstance(module, RowwiseLinear)}
+    assert made == {name: dtype for name in linear if pattern == "all" or name.endswith(pattern)} != {}
+    assert quantized.get_submodule("classifier").out_features == len(zoo.LABELS)
+
+
+def test_a_model_without_such_layers_is_refused_in_one_line():
+    for model, chosen in (
+        (zoo.resnet(), recommend("dynamic")),
+        (zoo.vit(intermediate_size=250), recommend("float8", "fc1")),
+    ):
+        with pytest.raises(QuantizationError, match="besides the classifier, has widths that are multiples of 16"):
+            quantize_rowwise(model, chosen)
+
+
+SCHEMES = (("dynamic", "qint8"), ("static", "qint8"), ("cast", "bfloat16"), ("dynamic", "float16"))
+SIZES = {"mobilevit": 64, "mobilevitv2": 64, "levit": 64, "levit_teacher": 64}
+
+
+@pytest.mark.parametrize("family", TYPICAL_FIRST)
+def test_a_family_runs_in_every_scheme(family: str):
+    model, size = FAMILIES[family](), SIZES.get(family, 32)
+    images = torch.randn(8, 3, size, size, generator=torch.Generator().manual_seed(1))
+    has_linear = any(type(module) is nn.Linear for module in model.modules())
+    expected = logits_of(model, images)
+
+    for kind, dtype in SCHEMES:
+        if kind == "dynamic" and not has_linear:
+            with pytest.raises(QuantizationError, match=r"^the model has no nn\.Linear, .*nn\.Conv2d as well$"):
+                quantize_model(model, asked("all", kind, dtype))
+            continue
+        quantized = quantize_model(model, asked("all", kind, dtype), calibration=lambda: list(images.split(4)))
+        assert quantized.layers == tuple(quantized_modules(quantized.model))
+        assert has_linear <= bool(quantized.layers)
+        # Random weights feed rounding through to the logits more than trained ones do.
+        assert relative_distance(logits_of(quantized.model, images), expected) < 0.5, (kind, dtype)
+
+
+@pytest.mark.slow
+def test_a_convolution_whose_border_has_a_name_is_compiled_in_int8(tmp_path: Path):
+    """SigLIP's patches and EfficientNet's stem are such: the int8 kernel that torch.compile chooses takes no name."""
+    model = FAMILIES["siglip"]()
+    spec = spec_of(model)
+    deployment = Deployment(runtime="inductor", scheme="static")
+    model_check.lay_out(model, tmp_path, spec=spec, processor=processor_of(spec), name="siglip")
+
+    told = model_check.make(tmp_path, "whole", deployment, num_threads=1)
+
+    assert told.refused == ""
+    assert 0 < told.distance < 0.25
+
+
+def test_what_takes_a_norms_place_answers_its_attributes_and_keeps_its_activation():
+    norm, images = ActivatedNorm(8).eval(), torch.randn(2, 8, 4, 4)
+
+    found: Any = Folded(norm)
+
+    assert (found.num_features, found.eps, found.momentum) == (norm.num_features, norm.eps, norm.momentum)
+    assert torch.equal(found(images.clone()), images.relu())
+    # It is what a norm does whose statistics are those of white noise.
+    for name, value in (("weight", 1), ("bias", 0), ("running_mean", 0), ("running_var", 1)):
+        assert torch.equal(getattr(found, name), torch.full((8,), float(value)))
+    assert list(found.children()) == [norm.act]

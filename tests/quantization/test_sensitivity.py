@@ -16,17 +16,19 @@ from zoo import inside
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.modules import logits_of, mean_kl
-from profiling_agent.quantization import calibrate
-from profiling_agent.quantization.calibrate import (
+from profiling_agent.quantization.layers import StaticLayer
+from profiling_agent.quantization.quantize import (
+    MAX_IMAGES,
+    Quantized,
     correct_biases_,
-    correct_biases_if_nearer_,
     fold_norms_,
     judged_logits,
+    mark_float_layers,
+    measure_costs,
+    measure_layers,
     output_means,
+    quantize_model,
 )
-from profiling_agent.quantization.layers import StaticLayer
-from profiling_agent.quantization.quantize import Quantized, quantize_model
-from profiling_agent.quantization.sensitivity import mark_float_layers, measure_costs, measure_layers
 from profiling_agent.schemas import LayerCost
 
 
@@ -126,17 +128,20 @@ def test_layers_stay_in_float(rows: list[LayerCost], kept: list[str]):
     assert [row.layer for row in mark_float_layers(rows) if row.kept] == kept
 
 
+def convolution(weight: list[list[float]], bias: list[float]) -> nn.Conv2d:
+    """Return a convolution of one pixel."""
+    layer = nn.Conv2d(len(weight[0]), len(weight), 1)
+    layer.weight = nn.Parameter(torch.tensor(weight)[:, :, None, None])
+    layer.bias = nn.Parameter(torch.tensor(bias))
+    return layer
+
+
 class Chain(nn.Module):
     """Two convolutions of one pixel; int8 rounds a weight of the first to nothing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(2, 1, 1)
-        self.first.weight = nn.Parameter(torch.tensor([127.0, 0.4]).view(1, 2, 1, 1))
-        self.first.bias = nn.Parameter(torch.tensor([1.0]))
-        self.second = nn.Conv2d(1, 1, 1)
-        self.second.weight = nn.Parameter(torch.tensor([2.0]).view(1, 1, 1, 1))
-        self.second.bias = nn.Parameter(torch.tensor([0.0]))
+        self.first, self.second = convolution([[127.0, 0.4]], [1.0]), convolution([[2.0]], [0.0])
 
     def forward(self, pixel_values: torch.Tensor) -> SimpleNamespace:
         return SimpleNamespace(logits=self.second(self.first(pixel_values)).flatten(1))
@@ -173,18 +178,15 @@ def test_a_chain_by_hand(batches: list[torch.Tensor]):
 def test_a_correction_that_moves_other_images_away_is_taken_back(later: float, is_kept: bool):
     """Rounding loses 0.4 of an image of 1.0, and nothing of one of 0.0."""
     model = Chain().eval()
-    model.second = nn.Conv2d(1, 2, 1)
-    model.second.weight = nn.Parameter(torch.tensor([1.0, -1.0]).view(2, 1, 1, 1))
+    model.second = convolution([[1.0], [-1.0]], [0.0, 0.0])
     quantized: Any = copy.deepcopy(model)
     first: Any = StaticLayer.from_float(model.first, 0.0, 2.55, reduce_range=False)
     quantized.first, before = first, first.bias.clone()
 
     def begin() -> Iterator[torch.Tensor]:
-        return iter([images(*[1.0] * calibrate.MAX_IMAGES), images(*[later] * calibrate.MAX_IMAGES)])
+        return iter([images(*[1.0] * MAX_IMAGES), images(*[later] * MAX_IMAGES)])
 
-    shifts = correct_biases_if_nearer_(
-        quantized, judged_logits(model, begin), output_means(model, ["first"], begin), begin
-    )
+    shifts = correct_biases_(quantized, output_means(model, ["first"], begin), begin, judged_logits(model, begin))
 
     assert bool(shifts) == is_kept
     assert (first.bias - before).tolist() == pytest.approx([0.4 if is_kept else 0.0], abs=1e-5)
@@ -193,7 +195,7 @@ def test_a_correction_that_moves_other_images_away_is_taken_back(later: float, i
 def test_no_more_images_are_run_than_tell_something():
     def begin() -> Iterator[torch.Tensor]:
         # Of the second batch the first alone.
-        yield from (images(*[1.0] * (calibrate.MAX_IMAGES - 1)), images(1.0, *[2.0] * 7))
+        yield from (images(*[1.0] * (MAX_IMAGES - 1)), images(1.0, *[2.0] * 7))
         raise AssertionError("another batch was asked for")
 
     means = output_means(Chain().eval(), ["first"], begin)["first"]
@@ -201,8 +203,7 @@ def test_no_more_images_are_run_than_tell_something():
 
 
 def test_what_has_no_bias_what_no_image_reaches_and_linear_layers_stay_as_they_are():
-    convolution = nn.Conv2d(2, 1, 1)
-    kinds = {"plain": nn.Conv2d(2, 1, 1, bias=False), "unreached": convolution, "linear": nn.Linear(2, 1)}
+    kinds = {"plain": nn.Conv2d(2, 1, 1, bias=False), "unreached": nn.Conv2d(2, 1, 1), "linear": nn.Linear(2, 1)}
     layers = nn.ModuleDict({name: StaticLayer.from_float(layer, 0.0, 1.0) for name, layer in kinds.items()})
     before = {name: tensor.clone() for name, tensor in layers.state_dict().items()}
     mean = torch.ones(1)

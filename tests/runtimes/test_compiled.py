@@ -10,25 +10,31 @@ from torch._dynamo.utils import counters
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.runtimes.torch_session import MAX_SIZES, InductorSession
+from profiling_agent.runtimes.torch_session import MAX_SIZES, Compiled
 
 
-class Tiny(nn.Module):
-    def __init__(self) -> None:
+class Model(nn.Module):
+    """A function of images to logits as a classifier."""
+
+    def __init__(self, logits: Any) -> None:
         super().__init__()
-        self.layer = nn.Linear(12, 3)
+        self.logits = logits
 
     def forward(self, pixel_values: torch.Tensor) -> ImageClassifierOutput:
-        return ImageClassifierOutput(logits=self.layer(pixel_values.flatten(1)))
+        return ImageClassifierOutput(logits=self.logits(pixel_values))
+
+
+def compiled(logits: Any, images: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return Compiled(Model(logits).eval(), device="cpu")(images)
 
 
 @pytest.mark.matrix
 def test_a_process_compiles_more_models_than_torch_keeps_of_one():
-    images = torch.ones(2, 3, 2, 2).numpy()
     counters.clear()
 
     for _ in range(MAX_SIZES + 2):
-        InductorSession(Tiny().eval(), device="cpu").run(images)
+        compiled(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), torch.ones(2, 3, 2, 2))
 
     assert counters["stats"]["unique_graphs"] == MAX_SIZES + 2
 
@@ -42,51 +48,31 @@ class Rounded(nn.Module):
         self.register_buffer("scale", torch.full((8,), 0.1))
         self.register_buffer("zeros", torch.zeros(8, dtype=torch.int64))
 
-    def forward(self, pixel_values: torch.Tensor) -> ImageClassifierOutput:
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         operators = torch.ops.quantized_decomposed
         grid = (0.1, 0, 0, 255, torch.uint8)
         x = operators.dequantize_per_tensor(operators.quantize_per_tensor(pixel_values, *grid), *grid)
         weight = operators.dequantize_per_channel(self.steps, self.scale, self.zeros, 0, -128, 127, torch.int8)
-        return ImageClassifierOutput(logits=nn.functional.conv2d(x, weight, padding="valid").mean((2, 3)))
+        return nn.functional.conv2d(x, weight, padding="valid").mean((2, 3))
 
 
 @pytest.mark.slow
 def test_what_can_not_be_compiled_says_what_the_compiler_said():
-    session = InductorSession(Rounded().eval(), device="cpu")
-
-    with pytest.raises(
-        ArtifactError,
-        match=r"^compiled by torch\.compile the model can't be run .*padding only.*: deploy it in another",
-    ):
-        session.run(torch.ones(2, 16, 8, 8).numpy())
-
-
-def taken(error: BaseException | None, pixel_values: torch.Tensor) -> torch.Tensor:
-    """What asks for more than a machine has, or finds its disk full."""
-    if error:
-        raise error
-    return torch.empty(2**55).sum() + pixel_values
-
-
-# Run as it is, in the midst of what is compiled.
-TAKEN: Any = torch.compiler.disable(taken)
-
-
-class Short(nn.Module):
-    def __init__(self, error: BaseException | None) -> None:
-        super().__init__()
-        self.error = error
-
-    def forward(self, pixel_values: torch.Tensor) -> ImageClassifierOutput:
-        return ImageClassifierOutput(logits=TAKEN(self.error, pixel_values).mean((2, 3)))
+    with pytest.raises(ArtifactError, match=r"^compiled by .* can't be run .*padding only.*: deploy it in another"):
+        compiled(Rounded(), torch.ones(2, 16, 8, 8))
 
 
 @pytest.mark.parametrize("error", [MemoryError("none left"), OSError(errno.ENOSPC, "No space left on device"), None])
 def test_what_the_machine_is_short_of_is_no_refusal_of_the_model(error: BaseException | None):
-    session = InductorSession(Short(error).eval(), device="cpu")
+    # Run as it is, in the midst of what is compiled.
+    @torch.compiler.disable
+    def taken(pixel_values: torch.Tensor) -> torch.Tensor:
+        if error:
+            raise error
+        return torch.empty(2**55).sum() + pixel_values
 
     with pytest.raises(type(error) if error else RuntimeError) as raised:
-        session.run(torch.ones(2, 3, 2, 2).numpy())
+        compiled(lambda pixel_values: taken(pixel_values).mean((2, 3)), torch.ones(2, 3, 2, 2))
 
     assert not isinstance(raised.value, ArtifactError)
     assert error is None or raised.value is error

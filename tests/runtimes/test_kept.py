@@ -1,42 +1,34 @@
 """What earlier versions saved: models load in this one and say what they said, and a report is read or refused by its version."""
 
 import json
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import call
-from fixture_models import REPORTS, SAVED, kept_names, models_of_this_version, report_of_this_version
+from fixture_models import FOLDERS, MODELS_OF_THIS_VERSION, REPORT_OF_THIS_VERSION, REPORTS, SAVED
 from PIL import Image
-from safetensors.numpy import load_file
 
-from profiling_agent.runtimes.artifact import GOLDEN, STEP_TOLERANCE, tolerance
+from profiling_agent.runtimes.artifact import STEP_TOLERANCE, read_golden, tolerance
 from profiling_agent.runtimes.registry import runtime
-from profiling_agent.runtimes.torch_artifact import Deployed, load, load_recipe
+from profiling_agent.runtimes.torch_artifact import load, load_recipe
 from profiling_agent.search.deployments import INT8
 from profiling_agent.workspace import REPORT_VERSION
 
 MODELS = sorted(path.parent for path in SAVED.glob("*/*/recipe.json"))
 
 
-def opened(folder: Path) -> Deployed:
-    with warnings.catch_warnings():
-        # Kept models are of whatever processor they were made on, which is what the warning says.
-        warnings.filterwarnings("ignore", message=".* was made on ", category=UserWarning)
-        return load(folder)
-
-
+# Kept models are of whatever processor they were made on, which is what the warning says.
+@pytest.mark.filterwarnings("ignore:.* was made on ")
 @pytest.mark.parametrize("folder", MODELS, ids=lambda folder: f"{folder.parent.name} {folder.name}")
 def test_a_model_of_an_earlier_version_says_what_it_said_then(folder: Path):
-    golden, recipe = load_file(folder / GOLDEN), load_recipe(folder)
-    expected = golden["logits"]
+    (images, expected), recipe = read_golden(folder), load_recipe(folder)
     executor = runtime(recipe.deployment.runtime)
     if recipe.deployment.scheme in INT8 and not executor.is_torch and executor.saturates():
         pytest.skip("was made with VNNI, and int8 saturates on this processor, which has none")
 
-    model = opened(folder)
-    logits = model(golden["pixel_values"].astype(np.float32)).logits.numpy()
+    model = load(folder)
+    logits = model(images).logits.numpy()
     (answer,) = model.predict([Image.new("RGB", (32, 32), "teal")])
 
     assert folder.name == "-".join((folder.name.split("-")[0], *recipe.deployment.name.split()))
@@ -49,10 +41,10 @@ def test_a_model_of_an_earlier_version_says_what_it_said_then(folder: Path):
 
 
 def test_every_deployment_of_this_version_that_needs_no_compiler_is_kept_and_a_report():
-    assert {folder.name for folder in models_of_this_version().iterdir()} == set(kept_names())
+    assert {folder.name for folder in MODELS_OF_THIS_VERSION.iterdir()} == {*FOLDERS}
     # Fixtures are cloned by everybody.
     assert all(sum(file.stat().st_size for file in folder.iterdir()) < 140_000 for folder in MODELS)
-    assert report_of_this_version().stat().st_size < 150_000
+    assert REPORT_OF_THIS_VERSION.stat().st_size < 150_000
 
 
 @pytest.mark.parametrize("file", sorted(REPORTS.glob("*.json")), ids=lambda file: file.stem)

@@ -5,16 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, Recipe
-from profiling_agent.runtimes.registry import INPUT, OUTPUT, Batch, Runtime, Source, timed
+from profiling_agent.runtimes.artifact import ONNX, Recipe
+from profiling_agent.runtimes.registry import INPUT, OUTPUT, Batch, ModelSession, Runtime, Source, timed
 from profiling_agent.schemas import Deployment
 
 
-class ToySession:
+class ToySession(ModelSession):
     """An ONNX file in the reference evaluator."""
 
     def __init__(self, evaluator: Any) -> None:
-        self.fixed_size: int | None = None
         self._evaluator = evaluator
 
     def run(self, pixel_values: Batch) -> Batch:
@@ -32,9 +31,9 @@ class Toy(Runtime):
     on_cpu = from_onnx = ("float32",)
 
     @classmethod
-    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
+    def convert(cls, source: Source, deployment: Deployment, folder: Path) -> dict[str, Any]:
         shutil.copyfile(str(source.onnx), folder / ONNX)
-        return PreparedFiles(quantized=(), tied={})
+        return {}
 
     @classmethod
     def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> ToySession:
