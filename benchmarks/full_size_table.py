@@ -32,8 +32,7 @@ from torch import nn
 from transformers import ViTImageProcessorPil
 from workshop import Made, Workshop, deployments
 
-from profiling_agent.measure.session import SessionLimits, worker_command
-from profiling_agent.measure.worker import WorkerSetup
+from profiling_agent.measure.worker import worker_command
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.runtimes.registry import noise_batch
@@ -106,10 +105,7 @@ def prepare(name: str, shop: Workshop) -> tuple[nn.Module, ArtifactRef, list[Pru
 
 def field_of(commands: Sequence[Sequence[str]], *, is_quick: bool) -> Sessions:
     """Return the field of a race at batch size 1."""
-    limits = SessionLimits(
-        seconds_per_turn=0.3, min_repeats=6 if is_quick else 8, seconds_per_model=4 if is_quick else 8
-    )
-    return Sessions(commands, WorkerSetup(batch_size=1, device="cpu"), limits)
+    return Sessions(commands, 1, seconds_per_model=4 if is_quick else 8)
 
 
 def row_of(

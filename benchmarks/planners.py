@@ -33,8 +33,7 @@ from transformers import AutoConfig
 from profiling_agent import Request, optimize
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.llm.transcript import open_recording
-from profiling_agent.measure.session import SessionLimits, worker_command
-from profiling_agent.measure.worker import WorkerSetup
+from profiling_agent.measure.worker import worker_command
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.schemas import Spent
 
@@ -50,7 +49,6 @@ ITERATIONS = 5
 MAX_POINTS = 1.0
 # A run may take this many times what the rules' own takes, which also makes what all share, and a minute.
 MAX_TIMES, GRACE_S = 2.0, 60.0
-LIMITS = SessionLimits(seconds_per_turn=0.2, min_repeats=8, seconds_per_model=3.0)
 # Two different models can't be shown to be equally fast; this much slower than the rules', at worst, is near enough.
 MIN_OVER_RULES = 0.95
 HEAD = (
@@ -163,7 +161,7 @@ def race_the_best(folders: Sequence[Path], batch_size: int, sessions: int) -> li
     commands = [worker_command(models[prints.index(sha256)]) for sha256 in places]
     if len(commands) == 1:
         return [[1.0] * 3 for _ in models]
-    field = Sessions(commands, WorkerSetup(batch_size=batch_size, device="cpu"), LIMITS)
+    field = Sessions(commands, batch_size, seconds_per_model=3.0)
     for _ in range(sessions):
         field.hold()
     over = [field.over(place) for place in range(len(commands))]

@@ -10,7 +10,7 @@ from checks import Check, finish
 from transformers import ViTConfig, ViTForImageClassification
 
 from profiling_agent.lib.modules import pin_threads
-from profiling_agent.measure.throughput import measure_headline
+from profiling_agent.measure.worker import measure_headline
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.runtimes.torch_session import TorchSession
 from profiling_agent.schemas import InputSpec

@@ -3,24 +3,19 @@
 import json
 import time
 
-from profiling_agent.measure.worker import GpuState, Reply, SampleRequest, WorkerSetup, serve
+from profiling_agent.measure.worker import GpuState, Pass, Reply, SampleRequest, WorkerSetup, serve
 from profiling_agent.processes.child import Parent
-
-
-class _Pass:
-    held = 0
-
-    def __call__(self) -> float:
-        self.held += 100
-        return 1.0
-
-    def peak_bytes(self) -> int:
-        return self.held
 
 
 def serve_holding(parent: Parent) -> None:
     """Serve a model whose pass holds 100 bytes more of a device each time."""
-    serve(parent, lambda start: _Pass())
+    blocks: list[int] = []
+
+    def run_once() -> float:
+        blocks.append(100)
+        return 1.0
+
+    serve(parent, lambda _setup: Pass(run_once, lambda: sum(blocks)))
 
 
 def serve_states(parent: Parent, states: str) -> None:

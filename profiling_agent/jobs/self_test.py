@@ -20,10 +20,9 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from profiling_agent.data.models import resolve_device
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.modules import on_device, random_batch
-from profiling_agent.measure.latency_table import time_units
-from profiling_agent.measure.throughput import measure_headline
+from profiling_agent.measure.worker import measure_headline
 from profiling_agent.profiling.evidence import measure_sensitivity
-from profiling_agent.profiling.profile import profile_model
+from profiling_agent.profiling.profile import profile_model, time_units
 from profiling_agent.pruning.compensation import MIN_IMAGES, compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.widths import snap

@@ -20,8 +20,7 @@ from pruning.families import FAMILIES, processor_of, spec_of
 from torch import nn
 
 from profiling_agent.errors import ArtifactError, JobError, PlanError
-from profiling_agent.measure.session import TimedProcess, worker_command
-from profiling_agent.measure.worker import WorkerSetup
+from profiling_agent.measure.worker import TimedProcess, WorkerSetup, worker_command
 from profiling_agent.runtimes.artifact import ONNX, by_layer, layer_times, open_session, read_recipe
 from profiling_agent.runtimes.onnx_runtime import OnnxSession
 from profiling_agent.runtimes.open_vino import OpenVinoSession
@@ -180,7 +179,7 @@ import sys
 from pathlib import Path
 from profiling_agent.measure.worker import open_artifact
 from profiling_agent.measure.worker import WorkerSetup
-assert open_artifact(Path(sys.argv[1]), WorkerSetup(batch_size=2, device="cpu", num_threads=1))() > 0
+assert open_artifact(Path(sys.argv[1]), WorkerSetup(batch_size=2, device="cpu", num_threads=1)).run_once() > 0
 print([name for name in ("torch", "transformers", "openvino_telemetry.main", "nncf") if name in sys.modules])
 """
 

@@ -14,9 +14,8 @@ from profiling_agent.jobs.tasks import (
 from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.measure import race as races
-from profiling_agent.measure import throughput as throughputs
 from profiling_agent.measure.predictions import Answers, answers_of, concatenate, note_opening, write_predictions
-from profiling_agent.measure.throughput import measure_headline
+from profiling_agent.measure.worker import measure_headline
 from profiling_agent.processes.child import inherited
 from profiling_agent.runtimes.artifact import ParentCounts, Recipe, check_golden, model_bytes, open_folder, open_session
 from profiling_agent.runtimes.artifact import layer_times as times_by_layer
@@ -55,7 +54,7 @@ def _conditions(task: tasks.RaceTask, job: JobContext, *, reads_memory: bool = F
 
 def memory(task: tasks.MemoryTask, job: JobContext) -> MemoryUse:
     """Read what a process holds at most that only loads and runs the model."""
-    return throughputs.memory_use(task.model, root=job.root, batch_size=task.batch_size, device=task.device)
+    return races.memory_use(task.model, root=job.root, batch_size=task.batch_size, device=task.device)
 
 
 def layer_times(task: tasks.LayerTimesTask, job: JobContext) -> tasks.LayerTimes:

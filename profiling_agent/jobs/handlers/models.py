@@ -29,7 +29,6 @@ from profiling_agent.lib.inference import fuse_norms_, quick_products
 from profiling_agent.lib.io import cache_subfolder, read_record, write_bytes, write_text
 from profiling_agent.lib.machine import available_threads, environment
 from profiling_agent.lib.modules import device_of, logits_of, mean_kl, on_device, random_batch, relative_distance
-from profiling_agent.measure.latency_table import LatencyTable, time_units
 from profiling_agent.measure.predictions import answers_of
 from profiling_agent.profiling.evidence import (
     evidence_path,
@@ -38,7 +37,7 @@ from profiling_agent.profiling.evidence import (
     store_evidence,
     with_latencies,
 )
-from profiling_agent.profiling.profile import profile_model
+from profiling_agent.profiling.profile import LatencyTable, profile_model, time_units
 from profiling_agent.pruning import recovery
 from profiling_agent.pruning.compensation import Calibration, compensate
 from profiling_agent.pruning.prune import NUM_GATE_IMAGES, prune_model
