@@ -6,7 +6,6 @@ A model races its own copy; sessions whose two processes are started anew take t
 one server. Compared are what a pass takes, what equal models seem to differ by from session to session, and how long a session lasts.
 """
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import Check, Estimate, finish, stamped
-from measurement import SHARED, save
+from checks import Check, Estimate, finish, parser_of, stamped
+from measurement import save
 from scipy import stats
 from sessions import entries, pool
 
@@ -24,7 +23,6 @@ from profiling_agent.jobs.tasks import MODULES
 from profiling_agent.measure.race import Conditions, Entries, run_one_session
 from profiling_agent.processes.child import can_fork, child_environment, fork_server
 
-MODELS = ("vit-cifar10", "resnet-cifar10", "swin-cifar10")
 # Of 30 sessions each, the lower end of a ratio of equal spreads is about 0.69.
 MAX_SLOWER, MIN_SPREAD = 1.05, 0.5
 
@@ -80,12 +78,10 @@ def checks_of(name: str, rows: list[dict[str, Any]]) -> list[Check]:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, nargs="+", default=[SHARED / "models" / name for name in MODELS])
+    parser = parser_of(__doc__, ("vit", "resnet", "swin"))
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sessions", type=int, default=30, help="of each way (default: 30)")
     parser.add_argument("--quick", action="store_true", help="4 sessions of each way, of the first model")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     models, num_sessions = (asked.models[:1], 4) if asked.quick else (asked.models, asked.sessions)
     rows: list[dict[str, Any]] = []

@@ -5,18 +5,15 @@
 With an empty cache of our own, so that the embedded model is trained as well; pip's cache is left as it is.
 """
 
-import argparse
 import os
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-from checks import Check, finish
+from checks import ROOT, Check, finish, parser_of
 
 from profiling_agent.reporting.results import read_report
-
-ROOT = Path(__file__).parents[1]
 
 
 def timed(command: list[str], folder: Path, environment: dict[str, str]) -> float:
@@ -28,8 +25,7 @@ def timed(command: list[str], folder: Path, environment: dict[str, str]) -> floa
 
 def main() -> int:
     """Clone, install, run; return 1 where a check does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         clone = Path(scratch) / "clone"

@@ -10,7 +10,6 @@ quantize_dynamic make of the model; ours has its attention fused) and eager floa
 said beforehand and as far apart as the other models' take, which the checks are read from.
 """
 
-import argparse
 import math
 import os
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checks import Check, Estimate, finish, stamped
+from checks import Check, Estimate, finish, parser_of, stamped
 from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
 from paper.numbers import TABLE_4
 from peers import worker_of_papers, worker_of_peer, write_peer
@@ -272,10 +271,9 @@ def show(chosen: Chosen, last: Sequence[dict[str, Any]]) -> None:
 
 def main() -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="one model, three deployments, few repeats, two sessions")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument(
         "--scratch", type=Path, metavar="DIR", help="keep the models here, and go on with those there are"
     )

@@ -8,7 +8,6 @@ of what the pass took: how often that is seen is the power curve. How far equal 
 intervals say: the mean of all should lie in nine of ten. Run it on a quiet machine.
 """
 
-import argparse
 import os
 import tempfile
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import Check, Estimate, finish, stamped
+from checks import SHARED, Check, Estimate, finish, parser_of, stamped
 from scipy import stats
 from sessions import Commands, entries
 
@@ -28,7 +27,6 @@ from profiling_agent.measure.worker import worker_command
 from profiling_agent.processes.child import ForkServer, child_environment, fork_server
 from profiling_agent.schemas import NUM_SESSIONS
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 SLOWER = (0.02, 0.03, 0.05, 0.10)
 # Of twenty right calls of twenty the lower end is 0.86.
 MIN_EQUAL, MIN_FOUND, MIN_COVERED = 0.8, 0.8, 0.9
@@ -87,12 +85,11 @@ def covered(rows: list[dict[str, Any]]) -> float:
 
 def main() -> int:
     """Run the benchmark, or the worker that is slower."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", type=Path, default=SHARED / "models" / "vit-cifar10", metavar="DIR")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--comparisons", type=int, default=20, help="of each kind, about 20 s each")
     parser.add_argument("--quick", action="store_true", help="two comparisons of each kind")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
     num = 2 if asked.quick else asked.comparisons
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)

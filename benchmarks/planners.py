@@ -26,7 +26,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from checks import Check, Estimate, finish, stamped, use_own_ledger
+from checks import ROOT, TRAINED, Check, Estimate, finish, parser_of, stamped, use_own_ledger
 from sessions import Sessions, add_option
 from transformers import AutoConfig
 
@@ -37,13 +37,11 @@ from profiling_agent.measure.worker import worker_command
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.schemas import Spent
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
 
-from chat_server import Script, chat_server  # noqa: E402
-from llm_personas import INJECTION, PERSONAS, drawn, uniform  # noqa: E402
+from chat_server import Script, chat_server
+from llm_personas import INJECTION, PERSONAS, drawn, uniform
 
-SHARED = ROOT.parent / "shared"
 BASELINES: dict[str, Script] = {"dice": drawn(), "uniform (the paper's)": uniform}
 ITERATIONS = 5
 MAX_POINTS = 1.0
@@ -250,10 +248,7 @@ def measure(evaluator: Evaluator, entries: Sequence[Entry]) -> list[dict[str, An
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("vit", "deit", "swin", "resnet")
-    parser.add_argument("--models", nargs="+", type=Path, default=[SHARED / "models" / f"{n}-cifar10" for n in names])
-    parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
+    parser = parser_of(__doc__, TRAINED)
     parser.add_argument("--personas", nargs="+", choices=tuple(PERSONAS), default=list(PERSONAS), metavar="NAME")
     parser.add_argument("--planners", nargs="+", choices=("hybrid", "llm"), default=["hybrid", "llm"])
     parser.add_argument("--baselines", nargs="*", choices=tuple(BASELINES), default=list(BASELINES), metavar="NAME")
@@ -262,7 +257,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--llm", metavar="openai:MODEL", help="a real language model instead of the personas")
     parser.add_argument("--base-url", metavar="URL", help="address of its server")
     parser.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE", help="llm.jsonl of earlier runs")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     add_option(parser)
     return parser
 

@@ -5,33 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    BeitConfig,
-    BeitForImageClassification,
-    ConvNextConfig,
-    ConvNextForImageClassification,
-    DeiTConfig,
-    DeiTForImageClassification,
-    Dinov2Config,
-    Dinov2ForImageClassification,
-    EfficientNetConfig,
-    EfficientNetForImageClassification,
-    MobileNetV2Config,
-    MobileNetV2ForImageClassification,
-    MobileViTConfig,
-    MobileViTForImageClassification,
-    PvtConfig,
-    PvtForImageClassification,
-    RegNetConfig,
-    RegNetForImageClassification,
-    ResNetConfig,
-    ResNetForImageClassification,
-    SegformerConfig,
-    SegformerForImageClassification,
-    SwinConfig,
-    SwinForImageClassification,
-)
 
 # Of noise, which norms of convolutions are estimated on.
 NUM_NOISE, SIDE = 32, 224
@@ -47,47 +22,63 @@ class Popular:
 
 
 SMALL_HEADS: Mapping[str, Any] = {"hidden_size": 384, "num_attention_heads": 6}
-REGNET_Y_400MF = RegNetConfig(
+REGNET_Y_400MF = transformers.RegNetConfig(
     layer_type="y", depths=[1, 3, 6, 6], hidden_sizes=[48, 104, 208, 440], groups_width=8, embedding_size=32
 )
 MODELS: Mapping[str, Popular] = {
     "DeiT-S": Popular(
-        lambda: DeiTForImageClassification(DeiTConfig(intermediate_size=1536, **SMALL_HEADS)), "deit", "10m"
+        lambda: transformers.DeiTForImageClassification(transformers.DeiTConfig(intermediate_size=1536, **SMALL_HEADS)),
+        "deit",
+        "10m",
     ),
     "BEiT-B": Popular(
-        lambda: BeitForImageClassification(BeitConfig(use_relative_position_bias=True, use_mask_token=False)),
+        lambda: transformers.BeitForImageClassification(
+            transformers.BeitConfig(use_relative_position_bias=True, use_mask_token=False)
+        ),
         "beit",
         "20m",
     ),
     # 14 px patches of 224, as people run it; its positions are for 518 px.
     "DINOv2-S": Popular(
-        lambda: Dinov2ForImageClassification(Dinov2Config(patch_size=14, image_size=518, **SMALL_HEADS)),
+        lambda: transformers.Dinov2ForImageClassification(
+            transformers.Dinov2Config(patch_size=14, image_size=518, **SMALL_HEADS)
+        ),
         "dinov2",
         "10m",
     ),
-    "Swin-T": Popular(lambda: SwinForImageClassification(SwinConfig()), "swin", "10m"),
+    "Swin-T": Popular(lambda: transformers.SwinForImageClassification(transformers.SwinConfig()), "swin", "10m"),
     # Trained layer scales are about 0.1; at 1e-6, what they start with, every block could go.
     "ConvNeXt-T": Popular(
-        lambda: ConvNextForImageClassification(ConvNextConfig(layer_scale_init_value=0.1)), "convnext", "10m"
+        lambda: transformers.ConvNextForImageClassification(transformers.ConvNextConfig(layer_scale_init_value=0.1)),
+        "convnext",
+        "10m",
     ),
-    "ResNet-50": Popular(lambda: ResNetForImageClassification(ResNetConfig()), "resnet_bottleneck", "10m"),
-    "RegNetY-400MF": Popular(lambda: RegNetForImageClassification(REGNET_Y_400MF), "regnet_y", "6m"),
+    "ResNet-50": Popular(
+        lambda: transformers.ResNetForImageClassification(transformers.ResNetConfig()), "resnet_bottleneck", "10m"
+    ),
+    "RegNetY-400MF": Popular(lambda: transformers.RegNetForImageClassification(REGNET_Y_400MF), "regnet_y", "6m"),
     # The configuration's own defaults are B7.
     "EfficientNet-B0": Popular(
-        lambda: EfficientNetForImageClassification(
-            EfficientNetConfig(
+        lambda: transformers.EfficientNetForImageClassification(
+            transformers.EfficientNetConfig(
                 image_size=224, width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280, dropout_rate=0.2
             )
         ),
         "efficientnet",
         "6m",
     ),
-    "MobileNetV2": Popular(lambda: MobileNetV2ForImageClassification(MobileNetV2Config()), "mobilenet_v2", "6m"),
-    "MobileViT-S": Popular(
-        lambda: MobileViTForImageClassification(MobileViTConfig(image_size=224)), "mobilevit", "10m"
+    "MobileNetV2": Popular(
+        lambda: transformers.MobileNetV2ForImageClassification(transformers.MobileNetV2Config()), "mobilenet_v2", "6m"
     ),
-    "SegFormer-B0": Popular(lambda: SegformerForImageClassification(SegformerConfig()), "segformer", "6m"),
-    "PVT-T": Popular(lambda: PvtForImageClassification(PvtConfig()), "pvt", "10m"),
+    "MobileViT-S": Popular(
+        lambda: transformers.MobileViTForImageClassification(transformers.MobileViTConfig(image_size=224)),
+        "mobilevit",
+        "10m",
+    ),
+    "SegFormer-B0": Popular(
+        lambda: transformers.SegformerForImageClassification(transformers.SegformerConfig()), "segformer", "6m"
+    ),
+    "PVT-T": Popular(lambda: transformers.PvtForImageClassification(transformers.PvtConfig()), "pvt", "10m"),
 }
 
 

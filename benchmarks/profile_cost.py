@@ -1,12 +1,11 @@
 """Cost of a profile: forward passes and seconds for a full-size ViT-B/16 with random weights."""
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from checks import Check, finish
+from checks import Check, finish, parser_of
 from transformers import ViTConfig, ViTForImageClassification
 
 from profiling_agent.lib.modules import pin_threads
@@ -52,9 +51,8 @@ def measure(batch_size: int) -> dict[str, Any]:
 
 def main() -> int:
     """Print the table and its checks; batch 1 alone with --quick."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="batch 1 alone")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     pin_threads()
     rows = [measure(batch_size) for batch_size in ((1,) if arguments.quick else (1, 32))]

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checks import Check, finish
+from checks import SHARED, TRAINED, Check, finish, parser_of
 from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
-from pruning_tradeoff import NAMES, SHARED
 from torch import Tensor, nn
 from tradeoff_subject import Draw, Subject
 from transformers import AutoImageProcessor, AutoModelForImageClassification
@@ -124,14 +123,13 @@ def checks_of(row: dict[str, Any]) -> list[Check]:
 
 def main() -> int:
     """Run every model; return 1 where a check does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="*", choices=tuple(MODELS), default=list(MODELS), metavar="NAME")
     parser.add_argument(
-        "--trained", nargs="*", type=Path, default=[SHARED / "models" / f"{name}-cifar10" for name in NAMES]
+        "--trained", nargs="*", type=Path, default=[SHARED / "models" / f"{name}-cifar10" for name in TRAINED]
     )
     parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
     parser.add_argument("--quick", action="store_true", help="times alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write checks and rows to this file")
     parser.add_argument("--memory-of", choices=tuple(MODELS), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     pin_threads()

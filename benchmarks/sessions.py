@@ -21,19 +21,10 @@ from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Race, RaceResult,
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--sessions`, at least two."""
+    """Add `--sessions`."""
     parser.add_argument(
-        "--sessions",
-        type=_at_least_two,
-        default=NUM_SESSIONS,
-        help=f"sessions that are pooled, all of them (default: {NUM_SESSIONS})",
+        "--sessions", type=int, default=NUM_SESSIONS, help=f"that are pooled, two or more (default: {NUM_SESSIONS})"
     )
-
-
-def _at_least_two(text: str) -> int:
-    if (number := int(text)) < 2:
-        raise argparse.ArgumentTypeError(f"{number} has no spread; ask for at least 2")
-    return number
 
 
 def pool(log_of_sessions: Sequence[float]) -> Estimate:

@@ -21,11 +21,11 @@ def serve_holding(parent: Parent) -> None:
 def serve_states(parent: Parent, states: str) -> None:
     """Answer each sample with the next state of the GPU, and the number of the sample as its time."""
     parent.receive(WorkerSetup)
-    parent.send(Reply(kind="ready"))
+    parent.send(Reply())
     for number, state in enumerate(json.loads(states), start=1):
         runs = parent.receive(SampleRequest).runs
         gpu = None if state is None else GpuState.model_validate(state)
-        parent.send(Reply(kind="times", samples_ms=(float(number),) * runs, device_bytes=7, gpu=gpu))
+        parent.send(Reply(samples_ms=(float(number),) * runs, device_bytes=7, gpu=gpu))
     parent.receive(SampleRequest)
 
 

@@ -54,10 +54,9 @@ def room_bytes(total: int, free: int) -> int:
 class Conditions:
     """Conditions of a race of saved models; paths are relative to `root`.
 
-    With a `server`, processes of torch are copies of one that has imported it: ready seconds earlier and as fast, but their
-    peak memory means nothing and is dropped. If `enqueued`, passes on a GPU follow each other without waiting. A session ends
-    when its remaining models were timed for `seconds_per_model` each, on average. `memory_bytes` is by default half of the
-    machine's, seven tenths of what is free, and 4 GiB at most; of a GPU seven tenths of what is free.
+    With a `server`, processes of torch are forks: ready seconds earlier and as fast, but their peak memory means nothing and is
+    dropped. If `enqueued`, passes on a GPU follow each other without waiting. A session ends when its models were timed for
+    `seconds_per_model` each, on average. `memory_bytes` is for all processes of a session, by default `room_bytes`.
     """
 
     root: Path
@@ -190,7 +189,6 @@ class _Session:
     def _result(self, index: int) -> RaceResult:
         samples_ms = [pass_ms for sample in self.samples[index] for pass_ms in sample]
         turns = tuple(np.exp(intervals.log_ratios(self.samples[index], self.samples[0])).tolist())
-        # A copy of a process that has imported more than the model needs tells nothing of the model's memory.
         peak = self.processes[index].peak_bytes() if self.conditions.server is None else None
         peaks = () if peak is None else (peak,)
         return _race_result(*self.entries[index], samples_ms, self.conditions.batch_size, (turns,), peaks)
@@ -356,25 +354,14 @@ def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
 
 def compare(own: RaceResult, other: RaceResult) -> intervals.Score:
     """Return how many times as fast one model of a race is as another, from the turns of both over the first, session by session."""
-    sessions = [
-        np.log(ours[: len(theirs)]) - np.log(theirs[: len(ours)])
-        for ours, theirs in zip(own.turns, other.turns, strict=True)
-    ]
-    return intervals.score(sessions)
+    both = zip(own.turns, other.turns, strict=True)
+    return intervals.score([np.log(ours[: len(its)]) - np.log(its[: len(ours)]) for ours, its in both])
 
 
 def noise_warning(race: Race) -> str | None:
     """Return a line on the difference that the race can't detect, or None if it could tell 5% apart."""
-    if race.detectable <= TOO_NOISY:
-        return None
-    return (
-        f"too noisy to tell candidates apart that differ by less than {race.detectable:.0%}: "
-        "measure again while nothing else runs on this machine"
-    )
-
-
-# After its first pass a runtime may use other kernels, and more memory.
-MEMORY_PASSES = 3
+    less = f"too noisy to tell candidates apart that differ by less than {race.detectable:.0%}"
+    return f"{less}: measure again while nothing else runs on this machine" if race.detectable > TOO_NOISY else None
 
 
 def memory_use(model: ArtifactRef, *, root: Path, batch_size: int, device: str = "cpu") -> schemas.MemoryUse:
@@ -385,7 +372,8 @@ def memory_use(model: ArtifactRef, *, root: Path, batch_size: int, device: str =
     """
     with Conditions(root=root, batch_size=batch_size, device=device).process(model) as process:
         process.wait_until_ready()
-        process.take_sample(MEMORY_PASSES)
+        # After its first pass a runtime may use other kernels, and more memory.
+        process.take_sample(3)
         peak_bytes = machine.peak_memory_bytes(process.pid) if process.device_bytes is None else process.device_bytes
     return schemas.MemoryUse(
         model=model,
@@ -491,13 +479,24 @@ def measure_saved(
             conditions = Conditions(
                 root=Path("/"), batch_size=size, device=device, enqueued=True, seconds_per_model=seconds_per_model
             )
-            # The first is the baseline of the race, which ends with it.
+            results: tuple[RaceResult, ...] = ()
+            # The first is the baseline of a race, which ends with it.
             for start in range(len(refs)):
-                entries = [(Variant.BASELINE, ref) for ref in refs[start:]]
                 with suppress(JobError):
+                    entries = [(Variant.BASELINE, ref) for ref in refs[start:]]
                     results = race_once(entries, conditions, progress=progress).results
-                    rows += [_throughput(result) for result in results]
                     break
+            for result in results:
+                latency = result.latency
+                row = schemas.Throughput(
+                    model=result.model,
+                    batch_size=size,
+                    images_per_s=size * 1e3 / latency.median_ms,
+                    low=size * 1e3 / latency.high_ms,
+                    high=size * 1e3 / latency.low_ms,
+                    latency=latency,
+                )
+                rows.append(row)
         for number, (ref, model) in enumerate(zip(refs, models, strict=True)):
             progress("reading memory", number, len(refs))
             memory = memory_use(ref, root=Path("/"), batch_size=1, device=device)
@@ -505,18 +504,3 @@ def measure_saved(
             taken = schemas.ResourceUse(model=ref, throughput=of_model, memory=memory, environment=memory.environment)
             measured.append(MeasuredModel(name=model.name, taken=taken))
     return Measurements(models=tuple(measured))
-
-
-def _throughput(result: RaceResult) -> schemas.Throughput:
-    latency = result.latency
-    images_per_s, low, high = (
-        latency.batch_size * 1e3 / pass_ms for pass_ms in (latency.median_ms, latency.high_ms, latency.low_ms)
-    )
-    return schemas.Throughput(
-        model=result.model,
-        batch_size=latency.batch_size,
-        images_per_s=images_per_s,
-        low=low,
-        high=high,
-        latency=latency,
-    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import psutil
 from pydantic import Field
@@ -199,9 +199,8 @@ class SampleRequest(Record):
 
 
 class Reply(Record):
-    """A worker's answer: its model is loaded, or the time of each pass and the peak memory on its device."""
+    """A worker's answer: the time of each pass and the peak memory on its device; of no pass once its model is loaded."""
 
-    kind: Literal["ready", "times"]
     samples_ms: tuple[float, ...] = ()
     device_bytes: int | None = None
     gpu: GpuState | None = Field(default=None, description="the state of the GPU in this sample; None without NVML")
@@ -209,11 +208,7 @@ class Reply(Record):
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of an opened model over a batch: functions that return milliseconds.
-
-    `peak_bytes` returns the peak of this process's allocations on a device, None on the CPU; `enqueued` the mean of passes that
-    follow each other without waiting.
-    """
+    """One pass of a model over a batch, and the mean of passes that are `enqueued`, ms; its peak bytes on a device, else None."""
 
     run_once: Callable[[], float]
     peak_bytes: Callable[[], int | None] = lambda: None
@@ -246,7 +241,7 @@ def serve(parent: Parent, open_model: Callable[[WorkerSetup], Pass]) -> None:
     """Load a model, with at most the threads of `WorkerSetup`; answer with samples until the parent exits; never returns."""
     setup = parent.receive(WorkerSetup)
     model = open_model(setup)
-    parent.send(Reply(kind="ready"))
+    parent.send(Reply())
     is_first = True
     while True:
         runs, state = parent.receive(SampleRequest).runs, None
@@ -257,7 +252,7 @@ def serve(parent: Parent, open_model: Callable[[WorkerSetup], Pass]) -> None:
             times = [first] if first > LONG_MS and not is_first else []
             times += [model.run_once() for _ in range(runs - len(times))]
         is_first = False
-        parent.send(Reply(kind="times", samples_ms=tuple(times), device_bytes=model.peak_bytes(), gpu=state))
+        parent.send(Reply(samples_ms=tuple(times), device_bytes=model.peak_bytes(), gpu=state))
 
 
 def _gpu_sample(model: Pass, runs: int) -> tuple[list[float], GpuState | None]:
@@ -290,9 +285,8 @@ def worker_command(folder: Path) -> list[str]:
 class TimedProcess:
     """One worker, which loads its model from its start; a context manager that leaves no process behind.
 
-    `pass_s` is the known duration of a batch. A GPU that was slowed down rests for `cool_s` before a turn is measured again.
-    A `server` forks a process that has imported more than the model needs: as fast, ready seconds earlier, but with more
-    memory. The allocator has the settings that the model is used with, though others would be steadier (docs/decisions/0016).
+    `pass_s` is the known duration of a batch. A `server` forks a process that has imported more than the model needs. The
+    allocator has the settings that the model is used with, though others would be steadier (docs/decisions/0016).
     """
 
     def __init__(

@@ -271,14 +271,8 @@ def spread_evenly(widths: Sequence[int], max_count: int) -> list[int]:
     return [widths[(index + 1) * len(widths) // count - 1] for index in range(count)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A layer of a unit: the shape of its input, and which of its sides shrinks with the unit."""
-
-    layer: nn.Linear | nn.Conv2d
-    shape: tuple[int, ...]
-    rows: bool
-    columns: bool
+# A layer of a unit, the shape of its input, and whether its rows and its columns shrink with the unit.
+_Part = tuple[nn.Linear | nn.Conv2d, tuple[int, ...], bool, bool]
 
 
 def time_units(model: nn.Module, units: Sequence[Unit], batch: Tensor, *, progress: Progress = silent) -> LatencyTable:
@@ -305,8 +299,8 @@ def time_units(model: nn.Module, units: Sequence[Unit], batch: Tensor, *, progre
             if isinstance(layer, (nn.Linear, nn.Conv2d)) and shape is not None:
                 # On the way to the consumer only a grouped layer reads the unit's channels; others compute weights for them.
                 grouped = name in unit.inner and isinstance(layer, nn.Conv2d) and layer.groups > 1
-                parts.append(_Part(layer, shape, rows=name not in readers, columns=name in readers or grouped))
-        key = (unit.width, unit.step, *((p.layer.extra_repr(), p.shape, p.rows, p.columns) for p in parts))
+                parts.append((layer, shape, name not in readers, name in readers or grouped))
+        key = (unit.width, unit.step, *((layer.extra_repr(), *others) for layer, *others in parts))
         if key not in timed:
             timed[key] = _time_widths(unit, parts, batch.device)
         samples[unit.name] = timed[key]
@@ -340,16 +334,15 @@ def _calls(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device)
     share, on_gpu = width / unit.width, device.type == "cuda"
     # On a GPU the deployed precision, whose times float32's don't predict.
     kind: Any = {"device": device, "dtype": torch.bfloat16 if on_gpu else torch.float32}
-    for part in parts:
-        layer, shape = part.layer, list(part.shape)
-        axis = 1 if isinstance(layer, nn.Conv2d) else -1
-        shape[axis] = round(shape[axis] * share) if part.columns else shape[axis]
-        rows = round(len(layer.weight) * share) if part.rows else len(layer.weight)
+    for layer, full_shape, has_rows, has_columns in parts:
+        axis, shape = 1 if isinstance(layer, nn.Conv2d) else -1, list(full_shape)
+        shape[axis] = round(shape[axis] * share) if has_columns else shape[axis]
+        rows = round(len(layer.weight) * share) if has_rows else len(layer.weight)
         resized: nn.Module
         if isinstance(layer, nn.Linear):
             resized = nn.Linear(shape[axis], rows, bias=has_bias(layer))
         else:
-            groups = round(layer.groups * share) if layer.groups > 1 and part.columns else layer.groups
+            groups = round(layer.groups * share) if layer.groups > 1 and has_columns else layer.groups
             geometry: dict[str, Any] = {name: getattr(layer, name) for name in ("stride", "padding", "dilation")}
             kernel: Any = layer.kernel_size
             resized = nn.Conv2d(shape[axis], rows, kernel, groups=groups, bias=has_bias(layer), **geometry)
@@ -361,9 +354,9 @@ def _calls(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device)
         yield partial(resized, inputs)
     if unit.kind is schemas.UnitKind.HEADS:
         # The last producer makes the values: if attention reduces their tokens, as PVT's, the consumer reads more of them.
-        *outer, num_queries, channels = parts[-1].shape
+        *outer, num_queries, channels = parts[-1][1]
         rows, size = math.prod(outer), max(channels // unit.width, 1)
-        num_keys = max(math.prod(parts[len(unit.producers) - 1].shape[:-1]) // rows, 1)
+        num_keys = max(math.prod(parts[len(unit.producers) - 1][1][:-1]) // rows, 1)
         queries, keys = (torch.randn((rows, width, tokens, size), **kind) for tokens in (num_queries, num_keys))
         yield partial(F.scaled_dot_product_attention, queries, keys, keys)
 
