@@ -47,9 +47,8 @@ def main() -> int:
         f"set-up {setup_s:.0f} s, run {run_s:.0f} s: {row['verdict']} after {row['attempts']} plans, "
         f"report.html of {page / 1e6:.1f} MB"
     )
-    return finish(
-        [Check.at_most("minutes from a clean clone to the verdict", (setup_s + run_s) / 60, 15)], [row], asked.json
-    )
+    check = Check.at_most("minutes from a clean clone to the verdict", (setup_s + run_s) / 60, 15)
+    return finish([check], [row], asked.json)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,6 @@ def prepare(name: str, shop: Workshop) -> tuple[nn.Module, ArtifactRef, list[Pru
     return dense, shop.add(dense, "float32", spec=SPEC, processor=processor), cuts
 
 
-def field_of(commands: Sequence[Sequence[str]], *, is_quick: bool) -> Sessions:
-    """Return the field of a race at batch size 1."""
-    return Sessions(commands, 1, seconds_per_model=4 if is_quick else 8)
-
-
 def row_of(
     model: str, made: Made, whole: int, race: Sessions, place: int, macs_of_limit: dict[str, float]
 ) -> dict[str, Any]:
@@ -157,8 +152,8 @@ def search(name: str, shop: Workshop, limits: dict[str, float], *, is_quick: boo
     """Make every deployment, race them in one session, and choose ours; what was made before isn't made again."""
     print(f"\n{name}", flush=True)
     dense, plain, cuts = prepare(name, shop)
-    made = deployed(shop, plain, wanted(is_quick=is_quick))
-    race = field_of([worker_command(shop.path(one)) for one in made], is_quick=is_quick)
+    made, seconds_per_model = deployed(shop, plain, wanted(is_quick=is_quick)), 4.0 if is_quick else 8.0
+    race = Sessions([worker_command(shop.path(one)) for one in made], 1, seconds_per_model)
     race.hold(chooses=True)
     assert made[0].deployed is not None
     macs = sum(macs_by_module(dense).values())
@@ -177,7 +172,7 @@ def search(name: str, shop: Workshop, limits: dict[str, float], *, is_quick: boo
         *((f"pruned, {one.name}", cuts[-1].macs_saved, worker_command(shop.path(one))) for one in both),
     ]
     entered = [(told, gone) for told, gone, _ in field]
-    return Chosen(name, rows, ours, entered, field_of([command for _, _, command in field], is_quick=is_quick))
+    return Chosen(name, rows, ours, entered, Sessions([command for *_, command in field], 1, seconds_per_model))
 
 
 def finals(chosen: Chosen) -> list[dict[str, Any]]:
@@ -191,56 +186,41 @@ def finals(chosen: Chosen) -> list[dict[str, Any]]:
             "final": name,
             "macs_saved": chosen.entered[place][1],
             "latency_ms": field.median_ms(place),
-            **{
-                key: _triple(field.over(place, places[other])) if other in places else None
-                for key, other in beside.items()
-            },
+            **{key: _triple(field, place, places.get(other)) for key, other in beside.items()},
             **field.told(place),
         }
         for name, place in places.items()
     ]
 
 
-def _triple(estimate: Estimate) -> list[float]:
-    return [estimate.value, estimate.low, estimate.high]
+def _triple(field: Sessions, place: int, other: int | None) -> list[float] | None:
+    return None if other is None else list(astuple(field.over(place, other)))
 
 
 def checks_of(chosen: Chosen, last: Sequence[dict[str, Any]]) -> list[Check]:
     """Return what must hold; what didn't last holds nothing."""
     rows = {row["final"]: row for row in last}
-    ours = chosen.ours
-    pruned, quantized = next(
-        (steps["pruning"][-1], steps["quantization"][-1]) for name, steps in TABLE_4.items() if name == chosen.name
-    )
+    ours, both = chosen.ours, chosen.both
+    steps = next(steps for name, steps in TABLE_4.items() if name == chosen.name)
+    pruned, quantized = steps["pruning"][-1], steps["quantization"][-1]
 
-    def over(final: str, key: str) -> Estimate | float:
+    def over(final: str, key: str = "over_fp32") -> Estimate | float:
         triple = rows[final][key] if final in rows else None
         return Estimate(*triple) if triple else 0.0
 
-    who, both = f"{chosen.name}: {ours['deployment']}", f"{chosen.name}: pruned and int8"
+    int8, who, pair = ours["deployment"], f"{chosen.name}: {ours['deployment']}", f"{chosen.name}: pruned and int8"
     found = [
-        Check.at_least(
-            f"{who} over eager float32, beside the paper's", over(ours["deployment"], "over_fp32"), quantized
-        ),
-        Check.at_least(
-            f"{who} over ONNX Runtime dynamic", over(ours["deployment"], "over_peer"), MIN_OVER_PEER[chosen.name]
-        ),
+        Check.at_least(f"{who} over eager float32, beside the paper's", over(int8), quantized),
+        Check.at_least(f"{who} over ONNX Runtime dynamic", over(int8, "over_peer"), MIN_OVER_PEER[chosen.name]),
         Check.at_most(f"{who}, size on disk of float32's", ours["size"], MAX_SIZE),
         Check.at_most(f"{who}, relative distance of logits", ours["error"], MAX_ERROR),
-        Check.at_least(f"{both} over int8 alone", over(chosen.both, "over_int8"), 1.0),
-        Check.at_least(
-            f"{both} over eager float32",
-            over(chosen.both, "over_fp32"),
-            MIN_OVER_PAPER * max(pruned, quantized),
-        ),
+        Check.at_least(f"{pair} over int8 alone", over(both, "over_int8"), 1.0),
+        Check.at_least(f"{pair} over eager float32", over(both), MIN_OVER_PAPER * max(pruned, quantized)),
     ]
     for name, gone in chosen.entered:
-        if gone and name != chosen.both:
-            found.append(
-                Check.at_least(
-                    f"{chosen.name}: {name}, over eager float32", over(name, "over_fp32"), 1 + MIN_GAIN * gone
-                )
-            )
+        if gone and name != both:
+            least = 1 + MIN_GAIN * gone
+            found.append(Check.at_least(f"{chosen.name}: {name}, over eager float32", over(name), least))
     return found
 
 
@@ -253,11 +233,9 @@ def show(chosen: Chosen, last: Sequence[dict[str, Any]]) -> None:
     print(f"\n{chosen.name}, all deployments in one session")
     print(f"  {'deployment':<35}{'MB':>7}{'of fp32':>9}{'error':>8}{'ms':>8}  over eager fp32, of the limit")
     for row in chosen.rows:
-        took = (
-            f"{row['latency_ms']:>8.1f}  {row['over_fp32']:.2f} {row['of_limit']:>6.0%}"
-            if row["latency_ms"]
-            else f"{'-':>8}"
-        )
+        took = f"{'-':>8}"
+        if row["latency_ms"]:
+            took = f"{row['latency_ms']:>8.1f}  {row['over_fp32']:.2f} {row['of_limit']:>6.0%}"
         print(
             f"{'*' if row is chosen.ours else ' '} {row['deployment']:<35}{row['size_bytes'] / 1e6:>7.1f}{row['size']:>9.1%}"
             f"{row['error']:>8.4f}{took}" + (f"  {row['dropped']}" if row["dropped"] else "")

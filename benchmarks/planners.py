@@ -90,14 +90,6 @@ class Evaluator:
 
         return hear
 
-    def raced(self, rows: list[dict[str, Any]], run_ids: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the rows with each run's best model raced against the first's, and print that."""
-        batch_size: int = Request.model_fields["batch_size"].default
-        ratios = race_the_best([self.folder / run_id for run_id in run_ids], batch_size, self.sessions)
-        rows = [row | {"over_rules": ratio} for row, ratio in zip(rows, ratios, strict=True)]
-        told_over_rules(rows)
-        return rows
-
 
 def row_of(model: str, persona: str, planner: str, report: RunReport, seconds: float) -> dict[str, Any]:
     """Return a run's line of the table."""
@@ -149,10 +141,7 @@ def tell(row: dict[str, Any]) -> None:
 
 
 def race_the_best(folders: Sequence[Path], batch_size: int, sessions: int) -> list[list[float]]:
-    """Return each run's best model over the first run's: times as fast with its 95% interval, all in the same sessions.
-
-    Models of the same bytes are raced once.
-    """
+    """Return each run's best model over the first's, with its interval, in the same sessions; equal ones are raced once."""
     models = [(folder / "best").resolve() for folder in folders]
     prints = ["".join(file_sha256(file) for file in sorted(model.glob("*.safetensors"))) for model in models]
     places = {sha256: place for place, sha256 in enumerate(dict.fromkeys(prints))}
@@ -177,15 +166,6 @@ def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
             over = Estimate(*row["over_rules"])
             checks.append(Check.at_least(f"{who}: speed over the rules'", over, MIN_OVER_RULES))
     return checks
-
-
-def told_over_rules(rows: Sequence[dict[str, Any]]) -> None:
-    """Print each run's best model beside the rules', raced directly."""
-    print("  the best models of all runs in the same races, over the rules' (below 1: slower):")
-    for row in rows[1:]:
-        ratio, low, high = row["over_rules"]
-        verdict = "faster" if low > 1 else "slower" if high < 1 else "the same model" if low == high else "within noise"
-        print(f"  {row['persona']:<22}{row['planner']:<8}{ratio:.3f} [{low:.3f}, {high:.3f}]  {verdict}", flush=True)
 
 
 def with_label(model: Path, folder: Path) -> Path:
@@ -244,7 +224,15 @@ def measure(evaluator: Evaluator, entries: Sequence[Entry]) -> list[dict[str, An
         rows.append(row_of(name, entry.who, entry.planner, report, seconds) | costs_of(spent))
         run_ids.append(run_id)
         tell(rows[-1])
-    return evaluator.raced(rows, run_ids)
+    batch_size: int = Request.model_fields["batch_size"].default
+    ratios = race_the_best([evaluator.folder / run_id for run_id in run_ids], batch_size, evaluator.sessions)
+    rows = [row | {"over_rules": ratio} for row, ratio in zip(rows, ratios, strict=True)]
+    print("  the best models of all runs in the same races, over the rules' (below 1: slower):")
+    for row in rows[1:]:
+        ratio, low, high = row["over_rules"]
+        verdict = "faster" if low > 1 else "slower" if high < 1 else "the same model" if low == high else "within noise"
+        print(f"  {row['persona']:<22}{row['planner']:<8}{ratio:.3f} [{low:.3f}, {high:.3f}]  {verdict}", flush=True)
+    return rows
 
 
 def _parser() -> argparse.ArgumentParser:

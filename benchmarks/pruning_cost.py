@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +89,6 @@ def memory_of_fresh_process(name: str) -> dict[str, int]:
     return json.loads(said.splitlines()[-1])
 
 
-def measure(name: str, *, is_quick: bool) -> dict[str, Any]:
-    """Return one model's row."""
-    return {"model": name, **seconds(name), **({} if is_quick else memory_of_fresh_process(name))}
-
-
 def evidence(folder: Path, data: Path) -> dict[str, Any]:
     """Return how long the evidence on a trained model takes, once its images are read."""
     name = folder.name.removesuffix("-cifar10")
@@ -137,9 +131,12 @@ def main() -> int:
         print(json.dumps(memory(asked.memory_of)))
         return 0
     rows = []
-    jobs = [partial(measure, name, is_quick=asked.quick) for name in asked.models]
-    for job in (*jobs, *(partial(evidence, folder, asked.data) for folder in asked.trained if folder.exists())):
-        rows.append(job())
+    for measured in (*asked.models, *(folder for folder in asked.trained if folder.exists())):
+        if isinstance(measured, Path):
+            rows.append(evidence(measured, asked.data))
+        else:
+            used = {} if asked.quick else memory_of_fresh_process(measured)
+            rows.append({"model": measured, **seconds(measured), **used})
         print(
             "  ".join(f"{key} {value if isinstance(value, str) else f'{value:.6g}'}" for key, value in rows[-1].items())
         )

@@ -24,7 +24,7 @@ from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.jobs.tasks import AcquireTask, EvaluateTask, RaceTask, ResolveShapeTask
 from profiling_agent.measure.intervals import paired_drop
 from profiling_agent.measure.predictions import read_predictions
-from profiling_agent.schemas import SHARD, AccuracyDrop, Acquired, ArtifactRef, Deployment, Race, SplitInfo, Variant
+from profiling_agent.schemas import SHARD, AccuracyDrop, Acquired, ArtifactRef, Deployment, SplitInfo, Variant
 from profiling_agent.search.deployments import INT8
 
 BATCH_SIZE = 32
@@ -54,17 +54,13 @@ class Exam:
         """Return which images of each split `model` gets right."""
         found: list[Right] = []
         for split in self.splits:
-            tasks = [
-                EvaluateTask(
-                    model=model,
-                    split=split,
-                    shard=shard,
-                    batch_size=BATCH_SIZE,
-                    device="cpu",
-                    isolated=deployment.runtime != "eager",
-                )
-                for shard in split.shards(self.images)
-            ]
+            known: dict[str, Any] = {
+                "batch_size": BATCH_SIZE,
+                "device": "cpu",
+                "isolated": deployment.runtime != "eager",
+            }
+            shards = split.shards(self.images)
+            tasks = [EvaluateTask(model=model, split=split, shard=shard, **known) for shard in shards]
             files = [shard.predictions.files[0] for shard in self.shop.jobs.run_each(tasks)]
             found.append(np.concatenate([read_predictions(self.shop.root / file.path).right for file in files]))
         return found[0], found[1]
@@ -127,7 +123,9 @@ def measure(
         ]
         graded = [(one, grade(exam, model.name, one, base)) for one in made if one.deployed]
         rows = [(one, row) for one, row in graded if row]
-        race = run(shop, exam.baseline, [one for one, _ in rows])
+        entries = [(Variant.QUANTIZED, one.deployed.model) for one, _ in rows if one.deployed]
+        entries = (Variant.BASELINE, exam.baseline), *entries
+        race = shop.jobs.run(RaceTask(entries=entries, batch_size=BATCH_SIZE, device="cpu", seed=0))
     results = {result.model.sha256: result for result in race.results}
     for one, row in rows:
         result = results.get(one.deployed.model.sha256) if one.deployed else None
@@ -137,13 +135,6 @@ def measure(
     show(model.name, float(np.concatenate(base).mean()), found, ours)
     print(f"  {time.perf_counter() - started:.0f} s", flush=True)
     return found, checks_of(model.name, ours)
-
-
-def run(shop: Workshop, baseline: ArtifactRef, made: Sequence[Made]) -> Race:
-    """Let the deployments take turns at batch 32."""
-    entries = [(Variant.QUANTIZED, one.deployed.model) for one in made if one.deployed]
-    first = (Variant.BASELINE, baseline)
-    return shop.jobs.run(RaceTask(entries=(first, *entries), batch_size=BATCH_SIZE, device="cpu", seed=0))
 
 
 def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -28,11 +28,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def pool(log_of_sessions: Sequence[float]) -> Estimate:
-    """Return the geometric mean of the ratios whose logarithms are given, and its interval by Student's t over them.
-
-    Raises:
-        ValueError: there are fewer than two.
-    """
+    """Return the geometric mean of ratios, by their logarithms, with Student's t interval; ValueError if there are fewer than two."""
     if len(log_of_sessions) < 2:
         raise ValueError(f"{len(log_of_sessions)} sessions have no spread; at least 2 are needed")
     score = score_over_sessions(log_of_sessions)
@@ -68,12 +64,9 @@ class Sessions:
     stamps: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def hold(self, *, chooses: bool = False) -> None:
-        """Hold one more session, in new processes, each as it would run deployed.
+        """Hold one more session, in new processes, each as it would run deployed; JobError as `race_once` and `run_one_session`.
 
         One that `chooses` goes on without those that fail or are far behind; in another all take part to the end.
-
-        Raises:
-            JobError: the first model crashed or hung, or any did if the session doesn't choose.
         """
         conditions = Commands(
             commands=self.commands,

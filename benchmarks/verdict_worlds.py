@@ -74,9 +74,8 @@ def ref(name: str, kind: Any = "model") -> ArtifactRef:
 
 def latency(batch_ms: float) -> schemas.LatencyStats:
     """Return the statistics of a batch of four that takes so long."""
-    return schemas.LatencyStats(
-        batch_size=4, median_ms=batch_ms, low_ms=batch_ms, high_ms=batch_ms, samples_ms=(batch_ms,) * NUM_TURNS
-    )
+    interval = {"median_ms": batch_ms, "low_ms": batch_ms, "high_ms": batch_ms}
+    return schemas.LatencyStats(batch_size=4, samples_ms=(batch_ms,) * NUM_TURNS, **interval)
 
 
 @dataclass
@@ -118,9 +117,8 @@ class World:
             return self.session(task)
         if isinstance(task, MemoryTask):
             self.spend(1, 4)
-            return schemas.MemoryUse(
-                model=task.model, batch_size=4, peak_bytes=10**9, size_bytes=1000, environment=HERE
-            )
+            known: dict[str, Any] = {"batch_size": 4, "size_bytes": 1000, "environment": HERE}
+            return schemas.MemoryUse(model=task.model, peak_bytes=10**9, **known)
         raise JobError("it doesn't exist here")
 
     def spend(self, seconds: float, passes: float) -> None:
@@ -372,10 +370,7 @@ def drawn_rows(num_worlds: int) -> list[dict[str, Any]]:
 
     def add(row: dict[str, Any]) -> None:
         rows.append(row)
-        print(
-            *(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()),
-            flush=True,
-        )
+        print(*(f"{n} {v:.3g}" if isinstance(v, float) else f"{n} {v}" for n, v in row.items()), flush=True)
 
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
         root = Path(scratch)

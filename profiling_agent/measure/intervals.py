@@ -16,10 +16,6 @@ from profiling_agent.schemas import AccuracyDrop, LatencyStats
 CONFIDENCE = 0.95
 # The best stake is the distance from the limit over the share of discordant images: a point over 1%, over 30%, and between.
 STAKES: NDArray[np.float64] = np.array([0.98, 0.6, 0.36, 0.22, 0.13, 0.08, 0.05, 0.03])
-# The stake that is safe for any limit from -1 to 1.
-SAFE_STAKE = 0.5
-# The bounds of a sequential test are multiples of one over this: a hundredth of an image in ten thousand.
-STEPS = 1_000_000
 
 Decision = Literal["kept", "lost", "undecided"]
 
@@ -50,8 +46,8 @@ def _log_wealth(num_lost: float, num_gained: float, num_images: float, drop: flo
     exceed 1 / error with a probability of at most `error` (Ville's inequality; I. Waudby-Smith and A. Ramdas, Journal of the
     Royal Statistical Society B 86, 2024, 1-27): the test may be looked at after any image, and stopped by its result.
     """
-    # Gamblers who could lose more than they have don't play: below 0 only those with a stake that is safe at any drop do.
-    stakes = STAKES if drop >= 0 else STAKES[STAKES <= SAFE_STAKE]
+    # Gamblers who could lose more than they have don't play: a stake up to a half is safe at any drop.
+    stakes = STAKES if drop >= 0 else STAKES[STAKES <= 0.5]
     log_wealths = (
         num_lost * np.log1p(-stakes * (1 - drop))
         + num_gained * np.log1p(stakes * (1 + drop))
@@ -61,12 +57,13 @@ def _log_wealth(num_lost: float, num_gained: float, num_images: float, drop: flo
 
 
 def upper_bound(counts: Counts, error: float) -> float:
-    """Return the upper bound of the drop, with an error of `error` over all looks together."""
+    """Return the upper bound of the drop, with an error of `error` over all looks together, to a millionth."""
+    steps = 1_000_000
 
     def log_wealth(step: int) -> float:
-        return _log_wealth(counts.num_lost, counts.num_gained, counts.num_images, step / STEPS)
+        return _log_wealth(counts.num_lost, counts.num_gained, counts.num_images, step / steps)
 
-    return bisect_left(range(-STEPS, STEPS), -math.log(error), key=log_wealth) / STEPS - 1
+    return bisect_left(range(-steps, steps), -math.log(error), key=log_wealth) / steps - 1
 
 
 def lower_bound(counts: Counts, error: float) -> float:

@@ -96,7 +96,6 @@ class _Session:
     conditions: Conditions
     chooses: bool
     processes: dict[int, TimedProcess] = field(default_factory=dict[int, TimedProcess])
-    # Passes of a turn, and samples of each turn, by the model's place.
     runs: dict[int, int] = field(default_factory=dict[int, int])
     samples: dict[int, list[list[float]]] = field(default_factory=dict[int, list[list[float]]])
     lost: dict[int, JobError] = field(default_factory=dict[int, JobError])
@@ -229,9 +228,8 @@ def _race(results: Sequence[RaceResult], notes: Sequence[str], **fields: Any) ->
 def race_once(entries: Entries, conditions: Conditions, *, progress: Progress = silent) -> Race:
     """Race all entries in one session, which is good enough to choose with. The first is the baseline.
 
-    Every model loads in its own process; then they take turns, one at a time, in a shuffled order at each repeat. A
-    speed-up is the median over turns of baseline time over candidate time at the same turn. If memory doesn't hold all models
-    at once, they take turns in parts, each with the first; killed models are retried in the last.
+    A speed-up is the median over turns of baseline time over candidate time at the same turn. If memory doesn't hold all
+    models at once, they take turns in parts, each with the first; killed models are retried in the last.
 
     Raises:
         JobError: the baseline crashed or hung; with its last output.
@@ -278,13 +276,9 @@ def run_one_session(entries: Entries, conditions: Conditions, number: int, *, pr
     return _race(list(results.values()), notes, num_repeats=session.num_repeats, num_sessions=1)
 
 
-# A process may be killed from outside; repeated deaths are no accident.
-MAX_VOID = 2
-# A session whose baseline takes this many times as long as in the best one ran next to other work; at most so many are
-# repeated. Of five sessions MIN_STEADY suffice, if the others ran next to other work.
-MAX_SLOWDOWN, MAX_AGAIN, MIN_STEADY = 1.25, 3, 3
-# A race that can't tell apart models that differ by this much gets a warning.
-TOO_NOISY = 0.05
+# A process may be killed from outside; repeated deaths are no accident. A session whose baseline takes MAX_SLOWDOWN times as
+# long as in the best one ran next to other work: at most MAX_AGAIN are repeated, and of five MIN_STEADY others suffice.
+MAX_VOID, MAX_SLOWDOWN, MAX_AGAIN, MIN_STEADY = 2, 1.25, 3, 3
 
 
 def run_sessions(hold: Callable[[int], Race], num_sessions: int) -> tuple[list[Race], tuple[str, ...]]:
@@ -353,7 +347,7 @@ def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
 
 
 def compare(own: RaceResult, other: RaceResult) -> intervals.Score:
-    """Return how many times as fast one model of a race is as another, from the turns of both over the first, session by session."""
+    """Return how many times as fast one model of a race is as another, from the turns of both, session by session."""
     both = zip(own.turns, other.turns, strict=True)
     return intervals.score([np.log(ours[: len(its)]) - np.log(its[: len(ours)]) for ours, its in both])
 
@@ -361,7 +355,7 @@ def compare(own: RaceResult, other: RaceResult) -> intervals.Score:
 def noise_warning(race: Race) -> str | None:
     """Return a line on the difference that the race can't detect, or None if it could tell 5% apart."""
     less = f"too noisy to tell candidates apart that differ by less than {race.detectable:.0%}"
-    return f"{less}: measure again while nothing else runs on this machine" if race.detectable > TOO_NOISY else None
+    return f"{less}: measure again while nothing else runs on this machine" if race.detectable > 0.05 else None
 
 
 def memory_use(model: ArtifactRef, *, root: Path, batch_size: int, device: str = "cpu") -> schemas.MemoryUse:

@@ -26,8 +26,6 @@ from profiling_agent.runtimes.artifact import open_folder, open_session
 from profiling_agent.runtimes.registry import Batch, Enqueues, ModelSession, OnDevice, noise_batch
 from profiling_agent.schemas import Energy, Headline, InputSpec, Record
 
-# A GPU raises its clocks within tens of milliseconds of work, and lowers them between turns.
-WARM_MS = 100.0
 # A turn on a GPU has at least this duration and number of passes; of slow models as many passes as fit in the maximum.
 MIN_TURN_MS, MIN_GPU_RUNS, MAX_TURN_MS = 50.0, 20, 1000.0
 # Of longer turns, the medians of this many equal parts are kept: a report shouldn't hold a hundred thousand numbers.
@@ -41,8 +39,9 @@ def gpu_runs(pass_ms: float) -> int:
     return max(1, min(runs, int(MAX_TURN_MS / pass_ms)))
 
 
-def warm(run_once: Callable[[], float], warm_ms: float = WARM_MS) -> int:
+def warm(run_once: Callable[[], float], warm_ms: float = 100.0) -> int:
     """Run passes until they have taken `warm_ms`; return their number."""
+    # A GPU raises its clocks within tens of milliseconds of work, and lowers them between turns.
     passes, spent_ms = 0, 0.0
     while spent_ms < warm_ms:
         spent_ms += max(run_once(), 1e-3)
@@ -115,12 +114,6 @@ def gpu_free_bytes() -> int | None:
     return free
 
 
-# Back-to-back passes between two readings of the clock while energy is measured.
-CHUNK_S = 0.25
-# The GPU's clocks stay up for a moment after the last pass, and with them the power.
-IDLE_AFTER_S = 1.0
-
-
 def energy_per_image(session: Enqueues, pixel_values: Batch, seconds: float = 2.0) -> Energy | None:
     """Return the energy of back-to-back passes over at least `seconds`; None if the driver doesn't count it."""
     if (gpu := nvml()) is None:
@@ -131,10 +124,11 @@ def energy_per_image(session: Enqueues, pixel_values: Batch, seconds: float = 2.
         return _query(module, lambda: module.nvmlDeviceGetTotalEnergyConsumption(handle))
 
     pass_ms = max(session.enqueued(pixel_values, 3) or 0.0, 1e-3)
-    time.sleep(IDLE_AFTER_S)
+    # The GPU's clocks stay up for a moment after the last pass, and with them the power.
+    time.sleep(1.0)
     idle = _query(module, lambda: module.nvmlDeviceGetPowerUsage(handle))
-    chunk = max(1, round(CHUNK_S * 1e3 / pass_ms))
-    # The first chunk raises the clocks.
+    # Between two readings of the clock a quarter of a second of passes is run; the first chunk raises the clocks.
+    chunk = max(1, round(0.25 * 1e3 / pass_ms))
     session.enqueued(pixel_values, chunk)
     before, started, passes = millijoules(), time.perf_counter(), 0
     while (elapsed := time.perf_counter() - started) < seconds:
@@ -153,7 +147,7 @@ def energy_per_image(session: Enqueues, pixel_values: Batch, seconds: float = 2.
     )
 
 
-# The duration of a headline's timed passes, and their number.
+# Of a headline's timed passes.
 HEADLINE_MS, MIN_RUNS, MAX_RUNS = 10_000, 2, 20
 
 
@@ -230,13 +224,6 @@ def serve_artifact(parent: Parent, folder: str) -> None:
     serve(parent, partial(open_artifact, Path(folder)))
 
 
-# The first pass of a sample has the caches and threads that other workers left, which costs milliseconds. It isn't
-# counted, unless passes take so long that it can't matter.
-LONG_MS = 1000.0
-# Samples of a turn whose passes follow each other without waiting, each the mean of its passes.
-ENQUEUED_PARTS = 5
-
-
 def serve(parent: Parent, open_model: Callable[[WorkerSetup], Pass]) -> None:
     """Load a model, with at most the threads of `WorkerSetup`; answer with samples until the parent exits; never returns."""
     setup = parent.receive(WorkerSetup)
@@ -248,8 +235,10 @@ def serve(parent: Parent, open_model: Callable[[WorkerSetup], Pass]) -> None:
         if setup.device == "cuda":
             times, state = _gpu_sample(model, runs)
         else:
+            # The first pass of a sample has the caches and threads that other workers left, which costs milliseconds. It
+            # isn't counted, unless passes take so long that it can't matter.
             first = model.run_once()
-            times = [first] if first > LONG_MS and not is_first else []
+            times = [first] if first > 1000 and not is_first else []
             times += [model.run_once() for _ in range(runs - len(times))]
         is_first = False
         parent.send(Reply(samples_ms=tuple(times), device_bytes=model.peak_bytes(), gpu=state))
@@ -262,7 +251,8 @@ def _gpu_sample(model: Pass, runs: int) -> tuple[list[float], GpuState | None]:
     if model.enqueued is None:
         times = take_turn(model.run_once, runs)
     else:
-        parts = min(runs, ENQUEUED_PARTS)
+        # Samples of passes that follow each other without waiting, each the mean of its passes.
+        parts = min(runs, 5)
         times = [model.enqueued(max(1, runs // parts)) or 0.0 for _ in range(parts)]
     after = read_gpu_state()
     if before is None or after is None:

@@ -65,6 +65,7 @@ def test_times_rise_with_the_width():
 
 
 # Full at 512 is 16 ms: of its share, 16 (1 - keep / 512), a quarter has to be brought.
+PAYS = 0.25390625
 STAIRS = {512: 16.0, 480: 16.0, 416: 15.9, 384: 12.0, 320: 12.0, 288: 12.0, 224: 11.0, 192: 11.0, 128: 4.0}
 
 
@@ -79,17 +80,9 @@ def test_widths_inside_a_plateau_save_exactly_nothing(keep, saved):
 
 @pytest.mark.parametrize(
     ("num_enough", "num_repeats", "saved"),
-    [
-        (0, 8, 0.0),
-        (1, 8, 0.0),
-        # Two of eight heads happen in 14 of 100 throws: nothing is shown. 480 and 512 are levelled out at 16.25 ms, of which a
-        # sixteenth would be 1.015625 ms, and a quarter of that pays.
-        (2, 8, 0.25390625),
-        (4, 16, 0.0),
-        (5, 16, 0.25390625),
-        (7, 24, 0.0),
-        (8, 24, 0.25390625),
-    ],
+    # Two of eight heads happen in 14 of 100 throws: nothing is shown. 480 and 512 are levelled out at 16.25 ms, of which a
+    # sixteenth would be 1.015625 ms, and a quarter of that pays.
+    [(0, 8, 0.0), (1, 8, 0.0), (2, 8, PAYS), (4, 16, 0.0), (5, 16, PAYS), (7, 24, 0.0), (8, 24, PAYS)],
 )
 def test_a_width_is_ruled_out_if_repeats_show_that_it_does_not_pay(num_enough, num_repeats, saved):
     samples = {width: [ms] * num_repeats for width, ms in STAIRS.items()}
