@@ -4,6 +4,7 @@ A check of something estimated holds where the worse end of its 95% interval kee
 better end would pass more easily the noisier the machine is.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -23,6 +24,23 @@ from profiling_agent.measure.predictions import VARIABLE
 
 REPORTED_LIBRARIES = ("torch", "transformers", "numpy")
 ROOT = Path(__file__).resolve().parents[1]
+# Models and images beside the repository.
+SHARED = ROOT.parent / "shared"
+
+
+# Those of the models that were trained on CIFAR-10.
+TRAINED = ("vit", "deit", "swin", "resnet")
+
+
+def parser_of(doc: str | None, trained: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark's command line: `--json FILE` for what `finish` writes, `--models` and `--data` of CIFAR-10."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    if trained:
+        folders = [SHARED / "models" / f"{name}-cifar10" for name in trained]
+        parser.add_argument("--models", nargs="+", type=Path, default=folders, metavar="DIR")
+        parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10", metavar="DIR")
+    return parser
 
 
 @dataclass(frozen=True, slots=True)

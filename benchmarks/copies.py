@@ -6,7 +6,6 @@ A model races its own copy; sessions whose two processes are started anew take t
 one server. Compared are what a pass takes, what equal models seem to differ by from session to session, and how long a session lasts.
 """
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import Check, Estimate, finish, stamped
-from measurement import SHARED, save
+from checks import Check, Estimate, finish, parser_of, stamped
+from measurement import save
 from scipy import stats
-from sessions import pool
+from sessions import entries, pool
 
 from profiling_agent.jobs.tasks import MODULES
 from profiling_agent.measure.race import SHORT, session_starter
@@ -26,20 +25,17 @@ from profiling_agent.measure.session import run_session, worker_command
 from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.processes.child import Supervisor, can_fork, child_environment, fork_server
 
-MODELS = ("vit-cifar10", "resnet-cifar10", "swin-cifar10")
 # Of 30 sessions each, the lower end of a ratio of equal spreads is about 0.69.
 MAX_SLOWER, MIN_SPREAD = 1.05, 0.5
 
 
-def hold(commands: list[list[str]], start: WorkerSetup, seed: int, server: Supervisor | None) -> dict[str, float]:
-    """Return what one session of equal models says, with both in copies where there is a server."""
-    servers = None if server is None else dict.fromkeys(range(len(commands)), server)
+def hold(models: Entries, conditions: Conditions, number: int) -> dict[str, float]:
+    """Return what one session of equal models measures, with both in copies if there is a server."""
     started = time.monotonic()
-    with session_starter(commands, start, servers=servers)(range(len(commands))) as processes:
-        held = run_session(processes, limits=SHORT, seed=seed, chooses=False)
+    first, second = run_one_session(models, conditions, number).results
     return {
-        "pass_ms": float(np.median([pass_ms for sample in held.samples[0] for pass_ms in sample])),
-        "log_ratio": float(np.median(held.ratios[1])),
+        "pass_ms": first.latency.median_ms,
+        "log_ratio": float(np.median(np.log(second.turns[0]))),
         "seconds": time.monotonic() - started,
     }
 
@@ -49,18 +45,16 @@ def measure(model: Path, batch_size: int, num_sessions: int) -> list[dict[str, A
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = save(model, Path(scratch) / "model")
-        twin = Path(shutil.copytree(folder, Path(scratch) / "twin"))
+        shutil.copytree(folder, Path(scratch) / "twin")
         # After torch was imported here, which sets a variable: a server with another environment would make no copy.
         server = stack.enter_context(fork_server(MODULES, child_environment()))
         if not can_fork():
             raise SystemExit("nothing is forked on this system: every process is started anew")
-        commands, start = (
-            [worker_command(path) for path in (folder, twin)],
-            WorkerSetup(batch_size=batch_size, device="cpu"),
-        )
+        models = entries(["model", "twin"])
         for number in range(num_sessions):
             for way, given in (("anew", None), ("copy", server)):
-                row = {"model": model.name, "way": way, **hold(commands, start, number, given)}
+                conditions = Conditions(root=Path(scratch), batch_size=batch_size, server=given)
+                row = {"model": model.name, "way": way, **hold(models, conditions, number)}
                 rows.append(stamped(row, session=number))
     return rows
 
@@ -86,12 +80,10 @@ def checks_of(name: str, rows: list[dict[str, Any]]) -> list[Check]:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, nargs="+", default=[SHARED / "models" / name for name in MODELS])
+    parser = parser_of(__doc__, ("vit", "resnet", "swin"))
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sessions", type=int, default=30, help="of each way (default: 30)")
     parser.add_argument("--quick", action="store_true", help="4 sessions of each way, of the first model")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     models, num_sessions = (asked.models[:1], 4) if asked.quick else (asked.models, asked.sessions)
     rows: list[dict[str, Any]] = []

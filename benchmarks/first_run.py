@@ -5,18 +5,15 @@
 With an empty cache of our own, so that the embedded model is trained as well; pip's cache is left as it is.
 """
 
-import argparse
 import os
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-from checks import Check, finish
+from checks import ROOT, Check, finish, parser_of
 
 from profiling_agent.reporting.results import read_report
-
-ROOT = Path(__file__).parents[1]
 
 
 def timed(command: list[str], folder: Path, environment: dict[str, str]) -> float:
@@ -28,8 +25,7 @@ def timed(command: list[str], folder: Path, environment: dict[str, str]) -> floa
 
 def main() -> int:
     """Clone, install, run; return 1 where a check does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         clone = Path(scratch) / "clone"
@@ -51,9 +47,8 @@ def main() -> int:
         f"set-up {setup_s:.0f} s, run {run_s:.0f} s: {row['verdict']} after {row['attempts']} plans, "
         f"report.html of {page / 1e6:.1f} MB"
     )
-    return finish(
-        [Check.at_most("minutes from a clean clone to the verdict", (setup_s + run_s) / 60, 15)], [row], asked.json
-    )
+    check = Check.at_most("minutes from a clean clone to the verdict", (setup_s + run_s) / 60, 15)
+    return finish([check], [row], asked.json)
 
 
 if __name__ == "__main__":

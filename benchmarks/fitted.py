@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from checks import SHARED
 from datasets import load_dataset
 from full_size import MODELS, build
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from transformers import ViTImageProcessor
 
 from profiling_agent.lib.inference import quick_products
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 FOLDER = Path(__file__).resolve().parents[1] / "runs" / "fitted"
 NUM_IMAGES, BATCH = 1000, 16
 # Of the features' mean variance: there are about as many of them as images.

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from checks import Check, finish, stamped, use_own_ledger
-from fitted import FOLDER, SHARED, fitted
+from checks import SHARED, Check, finish, parser_of, stamped, use_own_ledger
+from fitted import FOLDER, fitted
 from full_size import MODELS
 from popular import MODELS as POPULAR
 from popular import built
@@ -211,7 +211,7 @@ def rows_in(path: Path | None) -> dict[str, dict[str, Any]]:
 
 def main() -> int:
     """Run, print, and return 1 if a check does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--models", nargs="+", default=list(MODELS), choices=list(dict.fromkeys([*MODELS, *POPULAR, *MAX_MINUTES]))
     )
@@ -220,7 +220,6 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runtimes", default=Request.model_fields["runtimes"].default)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--output", help="keep the run folders here")
     parser.add_argument(
         "--warm", action="store_true", help="use the evidence and the latency table of earlier runs, if there are any"

@@ -4,17 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    DeiTConfig,
-    DeiTForImageClassification,
-    ResNetConfig,
-    ResNetForImageClassification,
-    SwinConfig,
-    SwinForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 from profiling_agent.lib.costs import count_complexity
 from profiling_agent.lib.modules import without_weights
@@ -23,12 +14,14 @@ from profiling_agent.schemas import Cut, InputSpec, Unit
 
 SPEC = InputSpec(channels=3, height=224, width=224, source="benchmark")
 OF_IMAGENET: dict[str, Any] = {"num_labels": 1000}
-SWIN_B = SwinConfig(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], **OF_IMAGENET)
+SWIN_B = transformers.SwinConfig(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], **OF_IMAGENET)
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
-    "ViT-B/16": lambda: ViTForImageClassification(ViTConfig(**OF_IMAGENET)),
-    "DeiT-B/16": lambda: DeiTForImageClassification(DeiTConfig(**OF_IMAGENET)),
-    "Swin-B": lambda: SwinForImageClassification(SWIN_B),
-    "ResNet-101": lambda: ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], **OF_IMAGENET)),
+    "ViT-B/16": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**OF_IMAGENET)),
+    "DeiT-B/16": lambda: transformers.DeiTForImageClassification(transformers.DeiTConfig(**OF_IMAGENET)),
+    "Swin-B": lambda: transformers.SwinForImageClassification(SWIN_B),
+    "ResNet-101": lambda: transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(depths=[3, 4, 23, 3], **OF_IMAGENET)
+    ),
 }
 
 

@@ -10,19 +10,18 @@ quantize_dynamic make of the model; ours has its attention fused) and eager floa
 said beforehand and as far apart as the other models' take, which the checks are read from.
 """
 
-import argparse
 import math
 import os
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from checks import Check, Estimate, finish, stamped
+from checks import Check, Estimate, finish, parser_of, stamped
 from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
 from paper.numbers import TABLE_4
 from peers import worker_of_papers, worker_of_peer, write_peer
@@ -32,8 +31,7 @@ from torch import nn
 from transformers import ViTImageProcessorPil
 from workshop import Made, Workshop, deployments
 
-from profiling_agent.measure.session import SessionLimits, worker_command
-from profiling_agent.measure.worker import WorkerSetup
+from profiling_agent.measure.worker import worker_command
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.runtimes.registry import noise_batch
@@ -104,14 +102,6 @@ def prepare(name: str, shop: Workshop) -> tuple[nn.Module, ArtifactRef, list[Pru
     return dense, shop.add(dense, "float32", spec=SPEC, processor=processor), cuts
 
 
-def field_of(commands: Sequence[Sequence[str]], *, is_quick: bool) -> Sessions:
-    """Return the field of a race at batch size 1."""
-    limits = SessionLimits(
-        seconds_per_turn=0.3, min_repeats=6 if is_quick else 8, seconds_per_model=4 if is_quick else 8
-    )
-    return Sessions(commands, WorkerSetup(batch_size=1, device="cpu"), limits)
-
-
 def row_of(
     model: str, made: Made, whole: int, race: Sessions, place: int, macs_of_limit: dict[str, float]
 ) -> dict[str, Any]:
@@ -162,8 +152,8 @@ def search(name: str, shop: Workshop, limits: dict[str, float], *, is_quick: boo
     """Make every deployment, race them in one session, and choose ours; what was made before isn't made again."""
     print(f"\n{name}", flush=True)
     dense, plain, cuts = prepare(name, shop)
-    made = deployed(shop, plain, wanted(is_quick=is_quick))
-    race = field_of([worker_command(shop.path(one)) for one in made], is_quick=is_quick)
+    made, seconds_per_model = deployed(shop, plain, wanted(is_quick=is_quick)), 4.0 if is_quick else 8.0
+    race = Sessions([worker_command(shop.path(one)) for one in made], 1, seconds_per_model)
     race.hold(chooses=True)
     assert made[0].deployed is not None
     macs = sum(macs_by_module(dense).values())
@@ -182,7 +172,7 @@ def search(name: str, shop: Workshop, limits: dict[str, float], *, is_quick: boo
         *((f"pruned, {one.name}", cuts[-1].macs_saved, worker_command(shop.path(one))) for one in both),
     ]
     entered = [(told, gone) for told, gone, _ in field]
-    return Chosen(name, rows, ours, entered, field_of([command for _, _, command in field], is_quick=is_quick))
+    return Chosen(name, rows, ours, entered, Sessions([command for *_, command in field], 1, seconds_per_model))
 
 
 def finals(chosen: Chosen) -> list[dict[str, Any]]:
@@ -196,56 +186,41 @@ def finals(chosen: Chosen) -> list[dict[str, Any]]:
             "final": name,
             "macs_saved": chosen.entered[place][1],
             "latency_ms": field.median_ms(place),
-            **{
-                key: _triple(field.over(place, places[other])) if other in places else None
-                for key, other in beside.items()
-            },
+            **{key: _triple(field, place, places.get(other)) for key, other in beside.items()},
             **field.told(place),
         }
         for name, place in places.items()
     ]
 
 
-def _triple(estimate: Estimate) -> list[float]:
-    return [estimate.value, estimate.low, estimate.high]
+def _triple(field: Sessions, place: int, other: int | None) -> list[float] | None:
+    return None if other is None else list(astuple(field.over(place, other)))
 
 
 def checks_of(chosen: Chosen, last: Sequence[dict[str, Any]]) -> list[Check]:
     """Return what must hold; what didn't last holds nothing."""
     rows = {row["final"]: row for row in last}
-    ours = chosen.ours
-    pruned, quantized = next(
-        (steps["pruning"][-1], steps["quantization"][-1]) for name, steps in TABLE_4.items() if name == chosen.name
-    )
+    ours, both = chosen.ours, chosen.both
+    steps = next(steps for name, steps in TABLE_4.items() if name == chosen.name)
+    pruned, quantized = steps["pruning"][-1], steps["quantization"][-1]
 
-    def over(final: str, key: str) -> Estimate | float:
+    def over(final: str, key: str = "over_fp32") -> Estimate | float:
         triple = rows[final][key] if final in rows else None
         return Estimate(*triple) if triple else 0.0
 
-    who, both = f"{chosen.name}: {ours['deployment']}", f"{chosen.name}: pruned and int8"
+    int8, who, pair = ours["deployment"], f"{chosen.name}: {ours['deployment']}", f"{chosen.name}: pruned and int8"
     found = [
-        Check.at_least(
-            f"{who} over eager float32, beside the paper's", over(ours["deployment"], "over_fp32"), quantized
-        ),
-        Check.at_least(
-            f"{who} over ONNX Runtime dynamic", over(ours["deployment"], "over_peer"), MIN_OVER_PEER[chosen.name]
-        ),
+        Check.at_least(f"{who} over eager float32, beside the paper's", over(int8), quantized),
+        Check.at_least(f"{who} over ONNX Runtime dynamic", over(int8, "over_peer"), MIN_OVER_PEER[chosen.name]),
         Check.at_most(f"{who}, size on disk of float32's", ours["size"], MAX_SIZE),
         Check.at_most(f"{who}, relative distance of logits", ours["error"], MAX_ERROR),
-        Check.at_least(f"{both} over int8 alone", over(chosen.both, "over_int8"), 1.0),
-        Check.at_least(
-            f"{both} over eager float32",
-            over(chosen.both, "over_fp32"),
-            MIN_OVER_PAPER * max(pruned, quantized),
-        ),
+        Check.at_least(f"{pair} over int8 alone", over(both, "over_int8"), 1.0),
+        Check.at_least(f"{pair} over eager float32", over(both), MIN_OVER_PAPER * max(pruned, quantized)),
     ]
     for name, gone in chosen.entered:
-        if gone and name != chosen.both:
-            found.append(
-                Check.at_least(
-                    f"{chosen.name}: {name}, over eager float32", over(name, "over_fp32"), 1 + MIN_GAIN * gone
-                )
-            )
+        if gone and name != both:
+            least = 1 + MIN_GAIN * gone
+            found.append(Check.at_least(f"{chosen.name}: {name}, over eager float32", over(name), least))
     return found
 
 
@@ -258,11 +233,9 @@ def show(chosen: Chosen, last: Sequence[dict[str, Any]]) -> None:
     print(f"\n{chosen.name}, all deployments in one session")
     print(f"  {'deployment':<35}{'MB':>7}{'of fp32':>9}{'error':>8}{'ms':>8}  over eager fp32, of the limit")
     for row in chosen.rows:
-        took = (
-            f"{row['latency_ms']:>8.1f}  {row['over_fp32']:.2f} {row['of_limit']:>6.0%}"
-            if row["latency_ms"]
-            else f"{'-':>8}"
-        )
+        took = f"{'-':>8}"
+        if row["latency_ms"]:
+            took = f"{row['latency_ms']:>8.1f}  {row['over_fp32']:.2f} {row['of_limit']:>6.0%}"
         print(
             f"{'*' if row is chosen.ours else ' '} {row['deployment']:<35}{row['size_bytes'] / 1e6:>7.1f}{row['size']:>9.1%}"
             f"{row['error']:>8.4f}{took}" + (f"  {row['dropped']}" if row["dropped"] else "")
@@ -276,10 +249,9 @@ def show(chosen: Chosen, last: Sequence[dict[str, Any]]) -> None:
 
 def main() -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="one model, three deployments, few repeats, two sessions")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument(
         "--scratch", type=Path, metavar="DIR", help="keep the models here, and go on with those there are"
     )

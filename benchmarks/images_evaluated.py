@@ -20,14 +20,12 @@ from profiling_agent.schemas import SplitInfo
 
 
 def tasks(run: Path, kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the tasks of the run's finished jobs of one kind, such as `evaluate`."""
+    """Yield the tasks of the run's finished jobs of one kind, such as `evaluate`, with the number of their shard's images."""
     for path in sorted((run / "jobs").glob(f"{kind}-*/{TASK}")):
-        yield read_json(path)
-
-
-def num_images(fields: dict[str, Any]) -> int:
-    """Return how many images the job's shard holds."""
-    return len(SplitInfo.model_validate(fields["split"]).rows(fields["shard"]))
+        fields = read_json(path)
+        is_shard = {"split", "shard"} <= fields.keys()
+        num_images = len(SplitInfo.model_validate(fields["split"]).rows(fields["shard"])) if is_shard else 0
+        yield fields | {"num_images": num_images}
 
 
 def counts(run: Path) -> dict[str, Any]:
@@ -35,13 +33,13 @@ def counts(run: Path) -> dict[str, Any]:
     evaluated, whole, decoded, twice = Counter[tuple[str, str]](), dict[tuple[str, str], int](), Counter[str](), 0
     seen = set[tuple[str, str, int]]()
     for fields in tasks(run, "evaluate"):
-        model, split, number = fields["model"]["path"], fields["split"]["name"], num_images(fields)
+        model, split, number = fields["model"]["path"], fields["split"]["name"], fields["num_images"]
         evaluated[model, split] += number
         whole[model, split] = fields["split"]["num_images"]
         twice += number if (model, split, fields["shard"]) in seen else 0
         seen.add((model, split, fields["shard"]))
     for fields in tasks(run, "prepare"):
-        decoded[fields["split"]["name"]] += num_images(fields)
+        decoded[fields["split"]["name"]] += fields["num_images"]
     return {
         "images": sum(evaluated.values()),
         "images_of_whole_splits": sum(whole.values()),

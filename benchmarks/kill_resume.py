@@ -8,7 +8,6 @@ after which the run goes on by itself. One runtime competes and `--selection pap
 undisturbed runs decide the same.
 """
 
-import argparse
 import os
 import random
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from checks import Check, finish
+from checks import Check, finish, parser_of
 
 from profiling_agent.lib.logs import quiet
 from profiling_agent.reporting.results import read_report
@@ -105,11 +104,10 @@ def outcome(folder: Path, name: str, before: dict[str, int], code: int, undistur
 
 def main() -> int:
     """Kill and resume; return 1 when a check fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--parents", type=int, default=20)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     dice, rows = random.Random(options.seed), list[dict[str, Any]]()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # two torch processes on two cores are slower than on one

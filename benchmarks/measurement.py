@@ -8,16 +8,17 @@ of what the pass took: how often that is seen is the power curve. How far equal 
 intervals say: the mean of all should lie in nine of ten. Run it on a quiet machine.
 """
 
-import argparse
 import os
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import Check, Estimate, finish, stamped
+from checks import SHARED, Check, Estimate, finish, parser_of, stamped
 from scipy import stats
+from sessions import Commands, entries
 
 from profiling_agent.jobs.tasks import MODULES
 from profiling_agent.measure.race import SHORT, run_sessions, session_starter
@@ -27,7 +28,6 @@ from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.processes.child import Supervisor, child_environment, fork_server
 from profiling_agent.schemas import NUM_SESSIONS
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 SLOWER = (0.02, 0.03, 0.05, 0.10)
 # Of twenty right calls of twenty the lower end is 0.86.
 MIN_EQUAL, MIN_FOUND, MIN_COVERED = 0.8, 0.8, 0.9
@@ -50,19 +50,20 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Return one row for each of `num` comparisons, whose processes are copies where there is a server, as a run's are."""
     rows: list[dict[str, Any]] = []
-    start, servers = WorkerSetup(batch_size=batch_size, device="cpu"), {0: server, 1: server} if server else None
-    starter = session_starter([worker_command(folder), copy], start, servers=servers)
-
-    def hold(seed: int) -> RaceSession:
-        with starter(range(2)) as processes:
-            return run_session(processes, limits=SHORT, seed=seed, chooses=False)
-
+    commands = Commands(
+        root=folder.parent, batch_size=batch_size, commands=[worker_command(folder), copy], server=server
+    )
+    models = entries([folder.name] * 2)
     for number in range(num):
-        sessions, _ = run_sessions(lambda session, number=number: hold(1000 * number + session), NUM_SESSIONS)
-        found = score([session.ratios[1] for session in sessions])
+        seeded = replace(commands, seed=1000 * number)
+        sessions, _ = run_sessions(
+            lambda session, seeded=seeded: run_one_session(models, seeded, session), NUM_SESSIONS
+        )
+        logs = [np.log(race.results[1].turns[0]) for race in sessions]
+        found = score(logs)
         said = "slower" if found.is_shown_slower else "faster" if found.is_shown_faster else "equal"
         row = {"kind": kind, "said": said, "speedup": found.speedup, "low": found.low, "high": found.high}
-        rows.append(stamped(row | {"sessions": [float(np.exp(np.median(one.ratios[1]))) for one in sessions]}))
+        rows.append(stamped(row | {"sessions": [float(np.exp(np.median(each))) for each in logs]}))
         print(
             f"{kind:<10}{number + 1:>4}/{num}  {found.speedup:.3f} [{found.low:.3f}, {found.high:.3f}] {said}",
             flush=True,
@@ -85,12 +86,11 @@ def covered(rows: list[dict[str, Any]]) -> float:
 
 def main() -> int:
     """Run the benchmark, or the worker that is slower."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", type=Path, default=SHARED / "models" / "vit-cifar10", metavar="DIR")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--comparisons", type=int, default=20, help="of each kind, about 20 s each")
     parser.add_argument("--quick", action="store_true", help="two comparisons of each kind")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
     num = 2 if asked.quick else asked.comparisons
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)

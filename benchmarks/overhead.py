@@ -7,12 +7,11 @@ so what is left is the graph's own work and the little that stages do beside the
 The paper gives no such number; the bound is ours.
 """
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
 
-from checks import Check, finish, use_own_ledger
+from checks import Check, finish, parser_of, use_own_ledger
 
 from profiling_agent import Request, optimize, resume
 from profiling_agent.workspace import Workspace
@@ -23,9 +22,8 @@ MAX_CHECKPOINT_BYTES = 5_000_000
 
 def main() -> int:
     """Run, replay, compare; return 1 where a check does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="two iterations")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     use_own_ledger()
     with tempfile.TemporaryDirectory() as output:

@@ -10,7 +10,7 @@ import numpy as np
 
 from profiling_agent.lib.logs import muted
 from profiling_agent.lib.machine import available_threads
-from profiling_agent.measure.worker import WorkerSetup, serve
+from profiling_agent.measure.worker import Pass, WorkerSetup, serve
 from profiling_agent.processes.child import Parent
 from profiling_agent.runtimes.registry import noise_batch
 
@@ -25,7 +25,7 @@ def worker_of_peer(path: Path) -> list[str]:
     return ["peers:serve_peer", str(path)]
 
 
-def open_papers(folder: str, start: WorkerSetup) -> Callable[[], float]:
+def open_papers(folder: str, start: WorkerSetup) -> Pass:
     """Return one pass of the float32 model with every Linear quantized by torch's default."""
     import torch
     from paper.methods import dynamic_int8
@@ -67,7 +67,7 @@ def write_peer(model: Any, example: Any, path: Path) -> None:
     onnx.checker.check_model(path)
 
 
-def open_peer(path: str, start: WorkerSetup) -> Callable[[], float]:
+def open_peer(path: str, start: WorkerSetup) -> Pass:
     """Return one pass of an ONNX file."""
     import onnxruntime
 
@@ -80,13 +80,13 @@ def open_peer(path: str, start: WorkerSetup) -> Callable[[], float]:
     return _timed(lambda: session.run(None, {"pixel_values": batch}))
 
 
-def _timed(once: Callable[[], object]) -> Callable[[], float]:
+def _timed(once: Callable[[], object]) -> Pass:
     def run_once() -> float:
         started = time.perf_counter()
         once()
         return (time.perf_counter() - started) * 1e3
 
-    return run_once
+    return Pass(run_once)
 
 
 def serve_papers(parent: Parent, folder: str) -> None:

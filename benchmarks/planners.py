@@ -26,31 +26,27 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from checks import Check, Estimate, finish, stamped, use_own_ledger
+from checks import ROOT, TRAINED, Check, Estimate, finish, parser_of, stamped, use_own_ledger
 from sessions import Sessions, add_option
 from transformers import AutoConfig
 
 from profiling_agent import Request, optimize
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.llm.transcript import open_recording
-from profiling_agent.measure.session import SessionLimits, worker_command
-from profiling_agent.measure.worker import WorkerSetup
+from profiling_agent.measure.worker import worker_command
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.schemas import Spent
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
 
-from chat_server import Script, chat_server  # noqa: E402
-from llm_personas import INJECTION, PERSONAS, drawn, uniform  # noqa: E402
+from chat_server import Script, chat_server
+from llm_personas import INJECTION, PERSONAS, drawn, uniform
 
-SHARED = ROOT.parent / "shared"
 BASELINES: dict[str, Script] = {"dice": drawn(), "uniform (the paper's)": uniform}
 ITERATIONS = 5
 MAX_POINTS = 1.0
 # A run may take this many times what the rules' own takes, which also makes what all share, and a minute.
 MAX_TIMES, GRACE_S = 2.0, 60.0
-LIMITS = SessionLimits(seconds_per_turn=0.2, min_repeats=8, seconds_per_model=3.0)
 # Two different models can't be shown to be equally fast; this much slower than the rules', at worst, is near enough.
 MIN_OVER_RULES = 0.95
 HEAD = (
@@ -93,14 +89,6 @@ class Evaluator:
                 shutil.copytree(self.folder / "rules" / "jobs", target, copy_function=os.link, dirs_exist_ok=True)
 
         return hear
-
-    def raced(self, rows: list[dict[str, Any]], run_ids: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the rows with each run's best model raced against the first's, and print that."""
-        batch_size: int = Request.model_fields["batch_size"].default
-        ratios = race_the_best([self.folder / run_id for run_id in run_ids], batch_size, self.sessions)
-        rows = [row | {"over_rules": ratio} for row, ratio in zip(rows, ratios, strict=True)]
-        told_over_rules(rows)
-        return rows
 
 
 def row_of(model: str, persona: str, planner: str, report: RunReport, seconds: float) -> dict[str, Any]:
@@ -153,17 +141,14 @@ def tell(row: dict[str, Any]) -> None:
 
 
 def race_the_best(folders: Sequence[Path], batch_size: int, sessions: int) -> list[list[float]]:
-    """Return each run's best model over the first run's: times as fast with its 95% interval, all in the same sessions.
-
-    Models of the same bytes are raced once.
-    """
+    """Return each run's best model over the first's, with its interval, in the same sessions; equal ones are raced once."""
     models = [(folder / "best").resolve() for folder in folders]
     prints = ["".join(file_sha256(file) for file in sorted(model.glob("*.safetensors"))) for model in models]
     places = {sha256: place for place, sha256 in enumerate(dict.fromkeys(prints))}
     commands = [worker_command(models[prints.index(sha256)]) for sha256 in places]
     if len(commands) == 1:
         return [[1.0] * 3 for _ in models]
-    field = Sessions(commands, WorkerSetup(batch_size=batch_size, device="cpu"), LIMITS)
+    field = Sessions(commands, batch_size, seconds_per_model=3.0)
     for _ in range(sessions):
         field.hold()
     over = [field.over(place) for place in range(len(commands))]
@@ -181,15 +166,6 @@ def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
             over = Estimate(*row["over_rules"])
             checks.append(Check.at_least(f"{who}: speed over the rules'", over, MIN_OVER_RULES))
     return checks
-
-
-def told_over_rules(rows: Sequence[dict[str, Any]]) -> None:
-    """Print each run's best model beside the rules', raced directly."""
-    print("  the best models of all runs in the same races, over the rules' (below 1: slower):")
-    for row in rows[1:]:
-        ratio, low, high = row["over_rules"]
-        verdict = "faster" if low > 1 else "slower" if high < 1 else "the same model" if low == high else "within noise"
-        print(f"  {row['persona']:<22}{row['planner']:<8}{ratio:.3f} [{low:.3f}, {high:.3f}]  {verdict}", flush=True)
 
 
 def with_label(model: Path, folder: Path) -> Path:
@@ -248,14 +224,19 @@ def measure(evaluator: Evaluator, entries: Sequence[Entry]) -> list[dict[str, An
         rows.append(row_of(name, entry.who, entry.planner, report, seconds) | costs_of(spent))
         run_ids.append(run_id)
         tell(rows[-1])
-    return evaluator.raced(rows, run_ids)
+    batch_size: int = Request.model_fields["batch_size"].default
+    ratios = race_the_best([evaluator.folder / run_id for run_id in run_ids], batch_size, evaluator.sessions)
+    rows = [row | {"over_rules": ratio} for row, ratio in zip(rows, ratios, strict=True)]
+    print("  the best models of all runs in the same races, over the rules' (below 1: slower):")
+    for row in rows[1:]:
+        ratio, low, high = row["over_rules"]
+        verdict = "faster" if low > 1 else "slower" if high < 1 else "the same model" if low == high else "within noise"
+        print(f"  {row['persona']:<22}{row['planner']:<8}{ratio:.3f} [{low:.3f}, {high:.3f}]  {verdict}", flush=True)
+    return rows
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("vit", "deit", "swin", "resnet")
-    parser.add_argument("--models", nargs="+", type=Path, default=[SHARED / "models" / f"{n}-cifar10" for n in names])
-    parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
+    parser = parser_of(__doc__, TRAINED)
     parser.add_argument("--personas", nargs="+", choices=tuple(PERSONAS), default=list(PERSONAS), metavar="NAME")
     parser.add_argument("--planners", nargs="+", choices=("hybrid", "llm"), default=["hybrid", "llm"])
     parser.add_argument("--baselines", nargs="*", choices=tuple(BASELINES), default=list(BASELINES), metavar="NAME")
@@ -264,7 +245,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--llm", metavar="openai:MODEL", help="a real language model instead of the personas")
     parser.add_argument("--base-url", metavar="URL", help="address of its server")
     parser.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE", help="llm.jsonl of earlier runs")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     add_option(parser)
     return parser
 

@@ -14,14 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from checks import Check, finish
+from checks import SHARED, TRAINED, Check, finish, parser_of
 from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
-from pruning_tradeoff import NAMES, SHARED
 from torch import Tensor, nn
 from tradeoff_subject import Draw, Subject
 from transformers import AutoImageProcessor, AutoModelForImageClassification
@@ -91,11 +89,6 @@ def memory_of_fresh_process(name: str) -> dict[str, int]:
     return json.loads(said.splitlines()[-1])
 
 
-def measure(name: str, *, is_quick: bool) -> dict[str, Any]:
-    """Return one model's row."""
-    return {"model": name, **seconds(name), **({} if is_quick else memory_of_fresh_process(name))}
-
-
 def evidence(folder: Path, data: Path) -> dict[str, Any]:
     """Return how long the evidence on a trained model takes, once its images are read."""
     name = folder.name.removesuffix("-cifar10")
@@ -124,14 +117,13 @@ def checks_of(row: dict[str, Any]) -> list[Check]:
 
 def main() -> int:
     """Run every model; return 1 where a check does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="*", choices=tuple(MODELS), default=list(MODELS), metavar="NAME")
     parser.add_argument(
-        "--trained", nargs="*", type=Path, default=[SHARED / "models" / f"{name}-cifar10" for name in NAMES]
+        "--trained", nargs="*", type=Path, default=[SHARED / "models" / f"{name}-cifar10" for name in TRAINED]
     )
     parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
     parser.add_argument("--quick", action="store_true", help="times alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write checks and rows to this file")
     parser.add_argument("--memory-of", choices=tuple(MODELS), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     pin_threads()
@@ -139,9 +131,12 @@ def main() -> int:
         print(json.dumps(memory(asked.memory_of)))
         return 0
     rows = []
-    jobs = [partial(measure, name, is_quick=asked.quick) for name in asked.models]
-    for job in (*jobs, *(partial(evidence, folder, asked.data) for folder in asked.trained if folder.exists())):
-        rows.append(job())
+    for measured in (*asked.models, *(folder for folder in asked.trained if folder.exists())):
+        if isinstance(measured, Path):
+            rows.append(evidence(measured, asked.data))
+        else:
+            used = {} if asked.quick else memory_of_fresh_process(measured)
+            rows.append({"model": measured, **seconds(measured), **used})
         print(
             "  ".join(f"{key} {value if isinstance(value, str) else f'{value:.6g}'}" for key, value in rows[-1].items())
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import finish, stamped
+from checks import TRAINED, finish, parser_of, stamped
 from torch import nn
 from tradeoff_methods import Ours, cut, folded, per_draw, per_subject
 from tradeoff_statistics import SIGNIFICANT, against, checks, summaries
@@ -30,8 +30,6 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from profiling_agent.errors import PlanError, PruningError
 
-SHARED = Path(__file__).parents[2] / "shared"
-NAMES = ("vit", "deit", "swin", "resnet")
 SHARES, QUICK_SHARES = (0.2, 0.3, 0.5), (0.3,)
 DRAWS, QUICK_DRAWS = (0, 1, 2), (0, 1)
 QUICK_TEST = 1000
@@ -121,11 +119,8 @@ def of_draw(draw: Draw, share: float, size: float, ours: Callable[..., Ours]) ->
 
 
 def _asked() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[str(SHARED / "models" / f"{name}-cifar10") for name in NAMES])
-    parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
+    parser = parser_of(__doc__, TRAINED)
     parser.add_argument("--quick", action="store_true", help="one share, two draws, 1,000 test images")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--answers", type=Path, help="folder that keeps what was measured, to go on from")
     parser.add_argument("--ours", action="store_true", help="our engine alone, nothing beside it")
@@ -186,7 +181,7 @@ def main() -> int:
     shares, seeds = (QUICK_SHARES, QUICK_DRAWS) if asked.quick else (SHARES, DRAWS)
     book = Notebook(asked.answers or Path(tempfile.mkdtemp(prefix="pruning-tradeoff-")))
     for folder in asked.models:
-        name = Path(folder).name.removesuffix("-cifar10")
+        name = folder.name.removesuffix("-cifar10")
         print(name, flush=True)
         model: Any = AutoModelForImageClassification.from_pretrained(folder, use_safetensors=True)
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil")

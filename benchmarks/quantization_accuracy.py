@@ -8,7 +8,6 @@ no more than `FLOOR` there) and reported on the other 8,000, with paired 95% int
 point lost for dynamic int8 on ImageNet-1K.
 """
 
-import argparse
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import Check, Estimate, finish, stamped
+from checks import TRAINED, Check, Estimate, finish, parser_of, stamped
 from numpy.typing import NDArray
 from workshop import Made, Workshop, deployments
 
@@ -25,10 +24,9 @@ from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.jobs.tasks import AcquireTask, EvaluateTask, RaceTask, ResolveShapeTask
 from profiling_agent.measure.intervals import paired_drop
 from profiling_agent.measure.predictions import read_predictions
-from profiling_agent.schemas import SHARD, AccuracyDrop, Acquired, ArtifactRef, Deployment, Race, SplitInfo, Variant
+from profiling_agent.schemas import SHARD, AccuracyDrop, Acquired, ArtifactRef, Deployment, SplitInfo, Variant
 from profiling_agent.search.deployments import INT8
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 BATCH_SIZE = 32
 # Top-1 that may be lost on search images by what is chosen.
 FLOOR = 0.003
@@ -56,17 +54,13 @@ class Exam:
         """Return which images of each split `model` gets right."""
         found: list[Right] = []
         for split in self.splits:
-            tasks = [
-                EvaluateTask(
-                    model=model,
-                    split=split,
-                    shard=shard,
-                    batch_size=BATCH_SIZE,
-                    device="cpu",
-                    isolated=deployment.runtime != "eager",
-                )
-                for shard in split.shards(self.images)
-            ]
+            known: dict[str, Any] = {
+                "batch_size": BATCH_SIZE,
+                "device": "cpu",
+                "isolated": deployment.runtime != "eager",
+            }
+            shards = split.shards(self.images)
+            tasks = [EvaluateTask(model=model, split=split, shard=shard, **known) for shard in shards]
             files = [shard.predictions.files[0] for shard in self.shop.jobs.run_each(tasks)]
             found.append(np.concatenate([read_predictions(self.shop.root / file.path).right for file in files]))
         return found[0], found[1]
@@ -129,31 +123,18 @@ def measure(
         ]
         graded = [(one, grade(exam, model.name, one, base)) for one in made if one.deployed]
         rows = [(one, row) for one, row in graded if row]
-        race = run(shop, exam.baseline, [one for one, _ in rows])
+        entries = [(Variant.QUANTIZED, one.deployed.model) for one, _ in rows if one.deployed]
+        entries = (Variant.BASELINE, exam.baseline), *entries
+        race = shop.jobs.run(RaceTask(entries=entries, batch_size=BATCH_SIZE, device="cpu", seed=0))
+    results = {result.model.sha256: result for result in race.results}
     for one, row in rows:
-        race_result = next(
-            (
-                race_result
-                for race_result in race.results
-                if one.deployed and race_result.model.sha256 == one.deployed.model.sha256
-            ),
-            None,
-        )
-        row["speedup"] = (
-            [race_result.speedup, race_result.speedup_low, race_result.speedup_high] if race_result else None
-        )
+        result = results.get(one.deployed.model.sha256) if one.deployed else None
+        row["speedup"] = [result.speedup, result.speedup_low, result.speedup_high] if result else None
     found = [stamped(row) for _, row in rows]
     ours = choose(found)
     show(model.name, float(np.concatenate(base).mean()), found, ours)
     print(f"  {time.perf_counter() - started:.0f} s", flush=True)
     return found, checks_of(model.name, ours)
-
-
-def run(shop: Workshop, baseline: ArtifactRef, made: Sequence[Made]) -> Race:
-    """Let the deployments take turns at batch 32."""
-    entries = [(Variant.QUANTIZED, one.deployed.model) for one in made if one.deployed]
-    first = (Variant.BASELINE, baseline)
-    return shop.jobs.run(RaceTask(entries=(first, *entries), batch_size=BATCH_SIZE, device="cpu", seed=0))
 
 
 def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -190,12 +171,8 @@ def show(name: str, top1: float, rows: Sequence[dict[str, Any]], ours: dict[str,
 
 def main() -> int:
     """Run every model; return 1 where a check does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("vit", "deit", "swin", "resnet")
-    parser.add_argument("--models", nargs="+", type=Path, default=[SHARED / "models" / f"{n}-cifar10" for n in names])
-    parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
+    parser = parser_of(__doc__, TRAINED)
     parser.add_argument("--quick", action="store_true", help="one model, two deployments, 512 images of each split")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []

@@ -4,16 +4,15 @@ Started by measurement.py, which puts this folder onto the path.
 """
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from profiling_agent.measure.worker import WorkerSetup, open_artifact, serve
+from profiling_agent.measure.worker import Pass, WorkerSetup, open_artifact, serve
 from profiling_agent.processes.child import Parent
 
 
-def open_slower(folder: str, start: WorkerSetup, by: float) -> Callable[[], float]:
+def open_slower(folder: str, start: WorkerSetup, by: float) -> Pass:
     """Return one pass of a saved model that takes longer than it has to, by such a share."""
-    run_once = open_artifact(Path(folder), start)
+    run_once = open_artifact(Path(folder), start).run_once
 
     def run_slowly() -> float:
         took_ms = run_once()
@@ -22,7 +21,7 @@ def open_slower(folder: str, start: WorkerSetup, by: float) -> Callable[[], floa
             pass
         return took_ms + waited_ms
 
-    return run_slowly
+    return Pass(run_slowly)
 
 
 def serve_slower(parent: Parent, folder: str, by: str) -> None:

@@ -16,17 +16,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from checks import Check, finish, stamped
+from checks import ROOT, Check, finish, stamped
 
 from profiling_agent.jobs.check import CHECK_FOLDER, deployable, lay_out
 from profiling_agent.jobs.runner import scratch_jobs
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import RUNTIMES, Deployability, Form, Prunable, RuntimeName, Scheme
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
 
-from pruning.families import FAMILIES, TIMM_FAMILIES, processor_of, spec_of  # noqa: E402
+from pruning.families import FAMILIES, TIMM_FAMILIES, processor_of, spec_of
 
 RESULTS, TIMM_RESULTS = (ROOT / "benchmarks" / "results" / name for name in ("support.json", "support_timm.json"))
 PAGE = ROOT / "docs" / "support.md"

@@ -4,18 +4,16 @@ With 0 nodes Ray has no part in it. All nodes share this machine's cores, and wi
 `python benchmarks/sweep_nodes.py [--json FILE]`
 """
 
-import argparse
 import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from checks import Check, finish, use_own_ledger
+from checks import SHARED, Check, finish, parser_of, use_own_ledger
 
 from profiling_agent import Request, optimize_many
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 MODELS = ("vit", "deit", "swin", "resnet")
 OPTIONS = {"num_samples": 100, "num_sessions": 2, "runtimes": "eager", "max_iterations": 1}
 
@@ -37,8 +35,7 @@ def swept(output: Path, address: str | None) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Sweep here and on clusters; return 1 where a check does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     arguments, rows = parser.parse_args(), list[dict[str, Any]]()
     os.environ |= {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
     from ray.cluster_utils import Cluster

@@ -7,7 +7,6 @@ Three tables: accuracy in families of worlds with candidates of known true drops
 how far runs with a time budget miss it, where work takes up to a quarter more or less than was planned.
 """
 
-import argparse
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,37 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import Check, finish
+from checks import Check, finish, parser_of
 
+from profiling_agent import schemas
 from profiling_agent.errors import JobError
 from profiling_agent.jobs.store import Timesheet
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, MemoryTask, OpenHeldoutTask, RaceTask, SessionTask
 from profiling_agent.lib.machine import environment
 from profiling_agent.measure.predictions import Answers, share, write_predictions
-from profiling_agent.schemas import (
-    Acquired,
-    ArtifactRef,
-    Attempt,
-    Deployment,
-    Footprint,
-    Goal,
-    Headline,
-    InputSpec,
-    Journal,
-    LatencyStats,
-    LayerProfile,
-    MemoryUse,
-    ModelProfile,
-    ModelSource,
-    Opening,
-    Outcome,
-    Plan,
-    Predictions,
-    Race,
-    RaceResult,
-    SplitInfo,
-    Variant,
-)
+from profiling_agent.schemas import ArtifactRef, Attempt, SplitInfo
 from profiling_agent.search.deadline import PRUNE_PASSES, evidence_passes
 from profiling_agent.search.deployments import SEARCH_SHARE
 from profiling_agent.search.evaluator import Evaluator, Settings
@@ -54,7 +31,7 @@ from profiling_agent.search.finalize import FinalChoice, finalize
 from profiling_agent.search.selection import keeps_accuracy
 
 ALLOWED, DISCORDANT, NUM_TURNS = 0.01, 0.04, 5
-GOAL = Goal(max_accuracy_drop=ALLOWED, min_speedup=1.0, max_size_ratio=1.0, selection="contract")
+GOAL = schemas.Goal(max_accuracy_drop=ALLOWED, min_speedup=1.0, max_size_ratio=1.0, selection="contract")
 BAD, GOOD = 1.5 * ALLOWED, 0.25 * ALLOWED
 # True drops of a world's candidates, the fastest first.
 FAMILIES: Mapping[str, tuple[float, ...]] = {
@@ -95,11 +72,10 @@ def ref(name: str, kind: Any = "model") -> ArtifactRef:
     return ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=1000, kind=kind)
 
 
-def latency(batch_ms: float) -> LatencyStats:
+def latency(batch_ms: float) -> schemas.LatencyStats:
     """Return the statistics of a batch of four that takes so long."""
-    return LatencyStats(
-        batch_size=4, median_ms=batch_ms, low_ms=batch_ms, high_ms=batch_ms, samples_ms=(batch_ms,) * NUM_TURNS
-    )
+    interval = {"median_ms": batch_ms, "low_ms": batch_ms, "high_ms": batch_ms}
+    return schemas.LatencyStats(batch_size=4, samples_ms=(batch_ms,) * NUM_TURNS, **interval)
 
 
 @dataclass
@@ -133,7 +109,7 @@ class World:
         """Run a task; JobError for what doesn't exist here."""
         if isinstance(task, OpenHeldoutTask):
             self.num_opened += 1
-            return Opening(number=self.num_opened, share=share(self.num_opened))
+            return schemas.Opening(number=self.num_opened, share=share(self.num_opened))
         if isinstance(task, EvaluateTask) and not task.model.path.startswith("jobs/pruned"):
             return self.evaluate(task)
         if isinstance(task, RaceTask):
@@ -141,7 +117,8 @@ class World:
             return self.session(task)
         if isinstance(task, MemoryTask):
             self.spend(1, 4)
-            return MemoryUse(model=task.model, batch_size=4, peak_bytes=10**9, size_bytes=1000, environment=HERE)
+            known: dict[str, Any] = {"batch_size": 4, "size_bytes": 1000, "environment": HERE}
+            return schemas.MemoryUse(model=task.model, peak_bytes=10**9, **known)
         raise JobError("it doesn't exist here")
 
     def spend(self, seconds: float, passes: float) -> None:
@@ -172,18 +149,20 @@ class World:
             self.spend(0, len(rows) * (1 if truth.speedup == 1 else 0.5))
         write_predictions(self.path(file), Answers(wrong, np.zeros_like(wrong)))
         return Evaluated(
-            footprint=Footprint(params=500, macs=int(1000 / truth.speedup), parameter_bytes=1000, size_bytes=1000),
-            predictions=Predictions(
+            footprint=schemas.Footprint(
+                params=500, macs=int(1000 / truth.speedup), parameter_bytes=1000, size_bytes=1000
+            ),
+            predictions=schemas.Predictions(
                 split=task.split.name, num_images=len(wrong), num_correct=int((wrong == 0).sum()), files=(file,)
             ),
         )
 
-    def session(self, task: RaceTask) -> Race:
+    def session(self, task: RaceTask) -> schemas.Race:
         """Return one session: a process's luck stays with it, and a turn varies by 3%."""
         is_busy = self.noise.random() < self.busy
         slow = self.noise.uniform(2, 6) if is_busy else 1.0
         luck = [self.noise.normal(0, self.between_processes) for _ in task.entries]
-        results: list[RaceResult] = []
+        results: list[schemas.RaceResult] = []
         for place, (variant, model) in enumerate(task.entries):
             truth, own_slow = self.truth(model), self.noise.uniform(1, 1.3) if is_busy else 1.0
             centre = math.log(truth.speedup * slow / own_slow) + luck[0] - luck[place]
@@ -191,7 +170,7 @@ class World:
             turns = np.exp(centre + self.noise.normal(0, 0.03, NUM_TURNS)) if place else np.ones(NUM_TURNS)
             fast = float(np.median(turns))
             results.append(
-                RaceResult(
+                schemas.RaceResult(
                     variant=variant,
                     model=model,
                     latency=latency(self.pass_s * 4e3 * math.exp(luck[0]) * slow / fast),
@@ -202,31 +181,35 @@ class World:
                     peak_bytes=(int(10**9 * truth.memory * math.exp(self.noise.normal(0, 0.01))),),
                 )
             )
-        return Race(results=tuple(results), num_repeats=NUM_TURNS, num_sessions=1)
+        return schemas.Race(results=tuple(results), num_repeats=NUM_TURNS, num_sessions=1)
 
 
-def evaluator_in(world: World, num_search: int, num_heldout: int, goal: Goal = GOAL, **settings: Any) -> Evaluator:
+def evaluator_in(
+    world: World, num_search: int, num_heldout: int, goal: schemas.Goal = GOAL, **settings: Any
+) -> Evaluator:
     """Return what a run in this world measures with."""
 
     def split(name: Any, num_images: int) -> SplitInfo:
         return SplitInfo(name=name, source_split="test", num_images=num_images, file=ref(name, "split"))
 
     jobs: Any = world
-    headline = Headline(latency=latency(world.pass_s * 4e3), peak_memory_bytes=10**9, forward_passes=10)
-    layer = LayerProfile(name="layer", kind="Linear", params=1000, macs=1000, latency_ms=1.0, activation_bytes=8)
+    headline = schemas.Headline(latency=latency(world.pass_s * 4e3), peak_memory_bytes=10**9, forward_passes=10)
+    layer = schemas.LayerProfile(
+        name="layer", kind="Linear", params=1000, macs=1000, latency_ms=1.0, activation_bytes=8
+    )
     return Evaluator(
         jobs=jobs,
-        acquired=Acquired(
-            source=ModelSource(name="m", architecture="A", device="cpu"),
+        acquired=schemas.Acquired(
+            source=schemas.ModelSource(name="m", architecture="A", device="cpu"),
             calibration=split("calibration", 256),
             search=split("search", num_search),
             heldout=split("heldout", num_heldout),
             labels=(),
         ),
         baseline=ref("baseline"),
-        profile=ModelProfile(
+        profile=schemas.ModelProfile(
             architecture="A",
-            input=InputSpec(channels=3, height=32, width=32, source="made"),
+            input=schemas.InputSpec(channels=3, height=32, width=32, source="made"),
             batch_size=4,
             device="cpu",
             params=1000,
@@ -247,11 +230,11 @@ def evaluator_in(world: World, num_search: int, num_heldout: int, goal: Goal = G
 
 def searched(evaluator: Evaluator, number: int) -> Attempt:
     """Return attempt `number` as the search images judge it, on as many of them as the run looks at."""
-    deployment = Deployment(runtime="onnxruntime", scheme="dynamic")
-    seen = evaluator.search(Variant.BOTH, ref(f"both{number}"), deployment)
+    deployment = schemas.Deployment(runtime="onnxruntime", scheme="dynamic")
+    seen = evaluator.search(schemas.Variant.BOTH, ref(f"both{number}"), deployment)
     return Attempt(
         number=number,
-        plan=Plan(),
+        plan=schemas.Plan(),
         pruned_model=ref(f"pruned{number}"),
         deployed=seen,
         accepted=keeps_accuracy(seen, evaluator.goal),
@@ -269,7 +252,7 @@ def final_choice(evaluator: Evaluator, num_attempts: int) -> FinalChoice:
     """Return what a run returns that has made so many attempts."""
     attempts = tuple(searched(evaluator, number) for number in range(1, num_attempts + 1))
     baseline = evaluator.evaluate_baseline(evaluator.acquired.search, evaluator.searched)
-    return finalize(evaluator, Journal(baseline=baseline, attempts=attempts))
+    return finalize(evaluator, schemas.Journal(baseline=baseline, attempts=attempts))
 
 
 def accuracy_row(root: Path, family: str, num_images: int, num_worlds: int) -> dict[str, Any]:
@@ -280,7 +263,7 @@ def accuracy_row(root: Path, family: str, num_images: int, num_worlds: int) -> d
         final = final_choice(evaluator_in(world, num_images // 2, num_images - num_images // 2), len(drops))
         number = final.winner.attempt
         drop = 0.0 if number is None else drops[number - 1]
-        counts["bad_met"] += drop >= BAD and final.verdict.outcome is Outcome.MET
+        counts["bad_met"] += drop >= BAD and final.verdict.outcome is schemas.Outcome.MET
         counts["baseline_returned"] += number is None
         counts["certified_wrongly"] += drop >= ALLOWED and final.verdict.certified
     shares = {name: count / num_worlds for name, count in counts.items()}
@@ -331,7 +314,7 @@ def budget_row(root: Path, pass_s: float, minutes: int, num_worlds: int) -> dict
         while deadline.allows(10):
             world.spend(10, 0)
         baseline = evaluator.evaluate_baseline(evaluator.acquired.search, range(512))
-        final = finalize(evaluator, Journal(baseline=baseline, attempts=tuple(attempts)))
+        final = finalize(evaluator, schemas.Journal(baseline=baseline, attempts=tuple(attempts)))
         world.spend(8, 150)
         late.append(timesheet.spent_s / (60.0 * minutes) - 1)
         tests.append(world.num_opened)
@@ -387,10 +370,7 @@ def drawn_rows(num_worlds: int) -> list[dict[str, Any]]:
 
     def add(row: dict[str, Any]) -> None:
         rows.append(row)
-        print(
-            *(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()),
-            flush=True,
-        )
+        print(*(f"{n} {v:.3g}" if isinstance(v, float) else f"{n} {v}" for n, v in row.items()), flush=True)
 
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
         root = Path(scratch)
@@ -406,9 +386,8 @@ def drawn_rows(num_worlds: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Draw, print, and return 1 where a check does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--worlds", type=int, default=400)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows = drawn_rows(given.worlds)
     return finish(checks_of(rows), rows, given.json)

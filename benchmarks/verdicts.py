@@ -6,12 +6,11 @@ Calibration images come from the train split, search and held-out images from th
 Below each verdict is what pruning and quantization brought, each alone and both: every variant that was timed.
 """
 
-import argparse
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from checks import Check, Estimate, finish, stamped, use_own_ledger
+from checks import TRAINED, Check, Estimate, finish, parser_of, stamped, use_own_ledger
 
 from profiling_agent import Request
 from profiling_agent.api import complete
@@ -20,7 +19,6 @@ from profiling_agent.reporting.report import RunReport
 from profiling_agent.schemas import ArtifactRef
 from profiling_agent.workspace import slug
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 TRANSFORMERS = ("vit", "deit", "swin")
 MIN_PRUNED = 0.05
 # The best of the paper's Table 4.
@@ -124,12 +122,8 @@ def checks_of(name: str, report: RunReport) -> list[Check]:
 
 def main() -> int:
     """Run every model; return 1 where a check does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("vit", "deit", "swin", "resnet")
-    parser.add_argument("--models", nargs="+", type=Path, default=[SHARED / "models" / f"{n}-cifar10" for n in names])
-    parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
+    parser = parser_of(__doc__, TRAINED)
     parser.add_argument("--quick", action="store_true", help="400 search images")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--output", type=Path, help="keep the run folders here, and read what is complete of them")
     asked = parser.parse_args()
     use_own_ledger()

@@ -3,34 +3,29 @@
 import json
 import time
 
-from profiling_agent.measure.worker import GpuState, Reply, SampleRequest, WorkerSetup, serve
+from profiling_agent.measure.worker import GpuState, Pass, Reply, SampleRequest, WorkerSetup, serve
 from profiling_agent.processes.child import Parent
-
-
-class _Pass:
-    held = 0
-
-    def __call__(self) -> float:
-        self.held += 100
-        return 1.0
-
-    def peak_bytes(self) -> int:
-        return self.held
 
 
 def serve_holding(parent: Parent) -> None:
     """Serve a model whose pass holds 100 bytes more of a device each time."""
-    serve(parent, lambda start: _Pass())
+    blocks: list[int] = []
+
+    def run_once() -> float:
+        blocks.append(100)
+        return 1.0
+
+    serve(parent, lambda _setup: Pass(run_once, lambda: sum(blocks)))
 
 
 def serve_states(parent: Parent, states: str) -> None:
     """Answer each sample with the next state of the GPU, and the number of the sample as its time."""
     parent.receive(WorkerSetup)
-    parent.send(Reply(kind="ready"))
+    parent.send(Reply())
     for number, state in enumerate(json.loads(states), start=1):
         runs = parent.receive(SampleRequest).runs
         gpu = None if state is None else GpuState.model_validate(state)
-        parent.send(Reply(kind="times", samples_ms=(float(number),) * runs, device_bytes=7, gpu=gpu))
+        parent.send(Reply(samples_ms=(float(number),) * runs, device_bytes=7, gpu=gpu))
     parent.receive(SampleRequest)
 
 

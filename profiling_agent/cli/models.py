@@ -37,7 +37,7 @@ def race(
     `profiling-agent race runs/my-run --batch-size 1`
     """
     from profiling_agent.cli.tables import race_table
-    from profiling_agent.measure.throughput import race_saved
+    from profiling_agent.measure.race import race_saved
     from profiling_agent.reporting.results import models_of_all
 
     with terminal.exit_on_errors(), terminal.Display(terminal.errors) as display:
@@ -63,7 +63,7 @@ def measure(
     `profiling-agent measure runs/my-run --json > now.json`
     """
     from profiling_agent.cli.tables import measurement_table
-    from profiling_agent.measure.throughput import measure_saved
+    from profiling_agent.measure.race import measure_saved
     from profiling_agent.reporting.results import before_and_after
 
     with terminal.exit_on_errors(), terminal.Display(terminal.errors) as display:

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from profiling_agent.cli.doctor import Finding
 from profiling_agent.exporting.pick import FAILED, RunCandidate
-from profiling_agent.measure.race import noise_warning
-from profiling_agent.measure.throughput import Measurements
+from profiling_agent.measure.race import Measurements, noise_warning
 from profiling_agent.reporting.report import RunReport, differences, final_attempt, predictions, unit_decisions
 from profiling_agent.reporting.results import model_path
 from profiling_agent.reporting.units import count, drop, ms, percent, size, speedup

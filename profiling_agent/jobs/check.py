@@ -109,15 +109,15 @@ def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int |
     try:
         recipe = save_deployed(source, deployment, target, num_threads=num_threads)
         # The logits from when it was saved: opening it here would compile it once more, and another process reopens it.
-        golden = read_golden(target)
+        images, logits = read_golden(target)
     except (ArtifactError, PlanError, QuantizationError) as error:
         return row.model_copy(update={"refused": f"conversion: {error}"})
-    expected = logits_of(source.module, torch.from_numpy(golden.pixel_values.astype(np.float32)))
+    expected = logits_of(source.module, torch.from_numpy(images))
     return row.model_copy(
         update={
             "num_layers": len(recipe.quantized),
             "size_ratio": model_bytes(target) / model_bytes(folder / WHOLE),
-            "distance": relative_distance(torch.from_numpy(golden.logits), expected),
+            "distance": relative_distance(torch.from_numpy(logits), expected),
         }
     )
 

@@ -1,1 +1,1 @@
-"""Measurement of models, each in a process of its own: races, throughput, memory, latency table and accuracy intervals."""
+"""Measurement of models, each in a process of its own: races, throughput, memory, predictions and intervals."""

@@ -1,21 +1,4 @@
-"""Intervals of the accuracy drop: paired, corrected for selection, and valid at any look.
-
-Sequential test: of each image d is 1 if only the baseline is right, -1 if only the candidate is, and 0 else; the drop is
-the mean of d. Against "the drop is at least m" a gambler stakes the share s of the wealth, image after image, and comes to
-the product of 1 - s (d - m). Were the drop that large, the mean wealth of a few such gamblers would be a supermartingale,
-which ever exceeds 1 / error with a probability of at most `error` (Ville's inequality; I. Waudby-Smith and A. Ramdas,
-Journal of the Royal Statistical Society B 86, 2024, 1-27). So the test may be looked at after any image, and stopped by
-its result: the error and the interval stay valid. The wealth depends only on the counts, in whatever order they came.
-
-Interval: two models answer the same images, so only the discordant ones (right for one model only) carry information. It is
-the adjusted Wald interval for a difference of paired proportions: one image is added to each discordant
-cell before the usual formula (D. G. Bonett and R. M. Price, Journal of Educational and Behavioral Statistics 37, 2012,
-479-488). Unlike a bootstrap or the plain Wald interval it keeps a width if no image is discordant.
-
-If next to none is gained and the allowed error is small, it is too narrow: 289 images of which none is discordant would
-show a point at an error of 2%, and are seen in 5.5% of models that lose one. Certification is bounded by the score test as
-well (T. Tango, Statistics in Medicine 17, 1998, 891-908), which takes 418 images there.
-"""
+"""Intervals: of the accuracy drop, paired and valid at any look, and of latencies and speed-ups. Imports no torch."""
 
 import math
 from bisect import bisect_left
@@ -28,19 +11,11 @@ from numpy.typing import NDArray
 from scipy import special, stats
 from scipy.optimize import brentq
 
-from profiling_agent.schemas import AccuracyDrop
+from profiling_agent.schemas import AccuracyDrop, LatencyStats
 
 CONFIDENCE = 0.95
-# The best stake is the distance from m over the share of discordant images: a point over 1% of them, over 30%, and between.
+# The best stake is the distance from the limit over the share of discordant images: a point over 1%, over 30%, and between.
 STAKES: NDArray[np.float64] = np.array([0.98, 0.6, 0.36, 0.22, 0.13, 0.08, 0.05, 0.03])
-# The stake that is safe for any m from -1 to 1.
-SAFE_STAKE = 0.5
-# The bounds of a sequential test are multiples of one over this: a hundredth of an image in ten thousand.
-STEPS = 1_000_000
-# No data set has more.
-MOST_IMAGES = 10**9
-# This many draws leave 0.01 points of noise in a bias of half a point.
-NUM_DRAWS = 2_000
 
 Decision = Literal["kept", "lost", "undecided"]
 
@@ -64,9 +39,15 @@ def counts_of(drop: AccuracyDrop) -> Counts:
 
 
 def _log_wealth(num_lost: float, num_gained: float, num_images: float, drop: float) -> float:
-    """Return the logarithm of the wealth, at first 1, of all gamblers against a drop of at least `drop`; it rises with `drop`."""
-    # Gamblers who could lose more than they have don't play: below 0 only those with a stake that is safe at any drop do.
-    stakes = STAKES if drop >= 0 else STAKES[STAKES <= SAFE_STAKE]
+    """Return the logarithm of the wealth, at first 1, of all gamblers against a drop of at least `drop`; it rises with `drop`.
+
+    Of each image d is 1 if only the baseline is right, -1 if only the candidate is, and 0 else; a gambler stakes the share s
+    of the wealth on each and comes to the product of 1 - s (d - drop). Were the drop that large, the mean wealth would ever
+    exceed 1 / error with a probability of at most `error` (Ville's inequality; I. Waudby-Smith and A. Ramdas, Journal of the
+    Royal Statistical Society B 86, 2024, 1-27): the test may be looked at after any image, and stopped by its result.
+    """
+    # Gamblers who could lose more than they have don't play: a stake up to a half is safe at any drop.
+    stakes = STAKES if drop >= 0 else STAKES[STAKES <= 0.5]
     log_wealths = (
         num_lost * np.log1p(-stakes * (1 - drop))
         + num_gained * np.log1p(stakes * (1 + drop))
@@ -76,12 +57,13 @@ def _log_wealth(num_lost: float, num_gained: float, num_images: float, drop: flo
 
 
 def upper_bound(counts: Counts, error: float) -> float:
-    """Return the upper bound of the drop, with an error of `error` over all looks together."""
+    """Return the upper bound of the drop, with an error of `error` over all looks together, to a millionth."""
+    steps = 1_000_000
 
     def log_wealth(step: int) -> float:
-        return _log_wealth(counts.num_lost, counts.num_gained, counts.num_images, step / STEPS)
+        return _log_wealth(counts.num_lost, counts.num_gained, counts.num_images, step / steps)
 
-    return bisect_left(range(-STEPS, STEPS), -math.log(error), key=log_wealth) / STEPS - 1
+    return bisect_left(range(-steps, steps), -math.log(error), key=log_wealth) / steps - 1
 
 
 def lower_bound(counts: Counts, error: float) -> float:
@@ -101,24 +83,30 @@ def drop_at_look(counts: Counts, num_looks: int) -> AccuracyDrop:
 
     The p-value is the smallest two-sided error at which an interval excludes 0.
     """
-    num_lost, num_gained, num_images = counts.num_lost, counts.num_gained, counts.num_images
-    log_wealth = max(_log_wealth(num_lost, num_gained, num_images, 0), _log_wealth(num_gained, num_lost, num_images, 0))
+    sides = (counts.num_lost, counts.num_gained), (counts.num_gained, counts.num_lost)
+    log_wealth = max(_log_wealth(*side, counts.num_images, 0) for side in sides)
+    low, high = (bound(counts, (1 - CONFIDENCE) / 2) for bound in (lower_bound, upper_bound))
+    return _drop(counts, low, high, min(1.0, 2 * math.exp(-log_wealth)), num_looks)
+
+
+def _drop(counts: Counts, low: float, high: float, p_value: float, num_looks: int) -> AccuracyDrop:
     return AccuracyDrop(
-        drop=(num_lost - num_gained) / num_images,
-        low=lower_bound(counts, (1 - CONFIDENCE) / 2),
-        high=upper_bound(counts, (1 - CONFIDENCE) / 2),
-        p_value=min(1.0, 2 * math.exp(-log_wealth)),
-        num_lost=num_lost,
-        num_gained=num_gained,
-        num_images=num_images,
+        drop=(counts.num_lost - counts.num_gained) / counts.num_images,
+        low=low,
+        high=high,
+        p_value=p_value,
+        num_lost=counts.num_lost,
+        num_gained=counts.num_gained,
+        num_images=counts.num_images,
         num_looks=num_looks,
     )
 
 
 def _fewest(suffices: Callable[[int], bool]) -> int | None:
     """Return the least number of images that `suffices`, as all larger ones do; None if no data set has as many."""
-    number = bisect_left(range(1, MOST_IMAGES), True, key=suffices) + 1  # noqa: FBT003 (false comes before true)
-    return number if number < MOST_IMAGES else None
+    most = 10**9
+    number = bisect_left(range(1, most), True, key=suffices) + 1  # noqa: FBT003 (false comes before true)
+    return number if number < most else None
 
 
 def images_until_kept(counts: Counts, max_drop: float, error: float) -> int | None:
@@ -133,13 +121,17 @@ def images_until_kept(counts: Counts, max_drop: float, error: float) -> int | No
 
 
 def _centre_and_error(num_lost: float, num_gained: float, num_images: float) -> tuple[float, float]:
+    """Return the centre and the standard error of the adjusted Wald interval for a difference of paired proportions.
+
+    One image is added to each discordant cell (D. G. Bonett and R. M. Price, Journal of Educational and Behavioral Statistics
+    37, 2012, 479-488), which unlike a bootstrap keeps a width if no image is discordant.
+    """
     lost, gained = ((num + 1) / (num_images + 2) for num in (num_lost, num_gained))
     variance = (lost + gained - (lost - gained) ** 2) / (num_images + 2)
     return lost - gained, math.sqrt(variance)
 
 
 def _bound(num_lost: float, num_gained: float, num_images: float, confidence: float) -> float:
-    """Return the one-sided upper bound of the drop after one look."""
     centre, error = _centre_and_error(num_lost, num_gained, num_images)
     return min(centre + float(special.ndtri(confidence)) * error, 1.0)
 
@@ -147,25 +139,17 @@ def _bound(num_lost: float, num_gained: float, num_images: float, confidence: fl
 def paired_drop(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[np.bool_]) -> AccuracyDrop:
     """Return baseline minus candidate top-1 on the same images, in the same order, with its paired 95% interval.
 
-    The p-value is the exact McNemar test's: a two-sided binomial test of the discordant images against one half.
+    The interval is Bonett and Price's; the p-value the exact McNemar test's: a two-sided binomial test of the discordant
+    images against one half.
     """
-    if baseline_correct.shape != candidate_correct.shape or baseline_correct.size == 0:
-        raise ValueError(
-            f"{baseline_correct.shape!r} answers of the baseline and {candidate_correct.shape!r} of the candidate "
-            "can't be paired: evaluate both on the same images"
-        )
-    num_lost = int(np.sum(baseline_correct & ~candidate_correct))
-    num_gained = int(np.sum(~baseline_correct & candidate_correct))
-    num_images, discordant = len(baseline_correct), num_lost + num_gained
-    return AccuracyDrop(
-        drop=(num_lost - num_gained) / num_images,
-        low=-_bound(num_gained, num_lost, num_images, 0.5 + CONFIDENCE / 2),
-        high=_bound(num_lost, num_gained, num_images, 0.5 + CONFIDENCE / 2),
-        p_value=float(stats.binomtest(num_lost, discordant).pvalue) if discordant else 1.0,
-        num_lost=num_lost,
-        num_gained=num_gained,
-        num_images=num_images,
+    lost, gained = (
+        int(np.sum(baseline_correct & ~candidate_correct)),
+        int(np.sum(~baseline_correct & candidate_correct)),
     )
+    num_images, confidence = len(baseline_correct), 0.5 + CONFIDENCE / 2
+    low, high = -_bound(gained, lost, num_images, confidence), _bound(lost, gained, num_images, confidence)
+    p_value = float(stats.binomtest(lost, lost + gained).pvalue) if lost or gained else 1.0
+    return _drop(Counts(lost, gained, num_images), low, high, p_value, 1)
 
 
 def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
@@ -177,9 +161,8 @@ def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
 
 def one_sided_lower_bound(drop: AccuracyDrop, confidence: float) -> float:
     """Return the lower bound of the true drop at this confidence, by the same method as the interval."""
-    if drop.num_looks > 1:
-        return lower_bound(counts_of(drop), 1 - confidence)
-    return -_bound(drop.num_gained, drop.num_lost, drop.num_images, confidence)
+    mirrored = {"num_lost": drop.num_gained, "num_gained": drop.num_lost}
+    return -one_sided_bound(drop.model_copy(update=mirrored), confidence)
 
 
 def likelihood(drop: AccuracyDrop, max_drop: float) -> float:
@@ -201,7 +184,12 @@ def largest_passing_drop(max_drop: float, changed: float, num_images: int, confi
 
 
 def _certain_bound(num_lost: float, num_gained: float, num_images: float, confidence: float) -> float:
-    """Return the larger of `_bound` and the largest drop that Tango's score test doesn't reject."""
+    """Return the larger of `_bound` and the largest drop that the score test doesn't reject.
+
+    If next to none is gained and the allowed error is small, `_bound` is too low: at an error of 2%, 289 images of which none
+    is discordant would show a point, as 5.5% of the models do that lose one. The score test takes 418 (T. Tango, Statistics
+    in Medicine 17, 1998, 891-908).
+    """
     bound = _bound(num_lost, num_gained, num_images, confidence)
     measured, quantile = (num_lost - num_gained) / num_images, float(special.ndtri(confidence))
 
@@ -259,12 +247,13 @@ def least_images(max_drop: float, confidence: float) -> int | None:
 def selection_bias(drops: Sequence[AccuracyDrop]) -> float:
     """Return how far the smallest of several measured drops is expected to lie below its own true value.
 
-    A parametric bootstrap: every drop is drawn again around its measurement, independently of the others.
+    A parametric bootstrap: every drop is drawn again around its measurement, independently of the others. 2,000 draws leave
+    0.01 points of noise in a bias of half a point.
     """
     if len(drops) < 2:
         return 0.0
     centres, errors = np.array([_centre_and_error(drop.num_lost, drop.num_gained, drop.num_images) for drop in drops]).T
-    drawn = centres + errors * np.random.default_rng(0).standard_normal((NUM_DRAWS, len(drops)))
+    drawn = centres + errors * np.random.default_rng(0).standard_normal((2000, len(drops)))
     return float(np.mean(centres[drawn.argmin(axis=1)] - drawn.min(axis=1)))
 
 
@@ -272,3 +261,102 @@ def pooled_drop(search: AccuracyDrop, heldout: AccuracyDrop, bias: float) -> flo
     """Return the drop on search and held-out images together; that of the search images is raised by `bias`."""
     net = search.num_lost - search.num_gained + heldout.num_lost - heldout.num_gained
     return (net + bias * search.num_images) / (search.num_images + heldout.num_images)
+
+
+NUM_RESAMPLES = 2000
+# Standard deviation of the log ratio of two processes of one model: six processes of a small ViT at batch 32 in one race,
+# two cores (docs/decisions/LOG.md). Assumed only for a single session.
+PROCESS_SPREAD = 0.02
+Ratios = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Speed-up of one model over another, with a 95% interval."""
+
+    speedup: float
+    low: float
+    high: float
+
+    @property
+    def is_shown_slower(self) -> bool:
+        """Return whether the upper bound shows it slower than the other."""
+        return self.high < 1
+
+    @property
+    def is_shown_faster(self) -> bool:
+        """Return whether the lower bound shows it faster than the other."""
+        return self.low > 1
+
+
+def log_ratios(samples: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Ratios:
+    """Return log(baseline time / time) of each turn that both took.
+
+    Times of a turn are medians taken within seconds of each other: a machine that slows down over a minute slows both.
+    """
+    count = min(len(samples), len(baseline))
+    ms, baseline_ms = (np.array([np.median(turn) for turn in turns[:count]]) for turns in (samples, baseline))
+    return np.log(baseline_ms / ms)
+
+
+def score(sessions: Sequence[Ratios]) -> Score:
+    """Return the score of log ratios by session, from the median of each; a model against itself has no interval.
+
+    Turns of one session share its processes, and two processes of equal models differ for as long as they live; sessions
+    differ by what else the machine did. More turns average out neither: a speed-up is estimated over sessions only, and the
+    interval of one session, which assumes how much processes differ, serves to choose.
+    """
+    if not any(map(np.any, sessions)):
+        return Score(1.0, 1.0, 1.0)
+    if len(sessions) == 1:
+        return score_one_session(sessions[0])
+    return score_over_sessions([float(np.median(ratios)) for ratios in sessions])
+
+
+def score_over_sessions(log_speedups: Sequence[float]) -> Score:
+    """Return the median of the sessions' speed-ups, with the wider end each of Student's t and order statistics.
+
+    Single sessions next to another process are several times off: the median of five withstands two of them, the interval's lower end
+    four that are too high. Takes at least two; covers no other machines, and other days only as far as these sessions are like them.
+    """
+    error = (1 - CONFIDENCE) / 2
+    ends = (bound_over_sessions(log_speedups, sign * error) for sign in (-1, 1))
+    return Score(*(math.exp(value) for value in (float(np.median(log_speedups)), *ends)))
+
+
+def bound_over_sessions(log_ratios: Sequence[float], error: float) -> float:
+    """Return the one-sided upper bound over the sessions or, if `error` is negative, the lower one.
+
+    It is Student's t bound of the mean or, if further out, the order statistic that bounds the median: of few sessions the last.
+    """
+    margin = float(stats.t.ppf(1 - abs(error), len(log_ratios) - 1)) * float(stats.sem(log_ratios))
+    rank = max(int(stats.binom.ppf(abs(error), len(log_ratios), 0.5)) - 1, 0)
+    mean, ordered = float(np.mean(log_ratios)), sorted(log_ratios)
+    return min(mean - margin, ordered[rank]) if error < 0 else max(mean + margin, ordered[-1 - rank])
+
+
+def score_one_session(
+    ratios: Ratios, *, process_spread: float = PROCESS_SPREAD, num_resamples: int = NUM_RESAMPLES
+) -> Score:
+    """Return the median of one session's log ratios, and the middle 95% of bootstrap draws of it.
+
+    Each draw has the spread between processes added, which one session can't measure.
+    """
+    rng = np.random.default_rng(0)
+    chosen = rng.integers(0, len(ratios), (num_resamples, len(ratios)))
+    draws = np.median(ratios[chosen], axis=1) + rng.normal(0.0, process_spread, num_resamples)
+    low, high = np.quantile(draws, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
+    return Score(*(math.exp(value) for value in (float(np.median(ratios)), low, high)))
+
+
+def latency_stats(samples_ms: Sequence[float], batch_size: int) -> LatencyStats:
+    """Return the median of `samples_ms` with its distribution-free 95% interval (binomial order statistics)."""
+    ordered = np.sort(np.asarray(samples_ms))
+    low, high = stats.binom.interval(0.95, len(ordered), 0.5)
+    return LatencyStats(
+        batch_size=batch_size,
+        median_ms=float(np.median(ordered)),
+        low_ms=float(ordered[max(int(low) - 1, 0)]),
+        high_ms=float(ordered[min(int(high), len(ordered) - 1)]),
+        samples_ms=tuple(samples_ms),
+    )

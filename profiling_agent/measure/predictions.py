@@ -1,9 +1,4 @@
-"""Predictions on disk, and the ledger of tests on held-out images. Imports no torch.
-
-Testing candidate after candidate on the same images until one passes will see one pass: of those that lose exactly
-what is allowed, 5% in one run and 34% in twenty. So every test is recorded with its images and its model, and gets a share
-of the error allowed to all of them together.
-"""
+"""Predictions on disk, and the ledger of tests on held-out images. Imports no torch."""
 
 import hashlib
 from collections.abc import Iterable
@@ -18,20 +13,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.lib.io import (
-    DocumentError,
-    first_line,
-    make_folders,
-    read_record,
-    sweep,
-    user_folder,
-    write_bytes,
-    write_text,
-)
+from profiling_agent.lib import io
 from profiling_agent.schemas import Opening, Record
 
 Classes = NDArray[np.int64]
-FIELDS = ("predicted", "true")
 # Predicted class if the logits have none.
 NO_CLASS = -1
 
@@ -53,13 +38,7 @@ class Answers:
 
 
 def answers_of(logits: NDArray[np.float32], true: Classes) -> Answers:
-    """Return the answers of logits (images, classes) for images with these true class ids.
-
-    Raises:
-        ValueError: there aren't as many rows of logits as class ids, or there is no class.
-    """
-    if logits.ndim != 2 or logits.shape[1] < 1 or true.shape != (len(logits),):
-        raise ValueError(f"logits {logits.shape!r} for {true.shape!r} labels: give a row for each image")
+    """Return the answers of logits (images, classes) for images with these true class ids."""
     # A class that is ruled out may have a logit of minus infinity.
     has_answer = (logits < np.inf).all(axis=1) & (logits.max(axis=1) > -np.inf)
     predicted = np.where(has_answer, logits.argmax(axis=1), NO_CLASS).astype(np.int64)
@@ -68,23 +47,22 @@ def answers_of(logits: NDArray[np.float32], true: Classes) -> Answers:
 
 def concatenate(parts: list[Answers]) -> Answers:
     """Return the answers of one or more sets of images as those of one set, in the order given."""
-    return Answers(*(np.concatenate([getattr(part, name) for part in parts]) for name in FIELDS))
+    return Answers(np.concatenate([part.predicted for part in parts]), np.concatenate([part.true for part in parts]))
 
 
 def write_predictions(path: Path, answers: Answers) -> None:
     """Write a model's answers."""
-    write_bytes(path, save({name: np.ascontiguousarray(getattr(answers, name), np.int64) for name in FIELDS}))
+    io.write_bytes(path, save({"predicted": answers.predicted.astype(np.int64), "true": answers.true.astype(np.int64)}))
 
 
 def read_predictions(path: Path) -> Answers:
     """Return the answers in a file; ArtifactError if it is missing or damaged."""
     try:
         tensors = load_file(path)
-        return Answers(*(tensors[name] for name in FIELDS))
+        return Answers(tensors["predicted"], tensors["true"])
     except (OSError, SafetensorError, KeyError) as error:
-        raise ArtifactError(
-            f"the predictions in {str(path)!r} can't be read ({first_line(error)}): evaluate again"
-        ) from error
+        reason = io.first_line(error)
+        raise ArtifactError(f"the predictions in {str(path)!r} can't be read ({reason}): evaluate again") from error
 
 
 VARIABLE = "PROFILING_AGENT_DATA"
@@ -101,20 +79,22 @@ class _Test(Record):
     images: str
     fresh: str | None = None
 
-    @property
-    def image_ids(self) -> set[str]:
-        return {self.images[start : start + DIGITS] for start in range(0, len(self.images), DIGITS)}
+    def overlaps(self, other: "_Test") -> bool:
+        digits = (
+            {test.images[at : at + DIGITS] for at in range(0, len(test.images), DIGITS)} for test in (self, other)
+        )
+        return not set.isdisjoint(*digits)
 
 
-class _Ledger(Record):
-    """All tests of what was made of one model, in order."""
+class _Line(Record):
+    """A line of a ledger: a test of what was made of one model; the first of an older ledger holds all of its tests."""
 
-    tests: tuple[_Test, ...] = ()
+    tests: tuple[_Test, ...]
 
 
 def data_folder() -> Path:
     """Return the folder named by PROFILING_AGENT_DATA, or the user's data folder; OSError as `user_folder`."""
-    return user_folder(VARIABLE, platformdirs.user_data_path)
+    return io.user_folder(VARIABLE, platformdirs.user_data_path)
 
 
 def share(number: int) -> float:
@@ -125,40 +105,35 @@ def share(number: int) -> float:
 def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str | None = None) -> Opening:
     """Record the test of a candidate, made of the model with this hash, on encoded images; return its number.
 
-    Only tests that share an image with this one count; the same test again isn't another one. `fresh` is the reason not to
-    count earlier tests. If no ledger can be kept, the opening's note says why, and the run goes on.
+    Testing candidate after candidate on the same images until one passes will see one pass: of those that lose exactly what is
+    allowed, 5% in one run and 34% in twenty. So every test gets a share of the error allowed to all of them together. Only
+    tests that share an image with this one count; the same test again isn't another one. `fresh` is the reason not to count
+    earlier tests. If no ledger can be kept, the opening's note says why, and the run goes on.
     """
     digits = "".join(sorted({hashlib.sha256(image).hexdigest()[:DIGITS] for image in images}))
     test, place, advice = _Test(candidate=candidate, images=digits, fresh=fresh), "", ""
+    tests, note = list[_Test](), None
     try:
         path = data_folder() / "heldout" / f"{model}.json"
         place, advice = f"in {str(path.parent)!r} ", f": set {VARIABLE}"
-        make_folders(path.parent)
-        # One lock for all ledgers, so that its holder may sweep up what a power loss left of any.
+        io.make_folders(path.parent)
         with FileLock(path.parent / "ledgers.lock"):
-            sweep(path.parent)
-            return _record_test(path, test)
+            for line in path.read_bytes().splitlines() if path.exists() else ():
+                try:
+                    tests += io.parse_record(_Line, line).tests
+                except io.DocumentError as error:
+                    note = f"a line of the ledger of openings {str(path)!r} is damaged ({error}) and isn't counted"
+            # Earlier tests count from the last that was fresh.
+            start = max((index for index, earlier in enumerate(tests) if earlier.fresh is not None), default=0)
+            counted = tests[start:] if fresh is None else []
+            others = [(each.candidate, each.images) for each in counted if each.overlaps(test)]
+            is_known = (candidate, digits) in others
+            if not is_known:
+                io.append_line(path, _Line(tests=(test,)).model_dump_json())
     except OSError as error:
         note = f"openings of the held-out images can't be counted {place}({error.strerror}){advice}"
         return Opening(number=1, share=share(1), fresh=fresh, note=note)
-
-
-def _record_test(path: Path, test: _Test) -> Opening:
-    tests, note = (), None
-    try:
-        tests = read_record(_Ledger, path).tests
-    except FileNotFoundError:
-        pass
-    except DocumentError as error:
-        damaged = path.replace(path.with_suffix(".damaged"))
-        note = f"the ledger of openings was damaged ({error}) and lies in {str(damaged)!r}: none before is counted"
-    # Earlier tests count from the last that was fresh.
-    start = max((index for index, earlier in enumerate(tests) if earlier.fresh is not None), default=0)
-    counted = tests[start:] if test.fresh is None else ()
-    reason = test.fresh or (counted[0].fresh if counted else None)
-    others = [earlier for earlier in counted if earlier.image_ids & test.image_ids]
-    same = [(earlier.candidate, earlier.images) == (test.candidate, test.images) for earlier in others]
-    if not any(same):
-        write_text(path, _Ledger(tests=(*tests, test)).model_dump_json())
-    number = 1 + (same.index(True) if any(same) else len(others))
-    return Opening(number=number, share=share(number), fresh=reason, note=note)
+    number = 1 + (others.index((candidate, digits)) if is_known else len(others))
+    return Opening(
+        number=number, share=share(number), fresh=fresh or (counted[0].fresh if counted else None), note=note
+    )

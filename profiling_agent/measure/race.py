@@ -1,18 +1,24 @@
-"""Race: models take turns on one machine, one process each, for speed-ups with intervals. Imports no torch.
+"""Race of models: they take turns on one machine, one process each, for speed-ups with intervals. Imports no torch.
 
-One session chooses (`race_once`), several others (`run_one_session`, pooled) measure the chosen: a model is a little slower than in the
-session that chose it.
+One session chooses (`race_once`), several others (`run_one_session`, pooled) measure the chosen: a model is a little slower
+than in the session that chose it.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
+from pydantic import Field
 
-from profiling_agent.errors import ArtifactError, JobError
+from profiling_agent import schemas
+from profiling_agent.errors import ArtifactError, JobError, KilledError, RequestError
+from profiling_agent.lib import machine
+from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.measure.session import RaceSession, SessionLimits, Timed, TimedProcess, run_session, worker_command
 from profiling_agent.measure.statistics import Score, detectable, latency_stats, score
@@ -20,169 +26,174 @@ from profiling_agent.measure.worker import WorkerSetup
 from profiling_agent.processes.child import Supervisor
 from profiling_agent.runtimes.artifact import open_folder
 from profiling_agent.runtimes.registry import runtime
-from profiling_agent.schemas import ArtifactRef, Dropped, Race, RaceResult, Variant
+from profiling_agent.schemas import ArtifactRef, Dropped, Race, RaceResult, Record, Variant
 
-# A process may be killed from outside; repeated deaths are no accident.
-MAX_VOID = 2
-# A session whose baseline takes this many times as long as in the best one ran next to other work; at most so many are repeated.
-MAX_SLOWDOWN, MAX_AGAIN = 1.25, 3
-# Of five sessions this many suffice, if the others ran next to other work.
-MIN_STEADY = 3
-# Five sessions gain little from more turns each.
-SHORT = SessionLimits(seconds_per_turn=0.2, seconds_per_model=1.0)
-# A race that can't tell apart models that differ by this much gets a warning.
-TOO_NOISY = 0.05
-# Imports of a process of one of torch's runtimes.
-TIMED = ("profiling_agent.measure.worker", "transformers.models.auto.modeling_auto")
-
-StartSession = Callable[[Sequence[int]], AbstractContextManager[Mapping[int, Timed]]]
-SessionT = TypeVar("SessionT")
 Entries = Sequence[tuple[Variant, ArtifactRef]]
 
+# A turn has as many passes as fit in this, at least one: of a session that chooses, and of one of an estimate, which gains little
+# from more turns. Forty samples of ten passes are at most 400 times a model.
+CHOICE_TURN_S, TURN_S, MAX_RUNS = 0.25, 0.2, 10
+MIN_REPEATS, MAX_REPEATS = 3, 40
+# A session that only chooses ends once every interval is this narrow, relative to its speed-up. The spread between equal
+# processes makes an interval about twice as wide, so the bound is on the part that more turns can narrow. The machine waits
+# while the resamples are drawn, only to check that.
+NARROW, NARROW_REPEATS, NUM_ROUGH_RESAMPLES = 0.04, 6, intervals.NUM_RESAMPLES // 8
+# By turns so far: a model is far behind if its best turn takes this many times as long as the worst of the fastest.
+FAR_BEHIND: Mapping[int, float] = {2: 2.0, 4: 1.3}
+# Shares of the machine's memory and of its free memory for the processes of a session, and the most; six deployments of a
+# ViT-B/16 hold 3 GB. On a GPU each process holds a context as well as the model.
+MEMORY_FRACTION, FREE_FRACTION, MAX_MEMORY, CONTEXT_BYTES = 0.5, 0.7, 4 * 2**30, 2**29
 
-def session_starter(
-    commands: Sequence[Sequence[str]],
-    start: WorkerSetup,
-    *,
-    servers: Mapping[int, Supervisor] | None = None,
-    pass_s: float = 0.0,
-) -> StartSession:
-    """Return a function that makes a process for each of the chosen `commands`, and ends them all after the session.
 
-    Those with a server are copies of a process that has imported what they need. `pass_s` is the known duration of a batch.
-    """
-    by_place = servers or {}
-
-    @contextmanager
-    def start_session(chosen: Sequence[int]) -> Generator[Mapping[int, Timed]]:
-        with ExitStack() as stack:
-            yield {
-                index: stack.enter_context(
-                    TimedProcess(commands[index], start, server=by_place.get(index), pass_s=pass_s)
-                )
-                for index in chosen
-            }
-
-    return start_session
+def room_bytes(total: int, free: int) -> int:
+    """Return the bytes that the processes of a session may hold of `total` memory, of which `free` is free."""
+    return min(int(MEMORY_FRACTION * total), int(FREE_FRACTION * free), MAX_MEMORY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
     """Conditions of a race of saved models; paths are relative to `root`.
 
-    With a `server`, processes of torch are copies of one that has imported it: ready seconds earlier and as fast, but their
-    peak memory means nothing and is dropped. If `enqueued`, passes on a GPU follow each other without waiting.
+    With a `server`, processes of torch are forks: ready seconds earlier and as fast, but their peak memory means nothing and is
+    dropped. If `enqueued`, passes on a GPU follow each other without waiting. A session ends when its models were timed for
+    `seconds_per_model` each, on average. `memory_bytes` is for all processes of a session, by default `room_bytes`.
     """
 
     root: Path
     batch_size: int
     device: str = "cpu"
-    num_threads: int | None = None
     seed: int = 0
     pass_s: float = 0.0
     server: Supervisor | None = None
     enqueued: bool = False
+    seconds_per_model: float = 1.0
+    memory_bytes: int | None = None
 
-    def starter(self, entries: Entries) -> StartSession:
-        """Return the function that starts a session with a process for each entry."""
-        start = WorkerSetup(
-            batch_size=self.batch_size, device=self.device, num_threads=self.num_threads, enqueued=self.enqueued
-        )
-        folders = [self.root / ref.path for _, ref in entries]
-        servers: dict[int, Supervisor] = {}
-        for place, folder in enumerate(folders if self.server is not None else ()):
-            # A model that can't be opened fails in its turn.
-            with suppress(ArtifactError):
-                name = open_folder(folder, verify=False).deployment.runtime
-                if self.server is not None and runtime(name).is_torch:
-                    servers[place] = self.server
-        commands = [worker_command(folder) for folder in folders]
-        return session_starter(commands, start, servers=servers, pass_s=self.pass_s)
+    def command(self, model: ArtifactRef) -> Sequence[str]:
+        """Return the call that times a model in a child process."""
+        return worker_command(self.root / model.path)
+
+    def process(self, model: ArtifactRef) -> TimedProcess:
+        """Start the process of a model."""
+        setup = WorkerSetup(batch_size=self.batch_size, device=self.device, enqueued=self.enqueued)
+        server = None
+        # A model that can't be opened fails in its process.
+        with suppress(ArtifactError):
+            if self.server and runtime(open_folder(self.root / model.path, verify=False).deployment.runtime).is_torch:
+                server = self.server
+        return TimedProcess(self.command(model), setup, server=server, pass_s=self.pass_s)
 
 
-def race_once(
-    entries: Entries, conditions: Conditions, *, limits: SessionLimits | None = None, progress: Progress = silent
-) -> Race:
-    """Race all entries in one session, which is good enough to choose with. The first is the baseline.
+@dataclass
+class _Session:
+    """One session: processes of models load, take turns in a shuffled order, and end.
 
-    Every model loads in its own process; then they take turns, one at a time, in a shuffled order at each repeat. A
-    speed-up is the median over turns of baseline time over candidate time at the same turn. If memory doesn't hold all models at
-    once, they take turns in parts, each with the first; killed models are retried in the last.
-
-    Raises:
-        JobError: the baseline crashed or hung; with its last output.
+    A session that `chooses` drops models that are far behind or fail, and those that it has no memory for wait. In any other
+    session all models take part from beginning to end.
     """
-    limits = (limits or SessionLimits()).on(conditions.device)
-    start_session, parts, retried = conditions.starter(entries), list[RaceSession](), set[int]()
-    waiting = tuple(range(1, len(entries)))
-    while True:
-        try:
-            with start_session((0, *waiting)) as processes:
-                parts.append(run_session(processes, limits=limits, seed=conditions.seed, progress=progress))
-        except JobError:
-            # The results of the others stand, whatever becomes of a retry.
-            if retried.isdisjoint(waiting):
-                raise
-            break
-        waiting = parts[-1].waiting
-        if not waiting:
-            killed = {index for part in parts for index in part.killed}
-            waiting, retried = tuple(sorted(killed - retried)), retried | killed
-        if not waiting:
-            break
-    # Of the first model, which took part in all, only the first part counts.
-    joined = RaceSession(
-        num_repeats=sum(part.num_repeats for part in parts),
-        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
-    )
-    for part in reversed(parts):
-        joined.samples |= part.samples
-        joined.ratios |= part.ratios
-        joined.peak_bytes |= part.peak_bytes
-        joined.lost = part.lost | joined.lost
-    return _as_race(entries, joined, conditions)
+
+    entries: Entries
+    conditions: Conditions
+    chooses: bool
+    processes: dict[int, TimedProcess] = field(default_factory=dict[int, TimedProcess])
+    runs: dict[int, int] = field(default_factory=dict[int, int])
+    samples: dict[int, list[list[float]]] = field(default_factory=dict[int, list[list[float]]])
+    lost: dict[int, JobError] = field(default_factory=dict[int, JobError])
+    waiting: tuple[int, ...] = ()
+    num_repeats: int = 0
+
+    def run(self, places: Sequence[int], seed: int, progress: Progress) -> dict[int, RaceResult]:
+        """Return the results of the models at `places`, of which 0 is the baseline; JobError as `_drop`."""
+        shuffle = random.Random(seed)
+        with ExitStack() as stack:
+            self._load(places, stack)
+            order = list(self.runs)
+            while True:
+                # A model that always ran after the largest one would always find the caches as that one left them.
+                shuffle.shuffle(order)
+                for index in order:
+                    try:
+                        self.samples[index].append(self.processes[index].take_sample(self.runs[index]))
+                    except JobError as error:
+                        self._drop(index, error)
+                self.num_repeats += 1
+                progress("racing", self.num_repeats, MAX_REPEATS)
+                order = [index for index in order if index not in self.lost]
+                if self.chooses:
+                    order = self._without_far_behind(order)
+                # Without the time of models that dropped out. Long turns on a GPU have fewer samples than passes.
+                timed_ms = sum(
+                    self.runs[index] * float(np.mean(turn)) for index in order for turn in self.samples[index]
+                )
+                is_late = timed_ms >= 1e3 * self.conditions.seconds_per_model * len(order)
+                is_enough = self.num_repeats >= MIN_REPEATS and (is_late or self._is_narrow(order))
+                if is_enough or self.num_repeats >= MAX_REPEATS:
+                    break
+            return {index: self._result(index) for index in sorted(self.samples)}
+
+    def _load(self, places: Sequence[int], stack: ExitStack) -> None:
+        """Load each model while the next one starts, and size its turns.
+
+        No more than two load at a time: converting weights takes several times the memory of holding them. The next model is
+        assumed to hold what the largest so far does; the baseline and one more are loaded whatever they hold.
+        """
+        on_gpu, memory = self.conditions.device == "cuda", list[int]()
+        room = self.conditions.memory_bytes or room_bytes(machine.total_bytes(), machine.available_bytes())
+        if on_gpu and (free_bytes := gpu_free_bytes()) is not None:
+            room = int(FREE_FRACTION * free_bytes)
+        for place, index in enumerate(places):
+            left = [room - sum(memory) - ahead * max(memory, default=0) for ahead in (1, 2)]
+            if self.chooses and len(self.runs) > 1 and left[0] < 0:
+                self.waiting = tuple(places[place:])
+                break
+            try:
+                for ahead in places[place : place + (1 if self.chooses and place and left[1] < 0 else 2)]:
+                    if ahead not in self.processes:
+                        process = self.conditions.process(self.entries[ahead][1])
+                        self.processes[ahead] = stack.enter_context(process)
+                self.processes[index].wait_until_ready()
+                pass_ms = min(self.processes[index].take_sample(2))
+            except JobError as error:
+                self._drop(index, error)
+            else:
+                turn_ms = 1e3 * (CHOICE_TURN_S if self.chooses else TURN_S)
+                self.runs[index] = gpu_runs(pass_ms) if on_gpu else max(1, min(MAX_RUNS, int(turn_ms / pass_ms)))
+                self.samples[index] = []
+                memory.append((self.processes[index].peak_bytes() or 0) + (CONTEXT_BYTES if on_gpu else 0))
+
+    def _drop(self, index: int, error: JobError) -> None:
+        """Go on without a model; JobError for the baseline, and for any model if the session doesn't choose."""
+        if index == 0 or not self.chooses:
+            raise error
+        self.lost[index] = error
+        self.samples.pop(index, None)
+
+    def _without_far_behind(self, order: list[int]) -> list[int]:
+        factors = [factor for turns, factor in FAR_BEHIND.items() if self.num_repeats >= turns]
+        if not factors:
+            return order
+        turns = {index: [float(np.median(sample)) for sample in self.samples[index]] for index in order}
+        longest = min(factors) * max(min(turns.values(), key=np.median))
+        return [index for index in order if index == 0 or min(turns[index]) <= longest]
+
+    def _is_narrow(self, order: Sequence[int]) -> bool:
+        if not self.chooses or self.num_repeats < NARROW_REPEATS:
+            return False
+        ratios = [intervals.log_ratios(self.samples[index], self.samples[0]) for index in order if index]
+        rough = [
+            intervals.score_one_session(each, process_spread=0, num_resamples=NUM_ROUGH_RESAMPLES) for each in ratios
+        ]
+        return all((score.high - score.low) / score.speedup <= NARROW for score in rough)
+
+    def _result(self, index: int) -> RaceResult:
+        samples_ms = [pass_ms for sample in self.samples[index] for pass_ms in sample]
+        turns = tuple(np.exp(intervals.log_ratios(self.samples[index], self.samples[0])).tolist())
+        peak = self.processes[index].peak_bytes() if self.conditions.server is None else None
+        peaks = () if peak is None else (peak,)
+        return _race_result(*self.entries[index], samples_ms, self.conditions.batch_size, (turns,), peaks)
 
 
-def run_one_session(
-    entries: Entries, conditions: Conditions, number: int, *, limits: SessionLimits = SHORT, progress: Progress = silent
-) -> Race:
-    """Return session `number` of an estimate, to be pooled with others; all models take part to the end.
-
-    Raises:
-        JobError: a process crashed or hung, so the session is void.
-    """
-    limits, seed = limits.on(conditions.device), conditions.seed + number
-    with conditions.starter(entries)(range(len(entries))) as processes:
-        session = run_session(processes, limits=limits, seed=seed, chooses=False, progress=progress)
-    return _as_race(entries, session, conditions)
-
-
-def _as_race(entries: Entries, session: RaceSession, conditions: Conditions) -> Race:
-    results: list[RaceResult] = []
-    for index, samples in sorted(session.samples.items()):
-        variant, model = entries[index]
-        turns = tuple(np.exp(session.ratios[index]).tolist())
-        # A copy of a process that has imported more than the model needs.
-        peak = session.peak_bytes.get(index) if conditions.server is None else None
-        samples_ms = [pass_ms for sample in samples for pass_ms in sample]
-        peak_bytes = () if peak is None else (peak,)
-        results.append(_result(variant, model, samples_ms, conditions.batch_size, (turns,), peak_bytes))
-    lost = sorted(session.lost.items())
-    return Race(
-        results=tuple(results),
-        num_repeats=session.num_repeats,
-        num_sessions=1,
-        dropped=tuple(
-            Dropped(variant=entries[index][0], model=entries[index][1], reason=reason)
-            for index, reason in lost
-            if index not in session.samples
-        ),
-        notes=session.notes,
-        detectable=_detectable(results),
-    )
-
-
-def _result(
+def _race_result(
     variant: Variant,
     model: ArtifactRef,
     samples_ms: Sequence[float],
@@ -190,30 +201,93 @@ def _result(
     turns: tuple[tuple[float, ...], ...],
     peak_bytes: tuple[int, ...],
 ) -> RaceResult:
-    speedup = score([np.log(session) for session in turns])
+    score = intervals.score([np.log(session) for session in turns])
     return RaceResult(
         variant=variant,
         model=model,
-        latency=latency_stats(samples_ms, batch_size),
-        speedup=speedup.speedup,
-        speedup_low=speedup.low,
-        speedup_high=speedup.high,
+        latency=intervals.latency_stats(samples_ms, batch_size),
+        speedup=score.speedup,
+        speedup_low=score.low,
+        speedup_high=score.high,
         turns=turns,
         peak_bytes=peak_bytes,
     )
 
 
-def _detectable(results: Sequence[RaceResult]) -> float:
-    return detectable([Score(result.speedup, result.speedup_low, result.speedup_high) for result in results[1:]])
+def _race(results: Sequence[RaceResult], notes: Sequence[str], **fields: Any) -> Race:
+    # By how much of its time one of two equal models would have to differ to be told apart: half a 95% interval, in the median.
+    halves = [math.sqrt(result.speedup_high / result.speedup_low) - 1 for result in results[1:]]
+    return Race(
+        results=tuple(results),
+        notes=tuple(dict.fromkeys(notes)),
+        detectable=float(np.median(halves)) if halves else 0.0,
+        **fields,
+    )
 
 
-def run_sessions(hold: Callable[[int], SessionT], num_sessions: int) -> tuple[list[SessionT], tuple[str, ...]]:
+def race_once(entries: Entries, conditions: Conditions, *, progress: Progress = silent) -> Race:
+    """Race all entries in one session, which is good enough to choose with. The first is the baseline.
+
+    A speed-up is the median over turns of baseline time over candidate time at the same turn. If memory doesn't hold all
+    models at once, they take turns in parts, each with the first; killed models are retried in the last.
+
+    Raises:
+        JobError: the baseline crashed or hung; with its last output.
+    """
+    # Of the baseline, which takes part in all, only the first part counts.
+    results, lost = dict[int, RaceResult](), dict[int, JobError]()
+    notes, num_repeats = list[str](), 0
+    waiting, retried = tuple(range(1, len(entries))), set[int]()
+    while True:
+        session = _Session(entries, conditions, chooses=True)
+        try:
+            results = session.run((0, *waiting), conditions.seed, progress) | results
+        except JobError:
+            # The results of the others stand, whatever becomes of a retry.
+            if retried.isdisjoint(waiting):
+                raise
+            break
+        lost, num_repeats = session.lost | lost, num_repeats + session.num_repeats
+        notes += [note for process in session.processes.values() for note in process.notes]
+        waiting = session.waiting
+        if not waiting:
+            killed = {index for index, error in lost.items() if isinstance(error, KilledError)}
+            waiting, retried = tuple(sorted(killed - retried)), retried | killed
+        if not waiting:
+            break
+    dropped = [
+        Dropped(variant=entries[index][0], model=entries[index][1], reason=str(error))
+        for index, error in sorted(lost.items())
+        if index not in results
+    ]
+    ordered = [results[index] for index in sorted(results)]
+    return _race(ordered, notes, num_repeats=num_repeats, num_sessions=1, dropped=tuple(dropped))
+
+
+def run_one_session(entries: Entries, conditions: Conditions, number: int, *, progress: Progress = silent) -> Race:
+    """Return session `number` of an estimate, to be pooled with others; all models take part to the end.
+
+    Raises:
+        JobError: a process crashed or hung, so the session is void.
+    """
+    session = _Session(entries, conditions, chooses=False)
+    results = session.run(range(len(entries)), conditions.seed + number, progress)
+    notes = [note for process in session.processes.values() for note in process.notes]
+    return _race(list(results.values()), notes, num_repeats=session.num_repeats, num_sessions=1)
+
+
+# A process may be killed from outside; repeated deaths are no accident. A session whose baseline takes MAX_SLOWDOWN times as
+# long as in the best one ran next to other work: at most MAX_AGAIN are repeated, and of five MIN_STEADY others suffice.
+MAX_VOID, MAX_SLOWDOWN, MAX_AGAIN, MIN_STEADY = 2, 1.25, 3, 3
+
+
+def run_sessions(hold: Callable[[int], Race], num_sessions: int) -> tuple[list[Race], tuple[str, ...]]:
     """Return `num_sessions` sessions, and why others are void: a process that dies costs only its session.
 
     Raises:
         JobError: more than two were void.
     """
-    sessions, void = list[SessionT](), tuple[str, ...]()
+    sessions, void = list[Race](), tuple[str, ...]()
     while len(sessions) < num_sessions:
         try:
             sessions.append(hold(len(sessions) + len(void)))
@@ -238,17 +312,18 @@ def run_steady_sessions(
     max_sessions = num_sessions + MAX_AGAIN
     while True:
         times_ms = [session.results[0].latency.median_ms for session in sessions]
-        is_steady = [took_ms <= MAX_SLOWDOWN * min(times_ms) for took_ms in times_ms]
-        if sum(is_steady) >= num_sessions or len(sessions) >= max_sessions or not has_time():
+        best_ms = min(times_ms)
+        steady = [race for race, ms in zip(sessions, times_ms, strict=True) if ms <= MAX_SLOWDOWN * best_ms]
+        if len(steady) >= num_sessions or len(sessions) >= max_sessions or not has_time():
             break
         try:
             sessions.append(hold(len(sessions) + len(void)))
         except JobError as error:
             void, max_sessions = (*void, str(error)), max_sessions - 1
-    slow_ms = [took_ms for took_ms, steady in zip(times_ms, is_steady, strict=True) if not steady]
-    reasons = (f"the baseline took {took_ms:.3g} ms, in its best session {min(times_ms):.3g}" for took_ms in slow_ms)
-    race = pool([session for session, steady in zip(sessions, is_steady, strict=True) if steady], (*void, *reasons))
-    if sum(is_steady) >= min(num_sessions, MIN_STEADY):
+    slow_ms = [took_ms for took_ms in times_ms if took_ms > MAX_SLOWDOWN * best_ms]
+    reasons = (f"the baseline took {took_ms:.3g} ms, in its best session {best_ms:.3g}" for took_ms in slow_ms)
+    race = pool(steady, (*void, *reasons))
+    if len(steady) >= min(num_sessions, MIN_STEADY):
         return race
     times = ", ".join(f"{took_ms:.3g}" for took_ms in times_ms)
     return race.model_copy(update={"unsteady": f"the baseline took {times} ms in its sessions"})
@@ -257,40 +332,169 @@ def run_steady_sessions(
 def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
     """Return one race from sessions with the same entries, in the same order."""
     results = [
-        _result(
-            first.variant,
-            first.model,
-            [pass_ms for result in (first, *others) for pass_ms in result.latency.samples_ms],
-            first.latency.batch_size,
-            tuple(turns for result in (first, *others) for turns in result.turns),
-            tuple(peak for result in (first, *others) for peak in result.peak_bytes),
+        _race_result(
+            rows[0].variant,
+            rows[0].model,
+            [pass_ms for row in rows for pass_ms in row.latency.samples_ms],
+            rows[0].latency.batch_size,
+            tuple(turns for row in rows for turns in row.turns),
+            tuple(peak for row in rows for peak in row.peak_bytes),
         )
-        for first, *others in zip(*(race.results for race in sessions), strict=True)
+        for rows in zip(*(race.results for race in sessions), strict=True)
     ]
-    return Race(
-        results=tuple(results),
-        num_repeats=sum(race.num_repeats for race in sessions),
-        num_sessions=len(sessions),
-        void=tuple(void),
-        notes=tuple(dict.fromkeys(note for race in sessions for note in race.notes)),
-        detectable=_detectable(results),
-    )
+    notes, num_repeats = [note for race in sessions for note in race.notes], sum(race.num_repeats for race in sessions)
+    return _race(results, notes, num_repeats=num_repeats, num_sessions=len(sessions), void=tuple(void))
 
 
-def compare(own: RaceResult, other: RaceResult) -> Score:
-    """Return how many times as fast one model of a race is as another, from the turns of both over the first, session by session."""
-    sessions = [
-        np.log(ours[: len(theirs)]) - np.log(theirs[: len(ours)])
-        for ours, theirs in zip(own.turns, other.turns, strict=True)
-    ]
-    return score(sessions)
+def compare(own: RaceResult, other: RaceResult) -> intervals.Score:
+    """Return how many times as fast one model of a race is as another, from the turns of both, session by session."""
+    both = zip(own.turns, other.turns, strict=True)
+    return intervals.score([np.log(ours[: len(its)]) - np.log(its[: len(ours)]) for ours, its in both])
 
 
 def noise_warning(race: Race) -> str | None:
     """Return a line on the difference that the race can't detect, or None if it could tell 5% apart."""
-    if race.detectable <= TOO_NOISY:
-        return None
-    return (
-        f"too noisy to tell candidates apart that differ by less than {race.detectable:.0%}: "
-        "measure again while nothing else runs on this machine"
+    less = f"too noisy to tell candidates apart that differ by less than {race.detectable:.0%}"
+    return f"{less}: measure again while nothing else runs on this machine" if race.detectable > 0.05 else None
+
+
+def memory_use(model: ArtifactRef, *, root: Path, batch_size: int, device: str = "cpu") -> schemas.MemoryUse:
+    """Return peak memory of a process that only loads and runs `model`: resident with mapped files, on CUDA allocated.
+
+    Raises:
+        JobError: the process died or hung, or this system doesn't report peak memory.
+    """
+    with Conditions(root=root, batch_size=batch_size, device=device).process(model) as process:
+        process.wait_until_ready()
+        # After its first pass a runtime may use other kernels, and more memory.
+        process.take_sample(3)
+        peak_bytes = machine.peak_memory_bytes(process.pid) if process.device_bytes is None else process.device_bytes
+    return schemas.MemoryUse(
+        model=model,
+        batch_size=batch_size,
+        peak_bytes=peak_bytes,
+        size_bytes=model.size_bytes,
+        environment=machine.environment(device),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """A saved model: its displayed name, its variant in its run, and its folder."""
+
+    name: str
+    variant: Variant
+    folder: Path
+
+
+class MeasuredModel(Record):
+    """Measurements of one saved model under its given name."""
+
+    name: str
+    taken: schemas.ResourceUse
+
+
+class Measurements(Record):
+    """Output of `profiling-agent measure --json`."""
+
+    models: tuple[MeasuredModel, ...] = Field(min_length=1)
+
+
+def saved_model(source: Path) -> SavedModel:
+    """Return a saved model named by the given path; ArtifactError if it is none."""
+    folder = named_folder(source)
+    return SavedModel(f"{source} ({open_folder(folder, verify=False).deployment.name})", Variant.BASELINE, folder)
+
+
+def _ref(folder: Path) -> ArtifactRef:
+    open_folder(folder, verify=False)
+    sha256, size_bytes = file_sha256(folder / RECIPE), model_bytes(folder)
+    return ArtifactRef(path=str(folder), sha256=sha256, size_bytes=size_bytes, kind="model")
+
+
+def race_saved(
+    models: Sequence[SavedModel],
+    *,
+    batch_size: int,
+    num_sessions: int = schemas.NUM_SESSIONS,
+    device: str = "cpu",
+    progress: Progress = silent,
+) -> tuple[dict[str, str], Race]:
+    """Race saved models against the first; return each one's name by its path in the results, and the race.
+
+    Every session starts new processes. Models that can't run here, in a session beforehand, are dropped.
+
+    Raises:
+        ArtifactError: a model is missing.
+        JobError: the first can't be run.
+        RequestError: there are fewer than two models, or only the first can be run.
+    """
+    if len(models) < 2:
+        raise RequestError(f"a race takes two models, {len(models)} was given: name a run, or another saved model")
+    entries = [(model.variant, _ref(model.folder)) for model in models]
+    names = {ref.path: model.name for (_, ref), model in zip(entries, models, strict=True)}
+    # Imports of a process of one of torch's runtimes.
+    modules = ("profiling_agent.measure.worker", "transformers.models.auto.modeling_auto")
+    with (
+        machine_lock(progress, "a measurement of saved models"),
+        fork_server(modules, child_environment()) as server,
+    ):
+        conditions = Conditions(root=Path("/"), batch_size=batch_size, device=device, server=server)
+        dropped = race_once(entries, conditions, progress=progress).dropped
+        entries = [entry for entry in entries if entry[1] not in [each.model for each in dropped]]
+        if len(entries) < 2:
+            raise RequestError(f"none but the first can be run here: {'; '.join(each.reason for each in dropped)}")
+        sessions, void = run_sessions(
+            lambda number: run_one_session(entries, conditions, number, progress=progress), num_sessions
+        )
+    return names, pool(sessions, void).model_copy(update={"dropped": dropped})
+
+
+def measure_saved(
+    models: Sequence[SavedModel],
+    *,
+    batch_sizes: Sequence[int] = (1, 8, 32),
+    seconds_per_model: float = 2.0,
+    device: str = "cpu",
+    progress: Progress = silent,
+) -> Measurements:
+    """Measure images per second and peak memory of saved models on this machine; at each batch size they take turns.
+
+    A model that can't be run at a batch size, as its files are for another one, has no throughput there.
+
+    Raises:
+        JobError: a model can't be run at batch size 1.
+    """
+    refs = [_ref(model.folder) for model in models]
+    rows: list[schemas.Throughput] = []
+    measured: list[MeasuredModel] = []
+    with machine_lock(progress, "a measurement of saved models"):
+        for size in batch_sizes:
+            conditions = Conditions(
+                root=Path("/"), batch_size=size, device=device, enqueued=True, seconds_per_model=seconds_per_model
+            )
+            results: tuple[RaceResult, ...] = ()
+            # The first is the baseline of a race, which ends with it.
+            for start in range(len(refs)):
+                with suppress(JobError):
+                    entries = [(Variant.BASELINE, ref) for ref in refs[start:]]
+                    results = race_once(entries, conditions, progress=progress).results
+                    break
+            for result in results:
+                latency = result.latency
+                row = schemas.Throughput(
+                    model=result.model,
+                    batch_size=size,
+                    images_per_s=size * 1e3 / latency.median_ms,
+                    low=size * 1e3 / latency.high_ms,
+                    high=size * 1e3 / latency.low_ms,
+                    latency=latency,
+                )
+                rows.append(row)
+        for number, (ref, model) in enumerate(zip(refs, models, strict=True)):
+            progress("reading memory", number, len(refs))
+            memory = memory_use(ref, root=Path("/"), batch_size=1, device=device)
+            of_model = tuple(row for row in rows if row.model.sha256 == ref.sha256)
+            taken = schemas.ResourceUse(model=ref, throughput=of_model, memory=memory, environment=memory.environment)
+            measured.append(MeasuredModel(name=model.name, taken=taken))
+    return Measurements(models=tuple(measured))

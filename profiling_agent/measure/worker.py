@@ -1,31 +1,31 @@
-"""Timed worker: one model in a process of its own, timed in turns, with the state of the GPU.
+"""Timed worker: a child process that times one model in turns, with the state of the GPU, and its parent's end.
 
-It imports torch only if the model's runtime is torch's.
+The child imports torch only if the model's runtime is torch's.
 """
 
-import contextlib
 import itertools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Self
 
 import psutil
 from pydantic import Field
 
-from profiling_agent.lib.machine import available_threads, nvml
-from profiling_agent.processes.child import Parent
+from profiling_agent.errors import JobError
+from profiling_agent.lib.machine import available_threads, nvml, own_memory_bytes, peak_memory_bytes
+from profiling_agent.measure.intervals import latency_stats
+from profiling_agent.processes.child import Child, Parent, Supervisor, fork_server
 from profiling_agent.runtimes.artifact import open_folder, open_session
 from profiling_agent.runtimes.registry import Batch, ModelSession, noise_batch
 from profiling_agent.schemas import Energy, Record
 
-# A GPU raises its clocks within tens of milliseconds of work, and lowers them between turns.
-WARM_MS = 100.0
 # A turn on a GPU has at least this duration and number of passes; of slow models as many passes as fit in the maximum.
 MIN_TURN_MS, MIN_GPU_RUNS, MAX_TURN_MS = 50.0, 20, 1000.0
 # Of longer turns, the medians of this many equal parts are kept: a report shouldn't hold a hundred thousand numbers.
@@ -39,8 +39,9 @@ def gpu_runs(pass_ms: float) -> int:
     return max(1, min(runs, int(MAX_TURN_MS / pass_ms)))
 
 
-def warm(run_once: Callable[[], float], warm_ms: float = WARM_MS) -> int:
+def warm(run_once: Callable[[], float], warm_ms: float = 100.0) -> int:
     """Run passes until they have taken `warm_ms`; return their number."""
+    # A GPU raises its clocks within tens of milliseconds of work, and lowers them between turns.
     passes, spent_ms = 0, 0.0
     while spent_ms < warm_ms:
         spent_ms += max(run_once(), 1e-3)
@@ -66,10 +67,6 @@ SLOWDOWNS = {
     0x80: "hardware power brake",
 }
 NO_NVML = "clocks and throttling of the GPU are unknown: pip install nvidia-ml-py"
-# Back-to-back passes between two readings of the clock while energy is measured.
-CHUNK_S = 0.25
-# The GPU's clocks stay up for a moment after the last pass, and with them the power.
-IDLE_AFTER_S = 1.0
 
 
 class GpuState(Record):
@@ -86,40 +83,31 @@ class GpuState(Record):
 
 def read_gpu_state() -> GpuState | None:
     """Return the state of the GPU now; None without NVML."""
-    gpu = nvml()
-    if gpu is None:
+    if (gpu := nvml()) is None:
         return None
     module, handle = gpu
-    reasons = getattr(module, "nvmlDeviceGetCurrentClocksEventReasons", None)
-    return GpuState(
-        reasons=_query(module, lambda: (reasons or module.nvmlDeviceGetCurrentClocksThrottleReasons)(handle)) or 0,
-        neighbours=_neighbours(_query(module, lambda: module.nvmlDeviceGetComputeRunningProcesses(handle)) or []),
-    )
+    read = getattr(module, "nvmlDeviceGetCurrentClocksEventReasons", None)
+    reasons = _query(module, lambda: (read or module.nvmlDeviceGetCurrentClocksThrottleReasons)(handle)) or 0
+    running: list[Any] = _query(module, lambda: module.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+    pids, neighbours = {int(process.pid) for process in running}, tuple[str, ...]()
+    # A container hides the owners of processes. A supervisor's parent is the run, whose children don't count.
+    if os.getpid() in pids:
+        with suppress(psutil.Error, IndexError):
+            run = psutil.Process().parents()[1]
+            others = [process for process in map(psutil.Process, sorted(pids)) if run not in process.parents()]
+            neighbours = tuple(f"{process.name()} ({process.pid})" for process in others)
+    return GpuState(reasons=reasons, neighbours=neighbours)
 
 
 def _query(module: Any, read: Callable[[], Any]) -> Any:
-    with contextlib.suppress(module.NVMLError, AttributeError):
+    with suppress(module.NVMLError, AttributeError):
         return read()
     return None
 
 
-def _neighbours(running: list[Any]) -> tuple[str, ...]:
-    """Return the processes of other programs that use the GPU; none if a container hides their owners."""
-    pids = {int(process.pid) for process in running}
-    if os.getpid() not in pids:
-        return ()
-    with contextlib.suppress(psutil.Error, IndexError):
-        # A supervisor's parent is the run, whose children don't count.
-        run = psutil.Process().parents()[1]
-        others = [process for process in map(psutil.Process, sorted(pids)) if run not in process.parents()]
-        return tuple(f"{process.name()} ({process.pid})" for process in others)
-    return ()
-
-
 def gpu_free_bytes() -> int | None:
     """Return the free memory of the GPU; None without NVML."""
-    gpu = nvml()
-    if gpu is None:
+    if (gpu := nvml()) is None:
         return None
     module, handle = gpu
     free: int | None = _query(module, lambda: int(module.nvmlDeviceGetMemoryInfo(handle).free))
@@ -128,42 +116,65 @@ def gpu_free_bytes() -> int | None:
 
 def energy_per_image(session: ModelSession, pixel_values: Batch, seconds: float = 2.0) -> Energy | None:
     """Return the energy of back-to-back passes over at least `seconds`; None if the driver doesn't count it."""
-    gpu = nvml()
-    if gpu is None:
+    if (gpu := nvml()) is None:
         return None
     module, handle = gpu
 
-    def joules() -> float | None:
-        millijoules = _query(module, lambda: module.nvmlDeviceGetTotalEnergyConsumption(handle))
-        return None if millijoules is None else millijoules / 1e3
+    def millijoules() -> Any:
+        return _query(module, lambda: module.nvmlDeviceGetTotalEnergyConsumption(handle))
 
     pass_ms = max(session.enqueued(pixel_values, 3) or 0.0, 1e-3)
-    time.sleep(IDLE_AFTER_S)
+    # The GPU's clocks stay up for a moment after the last pass, and with them the power.
+    time.sleep(1.0)
     idle = _query(module, lambda: module.nvmlDeviceGetPowerUsage(handle))
-    chunk = max(1, round(CHUNK_S * 1e3 / pass_ms))
-    # The first chunk raises the clocks.
+    # Between two readings of the clock a quarter of a second of passes is run; the first chunk raises the clocks.
+    chunk = max(1, round(0.25 * 1e3 / pass_ms))
     session.enqueued(pixel_values, chunk)
-    before, started, passes = joules(), time.perf_counter(), 0
+    before, started, passes = millijoules(), time.perf_counter(), 0
     while (elapsed := time.perf_counter() - started) < seconds:
         session.enqueued(pixel_values, chunk)
         # Each call has one more pass, to warm up.
         passes += chunk + 1
-    after = joules()
+    after = millijoules()
     if before is None or after is None or not passes:
         return None
+    joules = after / 1e3 - before / 1e3
     return Energy(
-        joules_per_image=(after - before) / passes / len(pixel_values),
-        watts=(after - before) / elapsed,
+        joules_per_image=joules / passes / len(pixel_values),
+        watts=joules / elapsed,
         idle_watts=None if idle is None else idle / 1e3,
         images=passes * len(pixel_values),
     )
 
 
-# The first pass of a sample has the caches and threads that other workers left, which costs milliseconds. It isn't
-# counted, unless passes take so long that it can't matter.
-LONG_MS = 1000.0
-# Samples of a turn whose passes follow each other without waiting, each the mean of its passes.
-ENQUEUED_PARTS = 5
+# Of a headline's timed passes.
+HEADLINE_MS, MIN_RUNS, MAX_RUNS = 10_000, 2, 20
+
+
+def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int) -> Headline:
+    """Time an opened model without hooks or profiler, and read the peak memory of its device or this process.
+
+    Two passes of warm-up, then as many as fit in 10 s, 2 to 20. On a GPU the warm-up takes 100 ms and the timed passes
+    at least 50. The memory means something only in a fresh process that has loaded one model; the caller pins its threads.
+    """
+    images = noise_batch(spec, batch_size)
+    run_once = session.bound(images)
+    # The first pass, in which a runtime may compile, doesn't show how many passes fit.
+    run_once()
+    pass_ms, warm_up = run_once(), 2
+    on_gpu = session.peak_bytes() is not None
+    if on_gpu:
+        warm_up += warm(run_once) + 1
+        pass_ms = run_once()
+    runs = gpu_runs(pass_ms) if on_gpu else max(MIN_RUNS, min(MAX_RUNS, int(HEADLINE_MS / pass_ms)))
+    samples_ms = take_turn(run_once, runs)
+    on_device = session.peak_bytes()
+    return Headline(
+        latency=latency_stats(samples_ms, batch_size),
+        peak_memory_bytes=peak_memory_bytes() if on_device is None else on_device,
+        forward_passes=warm_up + runs,
+        energy=energy_per_image(session, images) if on_gpu else None,
+    )
 
 
 class WorkerSetup(Record):
@@ -182,9 +193,8 @@ class SampleRequest(Record):
 
 
 class Reply(Record):
-    """A worker's answer: its model is loaded, or the time of each pass and the peak memory on its device."""
+    """A worker's answer: the time of each pass and the peak memory on its device; of no pass once its model is loaded."""
 
-    kind: Literal["ready", "times"]
     samples_ms: tuple[float, ...] = ()
     device_bytes: int | None = None
     gpu: GpuState | None = Field(default=None, description="the state of the GPU in this sample; None without NVML")
@@ -192,19 +202,20 @@ class Reply(Record):
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of an opened model over a batch, which also reports its memory on a device."""
+    """One pass of a model over a batch, and the mean of passes that are `enqueued`, ms; its peak bytes on a device, else None."""
 
     run_once: Callable[[], float]
-    session: ModelSession
+    peak_bytes: Callable[[], int | None] = lambda: None
     enqueued: Callable[[int], float | None] | None = None
 
-    def __call__(self) -> float:
-        """Run once; return the milliseconds."""
-        return self.run_once()
 
-    def peak_bytes(self) -> int | None:
-        """Return the peak of this process's allocations on a device; None on the CPU."""
-        return self.session.peak_bytes()
+def open_artifact(folder: Path, setup: WorkerSetup) -> Pass:
+    """Return one pass of a saved model over a batch of noise."""
+    session = open_session(folder, device=setup.device, num_threads=setup.num_threads or available_threads())
+    images, enqueued = noise_batch(open_folder(folder, verify=False).input, setup.batch_size), None
+    if setup.enqueued and setup.device == "cuda":
+        enqueued = partial(session.enqueued, images)
+    return Pass(session.bound(images), session.peak_bytes, enqueued)
 
 
 def serve_artifact(parent: Parent, folder: str) -> None:
@@ -212,55 +223,126 @@ def serve_artifact(parent: Parent, folder: str) -> None:
     serve(parent, partial(open_artifact, Path(folder)))
 
 
-def serve(parent: Parent, open_model: Callable[[WorkerSetup], Callable[[], float]]) -> None:
-    """Load a model, then answer with samples until the parent exits; never returns.
-
-    `open_model` returns a function that runs the batch once and returns the milliseconds. It also limits the threads to the
-    number in `WorkerSetup`. If the function can report its memory on a device, each answer has it.
-    """
-    start = parent.receive(WorkerSetup)
-    run_once = open_model(start)
-    parent.send(Reply(kind="ready"))
+def serve(parent: Parent, open_model: Callable[[WorkerSetup], Pass]) -> None:
+    """Load a model, with at most the threads of `WorkerSetup`; answer with samples until the parent exits; never returns."""
+    setup = parent.receive(WorkerSetup)
+    model = open_model(setup)
+    parent.send(Reply())
     is_first = True
     while True:
         runs, state = parent.receive(SampleRequest).runs, None
-        if start.device == "cuda":
-            times, state = _gpu_sample(run_once, runs)
+        if setup.device == "cuda":
+            times, state = _gpu_sample(model, runs)
         else:
-            first = run_once()
-            times = [first] if first > LONG_MS and not is_first else []
-            times += [run_once() for _ in range(runs - len(times))]
+            # The first pass of a sample has the caches and threads that other workers left, which costs milliseconds. It
+            # isn't counted, unless passes take so long that it can't matter.
+            first = model.run_once()
+            times = [first] if first > 1000 and not is_first else []
+            times += [model.run_once() for _ in range(runs - len(times))]
         is_first = False
-        parent.send(Reply(kind="times", samples_ms=tuple(times), device_bytes=_peak_device_bytes(run_once), gpu=state))
+        parent.send(Reply(samples_ms=tuple(times), device_bytes=model.peak_bytes(), gpu=state))
 
 
-def _gpu_sample(run_once: Callable[[], float], runs: int) -> tuple[list[float], GpuState | None]:
+def _gpu_sample(model: Pass, runs: int) -> tuple[list[float], GpuState | None]:
     """Warm up, then take a turn; read the GPU's state before and after it, while its clocks are up."""
-    warm(run_once)
+    warm(model.run_once)
     before = read_gpu_state()
-    enqueued = run_once.enqueued if isinstance(run_once, Pass) else None
-    if enqueued is None:
-        times = take_turn(run_once, runs)
+    if model.enqueued is None:
+        times = take_turn(model.run_once, runs)
     else:
-        parts = min(runs, ENQUEUED_PARTS)
-        times = [enqueued(max(1, runs // parts)) or 0.0 for _ in range(parts)]
+        # Samples of passes that follow each other without waiting, each the mean of its passes.
+        parts = min(runs, 5)
+        times = [model.enqueued(max(1, runs // parts)) or 0.0 for _ in range(parts)]
     after = read_gpu_state()
     if before is None or after is None:
         return times, after
     return times, after.model_copy(update={"reasons": before.reasons | after.reasons})
 
 
-def _peak_device_bytes(source: object) -> int | None:
-    peak_bytes: Any = getattr(source, "peak_bytes", None)
-    return peak_bytes() if peak_bytes else None
+# Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever. A turn is ten passes at
+# most, of a slow model one or two, and a model slower than the baseline by more than that isn't worth waiting for.
+LOAD_TIMEOUT_S, SAMPLE_TIMEOUT_S, MAX_PASSES = 600.0, 300.0, 20
+# A turn under a slowdown of the GPU is void: it is repeated at most this often, after a pause to cool down.
+MAX_VOID_TURNS, COOL_S = 3, 2.0
 
 
-def open_artifact(folder: Path, start: WorkerSetup) -> Pass:
-    """Return one pass of a saved model over a batch of noise."""
-    threads = start.num_threads or available_threads()
-    session = open_session(folder, device=start.device, num_threads=threads)
-    images = noise_batch(open_folder(folder, verify=False).input, start.batch_size)
-    enqueued = None
-    if start.enqueued and start.device == "cuda":
-        enqueued = partial(session.enqueued, images)
-    return Pass(session.bound(images), session, enqueued)
+def worker_command(folder: Path) -> list[str]:
+    """Return the call that times a saved model: a function of a child process and its argument."""
+    return ["profiling_agent.measure.worker:serve_artifact", str(folder)]
+
+
+class TimedProcess:
+    """One worker, which loads its model from its start; a context manager that leaves no process behind.
+
+    `pass_s` is the known duration of a batch. A `server` forks a process that has imported more than the model needs. The
+    allocator has the settings that the model is used with, though others would be steadier (docs/decisions/0016).
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        setup: WorkerSetup,
+        *,
+        server: Supervisor | None = None,
+        pass_s: float = 0.0,
+        cool_s: float = COOL_S,
+    ) -> None:
+        name, advice = f"the race of {command[-1]!r}", "lower batch_size"
+        self._on_gpu, self._is_fork = setup.device == "cuda", server is not None
+        self._sample_timeout_s, self._cool_s = max(SAMPLE_TIMEOUT_S, MAX_PASSES * pass_s), cool_s
+        self.device_bytes: int | None = None
+        # Disturbances of its samples, each once.
+        self.notes: dict[str, None] = {}
+        with ExitStack() as stack:
+            starter = server or stack.enter_context(fork_server())
+            self._child = Child(starter, command, Reply, name=name, advice=advice, spawned=not self._is_fork)
+            stack.callback(self._child.end)
+            self._child.send(setup)
+            self._stack = stack.pop_all()
+        self.pid = self._child.pid
+
+    def wait_until_ready(self, timeout_s: float = LOAD_TIMEOUT_S) -> None:
+        """Wait until the model is loaded; JobError if the child crashes, takes too long or too much memory."""
+        self._receive(timeout_s)
+
+    def take_sample(self, runs: int) -> list[float]:
+        """Return the milliseconds of `runs` forward passes; JobError if the child crashes or takes too long."""
+        void, reply = 0, self._sample(runs)
+        while (slowdowns := ", ".join(reply.gpu.slowdowns) if reply.gpu else "") and void < MAX_VOID_TURNS:
+            self.notes[f"turns under a slowdown of the GPU were measured again: {slowdowns}"] = None
+            void += 1
+            time.sleep(self._cool_s)
+            reply = self._sample(runs)
+        if slowdowns:
+            self.notes[f"the GPU was slowed down all the time: {slowdowns}"] = None
+        if reply.gpu is None and self._on_gpu:
+            self.notes[NO_NVML] = None
+        if reply.gpu is not None and reply.gpu.neighbours:
+            self.notes[f"other programs used the GPU: {', '.join(reply.gpu.neighbours)}"] = None
+        return list(reply.samples_ms)
+
+    def peak_bytes(self) -> int | None:
+        """Return the child's peak memory on its device, else resident, of a fork its own; None if not reported.
+
+        On a device it is known once a sample was taken.
+        """
+        if self.device_bytes is not None:
+            return self.device_bytes
+        with suppress(JobError):
+            return own_memory_bytes(self.pid) if self._is_fork else peak_memory_bytes(self.pid)
+        return None
+
+    def _sample(self, runs: int) -> Reply:
+        self._child.send(SampleRequest(runs=runs))
+        reply = self._receive(self._sample_timeout_s)
+        self.device_bytes = reply.device_bytes
+        return reply
+
+    def _receive(self, timeout_s: float) -> Reply:
+        return self._child.receive(time.monotonic() + timeout_s, f"said nothing for {timeout_s:g} s")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()

@@ -1,1 +1,1 @@
-"""Profiling: time, memory and parameters per layer of a model, and the evidence on its units."""
+"""Profiling: time, memory and parameters per layer of a model, and the time and the evidence of its units."""

@@ -9,7 +9,7 @@ from typing import Any
 from profiling_agent.data import is_local
 from profiling_agent.errors import RunError
 from profiling_agent.lib.io import DocumentError, parse_json, parse_record
-from profiling_agent.measure.throughput import SavedModel, saved_model
+from profiling_agent.measure.race import SavedModel, saved_model
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.units import count, drop, ms, percent, size, speedup
 from profiling_agent.runtimes.artifact import CardRow, HeldOutAccuracy

@@ -9,6 +9,7 @@ from profiling_agent.errors import JobError, ProfilingAgentError
 from profiling_agent.jobs.tasks import OpenHeldoutTask, PruneTask
 from profiling_agent.measure.intervals import (
     Counts,
+    bound_over_sessions,
     certain_bound,
     certain_perfect_bound,
     counts_of,
@@ -23,7 +24,6 @@ from profiling_agent.measure.intervals import (
 )
 from profiling_agent.measure.predictions import share
 from profiling_agent.measure.race import pool, run_sessions
-from profiling_agent.measure.statistics import bound_over_sessions
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import (

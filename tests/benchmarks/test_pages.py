@@ -13,12 +13,11 @@ from deployments import all_deployments, deployment
 from PIL import Image
 from pruning.families import FAMILIES, TIMM_FAMILIES
 from report_picture import MAX_BYTES, WIDTH
-from sessions import Sessions, pool
+from sessions import Sessions, entries, pool
 from support import PAGE, RESULTS, TIMM_RESULTS, joined, page
 
-from profiling_agent.measure.session import RaceSession, SessionLimits
-from profiling_agent.measure.worker import WorkerSetup
-from profiling_agent.schemas import DeploymentOption
+from profiling_agent.measure.intervals import latency_stats
+from profiling_agent.schemas import DeploymentOption, Race, RaceResult
 
 
 def test_a_check_holds_at_the_worse_end():
@@ -42,13 +41,28 @@ def test_sessions_are_pooled_by_students_t():
         pool([0.1])
 
 
-def test_models_are_compared_within_sessions_over_the_repeats_that_both_were_in():
-    held = [
-        RaceSession(samples={0: [[4.0], [4.0], [4.0]], 1: [[2.0], [2.0]], 2: [[1.0], [1.0], [9.0]]}),
-        RaceSession(samples={0: [[8.0], [8.0]], 1: [[4.0], [4.0]], 2: [[2.0], [2.0]]}),
+def raced(*times_ms: list[float]) -> Race:
+    """Return one session of models with these times in its turns."""
+    results = [
+        RaceResult(
+            variant=variant,
+            model=model,
+            latency=latency_stats(own_ms, 1),
+            speedup=1,
+            speedup_low=1,
+            speedup_high=1,
+            turns=(tuple(first / own for first, own in zip(times_ms[0], own_ms, strict=False)),),
+        )
+        for (variant, model), own_ms in zip(entries(["a", "b", "c"]), times_ms, strict=True)
     ]
-    sessions = Sessions([["a"], ["b"], ["c"]], WorkerSetup(batch_size=1, device="cpu"), SessionLimits(), held=held)
+    return Race(results=tuple(results), num_repeats=3, num_sessions=1)
 
+
+def test_models_are_compared_within_sessions_over_the_repeats_that_both_were_in():
+    held = [raced([4.0, 4.0, 4.0], [2.0, 2.0], [1.0, 1.0, 9.0]), raced([8.0, 8.0], [4.0, 4.0], [2.0, 2.0])]
+    sessions = Sessions([["a"], ["b"], ["c"]], 1, 1.0, held=held)
+
+    assert sessions.lasting == [0, 1, 2]
     assert sessions.over(1) == Estimate(2.0, 2.0, 2.0)
     assert sessions.over(2, 1).value == pytest.approx(2.0)
     assert sessions.over(0) == Estimate(1.0, 1.0, 1.0)

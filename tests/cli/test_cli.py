@@ -18,7 +18,7 @@ from rich.console import Console
 from profiling_agent.cli.tables import compare_table, measurement_table, profile_tables
 from profiling_agent.exporting.pick import model_folder
 from profiling_agent.lib.io import write_text
-from profiling_agent.measure.throughput import Measurements
+from profiling_agent.measure.race import Measurements
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import before_and_after, models_of_all, read_report
 from profiling_agent.schemas import ModelProfile, Race

@@ -13,7 +13,7 @@ from profiling_agent.jobs.runner import job_key
 from profiling_agent.jobs.tasks import HeadlineTask
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.modules import on_device, random_batch
-from profiling_agent.measure.throughput import measure_headline
+from profiling_agent.measure.worker import measure_headline
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units

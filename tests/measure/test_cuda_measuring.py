@@ -16,11 +16,9 @@ from profiling_agent.lib.costs import layer_latency
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.machine import find_gpu, nvml
 from profiling_agent.lib.modules import on_device, random_batch
-from profiling_agent.measure.latency_table import time_units
-from profiling_agent.measure.race import Conditions, pool, run_one_session
-from profiling_agent.measure.throughput import measure_headline, throughput
-from profiling_agent.measure.worker import energy_per_image, read_gpu_state
-from profiling_agent.profiling.profile import launch_bound_share, profile_operators
+from profiling_agent.measure.race import Conditions, measure_saved, pool, run_one_session, saved_model
+from profiling_agent.measure.worker import energy_per_image, measure_headline, read_gpu_state
+from profiling_agent.profiling.profile import launch_bound_share, profile_operators, time_units
 from profiling_agent.pruning.units import find_units
 from profiling_agent.runtimes.registry import noise_batch
 from profiling_agent.runtimes.torch_artifact import save_model
@@ -105,11 +103,11 @@ def test_equal_models_race_equal_and_a_slower_one_is_shown(tmp_path: Path):
 
 
 def test_throughput_leaves_out_the_launches(tmp_path: Path):
-    model = saved(tmp_path, vit(192, 3), "tiny")
-    rows, refused = throughput([model], root=tmp_path, batch_sizes=(1, 32), device="cuda")
+    saved(tmp_path, vit(192, 3), "tiny")
+    measured = measure_saved([saved_model(tmp_path / "tiny")], batch_sizes=(1, 32), device="cuda")
 
-    assert not refused
-    assert rows[1].images_per_s > 3 * rows[0].images_per_s
+    one, many = measured.models[0].taken.throughput
+    assert many.images_per_s > 3 * one.images_per_s
 
 
 def test_the_gpu_is_named_as_torch_names_it():

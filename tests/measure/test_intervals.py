@@ -10,6 +10,7 @@ import pytest
 from scipy.stats import binom
 
 from profiling_agent.errors import ArtifactError
+from profiling_agent.measure import predictions
 from profiling_agent.measure.intervals import (
     STAKES,
     Counts,
@@ -25,16 +26,7 @@ from profiling_agent.measure.intervals import (
     perfect_bound,
     upper_bound,
 )
-from profiling_agent.measure.predictions import (
-    NO_CLASS,
-    VARIABLE,
-    answers_of,
-    concatenate,
-    note_opening,
-    read_predictions,
-    share,
-    write_predictions,
-)
+from profiling_agent.measure.predictions import NO_CLASS, VARIABLE, note_opening, share
 from profiling_agent.schemas import AccuracyDrop
 
 
@@ -50,8 +42,6 @@ def test_lost_and_gained_images_are_counted_by_pairs():
 
     assert (drop.num_lost, drop.num_gained, drop.num_images) == (2, 1, 5)
     assert drop.drop == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="paired"):
-        paired_drop(np.ones(3, dtype=bool), np.ones(4, dtype=bool))
 
 
 def test_the_interval_is_bonett_and_prices_and_the_p_value_the_exact_binomial_one():
@@ -89,7 +79,7 @@ def test_a_model_that_gains_nothing_is_certified_no_more_often_than_is_allowed(n
     assert certified <= error
 
 
-def test_where_no_image_is_answered_otherwise_the_score_tests_bound_is_known():
+def test_if_no_image_is_answered_otherwise_the_score_tests_bound_is_known():
     # z^2 / (n + z^2) for z = 2.0537, which leaves 2% above it.
     assert certain_perfect_bound(418, 0.98) == pytest.approx(2.0537489**2 / (418 + 2.0537489**2), rel=1e-6)
     assert certain_perfect_bound(418, 0.98) <= 0.01 < certain_perfect_bound(417, 0.98)
@@ -174,11 +164,11 @@ def test_more_images_of_the_same_kind_narrow_the_interval_round_the_drop_that_wa
 @pytest.mark.parametrize(
     ("counts", "decision"), [((5, 5, 3000), "kept"), ((60, 5, 1000), "lost"), ((8, 3, 512), "undecided")]
 )
-def test_a_decision_is_what_the_bounds_show(counts, decision):
+def test_the_bounds_decide(counts, decision):
     assert decide(Counts(*counts), 0.01, ERROR) == decision
 
 
-def test_how_many_images_it_takes_is_what_as_many_like_them_show():
+def test_the_images_until_kept_are_as_many_like_them_as_show_it():
     enough = images_until_kept(Counts(8, 3, 512), 0.02, ERROR)
     assert enough is not None
     bounds = [upper_bound(Counts(round(n / 64), round(3 * n / 512), round(n)), ERROR) for n in (enough, 0.8 * enough)]
@@ -234,18 +224,18 @@ def test_a_hopeless_candidate_is_known_after_the_first_shards_and_a_good_one_aft
 def test_the_top_logit_is_the_answer_and_logits_without_one_are_counted_wrong(
     tmp_path: Path, logits: list[float], predicted: int
 ):
-    one = answers_of(np.array([logits], np.float32), np.zeros(1, np.int64))
-    both = concatenate([one, answers_of(np.array([[0.0, 1.0]], np.float32), np.zeros(1, np.int64))])
+    rows = (np.array([each], np.float32) for each in (logits, [0.0, 1.0]))
+    both = predictions.concatenate([predictions.answers_of(row, np.zeros(1, np.int64)) for row in rows])
 
     assert both.predicted.tolist() == [predicted, 1]
     assert both.right.tolist() == [predicted == 0, False]
-    write_predictions(tmp_path / "answers", both)
-    assert read_predictions(tmp_path / "answers").predicted.tolist() == [predicted, 1]
+    predictions.write_predictions(tmp_path / "answers", both)
+    assert predictions.read_predictions(tmp_path / "answers").predicted.tolist() == [predicted, 1]
     # A missing or damaged file is one line.
     os.truncate(tmp_path / "answers", 40)
     for name in ("answers", "missing"):
         with pytest.raises(ArtifactError, match="evaluate again") as refused:
-            read_predictions(tmp_path / name)
+            predictions.read_predictions(tmp_path / name)
         assert "\n" not in str(refused.value)
 
 
@@ -279,20 +269,23 @@ def test_each_candidate_is_another_opening_and_the_same_one_again_is_not():
     assert [(each.number, each.fresh) for each in openings] == [(1, "new photographs"), (2, "new photographs")]
 
 
-@pytest.mark.parametrize("text", ["", '{"tests": 7}'])
-def test_a_damaged_ledger_is_set_aside_and_said(ledger: Path, text: str):
+def test_a_ledger_holds_no_image_and_no_path_and_a_damaged_line_costs_no_other(ledger: Path):
     note_opening("model", "a", IMAGES)
-    ledger.write_text(text)
+    assert sorted(path.name for path in ledger.parent.iterdir()) == ["ledgers.lock", "model.json"]
+    (test,) = json.loads(ledger.read_text())["tests"]
+    assert (sorted(test), len(test["images"])) == (["candidate", "fresh", "images"], 8 * len(IMAGES))
+
+    with ledger.open("a") as stream:
+        stream.write('{"tests": 7}\n{"tes')
     opening = note_opening("model", "b", IMAGES)
-    assert opening.number == 1
+    assert opening.number == 2
     assert opening.note is not None
     assert "damaged" in opening.note
-    assert ledger.with_suffix(".damaged").read_text() == text
-    assert note_opening("model", "c", IMAGES).number == 2
+    assert note_opening("model", "c", IMAGES).number == 3
 
 
 @pytest.mark.parametrize("data", ["file", "~nobody-of-that-name/data"])
-def test_where_nothing_can_be_kept_the_run_goes_on_and_says_so(
+def test_if_no_ledger_can_be_written_the_run_goes_on_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str
 ):
     (tmp_path / "file").write_text("")
@@ -304,11 +297,8 @@ def test_where_nothing_can_be_kept_the_run_goes_on_and_says_so(
     assert VARIABLE in opening.note
 
 
-def test_a_ledger_holds_no_image_and_no_path_and_what_a_power_loss_left_is_swept_up(ledger: Path):
-    ledger.parent.mkdir()
-    (ledger.parent / ".tmp-model.json-x1").write_text("{")
-    note_opening("model", "a", IMAGES)
-    assert sorted(path.name for path in ledger.parent.iterdir()) == ["ledgers.lock", "model.json"]
-    held = json.loads(ledger.read_text())
-    assert [sorted(test) for test in held["tests"]] == [["candidate", "fresh", "images"]]
-    assert len(held["tests"][0]["images"]) == 8 * len(IMAGES)
+def test_the_tests_of_an_older_ledger_count(ledger: Path):
+    digits = note_opening("model", "a", IMAGES) and json.loads(ledger.read_text())["tests"][0]["images"]
+    older = [{"candidate": name, "images": digits, "fresh": None} for name in "ab"]
+    ledger.write_text(json.dumps({"tests": older}))
+    assert [note_opening("model", name, IMAGES).number for name in "bcd"] == [2, 3, 4]

@@ -1,64 +1,41 @@
-"""Which models are called slower, which drop out, and what sessions are worth. Processes here take their times from a script."""
+"""Which models are shown slower, which drop out, and what sessions are worth. Processes here take their times from a script."""
 
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import in_process
 import numpy as np
+import psutil
 import pytest
 import sample_records
+import zoo
 
 from profiling_agent.errors import JobError, KilledError
-from profiling_agent.measure.race import (
-    MAX_AGAIN,
-    MAX_VOID,
-    Conditions,
-    Entries,
-    StartSession,
-    compare,
-    noise_warning,
-    pool,
-    race_once,
-    run_one_session,
-    run_sessions,
-    run_steady_sessions,
-)
-from profiling_agent.measure.session import FAR_BEHIND, MAX_REPEATS, MAX_RUNS, NARROW_REPEATS, SessionLimits, room_bytes
-from profiling_agent.measure.statistics import (
-    bound_over_sessions,
-    detectable,
-    log_ratios,
-    score,
-    score_one_session,
-    score_over_sessions,
-)
-from profiling_agent.schemas import NUM_SESSIONS, Race, RaceResult, Variant
+from profiling_agent.measure import race as races
+from profiling_agent.measure.intervals import bound_over_sessions, log_ratios, score_one_session, score_over_sessions
+from profiling_agent.measure.race import Conditions, Entries, compare, noise_warning, run_sessions
+from profiling_agent.measure.worker import TimedProcess
+from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Race, RaceResult, Variant
 
 GIB = 2**30
-LIMITS = SessionLimits(seconds_per_turn=0.1)
-# Time that is up at once: as few turns as are allowed.
-BRIEF = SessionLimits(seconds_per_turn=0.1, seconds_per_model=0)
 
 
-@dataclass
-class Scripted:
+class Scripted(TimedProcess):
     """A process whose passes take what `times` has next, and None is its `end`; it holds `held` bytes."""
 
-    times: Iterator[float | None]
-    loads: bool = True
-    held: int = 0
-    end: type[JobError] = JobError
-    samples: list[int] = field(default_factory=list)
+    def __init__(
+        self, times: Iterable[float | None], *, loads: bool = True, held: int = 0, end: type[JobError] = JobError
+    ) -> None:
+        self.times, self.loads, self.held, self.end = iter(times), loads, held, end
+        self.samples: list[int] = []
+        self.notes = {}
 
-    def start(self) -> None:
-        pass
-
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, timeout_s: float = 0.0) -> None:
         if not self.loads:
             raise JobError("there is no model")
 
@@ -72,29 +49,31 @@ class Scripted:
     def peak_bytes(self) -> int:
         return self.held
 
+    def __exit__(self, *_error: object) -> None:
+        pass
 
-def steady(milliseconds: float, *, held: int = 0) -> Scripted:
-    noise = random.Random(0)
-    return Scripted((milliseconds * noise.uniform(0.99, 1.01) for _ in itertools.count()), held=held)
+
+def steady(milliseconds: float, *, held: int = 0, seed: int = 0, low: float = 0.99, high: float = 1.01) -> Scripted:
+    noise = random.Random(seed)
+    return Scripted((milliseconds * noise.uniform(low, high) for _ in itertools.count()), held=held)
 
 
 def wild() -> Scripted:
-    noise = random.Random(2)
-    return Scripted(10 * noise.uniform(0.6, 1.1) for _ in itertools.count())
+    return steady(10, seed=2, low=0.6, high=1.1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedConditions(Conditions):
-    """Conditions under which scripted processes race."""
+    """Conditions under which scripted processes race, by the number of their model; `started` has them in order."""
 
-    start_session: StartSession
+    process_of: Callable[[int], Scripted]
+    root: Path = Path("/")
+    batch_size: int = 1
+    started: list[int] = field(default_factory=list[int])
 
-    def starter(self, entries: Entries) -> StartSession:
-        return self.start_session
-
-
-def conditions(start_session: StartSession) -> Conditions:
-    return ScriptedConditions(root=Path("/"), batch_size=1, start_session=start_session)
+    def process(self, model: ArtifactRef) -> Scripted:
+        self.started.append(int(model.sha256[1:]))
+        return self.process_of(self.started[-1])
 
 
 def entries(num_models: int) -> Entries:
@@ -106,58 +85,39 @@ def of(race: Race, index: int) -> RaceResult:
     return race.result_of(sample_records.ref(f"m{index}"))
 
 
-def places(race: Race) -> list[int]:
-    """Return the places of the models with a result."""
-    return [int(result.model.sha256[1:]) for result in race.results]
+def places(race: Race) -> tuple[list[int], dict[int, str]]:
+    """Return the places of the models with a result, and why others have none."""
+    return [int(r.model.sha256[1:]) for r in race.results], {int(d.model.sha256[1:]): d.reason for d in race.dropped}
 
 
-def dropped(race: Race) -> dict[int, str]:
-    return {int(each.model.sha256[1:]): each.reason for each in race.dropped}
+def screened(*processes: Scripted, **asked: Any) -> Race:
+    conditions = ScriptedConditions(process_of=processes.__getitem__, **asked)
+    return races.race_once(entries(len(processes)), conditions)
 
 
-def starting(processes: Sequence[Scripted], started: list[tuple[int, ...]] | None = None) -> StartSession:
-    def start_session(chosen: Sequence[int]):
-        if started is not None:
-            started.append(tuple(chosen))
-        return nullcontext({index: processes[index] for index in chosen})
-
-    return start_session
-
-
-def screened(*processes: Scripted, limits: SessionLimits = LIMITS, started: list[tuple[int, ...]] | None = None):
-    return race_once(entries(len(processes)), conditions(starting(processes, started)), limits=limits)
-
-
-def estimated(start_session: StartSession, num_models: int, num_sessions: int = NUM_SESSIONS) -> Race:
-    """Return what new sessions of all models measure together."""
-    given = entries(num_models), conditions(start_session)
-    return pool(*run_sessions(lambda number: run_one_session(*given, number, limits=BRIEF), num_sessions))
+def estimated(process_of: Callable[[int], Scripted], num_models: int, num_sessions: int = NUM_SESSIONS) -> Race:
+    """Return what new sessions of all models, with as few turns as are allowed, measure together."""
+    given = entries(num_models), ScriptedConditions(process_of=process_of, seconds_per_model=0)
+    return races.pool(*run_sessions(lambda number: races.run_one_session(*given, number), num_sessions))
 
 
 def test_equal_models_are_equal_and_a_much_faster_one_is_clear_at_once():
-    equal = of(screened(steady(10), steady(10)), 1)
+    race = screened(steady(20), steady(20, seed=1), steady(10))
+    baseline, equal, faster = race.results
     assert equal.speedup_low <= 1 <= equal.speedup_high
-    race = screened(steady(20), steady(10))
-    baseline, faster = race.results
     assert faster.speedup == pytest.approx(2, rel=0.02)
     assert 1.8 < faster.speedup_low <= faster.speedup_high < 2.2
     assert (baseline.speedup, baseline.speedup_low, baseline.speedup_high) == (1, 1, 1)
-    assert (race.num_sessions, race.num_repeats) == (1, NARROW_REPEATS)
+    assert (race.num_sessions, race.num_repeats) == (1, races.NARROW_REPEATS)
 
 
-def test_who_is_far_behind_drops_out_after_the_first_turns_and_keeps_its_score():
+def test_models_far_behind_drop_out_after_the_first_turns_and_keep_their_score():
     best, behind, less, near = steady(2), steady(9), steady(3), steady(2.4)
     race = screened(steady(10), best, behind, less, near)
     turns = [len(timed.samples) - 1 for timed in (behind, less, near)]
-    assert turns == sorted([*FAR_BEHIND, len(best.samples) - 1])
+    assert turns == [*races.FAR_BEHIND, len(best.samples) - 1]
     assert of(race, 2).speedup == pytest.approx(10 / 9, rel=0.05)
     assert of(race, 3).speedup_high < of(race, 1).speedup_low
-
-
-def test_the_time_of_who_is_gone_is_not_the_others():
-    # Two of a tenth of a second a turn have half a second each; 0.8 s of another's two turns would have ended it after three.
-    limits = SessionLimits(seconds_per_turn=0.1, seconds_per_model=0.5)
-    assert screened(steady(10), wild(), steady(400), limits=limits).num_repeats == 6
 
 
 def test_neither_the_baseline_nor_any_model_of_an_estimate_drops_out():
@@ -165,26 +125,28 @@ def test_neither_the_baseline_nor_any_model_of_an_estimate_drops_out():
     screened(baseline, best)
     assert len(baseline.samples) == len(best.samples)
 
-    best, behind = steady(2), steady(9)
-    estimated(starting([steady(10), best, behind]), 3, num_sessions=2)
-    assert len(best.samples) == len(behind.samples) == 2 * (1 + BRIEF.min_repeats)
+    processes = [steady(10), steady(2), steady(9)]
+    estimated(processes.__getitem__, 3, num_sessions=2)
+    assert [len(process.samples) for process in processes] == [2 * (1 + races.MIN_REPEATS)] * 3
+
+
+def test_the_time_of_models_that_dropped_out_is_not_the_others():
+    # Two of a tenth of a second a turn have half a second each; 0.8 s of another's two turns would have ended it after three.
+    assert screened(steady(10), wild(), steady(400), seconds_per_model=0.5).num_repeats == 6
 
 
 @pytest.mark.parametrize(
     ("loser", "reason"),
     [
-        (lambda: Scripted(iter([]), loads=False), "there is no model"),
-        (lambda: Scripted(iter([10.0, 10.0, None])), "it died of SIGFPE"),
-        (lambda: Scripted(iter([None])), "it died of SIGFPE"),
+        (lambda: Scripted([], loads=False), "there is no model"),
+        (lambda: Scripted([10.0, 10.0, None]), "it died of SIGFPE"),
+        (lambda: Scripted([None]), "it died of SIGFPE"),
     ],
     ids=["does not load", "crashes in a turn", "crashes when warming up"],
 )
-def test_who_fails_drops_out_of_a_screening_with_the_reason_and_the_others_go_on(
-    loser: Callable[[], Scripted], reason: str
-):
+def test_a_model_that_fails_drops_out_of_a_screening_and_the_others_go_on(loser: Callable[[], Scripted], reason: str):
     race = screened(steady(10), loser(), steady(5))
-    assert dropped(race) == {1: reason}
-    assert places(race) == [0, 2]
+    assert places(race) == ([0, 2], {1: reason})
     assert of(race, 2).speedup == pytest.approx(2, rel=0.02)
     # A screening ends with its baseline.
     with pytest.raises(JobError, match=reason):
@@ -193,10 +155,9 @@ def test_who_fails_drops_out_of_a_screening_with_the_reason_and_the_others_go_on
 
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_session_in_which_a_process_dies_is_void_and_the_others_stand(dying: int):
-    times = itertools.chain([10.0] * 6, [None], itertools.repeat(10.0))
     processes = [steady(10), steady(10), steady(5)]
-    processes[dying] = Scripted(times)
-    race = estimated(starting(processes), 3)
+    processes[dying] = Scripted(itertools.chain([10.0] * 6, [None], itertools.repeat(10.0)))
+    race = estimated(processes.__getitem__, 3)
     # Any two models can be compared.
     assert compare(of(race, 2), of(race, 1)).speedup == pytest.approx(2, rel=0.02)
     assert compare(of(race, 0), of(race, 2)).speedup == pytest.approx(0.5, rel=0.02)
@@ -205,73 +166,65 @@ def test_a_session_in_which_a_process_dies_is_void_and_the_others_stand(dying: i
 
 
 def test_a_model_that_dies_again_and_again_ends_the_race():
-    starts = list[tuple[int, ...]]()
+    dying = Scripted(itertools.repeat(None))
     with pytest.raises(JobError, match="SIGFPE"):
-        estimated(starting([steady(10), Scripted(itertools.repeat(None))], starts), 2)
-    assert len(starts) == MAX_VOID + 1
+        estimated([steady(10), dying].__getitem__, 2)
+    assert len(dying.samples) == races.MAX_VOID + 1
 
 
 def test_as_many_processes_run_at_once_as_memory_holds():
-    started: list[tuple[int, ...]] = []
-    limits = SessionLimits(seconds_per_turn=0.1, memory_bytes=1000)
-    race = screened(*(steady(10 - index, held=300) for index in range(5)), limits=limits, started=started)
+    started: list[int] = []
+    race = screened(*(steady(10 - index, held=300) for index in range(5)), memory_bytes=1000, started=started)
     # Three hold 900 bytes; each further part has the baseline and two more.
-    assert started == [(0, 1, 2, 3, 4), (0, 3, 4)]
-    assert places(race) == [0, 1, 2, 3, 4]
+    assert started == [0, 1, 2, 0, 3, 4]
+    assert places(race) == ([0, 1, 2, 3, 4], {})
     assert of(race, 4).speedup == pytest.approx(10 / 6, rel=0.03)
     assert compare(of(race, 4), of(race, 1)).speedup == pytest.approx(9 / 6, rel=0.03)
     assert race.num_sessions == 1
 
     # The baseline and one more race whatever they hold.
     started.clear()
-    screened(*(steady(10, held=900) for _ in range(3)), limits=limits, started=started)
-    assert started == [(0, 1, 2), (0, 2)]
+    screened(*(steady(10, held=900) for _ in range(3)), memory_bytes=1000, started=started)
+    assert started == [0, 1, 0, 2]
+    # By default processes hold a part of what is free.
+    rooms = [races.room_bytes(total * GIB, free * GIB) for total, free in ((8, 6), (8, 2), (64, 60))]
+    assert rooms == [4 * GIB, int(1.4 * GIB), 4 * GIB]
 
 
-def test_who_is_killed_from_outside_has_another_try_behind_all_others():
-    started: list[tuple[int, ...]] = []
+def test_a_model_killed_from_outside_has_another_try_behind_all_others():
+    started: list[int] = []
     killed_once = Scripted(itertools.chain([2.0, 2.0, None], itertools.repeat(2.0)), end=KilledError)
-    killed_twice = Scripted(iter([2.0, None, 2.0, None]), end=KilledError)
-    crashed = Scripted(iter([2.0, None]))
+    killed_twice = Scripted([2.0, None, 2.0, None], end=KilledError)
+    crashed = Scripted([2.0, None])
     race = screened(steady(4), killed_once, killed_twice, crashed, steady(3), started=started)
 
-    assert started == [(0, 1, 2, 3, 4), (0, 1, 2)]
-    assert (places(race), list(dropped(race)), race.num_sessions) == ([0, 1, 4], [2, 3], 1)
+    assert started == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert (places(race)[0], list(places(race)[1]), race.num_sessions) == ([0, 1, 4], [2, 3], 1)
     assert of(race, 1).speedup == pytest.approx(2, rel=0.03)
 
     # What others have shown stands if the second try costs the baseline.
     baseline = Scripted(itertools.chain(itertools.repeat(4.0, 4), itertools.repeat(None)), end=KilledError)
-    race = screened(baseline, Scripted(iter([2.0, None]), end=KilledError), steady(2), limits=BRIEF)
-    assert (places(race), list(dropped(race)), race.num_sessions) == ([0, 2], [1], 1)
-
-
-def test_processes_of_a_session_hold_a_part_of_what_is_free():
-    rooms = [room_bytes(total * GIB, free * GIB) for total, free in ((8, 6), (8, 2), (64, 60))]
-    assert rooms == [4 * GIB, int(1.4 * GIB), 4 * GIB]
+    race = screened(baseline, Scripted([2.0, None], end=KilledError), steady(2), seconds_per_model=0)
+    assert (places(race)[0], list(places(race)[1]), race.num_sessions) == ([0, 2], [1], 1)
 
 
 def test_turns_are_sized_by_time():
-    quick, slow = steady(0.1), steady(60)
+    quick, slow = steady(0.1), steady(300)
     race = screened(slow, quick)
-    assert set(quick.samples[1:]) == {MAX_RUNS}
+    assert set(quick.samples[1:]) == {races.MAX_RUNS}
     assert set(slow.samples[1:]) == {1}
     counts = [len(result.latency.samples_ms) for result in race.results]
-    assert counts == [race.num_repeats, race.num_repeats * MAX_RUNS]
+    assert counts == [race.num_repeats, race.num_repeats * races.MAX_RUNS]
 
 
-@pytest.mark.parametrize(("seconds", "num_repeats"), [(0, BRIEF.min_repeats), (600, MAX_REPEATS)])
+@pytest.mark.parametrize(("seconds", "num_repeats"), [(0, races.MIN_REPEATS), (600, races.MAX_REPEATS)])
 def test_turns_go_on_until_intervals_are_narrow_but_no_longer_than_is_allowed(seconds: float, num_repeats: int):
-    limits = SessionLimits(seconds_per_turn=0.1, seconds_per_model=seconds)
-    assert screened(steady(10), wild(), limits=limits).num_repeats == num_repeats
+    assert screened(steady(10), wild(), seconds_per_model=seconds).num_repeats == num_repeats
 
 
-def test_every_session_starts_anew_and_the_median_of_them_counts():
+def test_every_session_starts_new_processes_and_the_median_of_them_counts():
     sessions = iter([Scripted(itertools.repeat(ms), held=7) for ms in (9.0, 10.0, 12.0)])
-
-    def start_session(chosen: Sequence[int]):
-        return nullcontext({0: steady(10, held=9), 1: next(sessions)})
-
-    race = estimated(start_session, 2, num_sessions=3)
+    race = estimated(lambda index: next(sessions) if index else steady(10, held=9), 2, num_sessions=3)
     assert of(race, 1).speedup == pytest.approx(1.0, rel=0.01)
     assert [result.peak_bytes for result in race.results] == [(9, 9, 9), (7, 7, 7)]
 
@@ -283,8 +236,9 @@ def test_over_sessions_the_interval_is_students_t():
     assert (found.speedup, found.low, found.high) == pytest.approx(
         (math.exp(0.2), math.exp(0.2 - reach), math.exp(0.2 + reach)), rel=1e-4
     )
-    assert bound_over_sessions([0.1, 0.2, 0.3], 0.05) == pytest.approx(0.2 + 2.91999 * 0.1 / math.sqrt(3), rel=1e-4)
-    assert bound_over_sessions([0.1, 0.2, 0.3], -0.05) == pytest.approx(0.2 - 2.91999 * 0.1 / math.sqrt(3), rel=1e-4)
+    for sign in (1, -1):
+        bound = 0.2 + sign * 2.91999 * 0.1 / math.sqrt(3)
+        assert bound_over_sessions([0.1, 0.2, 0.3], sign * 0.05) == pytest.approx(bound, rel=1e-4)
 
 
 def test_sessions_beside_another_process_neither_move_the_estimate_nor_hide_what_is_true():
@@ -298,18 +252,18 @@ def test_sessions_beside_another_process_neither_move_the_estimate_nor_hide_what
     assert math.exp(bound_over_sessions(four, -0.025)) <= 5.3
 
 
-def session_of(speedup: float, baseline_ms: float) -> Race:
-    """Return one session of a baseline and a model so many times as fast."""
-    first = sample_records.race_result("m0", 1.0, 0.99, 1.01)
-    first = first.model_copy(
-        update={"latency": first.latency.model_copy(update={"median_ms": baseline_ms}), "turns": ((1.0,),)}
-    )
-    own = sample_records.race_result("best", speedup, speedup, speedup).model_copy(update={"turns": ((speedup,),)})
-    return Race(results=(first, own), num_repeats=1, num_sessions=1)
+def steadied(drawn: list[tuple[float, float]], num_sessions: int = 5, **given: Any) -> Race:
+    """Return the race over sessions of a model's drawn speed-ups, and the times of the baseline."""
 
+    def hold(number: int) -> Race:
+        speedup, baseline_ms = drawn[number]
+        first = sample_records.race_result("m0", 1.0, 0.99, 1.01)
+        latency = first.latency.model_copy(update={"median_ms": baseline_ms})
+        first = first.model_copy(update={"latency": latency, "turns": ((1.0,),)})
+        own = sample_records.race_result("best", speedup, speedup, speedup).model_copy(update={"turns": ((speedup,),)})
+        return Race(results=(first, own), num_repeats=1, num_sessions=1)
 
-def steadied(drawn: Sequence[tuple[float, float]], num_sessions: int = 5, **given: Any) -> Race:
-    return run_steady_sessions(lambda number: session_of(*drawn[number]), num_sessions, **given)
+    return races.run_steady_sessions(hold, num_sessions, **given)
 
 
 def test_a_session_whose_baseline_is_slow_is_held_again():
@@ -321,9 +275,10 @@ def test_a_session_whose_baseline_is_slow_is_held_again():
     assert race.void == tuple(f"the baseline took {took} ms, in its best session 189" for took in ("1.33e+03", "999"))
 
 
-def test_where_too_few_sessions_are_steady_the_race_shows_nothing():
-    race = steadied([(5.0, 200.0), *[(5.0, 800.0)] * (4 + MAX_AGAIN)])
-    assert (race.num_sessions, len(race.void)) == (1, 4 + MAX_AGAIN)
+def test_if_too_few_sessions_are_steady_the_race_shows_nothing():
+    num_slow = 4 + races.MAX_AGAIN
+    race = steadied([(5.0, 200.0), *[(5.0, 800.0)] * num_slow])
+    assert (race.num_sessions, len(race.void)) == (1, num_slow)
     assert race.unsteady is not None
     assert "200, 800, 800" in race.unsteady
 
@@ -332,13 +287,12 @@ def test_where_too_few_sessions_are_steady_the_race_shows_nothing():
     assert (race.num_sessions, race.unsteady, len(race.void)) == (3, None, 1)
 
 
-def test_what_differs_by_less_than_the_noise_is_called_too_noisy_to_tell():
-    equal = log_ratios([[10.0]] * 9, [[10.0]] * 9)
-    halves = [detectable([score_one_session(equal, process_spread=spread)]) for spread in (0.01, 0.1)]
-    assert halves[0] == pytest.approx(1.96 * 0.01, rel=0.1)
-    assert halves[1] == pytest.approx(1.96 * 0.1, rel=0.2)
-    assert noise_warning(Race(results=(), num_repeats=9, num_sessions=1, detectable=halves[0])) is None
-    warning = noise_warning(Race(results=(), num_repeats=9, num_sessions=1, detectable=0.213))
+def test_a_difference_smaller_than_the_noise_is_called_too_noisy_to_tell():
+    race = screened(steady(10), steady(10, seed=1))
+    # Two processes of one model differ by 2%.
+    assert race.detectable == pytest.approx(1.96 * 0.02, rel=0.15)
+    assert noise_warning(race) is None
+    warning = noise_warning(race.model_copy(update={"detectable": 0.213}))
     assert warning is not None
     assert "differ by less than 21%" in warning
 
@@ -349,10 +303,9 @@ def test_noise_widens_the_interval_of_one_session_and_drift_changes_no_speedup()
     assert (faster.speedup, faster.low, faster.high) == pytest.approx((2, 2, 2))
 
     rng = random.Random(1)
-    baseline = [[10 * rng.uniform(0.9, 1.1)] for _ in range(20)]
-    calm = score([log_ratios([[sample[0] / 2] for sample in baseline], baseline)])
-    noisy = score([log_ratios([[5 * rng.uniform(0.7, 1.3)] for _ in range(20)], baseline)])
-    assert calm.width < noisy.width
+    noisy = score_one_session(log_ratios([[5 * rng.uniform(0.7, 1.3)] for _ in range(20)], [[10.0]] * 20))
+    calm = score_one_session(log_ratios([[5.0]] * 20, [[10.0]] * 20))
+    assert calm.high / calm.low < noisy.high / noisy.low
 
 
 @pytest.mark.slow
@@ -363,22 +316,38 @@ def test_the_interval_of_five_sessions_covers_what_is_true(between_processes: fl
     for number in range(num_worlds):
         noise = np.random.default_rng([number, int(1000 * between_processes)])
 
-        def start_session(chosen: Sequence[int], noise: np.random.Generator = noise):
+        def process_of(index: int, noise: np.random.Generator = noise) -> Scripted:
             # The machine's state favours one of two models over the other for a session.
-            favoured = noise.normal(0, between_sessions)
-            speeds = {index: -index * (true + favoured) + noise.normal(0, between_processes) for index in chosen}
-            return nullcontext({index: drawn(noise, speed) for index, speed in speeds.items()})
+            favoured = noise.normal(0, between_sessions) if index else 0.0
+            speed = -index * (true + favoured) + noise.normal(0, between_processes)
+            # Passes vary by 3%, one in twenty by 15% more.
+            return Scripted(
+                10 * math.exp(speed + noise.normal(0, 0.03) + 0.15 * (noise.random() < 0.05)) for _ in itertools.count()
+            )
 
-        found = of(estimated(start_session, 2), 1)
+        found = of(estimated(process_of, 2), 1)
         covered += math.log(found.speedup_low) <= true <= math.log(found.speedup_high)
     # Of 95% in truth, 400 worlds show 93% or fewer once in thirty times; each world is drawn by its number.
     assert covered / num_worlds >= 0.93
 
 
-def drawn(noise: np.random.Generator, log_time: float) -> Scripted:
-    """A process with a speed of its own, whose passes vary by 3%, one in twenty by 15% more."""
+@pytest.mark.slow
+def test_saved_models_are_raced_and_measured_in_processes_that_end(tmp_path: Path):
+    ref = in_process.saved(tmp_path, "model", zoo.vit())
+    missing = ref.model_copy(update={"path": "nowhere", "sha256": "0" * 64})
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    conditions = Conditions(root=tmp_path, batch_size=2, seconds_per_model=0)
+    race = races.race_once([(Variant.BASELINE, ref), (Variant.PRUNED, missing)], conditions)
+    assert 10**7 < race.results[0].peak_bytes[0] < 2e9
+    assert "there is no such folder" in race.dropped[0].reason
 
-    def pass_ms() -> float:
-        return 10 * math.exp(log_time + noise.normal(0, 0.03) + 0.15 * (noise.random() < 0.05))
-
-    return Scripted(pass_ms() for _ in itertools.count())
+    saved = races.saved_model(tmp_path / "model")
+    measured = races.measure_saved([saved], batch_sizes=(1, 3), seconds_per_model=0).models[0].taken
+    # A Python that has imported torch holds more than 50 MB; the model and its batch are a few hundred KB.
+    assert 50e6 < measured.memory.peak_bytes < 2e9
+    assert [row.batch_size for row in measured.throughput] == [1, 3]
+    for row in measured.throughput:
+        # Images per second are the batch over the median pass.
+        assert row.images_per_s == pytest.approx(row.batch_size * 1000 / row.latency.median_ms)
+        assert 0 < row.low <= row.images_per_s <= row.high
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before

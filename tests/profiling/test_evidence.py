@@ -1,4 +1,4 @@
-"""Evidence on units: predicted and measured KL, kept for the next run."""
+"""Evidence on units: predicted and measured KL, stored for the next run."""
 
 import math
 import os
@@ -16,17 +16,9 @@ from scipy.stats import spearmanr
 
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.modules import following_norms, has_bias, random_batch
-from profiling_agent.measure.latency_table import LatencyTable
 from profiling_agent.profiling import evidence
-from profiling_agent.profiling.evidence import (
-    evidence_path,
-    fold,
-    interpolate_kl,
-    measure_sensitivity,
-    read_evidence,
-    store_evidence,
-    with_latencies,
-)
+from profiling_agent.profiling.evidence import evidence_path, measure_sensitivity, read_evidence, store_evidence
+from profiling_agent.profiling.profile import LatencyTable
 from profiling_agent.pruning.compensation import gather_moments
 from profiling_agent.pruning.criteria import order_by, predicted_kl
 from profiling_agent.pruning.prune import prune_model
@@ -47,40 +39,34 @@ MODELS = {
 }
 
 
-def reader(images=IMAGES, size=50):
-    """What begins a pass over `images` in batches; labels are whatever they are."""
-    return lambda: ((part, torch.zeros(len(part))) for part in images.split(size))
-
-
-def studied(model, images=IMAGES, **asked):
-    settings: dict[str, Any] = {"criterion": "l2"}
-    return measure_sensitivity(model, zoo.units_of(model), reader(images), **(settings | asked))
+def studied(model, images=IMAGES, *, size=50, **given):
+    """The evidence by `images` in batches; labels are whatever they are."""
+    settings: dict[str, Any] = {"criterion": "l2"} | given
+    batches = [(part, torch.zeros(len(part))) for part in images.split(size)]
+    return measure_sensitivity(model, zoo.units_of(model), lambda: iter(batches), **settings)
 
 
 @pytest.fixture(scope="module")
 def evidenced():
-    """A ViT and its evidence."""
-    model = zoo.vit()
+    """A small ViT and its evidence."""
+    model = small()
     return model, studied(model, criterion="auto")
 
 
-def kl_of(model, kept, images):
-    """The KL of `images` once units keep the channels `kept`, by surgery with the fold written into the layers."""
-    units = [unit for unit in zoo.units_of(model) if unit.name in kept]
-    cuts = [Cut(unit=unit, keep=len(kept[unit.name]), requested_ratio=0.5) for unit in units]
-    norms = following_norms(model, [unit.consumer for unit in units], IMAGES[:1])
-    moments = gather_moments(model, units, [IMAGES[~JUDGED]])
-    pruned = zoo.inside(prune_model(model, cuts, spec=zoo.SPEC, keep=kept).model)
+def kl_of(model, unit, kept, images):
+    """The KL of `images` once a unit keeps the channels `kept`, by surgery with the fold written into the layers."""
+    norm = following_norms(model, [unit.consumer], IMAGES[:1]).get(unit.consumer)
+    moments = gather_moments(model, [unit], [IMAGES[~JUDGED]])[unit.name]
+    cut = Cut(unit=unit, keep=len(kept), requested_ratio=0.5)
+    pruned = zoo.inside(prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model)
     with torch.no_grad():
-        for unit in units:
-            held, norm = pruned.get_submodule(unit.consumer), norms.get(unit.consumer)
-            shifts = has_bias(held) or norm is not None
-            folded = fold(model, unit, moments[unit.name], kept[unit.name], shifts=shifts)
-            held.weight.copy_(folded.weight.reshape(held.weight.shape))
-            if has_bias(held):
-                held.bias.add_(folded.shift)
-            elif norm is not None:
-                pruned.get_submodule(norm).running_mean.sub_(folded.shift)
+        held = pruned.get_submodule(unit.consumer)
+        folded = evidence.fold(model, unit, moments, kept, shifts=has_bias(held) or norm is not None)
+        held.weight.copy_(folded.weight.reshape(held.weight.shape))
+        if has_bias(held):
+            held.bias.add_(folded.shift)
+        elif norm is not None:
+            pruned.get_submodule(norm).running_mean.sub_(folded.shift)
         expected, found = (each(pixel_values=images).logits.double().softmax(1) for each in (model, pruned))
     return float((expected * (expected.log() - found.log())).sum(1).mean())
 
@@ -88,18 +74,21 @@ def kl_of(model, kept, images):
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("swin", "efficientnet"))) for name in MODELS]
 )
-def test_a_measured_kl_is_that_of_the_cut_and_folded_model(family):
-    model = MODELS[family]()
-    found = studied(model)
+def test_a_measured_kl_is_that_of_the_cut_and_folded_model_which_is_left_as_it_was(family):
+    model = MODELS[family]().train()
+    model.classifier.eval()
+    with zoo.left_alone(model):
+        found = studied(model)
 
+    model.eval()
     assert [row.unit for row in found.units] == [unit.name for unit in zoo.units_of(model)]
     for unit in {unit.kind: unit for unit in zoo.units_of(model)}.values():
         row = found.of(unit.name)
         assert row is not None
         assert sorted(row.order) == list(range(unit.width))
         measured = [option for option in row.options if option.measured]
-        kept = [{unit.name: sorted(row.order[unit.width - o.keep :])} for o in measured]
-        by_hand = [kl_of(model, each, IMAGES[MEASURED_ON]) for each in kept]
+        kept = [sorted(row.order[unit.width - option.keep :]) for option in measured]
+        by_hand = [kl_of(model, unit, each, IMAGES[MEASURED_ON]) for each in kept]
         # What a wider width was found to cost is the least that a narrower one may.
         assert [option.kl for option in measured] == pytest.approx(list(accumulate(by_hand, max)), rel=1e-3)
 
@@ -127,12 +116,12 @@ def test_every_aligned_width_is_an_option_and_two_are_measured(evidenced):
     assert Evidence.model_validate_json(found.model_dump_json()) == found
 
 
-def test_what_is_predicted_ranks_what_is_measured():
+def test_the_predictions_rank_as_the_measurements_do():
     model = zoo.vit()
     with torch.no_grad():
         for index, share in enumerate((3.0, 0.2)):
             mlp = model.vit.layers[index].mlp
-            # Half of the channels say what the others say, and the two layers weigh unlike.
+            # Half of the channels repeat the others, and the two layers weigh unlike.
             mlp.fc1.weight[128:], mlp.fc1.bias[128:] = mlp.fc1.weight[:128].clone(), mlp.fc1.bias[:128].clone()
             mlp.fc2.weight.mul_(share)
     options = [option for row in studied(model).units for option in row.options if option.measured]
@@ -142,9 +131,8 @@ def test_what_is_predicted_ranks_what_is_measured():
     assert ranks.statistic > 0.8  # pyright: ignore[reportAttributeAccessIssue] - scipy has no types for it
 
 
-def test_by_default_each_kind_has_its_criterion_and_one_that_is_given_orders_all():
-    model = small()
-    found = studied(model, criterion="auto")
+def test_by_default_each_kind_has_its_criterion_and_one_that_is_given_orders_all(evidenced):
+    model, found = evidenced
     moments = gather_moments(model, zoo.units_of(model), IMAGES[~JUDGED].split(32))
 
     for unit in zoo.units_of(model):
@@ -199,28 +187,18 @@ def test_a_channel_that_is_a_huge_constant_changes_nothing_for_the_others():
 
 
 def test_the_same_seed_gives_the_same_evidence_whatever_the_batches():
-    model = small()
     first, again, other = (
-        measure_sensitivity(model, zoo.units_of(model), reader(size=size), seed=seed, criterion="fisher_obs").units
+        studied(small(), size=size, seed=seed, criterion="fisher_obs").units
         for seed, size in ((0, 50), (0, 7), (1, 50))
     )
     # Labels are drawn from the model's answers, and they weigh the errors.
     assert first == again != other
 
 
-@pytest.mark.parametrize("family", ["vit", "resnet"])
-def test_the_model_is_left_as_it_was_found(family):
-    model = {"vit": small, "resnet": MODELS["resnet"]}[family]().train()
-    model.classifier.eval()
-    with zoo.left_alone(model):
-        studied(model)
-
-
-def test_a_table_says_what_widths_save():
-    model = small()
+def test_a_table_has_what_widths_save(evidenced):
+    model, found = evidenced
     times, unsteady = {"vit.layers.0.mlp": {128: 8.0, 96: 6.5, 64: 6.4, 32: 6.4}}, frozenset({"vit.layers.0.mlp"})
-    table = LatencyTable(times=times, unsteady=unsteady)
-    found = studied(model, table=table)
+    found = evidence.with_latencies(found, zoo.units_of(model), LatencyTable(times=times, unsteady=unsteady))
     mlp, heads = found.of("vit.layers.0.mlp"), found.of("vit.layers.0.attention")
 
     assert mlp is not None
@@ -228,18 +206,15 @@ def test_a_table_says_what_widths_save():
     assert mlp.latency_ms == 8.0
     # The narrowest loses three quarters of its channels: a quarter of the 6 ms that are their share is 1.5 ms.
     assert [(o.keep, o.latency_saved_ms) for o in mlp.options] == [(96, 1.5), (64, 8.0 - 6.4), (32, 8.0 - 6.4)]
-    assert heads.latency_ms is None
+    assert (heads.latency_ms, {option.latency_saved_ms for option in heads.options}) == (None, {None})
     assert (mlp.is_unsteady, heads.is_unsteady) == (True, False)
-    assert {option.latency_saved_ms for option in heads.options} == {None}
 
     # Times of another run replace them; what it didn't time has none.
-    now = with_latencies(found, zoo.units_of(model), LatencyTable(times={heads.unit: {4: 2.0, 3: 1.5, 2: 1.0, 1: 0.5}}))
-    first, second = now.of(heads.unit), now.of(mlp.unit)
-    assert first is not None
-    assert second is not None
-    assert [option.latency_saved_ms for option in first.options] == [0.5, 1.0, 1.5]
-    assert (second.latency_ms, second.is_unsteady) == (None, False)
-    assert [option.kl for option in second.options] == [option.kl for option in mlp.options]
+    table = LatencyTable(times={heads.unit: {4: 2.0, 3: 1.5, 2: 1.0, 1: 0.5}})
+    now = {row.unit: row for row in evidence.with_latencies(found, zoo.units_of(model), table).units}
+    assert [option.latency_saved_ms for option in now[heads.unit].options] == [0.5, 1.0, 1.5]
+    assert (now[mlp.unit].latency_ms, now[mlp.unit].is_unsteady) == (None, False)
+    assert [option.kl for option in now[mlp.unit].options] == [option.kl for option in mlp.options]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +232,7 @@ def test_a_table_says_what_widths_save():
     ],
 )
 def test_kls_are_drawn_through_the_measured_ones(measured, predicted, expected):
-    drawn = interpolate_kl(measured, predicted)
+    drawn = evidence.interpolate_kl(measured, predicted)
     assert list(drawn) == list(predicted)
     assert drawn == pytest.approx(expected)
 
@@ -266,7 +241,7 @@ UNITS = sample_records.profile().units
 EVIDENCE = sample_records.evidence(UNITS, dict.fromkeys((unit.name for unit in UNITS), sample_records.DOUBLING))
 
 
-def test_what_is_stored_is_read_back_by_runs_that_depend_on_the_same(tmp_path: Path):
+def test_stored_evidence_is_read_back_by_runs_that_depend_on_the_same(tmp_path: Path):
     path = evidence_path(tmp_path / "cache", {"model": "a", "seed": 0})
     assert read_evidence(path) is None
     store_evidence(path, EVIDENCE)

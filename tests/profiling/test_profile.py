@@ -13,7 +13,7 @@ from torch import nn
 from zoo import left_alone
 
 from profiling_agent.lib.modules import random_batch
-from profiling_agent.measure.throughput import measure_headline
+from profiling_agent.measure.worker import measure_headline
 from profiling_agent.profiling.profile import profile_model, profile_operators
 from profiling_agent.quantization.layers import parameter_bytes
 from profiling_agent.runtimes.torch_session import TorchSession

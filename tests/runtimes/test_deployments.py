@@ -18,8 +18,7 @@ from pruning.families import FAMILIES, processor_of, spec_of
 from torch import nn
 
 from profiling_agent.errors import ArtifactError, JobError, PlanError
-from profiling_agent.measure.session import TimedProcess, worker_command
-from profiling_agent.measure.worker import WorkerSetup
+from profiling_agent.measure.worker import TimedProcess, WorkerSetup, worker_command
 from profiling_agent.runtimes.artifact import ONNX, by_layer, layer_times, open_session, read_recipe
 from profiling_agent.runtimes.onnx_runtime import OnnxSession
 from profiling_agent.runtimes.open_vino import OpenVinoSession
@@ -156,8 +155,9 @@ def test_a_fixed_batch_is_run_as_it_is_and_no_other(tmp_path: Path):
 OPENED = """
 import sys
 from pathlib import Path
-from profiling_agent.measure.worker import WorkerSetup, open_artifact
-assert open_artifact(Path(sys.argv[1]), WorkerSetup(batch_size=2, device="cpu", num_threads=1))() > 0
+from profiling_agent.measure.worker import open_artifact
+from profiling_agent.measure.worker import WorkerSetup
+assert open_artifact(Path(sys.argv[1]), WorkerSetup(batch_size=2, device="cpu", num_threads=1)).run_once() > 0
 print([name for name in ("torch", "transformers", "openvino_telemetry.main", "nncf") if name in sys.modules])
 """
 

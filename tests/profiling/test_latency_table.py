@@ -13,10 +13,9 @@ import zoo
 from pruning import families
 from sample_records import unit as made_unit
 from torch import nn
-from zoo import left_alone
 
 from profiling_agent.lib.modules import random_batch
-from profiling_agent.measure.latency_table import LatencyTable, WidthSamples, draw_table, time_units
+from profiling_agent.profiling.profile import LatencyTable, WidthSamples, draw_table, time_units
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import UnitKind
 
@@ -29,25 +28,15 @@ UNIT = made_unit(0)
 FAMILIES = ("mobilenet_v2", "efficientnet", "regnet_y", "convnextv2", "resnet_basic", "swin", "swinv2", "segformer")
 
 
-def wide():
-    """A ViT with one MLP of 512 channels, whose 12 aligned widths are more than are timed; and that unit."""
-    model = zoo.vit(num_hidden_layers=1, hidden_size=32, intermediate_size=512)
-    return model, next(unit for unit in zoo.units_of(model) if unit.kind == "mlp")
-
-
-def constant(times):
-    """Samples of a machine that nothing disturbs."""
-    return {width: [ms] * 8 for width, ms in times.items()}
-
-
-def drawn(samples, waited=0.0):
-    """The table of one unit with these samples."""
+def drawn(times, waited=0.0):
+    """The table of one unit with these samples, or eight equal ones, of each width."""
+    samples = {width: ms if isinstance(ms, list) else [ms] * 8 for width, ms in times.items()}
     return draw_table([UNIT], {UNIT.name: WidthSamples(samples, waited)})
 
 
-def test_of_the_samples_of_a_width_the_median_counts():
+def test_the_median_of_a_widths_samples_counts():
     # By hand: 4 samples of 8 at 1000, 3 below, 1 far above; between the fourth and fifth it is 1000.
-    samples = {width: [width * 1.0] * 8 for width in TIMED}
+    samples = {width: width * 1.0 for width in TIMED}
     samples[512] = [990.0, 999.0, 1000.0, 1000.0, 1000.0, 1000.0, 1001.0, 90000.0]
     assert drawn(samples).of(UNIT) == 1000.0
 
@@ -55,7 +44,7 @@ def test_of_the_samples_of_a_width_the_median_counts():
 def test_between_timed_widths_times_are_interpolated():
     widths = aligned_widths(512, 32)
     between = next(width for width in widths if width not in TIMED)
-    table = drawn(constant({width: float(width**2) for width in TIMED}))
+    table = drawn({width: float(width**2) for width in TIMED})
     middle = ((between - 32) ** 2 + (between + 32) ** 2) / 2
 
     assert {between - 32, between + 32} <= set(TIMED)
@@ -65,8 +54,9 @@ def test_between_timed_widths_times_are_interpolated():
 
 
 def test_times_rise_with_the_width():
-    noisy = dict(zip(sorted(TIMED), (2.0, 1.0, 3.0, 4.0, 8.0, 7.0, 6.0, 9.0, 10.0), strict=True))
-    times = drawn(constant(noisy)).times[UNIT.name]
+    times = drawn(dict(zip(sorted(TIMED), (2.0, 1.0, 3.0, 4.0, 8.0, 7.0, 6.0, 9.0, 10.0), strict=True))).times[
+        UNIT.name
+    ]
 
     assert list(times.values()) == sorted(times.values())
     # What falls is levelled out at its mean.
@@ -75,6 +65,7 @@ def test_times_rise_with_the_width():
 
 
 # Full at 512 is 16 ms: of its share, 16 (1 - keep / 512), a quarter has to be brought.
+PAYS = 0.25390625
 STAIRS = {512: 16.0, 480: 16.0, 416: 15.9, 384: 12.0, 320: 12.0, 288: 12.0, 224: 11.0, 192: 11.0, 128: 4.0}
 
 
@@ -84,24 +75,16 @@ STAIRS = {512: 16.0, 480: 16.0, 416: 15.9, 384: 12.0, 320: 12.0, 288: 12.0, 224:
     [(480, 0.0), (448, 0.0), (416, 0.0), (384, 4.0), (352, 4.0), (256, 4.5), (128, 12.0)],
 )
 def test_widths_inside_a_plateau_save_exactly_nothing(keep, saved):
-    assert drawn(constant(STAIRS)).saved(UNIT, keep) == pytest.approx(saved)
+    assert drawn(STAIRS).saved(UNIT, keep) == pytest.approx(saved)
 
 
 @pytest.mark.parametrize(
     ("num_enough", "num_repeats", "saved"),
-    [
-        (0, 8, 0.0),
-        (1, 8, 0.0),
-        # Two of eight heads happen in 14 of 100 throws: nothing is shown. 480 and 512 are levelled out at 16.25 ms, of which a
-        # sixteenth would be 1.015625 ms, and a quarter of that pays.
-        (2, 8, 0.25390625),
-        (4, 16, 0.0),
-        (5, 16, 0.25390625),
-        (7, 24, 0.0),
-        (8, 24, 0.25390625),
-    ],
+    # Two of eight heads happen in 14 of 100 throws: nothing is shown. 480 and 512 are levelled out at 16.25 ms, of which a
+    # sixteenth would be 1.015625 ms, and a quarter of that pays.
+    [(0, 8, 0.0), (1, 8, 0.0), (2, 8, PAYS), (4, 16, 0.0), (5, 16, PAYS), (7, 24, 0.0), (8, 24, PAYS)],
 )
-def test_a_width_is_ruled_out_where_repeats_show_that_it_does_not_pay(num_enough, num_repeats, saved):
+def test_a_width_is_ruled_out_if_repeats_show_that_it_does_not_pay(num_enough, num_repeats, saved):
     samples = {width: [ms] * num_repeats for width, ms in STAIRS.items()}
     # At 15.75 ms it would save a quarter of its share.
     samples[480] = [15.75] * num_enough + [16.5] * (num_repeats - num_enough)
@@ -109,8 +92,7 @@ def test_a_width_is_ruled_out_where_repeats_show_that_it_does_not_pay(num_enough
 
 
 def test_widths_are_compared_within_a_repeat():
-    slow, fast = 16.4, 15.6
-    samples = {width: [width / 32.0] * 8 for width in TIMED}
+    samples, (slow, fast) = {width: width / 32.0 for width in TIMED}, (16.4, 15.6)
     samples[512], samples[480] = [slow, fast] * 4, [slow, fast] * 4
     assert drawn(samples).saved(UNIT, 480) == 0.0
 
@@ -120,7 +102,7 @@ def test_widths_are_compared_within_a_repeat():
     assert drawn(samples).saved(UNIT, 480) == 0.25
 
 
-def test_what_nothing_is_shown_of_saves_at_least_what_pays():
+def test_a_width_of_which_nothing_is_shown_saves_at_least_what_pays():
     # Of 16 ms, half the width is to bring 2 and brings 1, three quarters are to bring 3 and bring 5.
     table = LatencyTable(times={UNIT.name: {512: 16.0, 256: 15.0, 128: 11.0}})
     assert [table.saved(UNIT, keep) for keep in (256, 128)] == [2.0, 5.0]
@@ -131,14 +113,15 @@ def test_what_nothing_is_shown_of_saves_at_least_what_pays():
 
 
 @pytest.mark.parametrize(("waited", "saved"), [(0.1, 0.0), (0.11, 0.25)])
-def test_where_most_calls_waited_for_a_core_nothing_is_ruled_out(waited, saved):
-    # All widths take 16 ms, as where each of them waits for the scheduler; a quarter of a sixteenth is 0.25.
-    table = drawn(constant(dict.fromkeys(TIMED, 16.0)), waited=waited)
+def test_if_most_calls_waited_for_a_core_nothing_is_ruled_out(waited, saved):
+    # All widths take 16 ms, as if each of them waits for the scheduler; a quarter of a sixteenth is 0.25.
+    table = drawn(dict.fromkeys(TIMED, 16.0), waited=waited)
     assert table.saved(UNIT, 480) == saved
     assert (UNIT.name in table.unsteady) == (waited > 0.1)
+    assert LatencyTable.model_validate_json(table.model_dump_json()) == table
 
 
-def test_where_samples_spread_wide_what_they_show_is_ruled_out():
+def test_samples_that_spread_are_unsteady_and_rule_out_all_the_same():
     # By hand, of 1 to 8: quartiles 2.75 and 6.25, median 4.5; 0.93 * 3.5 / (sqrt(8) * 4.5) is 0.26.
     samples = {width: [1e5 * number for number in range(1, 9)] for width in TIMED}
     assert WidthSamples(samples).spread == pytest.approx(0.2557, abs=1e-4)
@@ -146,18 +129,10 @@ def test_where_samples_spread_wide_what_they_show_is_ruled_out():
     # Whatever slowed each repeat slowed all widths: none was faster in any.
     assert {table.saved(UNIT, keep) for keep in aligned_widths(512, 32)} == {0.0}
     assert UNIT.name in table.unsteady
-
-
-def test_little_spread_is_steady():
     # By hand: quartiles 98 and 102 of a median of 100, 0.93 * 4 / (sqrt(8) * 100) is 0.013.
-    samples = WidthSamples({width: [98.0] * 3 + [100.0] * 2 + [102.0] * 3 for width in TIMED}, waited=0.09)
-    assert samples.spread == pytest.approx(0.0132, abs=1e-4)
-    assert samples.is_steady
-
-
-def test_a_table_is_read_back_from_a_profiles_folder():
-    table = drawn(constant(STAIRS), waited=0.2)
-    assert LatencyTable.model_validate_json(table.model_dump_json()) == table
+    little = WidthSamples({width: [98.0] * 3 + [100.0] * 2 + [102.0] * 3 for width in TIMED}, waited=0.09)
+    assert little.spread == pytest.approx(0.0132, abs=1e-4)
+    assert little.is_steady
 
 
 # Torch counts the cores when it is imported. In a worker that is pinned to one it would not let its threads spin.
@@ -170,7 +145,7 @@ os.sched_setaffinity(0, given)
 torch.set_num_threads(2)
 import zoo
 from profiling_agent.lib.modules import random_batch
-from profiling_agent.measure.latency_table import time_units
+from profiling_agent.profiling.profile import time_units
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
 model = zoo.vit(num_hidden_layers=1, intermediate_size=64)
@@ -190,9 +165,8 @@ def test_beside_spinning_processes_widths_are_found():
         command = [sys.executable, "-c", BUSY]
         child = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
 
-    saved = json.loads(child.stdout)
     # A table of medians alone had none in 5 of 6: all widths take as long as the scheduler lets them wait.
-    assert any(saved.values())
+    assert any(json.loads(child.stdout).values())
 
 
 def test_equal_shapes_are_timed_once():
@@ -206,9 +180,10 @@ def test_equal_shapes_are_timed_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_unit_of_a_family_is_timed_at_every_width(family):
-    model = families.FAMILIES[family]()
-    table = time_units(model, zoo.units_of(model), BATCH)
+def test_every_unit_of_a_family_is_timed_at_every_width_and_the_model_is_left_as_it_was(family):
+    model = families.FAMILIES[family]().train()
+    with zoo.left_alone(model):
+        table = time_units(model, zoo.units_of(model), BATCH)
 
     for unit in zoo.units_of(model):
         times = table.times[unit.name]
@@ -216,6 +191,7 @@ def test_every_unit_of_a_family_is_timed_at_every_width(family):
         assert all(math.isfinite(ms) and ms > 0 for ms in times.values())
         assert all(narrow <= wide for narrow, wide in pairwise(times.values()))
         assert table.of(unit) == times[unit.width]
+    assert time_units(model, [], BATCH).times == {}
 
 
 def run_shapes(monkeypatch, model, unit):
@@ -235,8 +211,9 @@ def run_shapes(monkeypatch, model, unit):
 
 
 def test_nine_widths_are_called_once_to_warm_up_and_for_each_sample(monkeypatch):
-    model, unit = wide()
-    calls = run_shapes(monkeypatch, model, unit)
+    # A ViT with one MLP of 512 channels, whose 12 aligned widths are more than are timed.
+    model = zoo.vit(num_hidden_layers=1, hidden_size=32, intermediate_size=512)
+    calls = run_shapes(monkeypatch, model, next(unit for unit in zoo.units_of(model) if unit.kind == "mlp"))
 
     assert {weight[0] for _, weight in calls} == {*TIMED, 32}
     # Two layers at nine widths, with 8, 16 or 24 samples.
@@ -246,38 +223,29 @@ def test_nine_widths_are_called_once_to_warm_up_and_for_each_sample(monkeypatch)
 def test_a_squeeze_and_excitation_reads_as_many_channels_at_every_width(monkeypatch):
     model = families.FAMILIES["efficientnet"]()
     unit = next(unit for unit in zoo.units_of(model) if unit.side_readers)
-    asked = set(run_shapes(monkeypatch, model, unit))
+    called = set(run_shapes(monkeypatch, model, unit))
 
     squeezed = model.get_submodule(unit.side_readers[0]).out_channels
-    gates = [name for name in unit.inner if name.endswith("squeeze_excite.expand")]
-    assert len(gates) == 1
+    assert len([name for name in unit.inner if name.endswith("squeeze_excite.expand")]) == 1
     for width in (unit.width, *aligned_widths(unit.width, unit.step)):
         # What it makes of the unit's channels, and the gates that it makes for them.
-        assert ((2, width, 1, 1), (squeezed, width, 1, 1)) in asked
-        assert ((2, squeezed, 1, 1), (width, squeezed, 1, 1)) in asked
+        assert ((2, width, 1, 1), (squeezed, width, 1, 1)) in called
+        assert ((2, squeezed, 1, 1), (width, squeezed, 1, 1)) in called
         # A depthwise layer has one filter for each channel that is left.
-        assert any(shape[1] == width == weight[0] and weight[1] == 1 and weight[2] > 1 for shape, weight in asked)
+        assert any(shape[1] == width == weight[0] and weight[1] == 1 and weight[2] > 1 for shape, weight in called)
 
 
 def test_attention_whose_keys_are_reduced_is_timed_with_as_many(monkeypatch):
     model = families.FAMILIES["segformer"]()
     unit = next(unit for unit in zoo.units_of(model) if unit.kind is UnitKind.HEADS)
-    attend, asked = nn.functional.scaled_dot_product_attention, set()
+    attend, attended = nn.functional.scaled_dot_product_attention, set()
 
-    def watched(query, key, value, **asks):
-        asked.add((tuple(query.shape), tuple(key.shape), tuple(value.shape)))
-        return attend(query, key, value, **asks)
+    def watched(query, key, value, **options):
+        attended.add((tuple(query.shape), tuple(key.shape), tuple(value.shape)))
+        return attend(query, key, value, **options)
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", watched)
     run = set(run_shapes(monkeypatch, model, unit))
     # 9 x 9 patches ask, 4 x 4 answer; of 4 heads, each has 8 channels.
-    assert {((2, heads, 81, 8), (2, heads, 16, 8), (2, heads, 16, 8)) for heads in (1, 2, 3, 4)} <= asked
+    assert {((2, heads, 81, 8), (2, heads, 16, 8), (2, heads, 16, 8)) for heads in (1, 2, 3, 4)} <= attended
     assert {((2, 81, 8 * heads), (32, 8 * heads)) for heads in (1, 2, 3, 4)} <= run
-
-
-@pytest.mark.parametrize("family", ["vit", "swin", "resnet_basic"])
-def test_the_model_is_left_as_it_was_found(family):
-    model = families.FAMILIES[family]().train()
-    with left_alone(model):
-        assert time_units(model, zoo.units_of(model), BATCH).times
-    assert time_units(model, [], BATCH).times == {}
