@@ -7,14 +7,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from profiling_agent.errors import RequestError
-from profiling_agent.lib.io import cache_folder, parse_json
+from profiling_agent.lib.io import parse_json
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes, available_cores, cpu_quota, environment, total_bytes
 from profiling_agent.processes.child import child_command, child_environment, ending
@@ -25,41 +24,35 @@ from profiling_agent.schemas import RUNTIMES, Environment, Record, RuntimeName
 
 # Bytes: what a small model's run needs, what default runs of the paper's models stay below (ResNet-101 5.7 GB, Swin-B 9.1), and free disk.
 FREE_MEMORY, AMPLE_MEMORY, FREE_DISK = 4e9, 10e9, 5e9
-# A probe imports torch and at worst compiles, a device's self-test loads CUDA's libraries as well; a slower one is broken.
-TIMEOUT_S = {"runtime": 180.0, "device": 600.0}
 # Relative spread of equal repeats above which a race needs several sessions.
-NOISY = 0.10
-NUM_REPEATS = 40
-
-State = Literal["ok", "note", "problem"]
+NOISY, NUM_REPEATS = 0.10, 40
 
 
 class Finding(Record):
     """Result of one check; `advice` is what to do about a note or a problem."""
 
     name: str
-    state: State
+    state: Literal["ok", "note", "problem"]
     seen: str
     advice: str = ""
 
 
-def _finding(name: str, seen: str, advice: str = "", state: State | None = None) -> Finding:
-    """Return a finding, by default a note if there is advice."""
-    return Finding(name=name, state=state or ("note" if advice else "ok"), seen=seen, advice=advice)
+def _finding(name: str, seen: str, advice: str = "", *, is_problem: bool = False) -> Finding:
+    return Finding(name=name, state="problem" if is_problem else "note" if advice else "ok", seen=seen, advice=advice)
 
 
 def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     """Yield the result of each check as soon as it ends; nothing is raised."""
+    # The last ones take seconds each.
+    runtimes = [name for name in RUNTIMES if registry.runtime(name).schemes("cpu")]
     checks: list[Callable[[], Finding]] = [
-        _check_software,
+        lambda: _finding("software", _software(environment())),
         lambda: check_cpu(environment(), cpu_quota()),
         lambda: check_memory(available_bytes(), total_bytes()),
-        partial(_check_disk, request.output_dir),
+        lambda: _check_disk(request.output_dir.absolute()),
         _measure_noise,
-        partial(_check_language_model, request),
-        _check_hub,
-        # Last: each takes seconds.
-        *(partial(_check_runtime, name) for name in RUNTIMES if registry.runtime(name).schemes("cpu")),
+        lambda: _check_language_model(request),
+        *(lambda name=name: _check_runtime(name) for name in runtimes),
         lambda: read_self_test(request.device, *_self_test("device", request.device)),
     ]
     for number, check in enumerate(checks):
@@ -67,10 +60,9 @@ def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
         yield check()
 
 
-def _check_software() -> Finding:
-    host = environment()
+def _software(host: Environment) -> str:
     versions = ", ".join(f"{name} {host.libraries[name]}" for name in ("torch", "transformers", "langgraph"))
-    return _finding("software", f"Python {host.python}, {versions}, code {host.code_version}")
+    return f"Python {host.python}, {versions}, code {host.code_version}"
 
 
 def check_cpu(host: Environment, quota: float | None = None) -> Finding:
@@ -90,13 +82,12 @@ def check_memory(free: float, total: float) -> Finding:
     """Return what so many free bytes are enough for."""
     seen = f"{size(free)} free of {size(total)}"
     if free < FREE_MEMORY:
-        return _finding("memory", seen, "end other programs, or lower --batch-size", "problem")
+        return _finding("memory", seen, "end other programs, or lower --batch-size", is_problem=True)
     advice = "enough for small models; of ViT-B/16, Swin-B and ResNet-101 at 224 px runs held 5 to 9 GB: --time-budget asks for less"
     return _finding("memory", seen, advice if free < AMPLE_MEMORY else "")
 
 
-def _check_disk(output: Path) -> Finding:
-    folder = output.absolute()
+def _check_disk(folder: Path) -> Finding:
     while not os.path.lexists(folder):
         folder = folder.parent
     try:
@@ -104,15 +95,11 @@ def _check_disk(output: Path) -> Finding:
         tempfile.TemporaryFile(dir=folder).close()
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return _finding("disk", f"{folder} can't be written ({error.strerror})", "choose another --output", "problem")
-    seen = f"{size(free)} free under {folder}"
-    try:
-        seen = f"{seen}; cache in {cache_folder()}"
-    except OSError as error:
-        return _finding("disk", f"{seen}; the cache folder isn't known", error.strerror or "")
-    if free < FREE_DISK:
-        return _finding("disk", seen, "make room, or choose another --output", "problem")
-    return _finding("disk", seen)
+        seen = f"{folder} can't be written ({error.strerror})"
+        return _finding("disk", seen, "choose another --output", is_problem=True)
+    is_short = free < FREE_DISK
+    advice = "make room, or choose another --output" if is_short else ""
+    return _finding("disk", f"{size(free)} free under {folder}", advice, is_problem=is_short)
 
 
 def _measure_noise() -> Finding:
@@ -139,14 +126,8 @@ def _check_language_model(request: Request) -> Finding:
     try:
         note = choose_advisor(request, None, trusted_addresses(os.environ, request.base_url))["advisor_note"]
     except RequestError as error:
-        return _finding("language model", str(error), "or use --llm none", "problem")
+        return _finding("language model", str(error), "or use --llm none", is_problem=True)
     return _finding("language model", note)
-
-
-def _check_hub() -> Finding:
-    is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    note = "; HF_HUB_OFFLINE is set: only what lies there, and local folders" if is_offline else ""
-    return _finding("Hugging Face", f"cache in {os.environ.get('HF_HOME', '~/.cache/huggingface')}{note}")
 
 
 def _check_runtime(name: RuntimeName) -> Finding:
@@ -154,22 +135,26 @@ def _check_runtime(name: RuntimeName) -> Finding:
         return _finding(name, "not installed", reason)
     exit_code, stdout, stderr = _self_test("runtime", name)
     if exit_code:
-        seen = f"{ending(exit_code)}: {(stderr.strip().splitlines() or [''])[-1][:200]}"
-        return _finding(name, seen, "install it again, or leave it out with --runtimes", "problem")
+        advice = "install it again, or leave it out with --runtimes"
+        return _finding(name, f"{ending(exit_code)}: {_last_line(stderr)}", advice, is_problem=True)
     latency_ms = parse_json(stdout.strip().splitlines()[-1])["latency_ms"]
     return _finding(name, f"runs a tiny model in {latency_ms:.2f} ms")
 
 
 def _self_test(kind: str, name: str) -> tuple[int, str, str]:
     """Return the exit code and the output of a self-test in a process of its own."""
-    command, timeout_s = child_command("profiling_agent.jobs.self_test", kind, name), TIMEOUT_S[kind]
+    # It imports torch and at worst compiles; a device's loads CUDA's libraries as well. A slower one is broken.
+    command, timeout_s = child_command("profiling_agent.jobs.self_test", kind, name), 600 if kind == "device" else 180
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "env": child_environment()}
     try:
-        ended = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=timeout_s, env=child_environment()
-        )
+        ended = subprocess.run(command, timeout=timeout_s, **options)
     except subprocess.TimeoutExpired:
-        return 1, "", f"it hangs for {timeout_s:.0f} s"
+        return 1, "", f"it hangs for {timeout_s} s"
     return ended.returncode, ended.stdout, ended.stderr
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1][:300]
 
 
 def read_self_test(name: str, exit_code: int, stdout: str, stderr: str) -> Finding:
@@ -182,11 +167,9 @@ def read_self_test(name: str, exit_code: int, stdout: str, stderr: str) -> Findi
     if device is None:
         return _finding("device", "the CPU: there is no CUDA device")
     steps, seen = [row["begun"] for row in rows if "begun" in row], [row["seen"] for row in rows if "seen" in row]
-    notes = [device, *(f"{step}: {text}" for step, text in zip(steps, seen, strict=False))]
+    notes, is_auto = [device, *(f"{step}: {text}" for step, text in zip(steps, seen, strict=False))], name == "auto"
+    advice = "runs use the CPU unless --device cuda asks for it" if is_auto else ""
     if exit_code:
-        last_line = (stderr.strip().splitlines() or [ending(exit_code)])[-1][:300]
-        notes.append(f"{steps[-1] if steps else 'start'} failed: {last_line}")
-        return _finding("device", "; ".join(notes), "use --device cpu", "note" if name == "auto" else "problem")
-    return _finding(
-        "device", "; ".join(notes), "runs use the CPU unless --device cuda asks for it" if name == "auto" else ""
-    )
+        notes.append(f"{steps[-1] if steps else 'start'} failed: {_last_line(stderr) or ending(exit_code)}")
+        advice = "use --device cpu"
+    return _finding("device", "; ".join(notes), advice, is_problem=bool(exit_code) and not is_auto)
