@@ -11,7 +11,7 @@ from langchain_core.runnables import RunnableConfig
 
 from profiling_agent.errors import ApprovalPendingError, RequestError, RunError
 from profiling_agent.graph.checkpoints import open_saver
-from profiling_agent.graph.nodes import question_in, resuming
+from profiling_agent.graph.nodes import pending_question, resume_command
 from profiling_agent.graph.run import ProgressEvent, Run
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.lib.io import FileRefusedError, expanded, inside, resolved
@@ -59,13 +59,13 @@ def _drive(
                         f"answer with `profiling-agent approve {root}`"
                     )
                 answer = approver(question)
-            elif answer is not None and question_in(graph, config) is None:
+            elif answer is not None and pending_question(graph, config) is None:
                 raise RunError(f"run {root.name!r} waits for no approval: go on with `profiling-agent resume {root}`")
             # A run interrupted before its first checkpoint starts again; its finished jobs are reused.
-            graph_input: Any = resuming(answer) if answer else None if saver.get_tuple(config) else request
+            graph_input: Any = resume_command(answer) if answer else None if saver.get_tuple(config) else request
             for event in graph.stream(graph_input, config, context=run, stream_mode="custom", durability="sync"):
                 listener(ProgressEvent.model_validate(event))
-            question = question_in(graph, config)
+            question = pending_question(graph, config)
             state = graph.get_state(config).values
         if question is None:
             # The folder may have been moved since.
@@ -149,7 +149,7 @@ def pending(run: str | Path) -> ApprovalQuestion | None:
     """Return the question that a run waits with, or None."""
     _, workspace = _open_run(run)
     with open_saver(workspace.root, create=False) as saver:
-        return question_in(build_graph(saver), {"configurable": {"thread_id": workspace.root.name}})
+        return pending_question(build_graph(saver), {"configurable": {"thread_id": workspace.root.name}})
 
 
 def _open_run(run: str | Path) -> tuple[Request, Workspace]:

@@ -121,26 +121,20 @@ class Request(BaseModel):
         default="speed", description="what to optimize within the contract"
     )
     selection: Literal["contract", "paper"] = Field(
-        default="contract",
-        description="contract: the cheapest that keeps the accuracy; paper: fp32 that beats the baseline by accuracy, then "
-        "params, then latency",
+        default="contract", description="contract: the cheapest that keeps the accuracy; paper: as in the paper"
     )
     calibrate: bool = Field(default=True, description="let images choose what is cut, make up for it and tune int8")
     iterate: bool = Field(default=True, description="plan again after the first evaluation")
     max_iterations: int = Field(default=5, ge=1, le=100, description="plans to measure, the first one included")
     plan: str | None = Field(default=None, description="JSON file with a plan of your own, used instead of analysis")
     recover_epochs: int = Field(default=0, ge=0, le=100, description="epochs of distillation after pruning")
-    quantize_layers: str = Field(
-        default="all", min_length=1, max_length=300, description="what to quantize: all, or RE2"
-    )
+    quantize_layers: str = Field(default="all", min_length=1, max_length=300, description="layers: all, or RE2")
     quantize_dtype: Literal["auto", "qint8", "float8", "float16", "bfloat16", "none"] = Field(
         default="auto",
         description="dtype to quantize to (or int8, fp8, fp16, bf16, fp32) when no plan names one; auto: the best",
     )
     runtimes: str = Field(
         default="auto",
-        min_length=1,
-        max_length=100,
         description="runtimes that may execute the result, separated by commas: auto for all that are installed, or some of "
         "eager (torch), graphed (CUDA graphs), inductor, onnxruntime (onnx, ort), openvino",
     )
@@ -148,10 +142,7 @@ class Request(BaseModel):
         default=None, ge=50, le=1_000_000, description="images to search on; default: half, at most 2000"
     )
     fresh_ledger: str | None = Field(
-        default=None,
-        min_length=3,
-        max_length=300,
-        description="why earlier openings of the held-out images don't count, such as: these are new photographs",
+        default=None, min_length=3, max_length=300, description="why earlier tests on held-out images don't count"
     )
     num_sessions: int = Field(default=NUM_SESSIONS, ge=2, le=100, description="starts of each model; fewer prove less")
     effort: Literal["quick", "default", "thorough"] = Field(

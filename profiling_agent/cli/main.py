@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 from profiling_agent.cli import terminal
-from profiling_agent.errors import RequestError
+from profiling_agent.errors import RequestError, RunError
 from profiling_agent.lib.io import DocumentError, expanded, read_json
 from profiling_agent.lib.logs import Progress, keep_stdout
 from profiling_agent.request import Request
@@ -58,7 +58,7 @@ def watch(work: Callable[..., "RunReport"], root: Path, *, is_quiet: bool = Fals
     if is_json:
         keep_stdout()
     with (
-        terminal.next_step(f"; go on with: profiling-agent resume {root}"),
+        terminal.exit_on_stop(f"; go on with: profiling-agent resume {root}"),
         terminal.Display(terminal.console, is_quiet=is_quiet, is_json=is_json) as display,
     ):
 
@@ -168,7 +168,8 @@ def report(run: terminal.RunArgument) -> None:
     try:
         write_report(read_report(run), run)
     except OSError as error:
-        terminal.refuse(f"the report can't be written to {str(run)!r} ({error.strerror}): copy the run elsewhere")
+        reason = f"can't be written to {str(run)!r} ({error.strerror}): copy the run elsewhere"
+        raise RunError(f"the report {reason}") from error
     terminal.console.print(Markdown((run / "report.md").read_text(encoding="utf-8")))
 
 
@@ -203,17 +204,10 @@ def sweep(
 ) -> None:
     """Run every combination of the models, data sets, contracts and seeds in a file; the same command resumes it.
 
-    A run that fails is a row of the table with its reason; the next call tries it again. OUTPUT/sweep.html has all of them.
+    A run that fails is a row of the table with its reason; the next call tries it again. OUTPUT/sweep.html has them all.
 
-    models: [./my-vit, {model: microsoft/resnet-50, revision: main}]
-
-    datasets: [{dataset: ./my-data, split: test}]
-
-    contracts: [{max_accuracy_drop: 0.01}, {max_accuracy_drop: 0.02, max_size_ratio: 0.25, objective: size}]
-
-    seeds: [0, 1]
-
-    request: {batch_size: 8, time_budget: 20m}
+    `{models: [./my-vit, {model: microsoft/resnet-50, revision: main}], datasets: [{dataset: ./my-data, split: test}],
+    contracts: [{max_accuracy_drop: 0.01}, {max_size_ratio: 0.25, objective: size}], seeds: [0, 1], request: {batch_size: 8}}`
     """
     from profiling_agent.cli.tables import sweep_table
     from profiling_agent.jobs.runner import check_matches
@@ -225,10 +219,10 @@ def sweep(
         keep_stdout()
     root = Request.model_validate({"output": output}).output_dir
     advice = "; the same command goes on with what is complete"
-    with terminal.next_step(advice), terminal.Display(terminal.errors) as display:
+    address = (ray_address or "auto") if engine == "ray" else None
+    with terminal.exit_on_stop(advice), terminal.Display(terminal.errors) as display:
         requests = read_sweep(file, str(root))
         check_matches(requests, display.stage("models and data"))
-        address = (ray_address or "auto") if engine == "ray" else None
         rows = optimize_many(requests, display.show, ray_address=address)
     terminal.print_result(rows, lambda: sweep_table(rows), is_json=json_)
     if not json_:
@@ -452,7 +446,7 @@ for command in (
     *(run, resume, show, report, profile, sweep, approve),
     *(doctor, pick, export, push, race, measure, compare),
 ):
-    app.command()(terminal.reported(command))
+    app.command()(terminal.handle_errors(command))
 
 # Typer's error for arguments that it can't parse has no public name.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
@@ -466,8 +460,7 @@ def main() -> None:
         sys.exit(app(standalone_mode=len(sys.argv) == 1))
     except USAGE_ERROR as error:
         message = getattr(error, "format_message", error.__str__)()
-        terminal.print_error(f"{message} (`profiling-agent --help` lists all)")
-        sys.exit(terminal.EXIT_BAD_REQUEST)
+        sys.exit(terminal.refusal(f"{message} (`profiling-agent --help` lists all)").exit_code)
     except typer.Abort:
         sys.exit(terminal.SIGNALLED + signal.SIGINT)
     except Exception:  # noqa: BLE001 - the boundary: an unexpected error is no verdict on a model

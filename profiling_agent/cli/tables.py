@@ -49,11 +49,8 @@ def _yes(holds: bool) -> str:  # noqa: FBT001
 
 def _contract(title: str, terms: Iterable[Any], unmeasured: Sequence[str] = ()) -> Table:
     rows = [(term.name, format_requirement(term), format_measurement(term), _yes(term.holds)) for term in terms]
-    return _table(
-        title,
-        ("term", "asked", "measured", "holds"),
-        [*rows, *((name, "", "not measured", "") for name in unmeasured)],
-    )
+    rows += [(name, "", "not measured", "") for name in unmeasured]
+    return _table(title, ("term", "asked", "measured", "holds"), rows)
 
 
 def _target(target: Any) -> str:
@@ -231,15 +228,11 @@ def measurement_table(measurements: Measurements) -> Table:
 def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
     """Return the totals, the costliest layers and operators, what can be pruned, and what can't be, by cause."""
     latency = profile.headline.latency
+    interval = f"{ms(latency.median_ms)} [{ms(latency.low_ms)}, {ms(latency.high_ms)}]"
     totals = (
-        ("params", count(profile.params)),
-        ("macs of one image", count(profile.macs)),
-        ("on disk", size(profile.size_bytes)),
-        ("in memory", size(profile.parameter_bytes)),
-        (
-            f"latency of a batch of {profile.batch_size}",
-            f"{ms(latency.median_ms)} [{ms(latency.low_ms)}, {ms(latency.high_ms)}]",
-        ),
+        *(("params", count(profile.params)), ("macs of one image", count(profile.macs))),
+        *(("on disk", size(profile.size_bytes)), ("in memory", size(profile.parameter_bytes))),
+        (f"latency of a batch of {profile.batch_size}", interval),
         ("peak memory of the process", size(profile.headline.peak_memory_bytes)),
         ("forward passes that this took", profile.forward_passes),
     )

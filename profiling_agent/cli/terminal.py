@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
 
 import typer
 from pydantic import ValidationError
@@ -82,7 +82,7 @@ def listen_to_signals() -> None:
 
 
 @contextmanager
-def next_step(advice: str = "") -> Generator[None]:
+def exit_on_stop(advice: str = "") -> Generator[None]:
     """Print that the program was stopped and how to continue, without a traceback; exit with the signal's code."""
     try:
         yield
@@ -94,34 +94,30 @@ def next_step(advice: str = "") -> Generator[None]:
         raise typer.Exit(SIGNALLED + number) from None
 
 
-def print_error(message: str) -> None:
-    """Print in one line what was wrong."""
+def refusal(message: str) -> typer.Exit:
+    """Print in one line what was wrong; return the exit of a bad request."""
     print_line(f"profiling-agent: {clean(' '.join(message.split()))}", errors, "red")
+    return typer.Exit(EXIT_BAD_REQUEST)
 
 
-def refuse(message: str) -> NoReturn:
-    """Print in one line what was wrong, and exit with the code of a bad request."""
-    print_error(message)
-    raise typer.Exit(EXIT_BAD_REQUEST)
-
-
-def reported(command: Callable[..., Any]) -> Callable[..., Any]:
+def handle_errors(command: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a command so that an error of ours, a bad request or a stop is one line and an exit code."""
 
     @wraps(command)
     def wrapper(*arguments: Any, **options: Any) -> Any:
         try:
-            with next_step():
+            with exit_on_stop():
                 return command(*arguments, **options)
         except ApprovalPendingError as error:
             print_line(str(error), errors)
             raise typer.Exit(EXIT_WAITING) from None
         except ProfilingAgentError as error:
-            refuse(str(error))
+            raise refusal(str(error)) from None
         except ValidationError as error:
             field, separator, problem = first_problem(error).partition(": ")
             is_flag = separator and field.isidentifier()
-            refuse(f"--{field.replace('_', '-')}: {problem}" if is_flag else f"{field}{separator}{problem}")
+            line = f"--{field.replace('_', '-')}: {problem}" if is_flag else f"{field}{separator}{problem}"
+            raise refusal(line) from None
 
     return wrapper
 

@@ -10,7 +10,7 @@ from langgraph.types import Command, interrupt
 from profiling_agent.data.labels import why_doubtful
 from profiling_agent.errors import AdvisorError, PlanError, RequestError, RunError, ShapeUnresolvedError
 from profiling_agent.graph.run import Run, Update
-from profiling_agent.graph.state import RESULTS, RunState, choose_endpoint, key_for, known
+from profiling_agent.graph.state import RESULTS, RunState, choose_endpoint, key_for, require
 from profiling_agent.jobs.runner import Jobs, measure_headline, profile_artifact, read_profile
 from profiling_agent.jobs.tasks import AcquireTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
 from profiling_agent.lib.io import DocumentError, expanded, inside, make_folders, read_record, write_text
@@ -88,7 +88,7 @@ def acquisition(request: Request, run: Run) -> Update:
 
 def input_shape_resolver(state: RunState, run: Run) -> Update:
     """Resolve the input shape by ordered rules, or by a language model if they disagree or are uncertain."""
-    source, advisor = known(state.acquired).source, run.advisor(state)
+    source, advisor = require(state.acquired).source, run.advisor(state)
     task = ResolveShapeTask(model=source.name, revision=source.revision, device=source.device)
     return {"resolved": resolve_with(advisor, task, run.jobs) if advisor else run.jobs.run(task)}
 
@@ -108,7 +108,7 @@ def resolve_with(advisor: LanguageModel, task: ResolveShapeTask, jobs: Jobs) -> 
 
 def profiling(state: RunState, run: Run) -> Update:
     """Profile the baseline, headline numbers in a fresh process; they decide how many calibration images fit the time."""
-    acquired, baseline = known(state.acquired), known(state.resolved).baseline
+    acquired, baseline = require(state.acquired), require(state.resolved).baseline
     split = acquired.calibration
     settings: dict[str, Any] = {"batch_size": state.batch_size, "device": acquired.source.device}
     headline = measure_headline(run.jobs, baseline, **settings)
@@ -163,7 +163,7 @@ def analysis(state: RunState, run: Run) -> Update:
     if state.proposal is not None:
         return {"origin": Origin(by="user")}
     evaluator, advisor = run.evaluator(state), run.advisor(state)
-    profile, journal, setting = evaluator.profile, state.seen, UNKNOWN
+    profile, journal, setting = evaluator.profile, state.judged_journal, UNKNOWN
     if advisor is not None:
         setting = setting_of(evaluator, journal)
     rules = apply_demands(milder(analyse(profile, state.goal), len(journal.rejected)), state.goal)
@@ -171,20 +171,20 @@ def analysis(state: RunState, run: Run) -> Update:
     return {"proposal": plan, "origin": origin}
 
 
-def question_in(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
+def pending_question(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
     """Return the question that a thread of a graph waits with, or None."""
     interrupts = graph.get_state(config).interrupts
     return ApprovalQuestion.model_validate(interrupts[0].value) if interrupts else None
 
 
-def resuming(answer: Approval) -> Command[Any]:
+def resume_command(answer: Approval) -> Command[Any]:
     """Return the command that resumes a waiting run."""
     return Command(resume=answer.model_dump(mode="json"))
 
 
 def approval(state: RunState, run: Run) -> Update:
     """Interrupt until the answer is valid. The node may run again, so nothing here has side effects."""
-    proposal, profile, run_id = known(state.proposal), run.evaluator(state).profile, run.workspace.root.name
+    proposal, profile, run_id = require(state.proposal), run.evaluator(state).profile, run.workspace.root.name
     question = attempts.build_approval_question(run_id, proposal, state.origin, profile, state.journal)
     while True:
         # Checked here: LangGraph's own check ends the turn with a traceback.
@@ -205,13 +205,13 @@ def approval(state: RunState, run: Run) -> Update:
 def pruning(state: RunState, run: Run) -> Update:
     """Prune; a plan that fails a check continues as a candidate with a failure."""
     evaluator, began_s = run.evaluator(state), run.jobs.timesheet.spent_s
-    return {"prepared": attempts.prune_attempt(evaluator, known(state.proposal)), "attempt_began_s": began_s}
+    return {"prepared": attempts.prune_attempt(evaluator, require(state.proposal)), "attempt_began_s": began_s}
 
 
 def quantization(state: RunState, run: Run) -> Update:
     """Deploy this attempt; one that can't be deployed as planned continues as a candidate with a failure."""
     # An edit or a fork may have changed the contract since.
-    evaluator, prepared, journal = run.evaluator(state), known(state.prepared), state.seen
+    evaluator, prepared, journal = run.evaluator(state), require(state.prepared), state.judged_journal
     if prepared.failure is not None:
         return {"journal": journal}
     try:
@@ -224,8 +224,8 @@ def quantization(state: RunState, run: Run) -> Update:
 
 def evaluation(state: RunState, run: Run) -> Update:
     """Add the measured and judged attempt to the journal."""
-    evaluator, journal = run.evaluator(state), known(state.journal)
-    attempt = attempts.measure_attempt(evaluator, known(state.prepared), journal)
+    evaluator, journal = run.evaluator(state), require(state.journal)
+    attempt = attempts.measure_attempt(evaluator, require(state.prepared), journal)
     if state.iterate and attempt.number < state.num_attempts and run.advisor(state) is not None:
         attempt = add_race_result(evaluator, attempt)
     return {
@@ -237,7 +237,7 @@ def evaluation(state: RunState, run: Run) -> Update:
 
 def iterative_pruning(state: RunState, run: Run) -> Update:
     """Propose the next plan by rules or a language model, if the run has time for another attempt."""
-    evaluator, journal, setting = run.evaluator(state), state.seen, UNKNOWN
+    evaluator, journal, setting = run.evaluator(state), state.judged_journal, UNKNOWN
     has_time, profile, limit = evaluator.deadline.allows(state.longest_s), evaluator.profile, state.num_attempts
     advisor = run.advisor(state) if has_time else None
     if advisor is not None:
@@ -253,7 +253,7 @@ def iterative_pruning(state: RunState, run: Run) -> Update:
 
 def verdict(state: RunState, run: Run) -> Update:
     """Choose the winner by the current contract."""
-    journal = state.seen
+    journal = state.judged_journal
     final = finalize(run.evaluator(state), journal)
     text = final.model_dump_json()
     name = f"final-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
@@ -263,7 +263,7 @@ def verdict(state: RunState, run: Run) -> Update:
 
 def report(state: RunState, run: Run) -> Update:
     """Profile the winner, and write the report."""
-    evaluator, workspace, journal = run.evaluator(state), run.workspace, state.seen
+    evaluator, workspace, journal = run.evaluator(state), run.workspace, state.judged_journal
     path = inside(workspace.root / state.final, workspace.root)
     try:
         final = read_record(FinalChoice, path)
@@ -273,7 +273,7 @@ def report(state: RunState, run: Run) -> Update:
     if final.goal != state.goal:
         final = finalize(evaluator, journal)
     best, baseline = final.winner.evaluation.model, evaluator.baseline
-    profiles = {"baseline": (known(state.profiled), evaluator.profile)}
+    profiles = {"baseline": (require(state.profiled), evaluator.profile)}
     if (torch_winner := torch_model(final.winner, journal, baseline)) != baseline:
         headline = raced_headline(evaluator, final.race, torch_winner)
         settings: dict[str, Any] = {"batch_size": state.batch_size, "device": evaluator.device}
@@ -283,11 +283,11 @@ def report(state: RunState, run: Run) -> Update:
         state.request,
         final,
         acquired=evaluator.acquired,
-        input=known(state.resolved).input,
+        input=require(state.resolved).input,
         deployment_search=journal.deployment_search,
         peak_memory_bytes=(evaluator.peak_memory(baseline), evaluator.peak_memory(best)),
         attempts=journal.attempts,
-        stopped=known(state.stopped),
+        stopped=require(state.stopped),
         planned_by=state.advisor_note,
         spent=Transcript(workspace.root / FILE).spent if state.is_advised else None,
         decisions=state.decisions,

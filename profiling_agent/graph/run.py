@@ -23,7 +23,7 @@ from langgraph.runtime import Runtime
 from pydantic import Field, ValidationError
 
 from profiling_agent.errors import FieldError, RequestError, RunError
-from profiling_agent.graph.state import Limits, RunResult, RunState, key_for, known, trusted_addresses
+from profiling_agent.graph.state import Limits, RunResult, RunState, key_for, require, trusted_addresses
 from profiling_agent.jobs.runner import JOB_LOG, Jobs, read_profile
 from profiling_agent.jobs.store import TIMESHEET_FILE
 from profiling_agent.lib.io import first_problem
@@ -118,7 +118,7 @@ def _first_event(state: RunState, stage: str) -> ProgressEvent:
     event = ProgressEvent(stage=stage, message="", iterations=state.num_attempts, budget_s=state.time_budget_s)
     if state.journal is None or (state.is_first and stage not in ("approval", *ROUND)):
         return event
-    journal, best = state.seen, None
+    journal, best = state.judged_journal, None
     if row := next((row for row in ranked(journal, state.goal) if row.attempt is not None), None):
         measured, macs = row.evaluation, journal.baseline.footprint.macs
         best = Best(
@@ -251,7 +251,7 @@ class Run:
             if self.chat_model is not None:
                 model, name = self.chat_model, name_of(self.chat_model)
             else:
-                endpoint = known(state.endpoint)
+                endpoint = require(state.endpoint)
                 key, name = key_for(endpoint, self.trusted), endpoint.name
                 model = open_model(endpoint, key, timeout_s=state.llm_timeout_s)
             self._language_model = Chat(model, name, transcript, timeout_s=state.llm_timeout_s)
@@ -259,7 +259,7 @@ class Run:
 
     def evaluator(self, state: RunState) -> Evaluator:
         """Return the evaluator of attempts, with the baseline's profile; cached while its inputs are the same."""
-        acquired, resolved, profiled = known(state.acquired), known(state.resolved), known(state.profiled)
+        acquired, resolved, profiled = require(state.acquired), require(state.resolved), require(state.profiled)
         # A fork or an edit changes some of it.
         inputs = (state.request, state.goal, acquired, resolved, profiled)
         if self._evaluator is None or self._evaluator[0] != inputs:

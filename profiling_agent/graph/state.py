@@ -31,7 +31,7 @@ from profiling_agent.search.selection import rejudged
 ValueT = TypeVar("ValueT")
 
 
-def known(value: ValueT | None) -> ValueT:
+def require(value: ValueT | None) -> ValueT:
     """Return a field of the state that an earlier node has filled."""
     assert value is not None, "an earlier node fills this field"
     return value
@@ -94,10 +94,10 @@ class RunState(Request):
         return self.planner != "rules" and any((self.endpoint, self.advisor_object, self.recorded))
 
     @property
-    def seen(self) -> schemas.Journal:
+    def judged_journal(self) -> schemas.Journal:
         """Return the journal judged by the current contract, which a fork may have changed, and what was rejected."""
         rejected = tuple(decided for decided in self.decisions if decided.answer.decision == "reject")
-        return rejudged(known(self.journal), self.goal).model_copy(update={"rejected": rejected})
+        return rejudged(require(self.journal), self.goal).model_copy(update={"rejected": rejected})
 
 
 RESULTS = tuple(name for name in RunState.model_fields if name not in Request.model_fields)

@@ -166,7 +166,6 @@ def emptied(_: bytes) -> bytes:
     [
         *(("checkpoints.sqlite", damage, ("resume", "approve"), "delete the file") for damage in (cut_short, beheaded)),
         *(("report.json", damage, ("show", "report", "compare"), "damaged") for damage in (cut_short, emptied)),
-        *(("request.json", damage, ("resume",), "damaged") for damage in (cut_short, emptied)),
     ],
 )
 def test_a_damaged_file_of_a_run_is_named_and_not_gone_on_with(

@@ -100,7 +100,7 @@ def with_command(body: str) -> subprocess.CompletedProcess[str]:
         "import signal, os, sys\n"
         "from profiling_agent.cli import main, terminal\n"
         f"def odd():\n    {body}\n"
-        "main.app.command()(terminal.reported(odd))\n"
+        "main.app.command()(terminal.handle_errors(odd))\n"
         "main.main()\n"
     )
     return subprocess.run([sys.executable, "-c", code, "odd"], capture_output=True, text=True, check=False)
@@ -137,7 +137,7 @@ def test_a_signal_ends_any_command_without_a_traceback_and_a_hang_up_that_is_ign
 
 def test_no_text_moves_the_cursor():
     ended = with_command(
-        "terminal.console.print('\\x1b[2J\\u202e', markup=False); terminal.refuse('\\x1b]0;title\\x07')"
+        "terminal.console.print('\\x1b[2J\\u202e', markup=False); raise terminal.refusal('\\x1b]0;title\\x07')"
     )
 
     assert ended.returncode == 2

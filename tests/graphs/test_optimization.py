@@ -140,20 +140,6 @@ def test_labels_taken_by_their_places_against_what_the_model_answers_are_refused
     assert not list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.slow
-def test_a_baseline_that_guesses_leaves_the_verdict_unproven(world: World, tmp_path: Path):
-    constant = zoo.vit()
-    with torch.no_grad():
-        constant.classifier.bias[0] += 100
-    guessing = World(model=zoo.save(constant, tmp_path / "model"), data=world.data)
-
-    report = optimize(guessing.request(tmp_path, iterate=False, quantize_dtype="none", num_samples=60))
-
-    assert not report.verdict.certified
-    assert report.verdict.explanation.startswith("unproven: the baseline answers ")
-    assert any(note.startswith("the baseline answers ") for note in report.notes)
-
-
 def test_invoking_the_same_request_again_repeats_no_job(world: World, finished: Path):
     """As a notebook has it: another graph, which knows nothing of the first."""
     done, first = finished_jobs(finished), report_of(finished)
