@@ -22,15 +22,15 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import END, START, StateGraph
 
 from profiling_agent.graph import nodes
-from profiling_agent.graph.node import CheckedGraph, run_agent
-from profiling_agent.graph.run import Run
+from profiling_agent.graph.run import CheckedGraph, Run, run_agent
 from profiling_agent.graph.state import Limits, RunResult, RunState, operators_limits
 from profiling_agent.request import Request
 
 
 def route_after_analysis(state: RunState) -> Literal["approval", "pruning"]:
     """Ask a person about the plan if that was requested."""
-    return "approval" if state.needs_approval else "pruning"
+    is_asked = state.approve == "each" or (state.approve == "plan" and state.is_first)
+    return "approval" if is_asked else "pruning"
 
 
 def route_after_evaluation(state: RunState) -> Literal["iterative_pruning", "verdict"]:

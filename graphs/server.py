@@ -21,22 +21,34 @@ HOSTS, ORIGINS = "PROFILING_AGENT_ALLOWED_HOSTS", "PROFILING_AGENT_ALLOWED_ORIGI
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")
 STUDIO = "https://smith.langchain.com"
-# Headers that Studio reads of a response.
-EXPOSED = ("x-pagination-total", "x-pagination-next", "content-location")
-# Root path of the server's calls to itself, in its own process; no request from outside has it.
-IN_PROCESS = "/noauth"
 
 
-class OriginMiddleware:
-    """Middleware that refuses requests of other pages, whatever the method, and bodies not declared as JSON."""
+class DoorMiddleware:
+    """Middleware that checks host, origin and content type and answers CORS requests, before all routes."""
 
-    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
-        """Wrap `app`, for pages of the `allowed` origins."""
-        self._app, self._allowed = app, allowed
+    def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
+        """Let requests to `app` through that are for one of `hosts` and from one of `origins`, or from this process."""
+        self._app, self._origins = app, (STUDIO, *origins)
+        self._cors_app = CORSMiddleware(
+            app,
+            allow_origins=self._origins,
+            allow_origin_regex=LOOPBACK_ORIGIN.pattern,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            allow_private_network=True,
+            # Headers that Studio reads of a response.
+            expose_headers=("x-pagination-total", "x-pagination-next", "content-location"),
+        )
+        self._guarded_app = TrustedHostMiddleware(self._check, allowed_hosts=(*LOOPBACK, *hosts), www_redirect=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or respond with 403 or 415."""
-        headers, app = Headers(scope=scope), self._app
+        """Check requests only; pass on other events and the server's calls to itself, in its own process."""
+        is_internal = scope["type"] not in ("http", "websocket") or f"{scope.get('root_path')}/".startswith("/noauth/")
+        await (self._app if is_internal else self._guarded_app)(scope, receive, send)
+
+    async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or respond with 403 to another page, and with 415 to a body that is no JSON."""
+        headers, app = Headers(scope=scope), self._cors_app
         has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
         kinds = [kind.partition(";")[0].strip().lower() for kind in headers.getlist("content-type")]
         if not self._is_allowed(scope, headers):
@@ -53,42 +65,17 @@ class OriginMiddleware:
             # A page that loads our image or script sends no origin; a person who follows a link is allowed.
             is_link = scope.get("method") in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
             return headers.get("sec-fetch-site") != "cross-site" or is_link
-        allowed = {*self._allowed, *(f"{scheme}://{headers.get('host')}" for scheme in ("http", "https"))}
+        allowed = {*self._origins, *(f"{scheme}://{headers.get('host')}" for scheme in ("http", "https"))}
         return "*" in allowed or all(o in allowed or LOOPBACK_ORIGIN.fullmatch(o) for o in origins)
-
-
-class DoorMiddleware:
-    """Middleware that checks host, origin and content type and answers CORS requests, before all routes."""
-
-    def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
-        """Let requests to `app` through that are for one of `hosts` and from one of `origins`, or from this process."""
-        allowed = (STUDIO, *origins)
-        cors = CORSMiddleware(
-            app,
-            allow_origins=allowed,
-            allow_origin_regex=LOOPBACK_ORIGIN.pattern,
-            allow_methods=("*",),
-            allow_headers=("*",),
-            allow_private_network=True,
-            expose_headers=EXPOSED,
-        )
-        checked, self._app = OriginMiddleware(cors, allowed), app
-        self._guarded_app = TrustedHostMiddleware(checked, allowed_hosts=(*LOOPBACK, *hosts), www_redirect=False)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check requests only; pass on other events and the server's calls to itself."""
-        root = scope.get("root_path", "")
-        is_internal = scope["type"] not in ("http", "websocket") or f"{root}/".startswith(f"{IN_PROCESS}/")
-        await (self._app if is_internal else self._guarded_app)(scope, receive, send)
 
 
 def build_app(environment: Mapping[str, str]) -> Starlette:
     """Return an application without routes, to which the server adds its own; hosts and origins are comma-separated."""
-
-    def read(variable: str) -> tuple[str, ...]:
-        return tuple(name.strip() for name in environment.get(variable, "").split(",") if name.strip())
-
-    return Starlette(middleware=[Middleware(DoorMiddleware, hosts=read(HOSTS), origins=read(ORIGINS))])
+    hosts, origins = (
+        tuple(name.strip() for name in environment.get(variable, "").split(",") if name.strip())
+        for variable in (HOSTS, ORIGINS)
+    )
+    return Starlette(middleware=[Middleware(DoorMiddleware, hosts=hosts, origins=origins)])
 
 
 app = build_app(os.environ)

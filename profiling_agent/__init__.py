@@ -8,6 +8,7 @@ iterative_pruning repeat until nothing is left to try; verdict chooses the winne
     result = build_graph().invoke(request)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ProfilingAgentError
@@ -23,48 +24,26 @@ if TYPE_CHECKING:
     from profiling_agent.schemas import Approval, ApprovalQuestion, Goal, Plan
     from profiling_agent.sweep import optimize_many
 
-__all__ = [
-    "Approval",
-    "ApprovalQuestion",
-    "Goal",
-    "Plan",
-    "ProfilingAgentError",
-    "Request",
-    "approve",
-    "build_graph",
-    "load",
-    "optimize",
-    "optimize_many",
-    "pending",
-    "pick",
-    "push",
-    "resume",
-]
+__all__ = ["Approval", "ApprovalQuestion", "Goal", "Plan", "ProfilingAgentError", "Request", "approve", "build_graph"]
+__all__ += ["load", "optimize", "optimize_many", "pending", "pick", "push", "resume"]
 
 silence_torchao()
 
 # Importing torch takes seconds, LangGraph one, and building our records a fifth: none is loaded before it is needed.
-_LAZY = {
-    "Approval": "profiling_agent.schemas",
-    "ApprovalQuestion": "profiling_agent.schemas",
-    "Goal": "profiling_agent.schemas",
-    "Plan": "profiling_agent.schemas",
-    "Request": "profiling_agent.request",
-    "approve": "profiling_agent.api",
-    "build_graph": "profiling_agent.graphs.optimization",
-    "load": "profiling_agent.runtimes.torch_artifact",
-    "optimize": "profiling_agent.api",
-    "optimize_many": "profiling_agent.sweep",
-    "pending": "profiling_agent.api",
-    "pick": "profiling_agent.exporting.pick",
-    "push": "profiling_agent.exporting.push",
-    "resume": "profiling_agent.api",
+_MODULES = {
+    "api": ("approve", "optimize", "pending", "resume"),
+    "exporting.pick": ("pick",),
+    "exporting.push": ("push",),
+    "graphs.optimization": ("build_graph",),
+    "request": ("Request",),
+    "runtimes.torch_artifact": ("load",),
+    "schemas": ("Approval", "ApprovalQuestion", "Goal", "Plan"),
+    "sweep": ("optimize_many",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_LAZY[name]), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"profiling_agent.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,9 +11,8 @@ from langchain_core.runnables import RunnableConfig
 
 from profiling_agent.errors import ApprovalPendingError, RequestError, RunError
 from profiling_agent.graph.checkpoints import open_saver
-from profiling_agent.graph.node import ProgressEvent
-from profiling_agent.graph.nodes import question_in, resuming
-from profiling_agent.graph.run import Run
+from profiling_agent.graph.nodes import pending_question, resume_command
+from profiling_agent.graph.run import ProgressEvent, Run
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.lib.io import FileRefusedError, expanded, inside, resolved
 from profiling_agent.lib.logs import interruptible
@@ -45,10 +44,7 @@ def _drive(
     answer: Approval | None = None,
     **options: Any,
 ) -> RunReport:
-    """Run the graph on the run folder's thread until there is a report or an approval without `approver`.
-
-    `options` are those of a `Run`.
-    """
+    """Run the graph until there is a report, or an approval without `approver`; `options` are those of a `Run`."""
     root, question = workspace.root, None
     config: RunnableConfig = {"configurable": {"thread_id": root.name}}
     while True:
@@ -63,19 +59,17 @@ def _drive(
                         f"answer with `profiling-agent approve {root}`"
                     )
                 answer = approver(question)
-            elif answer is not None and question_in(graph, config) is None:
-                advice = f"go on with `profiling-agent resume {root}`"
-                raise RunError(f"run {root.name!r} waits for no approval: {advice}")
+            elif answer is not None and pending_question(graph, config) is None:
+                raise RunError(f"run {root.name!r} waits for no approval: go on with `profiling-agent resume {root}`")
             # A run interrupted before its first checkpoint starts again; its finished jobs are reused.
-            graph_input: Any = resuming(answer) if answer else None if saver.get_tuple(config) else request
+            graph_input: Any = resume_command(answer) if answer else None if saver.get_tuple(config) else request
             for event in graph.stream(graph_input, config, context=run, stream_mode="custom", durability="sync"):
                 listener(ProgressEvent.model_validate(event))
-            question = question_in(graph, config)
+            question = pending_question(graph, config)
             state = graph.get_state(config).values
         if question is None:
             # The folder may have been moved since.
-            results = root / Path(state["results_dir"]).relative_to(state["run_dir"])
-            return read_report(inside(results, root))
+            return read_report(inside(root / Path(state["results_dir"]).relative_to(state["run_dir"]), root))
 
 
 def optimize(
@@ -90,12 +84,10 @@ def optimize(
     named_request = request.model_copy(update={"run_id": workspace.root.name})
     try:
         return _drive(named_request, workspace, listener, approver, advisor=advisor, addresses=(request.base_url,))
-    except RunError:
-        # The run itself: in use by another process, damaged, or waiting. Its measurements stay.
-        raise
-    except RequestError:
-        # A request that can't be carried out leaves nothing, not even checkpoints.
-        shutil.rmtree(workspace.root, ignore_errors=True)
+    except RequestError as error:
+        # A request that can't be carried out leaves nothing; a run that is in use, damaged or waiting stays.
+        if not isinstance(error, RunError):
+            shutil.rmtree(workspace.root, ignore_errors=True)
         raise
 
 
@@ -157,7 +149,7 @@ def pending(run: str | Path) -> ApprovalQuestion | None:
     """Return the question that a run waits with, or None."""
     _, workspace = _open_run(run)
     with open_saver(workspace.root, create=False) as saver:
-        return question_in(build_graph(saver), {"configurable": {"thread_id": workspace.root.name}})
+        return pending_question(build_graph(saver), {"configurable": {"thread_id": workspace.root.name}})
 
 
 def _open_run(run: str | Path) -> tuple[Request, Workspace]:
@@ -169,9 +161,7 @@ def _open_run(run: str | Path) -> tuple[Request, Workspace]:
     manifest = read_manifest(root)
     machine = environment(manifest.request.device).machine
     if manifest.machine not in ("", machine) and not (root / REPORT).exists():
-        raise RunError(
-            f"run {root.name!r} was begun on {manifest.machine!r} and this is {machine!r}: times of both would be mixed, "
-            "so finish it there, or start a new run here"
-        )
+        advice = "finish it there, or start a new run here"
+        raise RunError(f"run {root.name!r} was begun on {manifest.machine!r} and this is {machine!r}: {advice}")
     request = manifest.request.model_copy(update={"run_id": root.name, "output": str(root.parent)})
     return request, Workspace(root)

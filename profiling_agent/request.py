@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -19,11 +18,7 @@ from profiling_agent.schemas import NUM_SESSIONS, RUNTIMES, Goal, MatchBy, Runti
 from profiling_agent.schemas.plan import DTYPE_SYNONYMS, DropLimit, RatioLimit, SpeedupLimit, canonical
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-MAX_NAME = 80
-
 DURATION = re.compile(r"(?:([0-9]{1,4})h)?\s*(?:([0-9]{1,5})m(?:in)?)?\s*(?:([0-9]{1,7})s)?", re.ASCII)
-SHORTEST_S, LONGEST_S = 60.0, 30 * 86_400.0
-
 SYNONYMS = {
     "objective": {"latency": "speed"},
     "quantize_dtype": DTYPE_SYNONYMS | {"fp32": "none", "float32": "none"},
@@ -34,7 +29,7 @@ SYNONYMS = {
 
 def unknown_field(names: Iterable[object], known: Collection[str]) -> str | None:
     """Return a message about the first unknown name, with the most similar known one, or None."""
-    for name in (str(name)[:MAX_NAME] for name in names if name not in known):
+    for name in (str(name)[:80] for name in names if name not in known):
         similar = difflib.get_close_matches(name, known, n=1)
         advice = f"did you mean {similar[0]!r}?" if similar else "`profiling-agent run --help` lists all terms"
         return f"unknown term {name!r}: {advice}"
@@ -47,30 +42,15 @@ def parse_duration(text: str) -> float:
     if match is None or not any(match.groups()):
         raise ValueError(f"{text!r} is no duration: use hours, minutes and seconds, such as 1h30m, 20m or 90s")
     seconds = sum(float(part) * unit for part, unit in zip(match.groups("0"), (3600, 60, 1), strict=True))
-    if not SHORTEST_S <= seconds <= LONGEST_S:
+    if not 60 <= seconds <= 30 * 86_400:
         raise ValueError(f"{text!r} is {seconds:.0f} s: give a run a minute at least, and 30 days at most")
     return seconds
-
-
-def _check_reason(value: str | None) -> str | None:
-    if value is not None and (not value.strip() or not value.isprintable()):
-        raise ValueError("a reason of one printable line is needed, which the report prints")
-    return value
 
 
 def _check_duration(text: str | None) -> str | None:
     if text is not None:
         parse_duration(text)
     return text
-
-
-def holds_more_than_an_address(url: str) -> bool:
-    """Return whether a URL has a user, password, query or fragment, which must not be stored or shown."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "@" in url or "?" in url
-    return parts.username is not None or parts.password is not None or bool(parts.query or parts.fragment)
 
 
 # Fields of version 0.1.0, accepted until 0.3.
@@ -82,12 +62,8 @@ OLD_NAMES = {
 }
 
 
-def current_names(options: dict[str, Any], *, are_flags: bool = False) -> tuple[dict[str, Any], list[str]]:
+def current_names(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return a request's fields by their current names, and a line of advice for each old name."""
-
-    def spell(name: str) -> str:
-        return f"--{name.replace('_', '-')}" if are_flags else name
-
     fields = {name: value for name, value in options.items() if name not in OLD_NAMES}
     lines: list[str] = []
     for old in [name for name in OLD_NAMES if name in options]:
@@ -96,10 +72,10 @@ def current_names(options: dict[str, Any], *, are_flags: bool = False) -> tuple[
             # 0.1.0's auto needed only a key in the environment.
             value = {"rules": "none", "auto": "openai" if options.get("base_url") else "none"}.get(value, value)
         if new is None:
-            lines.append(f"{spell(old)} has no effect any more: {spell('llm_tokens')} is the budget")
+            lines.append(f"{old} has no effect any more: llm_tokens is the budget")
         else:
             fields[new] = value
-            lines.append(f"{spell(old)} is now {spell(new)}: write {spell(new)}{' ' if are_flags else '='}{value}")
+            lines.append(f"{old} is now {new}: write {new}={value}")
     if 0 in (options.get("advisor_tokens"), options.get("advisor_requests")):
         fields = {name: value for name, value in fields.items() if name != "llm_tokens"} | {"llm": "none"}
     return fields, lines
@@ -113,9 +89,7 @@ def without_retired(document: Any) -> Any:
     """Return the JSON of a manifest or a report without fields that only earlier versions write."""
     if not isinstance(document, dict) or not isinstance(document.get("request"), dict):
         return cast("Any", document)
-    fields = {
-        name: value for name, value in cast("dict[str, Any]", document).items() if name not in ("nodes", "criteria")
-    }
+    fields: dict[str, Any] = {name: document[name] for name in document.keys() - {"nodes", "criteria"}}
     return fields | {"request": {name: value for name, value in fields["request"].items() if name not in RETIRED}}
 
 
@@ -125,17 +99,13 @@ class Request(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str = Field(
-        default="reference:vit", min_length=1, description="Hub id, local folder, or reference:vit|deit|swin|resnet"
+        default="reference:vit", min_length=1, description="Hub id, folder or reference:vit|deit|swin|resnet"
     )
     revision: str | None = Field(default=None, description="branch, tag or commit of the model on the Hub")
-    dataset: str = Field(
-        default="reference:digits", min_length=1, description="Hub id, local folder, or reference:digits"
-    )
+    dataset: str = Field(default="reference:digits", min_length=1, description="Hub id, folder, or reference:digits")
     dataset_config: str | None = Field(default=None, description="configuration of the data set, where it has several")
     dataset_revision: str | None = Field(default=None, description="branch, tag or commit of the data set on the Hub")
-    split: str | None = Field(
-        default=None, description="split to measure on; by default one the model was not trained on"
-    )
+    split: str | None = Field(default=None, description="split to measure on; by default not the one of training")
     image_column: str | None = Field(default=None, description="column of images; found by type when not named")
     label_column: str | None = Field(default=None, description="column of labels; found by type when not named")
     label_match: MatchBy = Field(
@@ -143,61 +113,38 @@ class Request(BaseModel):
         description="how labels become the model's classes. auto: by names, or by what the model's answers fit best. number: "
         "label 3 is class 3. from-1: label 1 is class 0. place: the order of the list. natural: folders as timm sorts them",
     )
-    max_accuracy_drop: DropLimit = Field(
-        default=0.01, description="top-1 that may be lost: 0.01, 1% or 1pt is one point"
-    )
-    min_speedup: SpeedupLimit = Field(
-        default=1.0, description="least speedup over the baseline: 1.5 or 1.5x; 1 is not slower"
-    )
-    max_size_ratio: RatioLimit = Field(
-        default=0.5, description="most bytes on disk, over the baseline's: 0.5 or 50% is half"
-    )
-    max_memory_ratio: RatioLimit | None = Field(
-        default=None, description="most peak memory of a process, over the baseline's"
-    )
+    max_accuracy_drop: DropLimit = Field(default=0.01, description="top-1 that may be lost: 0.01, 1% or 1pt is a point")
+    min_speedup: SpeedupLimit = Field(default=1.0, description="least speedup: 1.5 or 1.5x; 1 is not slower")
+    max_size_ratio: RatioLimit = Field(default=0.5, description="most bytes on disk: 0.5 or 50% is half of them")
+    max_memory_ratio: RatioLimit | None = Field(default=None, description="most peak memory, over the baseline's")
     objective: Literal["speed", "size", "memory"] = Field(
-        default="speed", description="what to optimize among the models that keep the contract"
+        default="speed", description="what to optimize within the contract"
     )
     selection: Literal["contract", "paper"] = Field(
-        default="contract",
-        description="contract: the cheapest that keeps the accuracy; paper: fp32 that beats the baseline by accuracy, then "
-        "params, then latency",
+        default="contract", description="contract: the cheapest that keeps the accuracy; paper: as in the paper"
     )
-    calibrate: bool = Field(
-        default=True,
-        description="let images choose what is cut, make up for it and tune int8; without, weights alone do",
-    )
+    calibrate: bool = Field(default=True, description="let images choose what is cut, make up for it and tune int8")
     iterate: bool = Field(default=True, description="plan again after the first evaluation")
     max_iterations: int = Field(default=5, ge=1, le=100, description="plans to measure, the first one included")
     plan: str | None = Field(default=None, description="JSON file with a plan of your own, used instead of analysis")
-    recover_epochs: int = Field(
-        default=0, ge=0, le=100, description="epochs of distillation after pruning; 0: training-free"
-    )
-    quantize_layers: str = Field(
-        default="all", min_length=1, max_length=300, description="layers to quantize: all, or RE2"
-    )
+    recover_epochs: int = Field(default=0, ge=0, le=100, description="epochs of distillation after pruning")
+    quantize_layers: str = Field(default="all", min_length=1, max_length=300, description="layers: all, or RE2")
     quantize_dtype: Literal["auto", "qint8", "float8", "float16", "bfloat16", "none"] = Field(
         default="auto",
         description="dtype to quantize to (or int8, fp8, fp16, bf16, fp32) when no plan names one; auto: the best",
     )
     runtimes: str = Field(
         default="auto",
-        min_length=1,
-        max_length=100,
         description="runtimes that may execute the result, separated by commas: auto for all that are installed, or some of "
         "eager (torch), graphed (CUDA graphs), inductor, onnxruntime (onnx, ort), openvino",
     )
     num_samples: int | None = Field(
-        default=None, ge=50, le=1_000_000, description="images to search on; by default half of the split, at most 2000"
+        default=None, ge=50, le=1_000_000, description="images to search on; default: half, at most 2000"
     )
-    fresh_ledger: Annotated[str | None, AfterValidator(_check_reason)] = Field(
-        default=None,
-        max_length=300,
-        description="why earlier openings of the held-out images don't count, such as: these are new photographs",
+    fresh_ledger: str | None = Field(
+        default=None, min_length=3, max_length=300, description="why earlier tests on held-out images don't count"
     )
-    num_sessions: int = Field(
-        default=NUM_SESSIONS, ge=2, le=100, description="times that models start anew; fewer prove less"
-    )
+    num_sessions: int = Field(default=NUM_SESSIONS, ge=2, le=100, description="starts of each model; fewer prove less")
     effort: Literal["quick", "default", "thorough"] = Field(
         default="default",
         description="how much a run does. quick: 2 plans, 3 sessions, 1 deployment measured in full, 1,024 held-out images; it gives up deeper cuts, "
@@ -211,7 +158,7 @@ class Request(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure; auto is the CPU")
     seed: int = Field(default=0, ge=0, lt=2**32, description="draws the images and everything else that is random")
     approve: Literal["never", "plan", "each"] = Field(
-        default="never", description="wait for a person before pruning: never, for the first plan, or for each"
+        default="never", description="wait for a person: never, before the first plan, or each"
     )
     llm: str = Field(
         default="none",
@@ -220,21 +167,13 @@ class Request(BaseModel):
         description="language model that plans next to the built-in rules: none, openai:MODEL (any OpenAI-compatible server with "
         "base_url), or recorded:FILE for the answers in the llm.jsonl of an earlier run",
     )
-    base_url: str | None = Field(
-        default=None, max_length=500, description="address of an OpenAI-compatible server, without keys"
-    )
+    base_url: str | None = Field(default=None, max_length=500, description="address of an OpenAI-compatible server")
     planner: Literal["hybrid", "llm", "rules"] = Field(
-        default="hybrid", description="hybrid: a language model next to the rules; llm: it alone, as in the paper"
+        default="hybrid", description="hybrid: next to the rules; llm: the LLM alone, as in the paper"
     )
-    llm_tokens: int = Field(
-        default=500_000, ge=1, le=10**9, description="tokens that a run may use up, read and written"
-    )
-    llm_timeout_s: float = Field(
-        default=120.0, gt=0, le=3600, description="seconds for one request and the repairs of its answer"
-    )
-    run_id: str | None = Field(
-        default=None, pattern=f"^{RUN_ID.pattern}$", description="name of the run folder; by default one is made up"
-    )
+    llm_tokens: int = Field(default=500_000, ge=1, le=10**9, description="tokens that a run may read and write")
+    llm_timeout_s: float = Field(default=120.0, gt=0, le=3600, description="seconds for a request and its repairs")
+    run_id: str | None = Field(default=None, pattern=f"^{RUN_ID.pattern}$", description="name of the run folder")
     output: str = Field(default="runs", min_length=1, description="folder that holds the run folders")
 
     @model_validator(mode="before")
@@ -255,31 +194,24 @@ class Request(BaseModel):
     def _replace_synonyms(cls, value: object, info: ValidationInfo) -> object:
         return canonical(value, SYNONYMS[str(info.field_name)])
 
-    # Of the whole model, since its errors quote no value; and this early, since a request is stored before base_url is used.
     @model_validator(mode="after")
-    def _check_base_url(self) -> Self:
-        if self.base_url is not None and holds_more_than_an_address(self.base_url):
+    def _check_contradictions(self) -> Self:
+        # A request is stored before base_url is used, and errors of a whole model quote no value.
+        if self.base_url is not None and re.search(r"[@?#]", self.base_url):
             raise ValueError(
                 "base_url holds more than an address (a user, a password, a query): put the key into OPENAI_API_KEY instead"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_contradictions(self) -> Self:
-        refined = next(
-            (name for name in ("dataset_config", "dataset_revision") if getattr(self, name) is not None), None
-        )
         if self.revision is not None and self.model.startswith("reference:"):
             raise ValueError(f"reference models have no revision: drop revision, or name another than {self.model!r}")
+        refined = [name for name in ("dataset_config", "dataset_revision") if getattr(self, name) is not None]
         if refined and self.dataset.startswith("reference:"):
             rule = "the reference data has no configuration and no revision"
-            raise ValueError(f"{rule}: drop {refined}, or name another than {self.dataset!r}")
+            raise ValueError(f"{rule}: drop {refined[0]}, or name another than {self.dataset!r}")
         if unknown := [name for name in self.runtimes.split(",") if name not in ("auto", *RUNTIMES)]:
             raise ValueError(f"runtimes names {unknown[0]!r}: use auto, or some of {', '.join(RUNTIMES)}")
         if self.quantize_dtype == "none" and self.quantize_layers != "all":
-            raise ValueError(
-                f"quantize_dtype is 'none' but quantize_layers is {self.quantize_layers!r}: drop one of them"
-            )
+            layers = self.quantize_layers
+            raise ValueError(f"quantize_dtype is 'none' but quantize_layers is {layers!r}: drop one of them")
         return self
 
     @property

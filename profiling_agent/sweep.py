@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from profiling_agent.api import Listener, complete, ignore
 from profiling_agent.errors import ProfilingAgentError, RequestError, StorageError
-from profiling_agent.graph.node import ProgressEvent
+from profiling_agent.graph.run import ProgressEvent
 from profiling_agent.lib.io import first_line, first_problem, make_folders, parse_record, write_text
 from profiling_agent.reporting.render import render_sweep
 from profiling_agent.reporting.report import RunReport
@@ -88,21 +88,22 @@ def optimize_many(
     if len(cells) < len(requests) or len({cell.output for cell in requests}) != 1:
         raise RequestError("the runs of a sweep lie in one output, each with a run_id of its own")
     root, rows = requests[0].output_dir, dict[str | None, SweepRow]()
-    _write_page(root, [], len(cells))
+
+    def write_page() -> None:
+        try:
+            make_folders(root)
+            write_text(root / PAGE, render_sweep([rows[run_id] for run_id in cells if run_id in rows], len(cells)))
+        except OSError as error:
+            reason = f"can't be written ({error.strerror}): choose another"
+            raise StorageError(f"sweep folder {str(root)!r} {reason}") from error
+
+    write_page()
     for row in _on_ray(cells, ray_address) if ray_address else (run_cell(cell, listener) for cell in cells.values()):
         rows[row.request.run_id] = row
-        _write_page(root, [rows[run_id] for run_id in cells if run_id in rows], len(cells))
+        write_page()
         message = f"{row.request.run_id}: {row.report.verdict.outcome if row.report else row.failure}"
         listener(ProgressEvent(stage="sweep", message=message, done=len(rows), total=len(cells)))
     return tuple(rows[run_id] for run_id in cells)
-
-
-def _write_page(root: Path, rows: Sequence[SweepRow], number: int) -> None:
-    try:
-        make_folders(root)
-        write_text(root / PAGE, render_sweep(rows, number))
-    except OSError as error:
-        raise StorageError(f"sweep folder {str(root)!r} can't be written ({error.strerror}): choose another") from error
 
 
 def run_cell(request: Request, listener: Listener = ignore) -> SweepRow:

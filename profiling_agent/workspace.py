@@ -18,18 +18,7 @@ from filelock import FileLock, Timeout
 from pydantic import Field, model_validator
 
 from profiling_agent.errors import ArtifactError, RequestError, RunError, StorageError
-from profiling_agent.lib.io import (
-    TEMPORARY,
-    appearing,
-    inside,
-    make_folders,
-    note_holder,
-    read_holder,
-    read_json,
-    storage_problem,
-    sweep,
-    write_text,
-)
+from profiling_agent.lib import io
 from profiling_agent.lib.machine import environment
 from profiling_agent.request import Request, without_retired
 from profiling_agent.schemas import ArtifactRef, Record
@@ -39,9 +28,6 @@ RUN_VERSION, REPORT_VERSION = 7, 6
 # The file that marks a run folder.
 MANIFEST = "request.json"
 LOCK, HOLDER = "run.lock", "holder.txt"
-# The pointer to the model to deploy.
-BEST = "best"
-NOT_IN_SLUG = re.compile(r"[^a-z0-9]+")
 
 
 class Manifest(Record):
@@ -60,7 +46,7 @@ def storage_errors(root: Path) -> Generator[None]:
     try:
         yield
     except (OSError, sqlite3.Error) as error:
-        if (problem := storage_problem(error)) is None:
+        if (problem := io.storage_problem(error)) is None:
             raise
         raise storage_error(root, problem) from error
 
@@ -90,47 +76,42 @@ class Workspace:
 
     def path(self, ref: ArtifactRef) -> Path:
         """Return an artifact's path; ArtifactError if its reference leads out of the run folder."""
-        path = self.root / ref.path
         try:
-            inside(path, self.root)
+            io.inside(self.root / ref.path, self.root)
         except OSError as error:
             raise ArtifactError(f"{ref.path!r} isn't in the run folder ({error.strerror}): start a new run") from error
-        return path
+        return self.root / ref.path
 
     def lock(self) -> FileLock:
-        """Lock the run for this process until release or exit; RunError if it is taken or can't be locked."""
+        """Lock the run for this process until release or exit; RunError if it is taken."""
         lock = FileLock(self.root / LOCK, thread_local=False)
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
-            holder = read_holder(self.root / HOLDER)
+            holder = io.read_holder(self.root / HOLDER)
             raise RunError(f"run {self.root.name!r} is in use by {holder}: wait for it, or end it") from error
-        except OSError as error:
-            raise RunError(
-                f"run folder {str(self.root)!r} can't be locked ({error.strerror}): take it over, or copy it"
-            ) from error
-        note_holder(self.root / HOLDER, "another process")
+        io.note_holder(self.root / HOLDER, "another process")
         return lock
 
     def point_best(self, ref: ArtifactRef, folder: Path) -> None:
         """Make `best` in the run folder, or a fork's own within, point to this artifact."""
-        temporary = folder / f"{TEMPORARY}best-{os.getpid()}"
+        temporary = folder / f"{io.TEMPORARY}best-{os.getpid()}"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(os.path.relpath(self.path(ref), folder), target_is_directory=True)
-        temporary.replace(folder / BEST)
+        temporary.replace(folder / "best")
 
     def sweep(self) -> None:
         """Remove half-written files of killed processes; only the holder of the lock may call this."""
         for folder in (self.root, self.jobs):
-            sweep(folder)
+            io.sweep(folder)
 
 
 def check_version(path: Path, version: Any, expected: int) -> None:
     """Raise RunError if a run's folder or file has a schema version that this version can't read."""
     if version != expected:
+        advice = "use the version that wrote it, or start a new run"
         raise RunError(
-            f"{str(path)!r} was written with schema version {version!r}, this version reads {expected}: "
-            "resume it with the version that wrote it, or start a new run"
+            f"{str(path)!r} was written with schema version {version!r}, this version reads {expected}: {advice}"
         )
 
 
@@ -141,7 +122,7 @@ def read_manifest(root: Path) -> Manifest:
         reason = "it has no request.json" if root.is_dir() else "there is no such folder"
         raise RunError(f"{str(root)!r} is no run folder: {reason}; give a folder under the output folder")
     try:
-        document = read_json(path)
+        document = io.read_json(path)
         check_version(root, document["schema_version"], RUN_VERSION)
         return Manifest.model_validate(document)
     # Neither JSON nor a manifest: DocumentError and ValidationError are ValueErrors.
@@ -149,15 +130,9 @@ def read_manifest(root: Path) -> Manifest:
         raise RunError(f"{str(path)!r} is damaged or can't be read: start a new run") from error
 
 
-def _write_manifest(root: Path, request: Request) -> None:
-    make_folders(root / "jobs")
-    manifest = Manifest(schema_version=RUN_VERSION, request=request, machine=environment(request.device).machine)
-    write_text(root / MANIFEST, manifest.model_dump_json(indent=2))
-
-
 def slug(text: str) -> str:
     """Return text in the form of a part of a folder's name."""
-    return NOT_IN_SLUG.sub("-", text.lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def changed_fields(original: Request, requested: Request) -> list[str]:
@@ -171,27 +146,31 @@ def create_workspace(request: Request, run_id: str) -> Workspace:
     root = request.output_dir / run_id
     if os.path.lexists(root):
         raise RunError(f"run {run_id!r} exists in {request.output!r}: resume it, or choose another run_id")
-    with _writable(request), appearing(root) as temporary:
-        _write_manifest(temporary, request.model_copy(update={"run_id": run_id}))
+    with _writable(request), io.appearing(root) as temporary:
+        _write_manifest(temporary, request, run_id)
     return Workspace(root)
 
 
 def open_workspace(request: Request, run_id: str) -> Workspace:
     """Create the run folder, or open the one of the same request; RunError if its request differs."""
     root = request.output_dir / run_id
-    requested = request.model_copy(update={"run_id": run_id})
     if not (root / MANIFEST).exists():
         with _writable(request):
-            _write_manifest(root, requested)
+            _write_manifest(root, request, run_id)
         return Workspace(root)
-    original = read_manifest(root).request
+    original, requested = read_manifest(root).request, request.model_copy(update={"run_id": run_id})
     if changed := changed_fields(original, requested):
         was, now = getattr(original, changed[0]), getattr(requested, changed[0])
-        raise RunError(
-            f"run {run_id!r} was begun with another request ({changed[0]} was {was!r}, is now {now!r}): "
-            "choose another run_id, or ask for the same"
-        )
+        difference = f"{changed[0]} was {was!r}, is now {now!r}"
+        raise RunError(f"run {run_id!r} was begun with another request ({difference}): choose another run_id")
     return Workspace(root)
+
+
+def _write_manifest(root: Path, request: Request, run_id: str) -> None:
+    io.make_folders(root / "jobs")
+    named_request, machine = request.model_copy(update={"run_id": run_id}), environment(request.device).machine
+    manifest = Manifest(schema_version=RUN_VERSION, request=named_request, machine=machine)
+    io.write_text(root / MANIFEST, manifest.model_dump_json(indent=2))
 
 
 @contextmanager

@@ -6,50 +6,24 @@ from typing import Any
 
 from scipy import stats
 
+from profiling_agent import schemas
 from profiling_agent.measure.predictions import Answers
 from profiling_agent.pruning.widths import aligned_widths
-from profiling_agent.schemas import (
-    AccuracyDrop,
-    ArtifactRef,
-    Attempt,
-    Cut,
-    Evaluation,
-    Evidence,
-    Footprint,
-    Goal,
-    Headline,
-    InputSpec,
-    Journal,
-    LatencyStats,
-    LayerProfile,
-    ModelProfile,
-    Plan,
-    Predictions,
-    PruningRecommendation,
-    QuantizationRecommendation,
-    Race,
-    RaceResult,
-    Unit,
-    UnitEvidence,
-    UnitKind,
-    Variant,
-    WidthOption,
-)
 
-GOAL = Goal(max_accuracy_drop=0.01, min_speedup=1.0, max_size_ratio=0.5, selection="contract")
-STATS = LatencyStats(batch_size=4, median_ms=2.0, low_ms=1.9, high_ms=2.1, samples_ms=(1.9, 2.0, 2.1))
+GOAL = schemas.Goal(max_accuracy_drop=0.01, min_speedup=1.0, max_size_ratio=0.5, selection="contract")
+STATS = schemas.LatencyStats(batch_size=4, median_ms=2.0, low_ms=1.9, high_ms=2.1, samples_ms=(1.9, 2.0, 2.1))
 MLP = "vit.layers.{}.mlp"
 # Of widths 480 to 128 by steps of 32: 0.0001 to 0.2 nats.
 DOUBLING = tuple(0.0001 * 2**step for step in range(12))
 
 
-def ref(name: str, kind: Any = "model", size_bytes: int = 1000) -> ArtifactRef:
-    return ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=size_bytes, kind=kind)
+def ref(name: str, kind: Any = "model", size_bytes: int = 1000) -> schemas.ArtifactRef:
+    return schemas.ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=size_bytes, kind=kind)
 
 
-def drop(lost: int, gained: int, num_images: int = 1000) -> AccuracyDrop:
+def drop(lost: int, gained: int, num_images: int = 1000) -> schemas.AccuracyDrop:
     difference = (lost - gained) / num_images
-    return AccuracyDrop(
+    return schemas.AccuracyDrop(
         drop=difference,
         low=difference - 0.01,
         high=difference + 0.01,
@@ -62,19 +36,19 @@ def drop(lost: int, gained: int, num_images: int = 1000) -> AccuracyDrop:
 
 def evaluation(
     name: str,
-    variant: Variant,
+    variant: schemas.Variant,
     *,
     correct: int = 900,
     against: int | None = 900,
     macs: int = 1000,
     params: int = 1000,
     size_bytes: int = 4000,
-) -> Evaluation:
-    return Evaluation(
+) -> schemas.Evaluation:
+    return schemas.Evaluation(
         variant=variant,
         model=ref(name, size_bytes=size_bytes),
-        footprint=Footprint(params=params, macs=macs, parameter_bytes=size_bytes, size_bytes=size_bytes),
-        predictions=Predictions(
+        footprint=schemas.Footprint(params=params, macs=macs, parameter_bytes=size_bytes, size_bytes=size_bytes),
+        predictions=schemas.Predictions(
             split="search", num_images=1000, num_correct=correct, files=(ref(f"{name}/predictions", "predictions"),)
         ),
         drop=None if against is None else drop(max(against - correct, 0), max(correct - against, 0)),
@@ -86,15 +60,17 @@ def answers(predicted: Any, true: Any) -> Answers:
     return Answers(predicted, true)
 
 
-BASELINE = evaluation("m0", Variant.BASELINE, against=None)
+BASELINE = evaluation("m0", schemas.Variant.BASELINE, against=None)
 
 
-def race_result(name: str, speedup: float, low: float, high: float, variant: Variant = Variant.BOTH) -> RaceResult:
+def race_result(
+    name: str, speedup: float, low: float, high: float, variant: schemas.Variant = schemas.Variant.BOTH
+) -> schemas.RaceResult:
     """Return times of five sessions whose Student's t interval reaches from `low` to `high`, about the middle of both."""
     centre, reach = math.log(low * high) / 2, math.log(high / low) / 2
     # Of -1, 0, 0, 0, 1 the standard error is sqrt(2 / 20).
     step = reach / (stats.t.ppf(0.975, 4) * math.sqrt(0.1))
-    return RaceResult(
+    return schemas.RaceResult(
         variant=variant,
         model=ref(name),
         latency=STATS,
@@ -105,47 +81,53 @@ def race_result(name: str, speedup: float, low: float, high: float, variant: Var
     )
 
 
-def race(*results: RaceResult) -> Race:
+def race(*results: schemas.RaceResult) -> schemas.Race:
     """Return the race of a baseline and these, in five sessions."""
-    first = race_result("m0", 1.0, 1.0, 1.0, Variant.BASELINE)
-    return Race(results=(first, *results), num_repeats=25, num_sessions=5)
+    first = race_result("m0", 1.0, 1.0, 1.0, schemas.Variant.BASELINE)
+    return schemas.Race(results=(first, *results), num_repeats=25, num_sessions=5)
 
 
-def plan(ratio: float, layer: str = r"mlp\.fc1") -> Plan:
-    return Plan(
-        pruning=(PruningRecommendation(layer=layer, pruning_type="structured", pruning_ratio=ratio),),
-        quantization=(QuantizationRecommendation(layer="all", dtype="qint8"),),
+def plan(ratio: float, layer: str = r"mlp\.fc1") -> schemas.Plan:
+    return schemas.Plan(
+        pruning=(schemas.PruningRecommendation(layer=layer, pruning_type="structured", pruning_ratio=ratio),),
+        quantization=(schemas.QuantizationRecommendation(layer="all", dtype="qint8"),),
     )
 
 
-def attempt(number: int, ratio: float, *, accepted: bool, **measured) -> Attempt:
-    deployed = evaluation(f"both{number}", Variant.BOTH, **measured) if measured else None
-    return Attempt(
+def attempt(number: int, ratio: float, *, accepted: bool, **measured) -> schemas.Attempt:
+    deployed = evaluation(f"both{number}", schemas.Variant.BOTH, **measured) if measured else None
+    return schemas.Attempt(
         number=number, plan=plan(ratio), deployed=deployed, accepted=accepted, reason="made", pruned_model=None
     )
 
 
-def journal(*attempts: Attempt, quantized: Evaluation | None = None) -> Journal:
-    return Journal(baseline=BASELINE, quantized=quantized, attempts=attempts)
+def journal(*attempts: schemas.Attempt, quantized: schemas.Evaluation | None = None) -> schemas.Journal:
+    return schemas.Journal(baseline=BASELINE, quantized=quantized, attempts=attempts)
 
 
-def named_unit(name: str, kind: UnitKind, producers: Sequence[str], consumer: str, width: int, **stated: Any) -> Unit:
+def named_unit(
+    name: str, kind: schemas.UnitKind, producers: Sequence[str], consumer: str, width: int, **stated: Any
+) -> schemas.Unit:
     """Return a unit whose channels own one param and one MAC each, unless stated otherwise."""
     plain: dict[str, Any] = {"step": 1, "params_per_channel": 1, "macs_per_channel": 1}
-    return Unit(name=name, kind=kind, producers=tuple(producers), consumer=consumer, width=width, **(plain | stated))
+    return schemas.Unit(
+        name=name, kind=kind, producers=tuple(producers), consumer=consumer, width=width, **(plain | stated)
+    )
 
 
-def unit(index: int, width: int = 512) -> Unit:
+def unit(index: int, width: int = 512) -> schemas.Unit:
     holder, costs = MLP.format(index), {"params_per_channel": 10, "macs_per_channel": 20}
-    return named_unit(holder, UnitKind.MLP, [f"{holder}.fc1"], f"{holder}.fc2", width, step=32, **costs)
+    return named_unit(holder, schemas.UnitKind.MLP, [f"{holder}.fc1"], f"{holder}.fc2", width, step=32, **costs)
 
 
-def profile(num_layers: int = 2, width: int = 512, pass_s: float = 0.0005) -> ModelProfile:
+def profile(num_layers: int = 2, width: int = 512, pass_s: float = 0.0005) -> schemas.ModelProfile:
     """A transformer whose MLP channels own 10 params and 20 MACs each, half of them on either side."""
     latency = STATS.model_copy(update={"median_ms": pass_s * STATS.batch_size * 1e3})
-    rows = [LayerProfile(name="vit.norm", kind="LayerNorm", params=64, macs=0, latency_ms=1.0, activation_bytes=8)]
+    rows = [
+        schemas.LayerProfile(name="vit.norm", kind="LayerNorm", params=64, macs=0, latency_ms=1.0, activation_bytes=8)
+    ]
     rows += [
-        LayerProfile(
+        schemas.LayerProfile(
             name=f"{MLP.format(index)}.{side}",
             kind="Linear",
             params=5 * width,
@@ -156,16 +138,16 @@ def profile(num_layers: int = 2, width: int = 512, pass_s: float = 0.0005) -> Mo
         for index in range(num_layers)
         for side in ("fc1", "fc2")
     ]
-    return ModelProfile(
+    return schemas.ModelProfile(
         architecture="ViTForImageClassification",
-        input=InputSpec(channels=3, height=32, width=32, source="made"),
+        input=schemas.InputSpec(channels=3, height=32, width=32, source="made"),
         batch_size=4,
         device="cpu",
         params=sum(row.params for row in rows),
         macs=sum(row.macs for row in rows),
         parameter_bytes=4000,
         size_bytes=4100,
-        headline=Headline(latency=latency, peak_memory_bytes=10**8, forward_passes=10),
+        headline=schemas.Headline(latency=latency, peak_memory_bytes=10**8, forward_passes=10),
         layers=tuple(rows),
         operators=(),
         units=tuple(unit(index, width) for index in range(num_layers)),
@@ -175,11 +157,11 @@ def profile(num_layers: int = 2, width: int = 512, pass_s: float = 0.0005) -> Mo
 
 
 def evidence(
-    units: tuple[Unit, ...],
+    units: tuple[schemas.Unit, ...],
     kls: Mapping[str, Sequence[float]],
     *,
     latency: Callable[[int], float | None] = lambda keep: None,
-) -> Evidence:
+) -> schemas.Evidence:
     """Evidence on each unit at as many of its aligned widths, evenly spread, as it has KLs, widest first.
 
     `latency` gives the milliseconds that a width saves, of the 10 that a unit takes.
@@ -188,9 +170,9 @@ def evidence(
     for one in units:
         widths, values = list(aligned_widths(one.width, one.step))[::-1], kls[one.name]
         keeps = [widths[(index + 1) * len(widths) // len(values) - 1] for index in range(len(values))]
-        cuts = [Cut(unit=one, keep=keep, requested_ratio=1 - keep / one.width) for keep in dict.fromkeys(keeps)]
+        cuts = [schemas.Cut(unit=one, keep=keep, requested_ratio=1 - keep / one.width) for keep in dict.fromkeys(keeps)]
         options = tuple(
-            WidthOption(
+            schemas.WidthOption(
                 keep=cut.keep,
                 params_saved=cut.params_saved,
                 macs_saved=cut.macs_saved,
@@ -202,13 +184,15 @@ def evidence(
             for cut, kl in zip(cuts, values[-len(cuts) :], strict=True)
         )
         whole = None if latency(one.width) is None else 10.0
-        rows.append(UnitEvidence(unit=one.name, latency_ms=whole, order=tuple(range(one.width)), options=options))
-    return Evidence(units=tuple(rows), num_images=256, num_judged=64, seconds=1.0)
+        rows.append(
+            schemas.UnitEvidence(unit=one.name, latency_ms=whole, order=tuple(range(one.width)), options=options)
+        )
+    return schemas.Evidence(units=tuple(rows), num_images=256, num_judged=64, seconds=1.0)
 
 
 def judged(
     num_layers: int = 4, kls: Mapping[int, Sequence[float]] | None = None, each: Sequence[float] = DOUBLING
-) -> ModelProfile:
+) -> schemas.ModelProfile:
     """Return a profile with evidence: each unit's KL doubles by each step of its width, unless told otherwise."""
     found = profile(num_layers)
     rows = {unit.name: (kls or {}).get(index, each) for index, unit in enumerate(found.units)}

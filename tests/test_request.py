@@ -38,8 +38,7 @@ from profiling_agent.search.attempt import read_answer
         ({"revision": "main"}, "reference models have no revision"),
         ({"dataset_config": "full_size"}, "has no configuration"),
         ({"runtimes": "eager,tensorrt"}, "runtimes names 'tensorrt'"),
-        ({"fresh_ledger": "two\nlines"}, "a reason of one printable line"),
-        ({"fresh_ledger": " "}, "a reason of one printable line"),
+        ({"fresh_ledger": " "}, "at least 3 characters"),
         ({"quantize_dtype": "none", "quantize_layers": "fc1"}, "quantize_dtype is 'none'"),
         *(({"time_budget": text}, "is no duration") for text in ("", "soon", "30", "-5m", "1.5h", "\uff13m")),
         *(({"time_budget": text}, "a minute at least, and 30 days at most") for text in ("59s", "9999h")),
@@ -80,22 +79,6 @@ def test_other_notations_of_a_value_are_stored_as_its_canonical_one(name: str, w
     assert getattr(Request.model_validate_json(json.dumps({name: written})), name) == value
 
 
-def test_the_schema_has_defaults_descriptions_and_numbers_with_their_bounds_or_text():
-    fields = Request.model_json_schema()["properties"]
-
-    assert Request().model == "reference:vit"
-    assert all(field["description"] for field in fields.values())
-    assert fields["max_size_ratio"]["anyOf"] == [
-        {"type": "number", "exclusiveMinimum": 0, "maximum": 2},
-        {"type": "string"},
-    ]
-    assert fields["quantize_dtype"]["enum"] == ["auto", "qint8", "float8", "float16", "bfloat16", "none"]
-    assert fields["approve"]["enum"] == ["never", "plan", "each"]
-    assert fields["batch_size"]["maximum"] == 4096
-    assert fields["min_speedup"]["default"] == 1.0
-    assert fields["max_accuracy_drop"]["description"].startswith("top-1 that may be lost")
-
-
 def test_an_edit_and_a_plan_are_read_in_the_same_notations():
     answer = read_answer(
         {"decision": "edit", "max_accuracy_drop": "0.5pt", "max_size_ratio": "25%", "min_speedup": "2x"}
@@ -108,15 +91,11 @@ def test_an_edit_and_a_plan_are_read_in_the_same_notations():
         read_answer({"decision": "edit", "max_size_ratio": 25})
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90.0), ("20m", 1200.0), ("1h30m", 5400.0), ("1h 5min 3s", 3903.0), (" 2m ", 120.0)]
-)
-def test_a_time_budget_is_hours_minutes_and_seconds(text: str, seconds: float):
-    assert Request(time_budget=text).time_budget_s == seconds
+def test_a_time_budget_is_hours_minutes_and_seconds_and_runtimes_come_in_our_order():
+    texts = ("90s", "20m", "1h30m", "1h 5min 3s", " 2m ")
+
+    assert [Request(time_budget=text).time_budget_s for text in texts] == [90.0, 1200.0, 5400.0, 3903.0, 120.0]
     assert Request().time_budget_s is None
-
-
-def test_runtimes_are_named_with_commas_between_and_come_in_our_order():
     assert Request(runtimes="auto").runtime_names == ("eager", "graphed", "inductor", "onnxruntime", "openvino")
     assert Request(runtimes="openvino, eager").runtime_names == ("eager", "openvino")
 
@@ -130,14 +109,9 @@ def test_runtimes_are_named_with_commas_between_and_come_in_our_order():
         ({"advisor": "auto"}, {"llm": "none"}, ["advisor is now llm: write llm=none"]),
         ({"advisor": "auto", "base_url": "http://h/v1"}, {"llm": "openai"}, ["advisor is now llm: write llm=openai"]),
         (
-            {"advisor": "openai:m", "advisor_tokens": 7, "advisor_timeout_s": 9.0, "advisor_requests": 3},
-            {"llm": "openai:m", "llm_tokens": 7, "llm_timeout_s": 9.0},
-            [
-                "advisor is",
-                "advisor_tokens is now llm_tokens: write llm_tokens=7",
-                "advisor_timeout_s is",
-                "advisor_requests has",
-            ],
+            {"advisor_tokens": 7, "advisor_timeout_s": 9.0, "advisor_requests": 3},
+            {"llm": "none", "llm_tokens": 7, "llm_timeout_s": 9.0},
+            ["advisor_tokens is now llm_tokens: write llm_tokens=7", "advisor_timeout_s is", "advisor_requests has"],
         ),
         ({"advisor": "openai:m", "advisor_requests": 0}, {"llm": "none"}, ["advisor is", "advisor_requests has"]),
     ],

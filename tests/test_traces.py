@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from traces import RESULTS, ROOT, Claim, claims, is_found, places, unfounded
+from traces import RESULTS, ROOT, Claim, claims, is_found, unfounded
 
 PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
 
@@ -78,8 +78,3 @@ def test_a_number_that_no_named_file_holds_is_unfounded(page: Path):
 
     page.write_text(PAGE.replace("[3.79, 4.03]", "[3.79, 4.04]"))
     assert "3.91 [3.79, 4.04]" in {claim.printed for claim in unfounded([page])}
-
-
-def test_a_file_that_is_not_there_holds_nothing():
-    assert places("nowhere.json") == ()
-    assert places("full_run_*.json")

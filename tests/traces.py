@@ -27,8 +27,8 @@ NO_CLAIM = re.compile(
     r"`[^`]*`|\]\([^)]*\)|\*(?!\*)[^*]+\*(?!\*)|(?:torch|transformers|Python|opset|ViT,|DeiT,|Swin,|ResNet,|MobileNetV1|Table|decimals?) ?[\d.]+"
     r"|[\d.]+ GHz|[\d.]+(?: to [\d.]+)? M params|\([^()]*\bnot kept\b[^()]*\)|(?:bound|bounds|aim|asks? for|allowed|allows) (?:of |at |is )?[\d.]+|[\d.]+ (?:is|are) allowed"
 )
-UNKEPT = re.compile(r"\bnot kept\b")
-PAPER = re.compile(r"\bpaper\b")
+# Columns of a table that hold no measurement of ours.
+OTHERS = re.compile(r"\bnot kept\b|\bpaper'?s?,? (?!recipe)|^the paper$|Table")
 LOG = "docs/decisions/LOG.md"
 
 
@@ -41,14 +41,6 @@ class Claim:
     values: tuple[str, ...]
     is_percent: bool
     sources: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Place:
-    """The numbers and triples in a row of JSON."""
-
-    numbers: tuple[float, ...]
-    triples: tuple[Triple, ...]
 
 
 def claims(page: Path) -> Iterator[Claim]:
@@ -71,11 +63,7 @@ def _cells(table: str) -> Iterator[str]:
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
     for label, *cells in rows:
         for name, cell in zip(head[1:], cells, strict=True):
-            if not (
-                UNKEPT.search(name)
-                or PAPER.search(label)
-                or re.search(r"\bpaper'?s?,? (?!recipe)|^the paper$|Table", name)
-            ):
+            if not OTHERS.search(name) and not re.search(r"\bpaper\b", label):
                 yield cell
 
 
@@ -90,11 +78,10 @@ def _claims_in(text: str, page: str, sources: tuple[str, ...]) -> Iterator[Claim
 
 def is_found(claim: Claim) -> bool:
     """Return whether one of its sources holds what is claimed."""
-    pages = [name for name in claim.sources if name.endswith(".md")]
-    if any(_is_printed(claim, name) for name in pages):
+    if any(_is_printed(claim, name) for name in claim.sources if name.endswith(".md")):
         return True
     held = (place for name in claim.sources if name.endswith(".json") for place in places(name))
-    return any(_holds(place, claim) for place in held)
+    return any(_holds(*place, claim) for place in held)
 
 
 def _is_printed(claim: Claim, name: str) -> bool:
@@ -103,27 +90,18 @@ def _is_printed(claim: Claim, name: str) -> bool:
     return any(pattern.search(" ".join(path.read_text(encoding="utf-8").replace("**", "").split())) for path in found)
 
 
-def _holds(place: Place, claim: Claim) -> bool:
+def _holds(numbers: Sequence[float], triples: Sequence[Triple], claim: Claim) -> bool:
     if len(claim.values) == 3:
-        return any(
-            all(map(_is_rounded, claim.values, scaled)) for triple in place.triples for scaled in _scaled(triple)
-        )
-    (printed,) = claim.values
-    told = [abs(number) for number in place.numbers]
-    ways = [100 * number for number in told]
+        # As it is, or as points where it is a fraction.
+        scaled = [[scale * value for value in triple] for triple in triples for scale in (1, 100)]
+        return any(all(map(_is_rounded, claim.values, values)) for values in scaled)
+    told = [abs(number) for number in numbers]
+    ways = [100 * number for number in told] + told
     if claim.is_percent:
-        ways += told
         ways += [100 - way for way in ways]
     else:
-        ways += [*told, *(number / scale for number in told for scale in (1e9, 1e6) if number > 1e6)]
-    return any(_is_rounded(printed.lstrip("-"), way) for way in ways)
-
-
-def _scaled(triple: Triple) -> Iterator[Triple]:
-    """Yield a triple as it is, and as points where it is a fraction."""
-    yield triple
-    value, low, high = triple
-    yield 100 * value, 100 * low, 100 * high
+        ways += [number / scale for number in told for scale in (1e9, 1e6) if number > 1e6]
+    return any(_is_rounded(claim.values[0].lstrip("-"), way) for way in ways)
 
 
 def _is_rounded(printed: str, value: float) -> bool:
@@ -133,24 +111,18 @@ def _is_rounded(printed: str, value: float) -> bool:
 
 
 @cache
-def places(name: str) -> tuple[Place, ...]:
-    """Return the rows and checks of a file of results by the name that a page has for it; none where there is no such file."""
-    found = sorted(RESULTS.glob(name.split("results/")[-1]))
-    rows: list[Any] = []
-    for path in found:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        rows += [*document.get("rows", ()), *document.get("checks", ())]
-    return tuple(_place(row) for row in rows)
+def places(name: str) -> list[tuple[list[float], list[Triple]]]:
+    """Return the numbers and triples in each row and check of a file of results, by the name that a page has for it."""
+    documents = [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob(name.split("results/")[-1]))]
+    return [_place(row) for each in documents for row in (*each.get("rows", ()), *each.get("checks", ()))]
 
 
-def _place(row: dict[str, Any]) -> Place:
-    numbers, triples = [], []
+def _place(row: dict[str, Any]) -> tuple[list[float], list[Triple]]:
+    numbers, triples = list[float](), list[Any]()
     for held in _walk(row):
         if isinstance(held, str):
-            triples += [
-                tuple(map(float, found))
-                for found in re.findall(r"([-+]?[\d.]+) \[([-+]?[\d.]+), ([-+]?[\d.]+)\]", held)
-            ]
+            found = re.findall(r"([-+]?[\d.]+) \[([-+]?[\d.]+), ([-+]?[\d.]+)\]", held)
+            triples += [tuple(map(float, triple)) for triple in found]
             numbers += [float(found) for found in re.findall(r"(?<![\w.])[-+]?\d+\.\d+", held)]
         elif isinstance(held, list):
             triples.append(tuple(held[:3]))
@@ -160,7 +132,7 @@ def _place(row: dict[str, Any]) -> Place:
                 triples.append((value, held["low"], held["high"]))
         else:
             numbers.append(float(held))
-    return Place(tuple(numbers), cast("tuple[Triple, ...]", tuple(triples)))
+    return numbers, triples
 
 
 def _walk(held: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,40 +26,36 @@ from profiling_agent.schemas import RUNTIMES, Environment, Record, RuntimeName
 # Bytes: what a small model's run needs, what default runs of the paper's models stay below (ResNet-101 5.7 GB, Swin-B 9.1), and free disk.
 FREE_MEMORY, AMPLE_MEMORY, FREE_DISK = 4e9, 10e9, 5e9
 # Relative spread of equal repeats above which a race needs several sessions.
-NOISY = 0.10
-NUM_REPEATS = 40
-
-State = Literal["ok", "note", "problem"]
+NOISY, NUM_REPEATS = 0.10, 40
 
 
 class Finding(Record):
     """Result of one check; `advice` is what to do about a note or a problem."""
 
     name: str
-    state: State
+    state: Literal["ok", "note", "problem"]
     seen: str
     advice: str = ""
 
 
-def _finding(name: str, seen: str, advice: str = "", state: State | None = None) -> Finding:
-    """Return a finding, by default a note if there is advice."""
-    return Finding(name=name, state=state or ("note" if advice else "ok"), seen=seen, advice=advice)
+def _finding(name: str, seen: str, advice: str = "", *, is_problem: bool = False) -> Finding:
+    return Finding(name=name, state="problem" if is_problem else "note" if advice else "ok", seen=seen, advice=advice)
 
 
 def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     """Yield the result of each check as soon as it ends; nothing is raised."""
     with scratch_jobs() as jobs:
         jobs.patience_s = 0
+        # The last ones take seconds each.
+        runtimes = [name for name in RUNTIMES if registry.runtime(name).schemes("cpu")]
         checks: list[Callable[[], Finding]] = [
-            _check_software,
+            lambda: _finding("software", _software(environment())),
             lambda: check_cpu(environment(), cpu_quota()),
             lambda: check_memory(available_bytes(), total_bytes()),
-            partial(_check_disk, request.output_dir),
+            lambda: _check_disk(request.output_dir.absolute()),
             _measure_noise,
-            partial(_check_language_model, request),
-            _check_hub,
-            # Last: each takes seconds.
-            *(partial(_check_runtime, jobs, name) for name in RUNTIMES if registry.runtime(name).schemes("cpu")),
+            lambda: _check_language_model(request),
+            *(partial(_check_runtime, jobs, name) for name in runtimes),
             lambda: _check_device(jobs, request.device),
         ]
         for number, check in enumerate(checks):
@@ -67,10 +63,9 @@ def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
             yield check()
 
 
-def _check_software() -> Finding:
-    host = environment()
+def _software(host: Environment) -> str:
     versions = ", ".join(f"{name} {host.libraries[name]}" for name in ("torch", "transformers", "langgraph"))
-    return _finding("software", f"Python {host.python}, {versions}, code {host.code_version}")
+    return f"Python {host.python}, {versions}, code {host.code_version}"
 
 
 def check_cpu(host: Environment, quota: float | None = None) -> Finding:
@@ -90,13 +85,12 @@ def check_memory(free: float, total: float) -> Finding:
     """Return what so many free bytes are enough for."""
     seen = f"{size(free)} free of {size(total)}"
     if free < FREE_MEMORY:
-        return _finding("memory", seen, "end other programs, or lower --batch-size", "problem")
+        return _finding("memory", seen, "end other programs, or lower --batch-size", is_problem=True)
     advice = "enough for small models; of ViT-B/16, Swin-B and ResNet-101 at 224 px runs held 5 to 9 GB: --time-budget asks for less"
     return _finding("memory", seen, advice if free < AMPLE_MEMORY else "")
 
 
-def _check_disk(output: Path) -> Finding:
-    folder = output.absolute()
+def _check_disk(folder: Path) -> Finding:
     while not os.path.lexists(folder):
         folder = folder.parent
     try:
@@ -104,15 +98,11 @@ def _check_disk(output: Path) -> Finding:
         tempfile.TemporaryFile(dir=folder).close()
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return _finding("disk", f"{folder} can't be written ({error.strerror})", "choose another --output", "problem")
-    seen = f"{size(free)} free under {folder}"
-    try:
-        seen = f"{seen}; cache in {cache_folder()}"
-    except OSError as error:
-        return _finding("disk", f"{seen}; the cache folder isn't known", error.strerror or "")
-    if free < FREE_DISK:
-        return _finding("disk", seen, "make room, or choose another --output", "problem")
-    return _finding("disk", seen)
+        seen = f"{folder} can't be written ({error.strerror})"
+        return _finding("disk", seen, "choose another --output", is_problem=True)
+    is_short = free < FREE_DISK
+    advice = "make room, or choose another --output" if is_short else ""
+    return _finding("disk", f"{size(free)} free under {folder}", advice, is_problem=is_short)
 
 
 def _measure_noise() -> Finding:
@@ -139,14 +129,8 @@ def _check_language_model(request: Request) -> Finding:
     try:
         note = choose_advisor(request, None, trusted_addresses(os.environ, request.base_url))["advisor_note"]
     except RequestError as error:
-        return _finding("language model", str(error), "or use --llm none", "problem")
+        return _finding("language model", str(error), "or use --llm none", is_problem=True)
     return _finding("language model", note)
-
-
-def _check_hub() -> Finding:
-    is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    note = "; HF_HUB_OFFLINE is set: only what lies there, and local folders" if is_offline else ""
-    return _finding("Hugging Face", f"cache in {os.environ.get('HF_HOME', '~/.cache/huggingface')}{note}")
 
 
 def _check_runtime(jobs: Jobs, name: RuntimeName) -> Finding:
@@ -155,7 +139,7 @@ def _check_runtime(jobs: Jobs, name: RuntimeName) -> Finding:
     try:
         latency_ms = probe_runtime(jobs, name)
     except ProfilingAgentError as error:
-        return _finding(name, str(error), "install it again, or leave it out with --runtimes", "problem")
+        return _finding(name, str(error), "install it again, or leave it out with --runtimes", is_problem=True)
     return _finding(name, f"runs a tiny model in {latency_ms:.2f} ms")
 
 
@@ -167,6 +151,6 @@ def _check_device(jobs: Jobs, name: str) -> Finding:
     seen, failure = check_device(jobs, device)
     if failure:
         text = "; ".join([device, *seen, failure])
-        return _finding("device", text, "use --device cpu", "note" if is_auto else "problem")
+        return _finding("device", text, "use --device cpu", is_problem=not is_auto)
     advice = "runs use the CPU unless --device cuda asks for it" if is_auto else ""
     return _finding("device", "; ".join([device, *seen]), advice)

@@ -14,26 +14,26 @@ from profiling_agent.exporting.pick import FAILED, RunCandidate
 from profiling_agent.measure.race import Measurements, noise_warning
 from profiling_agent.reporting.report import RunReport, differences, final_attempt, predictions, unit_decisions
 from profiling_agent.reporting.results import model_path
-from profiling_agent.reporting.units import count, drop, ms, percent, size, speedup
-from profiling_agent.reporting.units import format_measurement as measured
-from profiling_agent.reporting.units import format_requirement as required
+from profiling_agent.reporting.units import count, drop, format_measurement, format_requirement, ms, percent, size
+from profiling_agent.reporting.units import speedup as speedup_text
 from profiling_agent.schemas import ApprovalQuestion, Deployability, ModelProfile, Prunable, Race, Variant, by_cause
 
 if TYPE_CHECKING:
     from profiling_agent.sweep import SweepRow
 
+Row = tuple[object, ...]
 COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
 # For candidates that were evaluated only on search images.
 BY_BOUND = "accuracy holds as in the search: the 90% bound of what was lost counts, where so few images can give one"
 
 
-def _table(title: str, *columns: str, rows: Iterable[Sequence[str | Text]] = ()) -> Table:
+def _table(title: str, columns: Iterable[str], rows: Iterable[Row]) -> Table:
     """Return a table of plain texts whose columns fold what is long instead of cutting it."""
     table = Table(title=title, title_justify="left")
     for name in columns:
         table.add_column(escape(name), overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return table
 
 
@@ -42,10 +42,14 @@ def _stack(*parts: RenderableType | None) -> Group:
     return Group(*(Text(part) if isinstance(part, str) else part for part in parts if part))
 
 
+def _yes(holds: bool) -> str:  # noqa: FBT001
+    return "yes" if holds else "no"
+
+
 def _contract(title: str, terms: Iterable[Any], unmeasured: Sequence[str] = ()) -> Table:
-    rows = [(term.name, required(term), measured(term), "yes" if term.holds else "no") for term in terms]
+    rows = [(term.name, format_requirement(term), format_measurement(term), _yes(term.holds)) for term in terms]
     rows += [(name, "", "not measured", "") for name in unmeasured]
-    return _table(title, "term", "asked", "measured", "holds", rows=rows)
+    return _table(title, ("term", "asked", "measured", "holds"), rows)
 
 
 def _target(target: Any) -> str:
@@ -60,27 +64,29 @@ def _lost(evaluation: Any) -> str:
     return drop(evaluation.drop) if evaluation.drop else ""
 
 
-def _faster(result: Any) -> str:
-    return speedup(result) if result else "not raced"
+def _speedup(result: Any) -> str:
+    return speedup_text(result) if result else "not raced"
 
 
 def verdict_table(report: RunReport, root: Path) -> Group:
     """Return the verdict, the contract, before and after, the attempts, the notes, and the files."""
-    verdict, base, best = report.verdict, report.baseline, report.best
+    verdict, base, best, attempts = report.verdict, report.baseline, report.best, list[Row]()
     head = f"{verdict.outcome}{' (certified)' if verdict.certified else ''}: {verdict.explanation}"
     shown = (("top1", percent), ("latency_ms", ms), ("params", count), ("macs", count), ("size_bytes", size))
-    sides = [(name, show(getattr(base, name)), show(getattr(best, name))) for name, show in shown]
-    attempts = _table("attempts", "attempt", "accepted", "params", "search top-1", "reason")
     for attempt in report.attempts:
         model = attempt.deployed
         params, top1 = (count(model.footprint.params), percent(model.top1)) if model else ("", "")
-        attempts.add_row(str(attempt.number), "yes" if attempt.accepted else "no", params, top1, Text(attempt.reason))
+        attempts.append((attempt.number, _yes(attempt.accepted), params, top1, attempt.reason))
     return _stack(
         Text(head, style="bold"),
         _contract(f"contract, measured of {report.judged}", verdict.terms),
-        _table("before and after", "", "baseline", f"best ({best.variant}, {best.deployment.name})", rows=sides),
+        _table(
+            "before and after",
+            ("", "baseline", f"best ({best.variant}, {best.deployment.name})"),
+            [(name, show(getattr(base, name)), show(getattr(best, name))) for name, show in shown],
+        ),
         f"timed on {report.environment.machine}",
-        attempts,
+        _table("attempts", ("attempt", "accepted", "params", "search top-1", "reason"), attempts),
         *(f"noted: {note}" for note in report.acquired.notes),
         f"stopped: {report.stopped}",
         *(f"{name}: {model_path(root, path)}" for name, path in report.artifacts.items()),
@@ -93,20 +99,21 @@ def plan_table(report: RunReport) -> Group:
     if attempt is None:
         return _stack("no plan was carried out")
     origin, state = attempt.origin, "accepted" if attempt.accepted else f"refused: {attempt.reason}"
-    units = [(row.unit, str(row.width), str(row.kept), row.reason) for row in unit_decisions(report, attempt)]
+    units = [(row.unit, row.width, row.kept, row.reason) for row in unit_decisions(report, attempt)]
     layers = [(r.layer, f"{r.quantization_type} {r.dtype}", r.justification) for r in attempt.plan.quantization or ()]
-    expected = _table("predicted and measured", "", "predicted", "measured", "")
-    for check in predictions(attempt, report):
-        expected.add_row(check.what, check.predicted, check.measured, "off by more than twice" if check.is_off else "")
+    checks = [
+        (check.what, check.predicted, check.measured, "off by more than twice" if check.is_off else "")
+        for check in predictions(attempt, report)
+    ]
     return _stack(
         f"attempt {attempt.number} by {origin.by}, {state}",
         f"reason: {origin.reason}" if origin.reason else "",
         _target(attempt.plan.target),
         *(f"left out: {part}" for part in origin.dropped),
         f"made milder: {origin.cut_back}" if origin.cut_back else "",
-        _table("what can be pruned", "unit", "width", "kept", "why", rows=units),
-        _table("what is quantized", "layers", "type", "why", rows=layers),
-        expected,
+        _table("what can be pruned", ("unit", "width", "kept", "why"), units),
+        _table("what is quantized", ("layers", "type", "why"), layers),
+        _table("predicted and measured", ("", "predicted", "measured", ""), checks),
     )
 
 
@@ -114,15 +121,15 @@ def compare_table(reports: Mapping[str, RunReport]) -> Group:
     """Return several runs next to each other, and a line for each difference that makes their times incomparable."""
 
     def asked(name: str) -> Callable[[RunReport], str]:
-        return lambda r: next((required(term) for term in r.verdict.terms if term.name == name), "")
+        return lambda r: next((format_requirement(term) for term in r.verdict.terms if term.name == name), "")
 
-    shown: dict[str, Callable[[RunReport], str]] = {
+    shown: dict[str, Callable[[RunReport], object]] = {
         "verdict": _outcome,
         "model": lambda r: r.request.model,
         "data": lambda r: r.request.dataset,
         **{f"{name} asked": asked(name) for name in ("accuracy", "speed", "size", "memory")},
         "accuracy lost": lambda r: _lost(r.heldout),
-        "times as fast": lambda r: _faster(r.race_result),
+        "times as fast": lambda r: _speedup(r.race_result),
         "timed on": lambda r: r.environment.machine,
         "bytes": lambda r: f"{percent(r.best.size_bytes / r.baseline.size_bytes)}, {size(r.best.size_bytes)}",
         "params saved": lambda r: percent(1 - r.best.params / r.baseline.params),
@@ -130,10 +137,10 @@ def compare_table(reports: Mapping[str, RunReport]) -> Group:
         "deployment": lambda r: r.best.deployment.name,
         "attempts": lambda r: f"{len(r.attempts)}, {sum(attempt.accepted for attempt in r.attempts)} accepted",
         "planned by": lambda r: r.planned_by,
-        "stopped": lambda r: str(r.stopped),
+        "stopped": lambda r: r.stopped,
     }
     rows = [(name, *map(show, reports.values())) for name, show in shown.items()]
-    return _stack(_table("runs", "", *reports, rows=rows), *differences(reports))
+    return _stack(_table("runs", ("", *reports), rows), *differences(reports))
 
 
 def approval_table(question: ApprovalQuestion) -> Group:
@@ -142,25 +149,23 @@ def approval_table(question: ApprovalQuestion) -> Group:
     if question.latency_saved is not None:
         savings.append(f"layers' time {percent(question.latency_saved)} less")
     savings += [f"KL {question.kl:.2g} nats"] if question.kl is not None else []
-    cuts = _table("what would be cut", "unit", "width", "keeps", "KL alone, nats")
-    for cut in question.cuts:
-        cuts.add_row(Text(cut.unit), str(cut.width), str(cut.keep), "" if cut.kl is None else f"{cut.kl:.2g}")
+    cuts = [(cut.unit, cut.width, cut.keep, "" if cut.kl is None else f"{cut.kl:.2g}") for cut in question.cuts]
     reason = f": {question.reason}" if question.reason else ""
     return _stack(
         f"attempt {question.attempt}, proposed by {question.proposed_by}{reason}",
         f"your last answer could not be taken: {question.problem}" if question.problem else "",
         _target(question.plan.target),
         *(f"left alone: {note}" for note in question.notes[:6]),
-        cuts,
+        _table("what would be cut", ("unit", "width", "keeps", "KL alone, nats"), cuts),
         f"predicted: {', '.join(savings)}",
     )
 
 
 def race_table(names: Mapping[str, str], race: Race) -> Group:
     """Return the results of a race and who dropped out; `names` has each model's by its path in the results."""
-    rows = [(names[each.model.path], ms(each.latency.median_ms), speedup(each)) for each in race.results]
+    rows = [(names[each.model.path], ms(each.latency.median_ms), speedup_text(each)) for each in race.results]
     return _stack(
-        _table("race", "model", "median", "times as fast as the first", rows=rows),
+        _table("race", ("model", "median", "times as fast as the first"), rows),
         *(f"{names[dropped.model.path]} dropped out: {dropped.reason}" for dropped in race.dropped),
         noise_warning(race),
     )
@@ -168,20 +173,15 @@ def race_table(names: Mapping[str, str], race: Race) -> Group:
 
 def candidates_table(candidates: Sequence[RunCandidate]) -> Group:
     """Return all that a run measured, with the numbers for `pick`."""
+    baseline_bytes, rows = candidates[0].evaluation.footprint.size_bytes, list[Row]()
+    for each in candidates:
+        num_bytes = each.evaluation.footprint.size_bytes
+        name = f"{each.name}{', returned' if each.is_judged else ''}"
+        lost, ratio = _lost(each.evaluation), f"{size(num_bytes)}, {percent(num_bytes / baseline_bytes)}"
+        times = _speedup(each.race_result)
+        rows.append((each.number, name, lost, times, ratio, _yes(each.is_on_front), _holds_text(each)))
     columns = ("", "candidate", "top-1 lost", "times as fast", "bytes", "on the front", "contract")
-    table = _table("what the run measured, on search images", *columns)
-    baseline_bytes = candidates[0].evaluation.footprint.size_bytes
-    for candidate in candidates:
-        num_bytes = candidate.evaluation.footprint.size_bytes
-        table.add_row(
-            str(candidate.number),
-            Text(f"{candidate.name}{', returned' if candidate.is_judged else ''}"),
-            _lost(candidate.evaluation),
-            _faster(candidate.race_result),
-            f"{size(num_bytes)}, {percent(num_bytes / baseline_bytes)}",
-            "yes" if candidate.is_on_front else "no",
-            _holds_text(candidate),
-        )
+    table = _table("what the run measured, on search images", columns, rows)
     return _stack(table, BY_BOUND, "take one home: profiling-agent pick RUN --candidate NUMBER --output FOLDER")
 
 
@@ -197,7 +197,7 @@ def picked_table(picked: RunCandidate) -> Group:
     return _stack(
         f"candidate {picked.number}: {picked.name}",
         f"top-1 {percent(result.top1)} on {result.predictions.num_images:,} search images{lost}",
-        f"times as fast as the baseline: {speedup(picked.race_result)}" if picked.race_result else "",
+        f"times as fast as the baseline: {speedup_text(picked.race_result)}" if picked.race_result else "",
         _contract("contract", picked.terms, picked.unmeasured),
         judged,
         *picked.notes,
@@ -213,85 +213,80 @@ def _holds_text(candidate: RunCandidate) -> str:
 
 def measurement_table(measurements: Measurements) -> Table:
     """Return the measurements of models, each with its ratio to the first in brackets."""
-    first = measurements.models[0].taken
+    first, rows = measurements.models[0].taken, list[Row]()
     rates = {row.batch_size: row.images_per_s for row in first.throughput}
-    table = _table("measured", "model", *(f"images/s at {batch}" for batch in rates), "peak memory", "on disk")
     for model in measurements.models:
         memory, own = model.taken.memory, {row.batch_size: row.images_per_s for row in model.taken.throughput}
-        table.add_row(
-            Text(model.name),
-            *(f"{own[n]:.1f} ({own[n] / rates[n]:.2f}x)" if n in own else "can't" for n in rates),
-            f"{size(memory.peak_bytes)} ({memory.peak_bytes / first.memory.peak_bytes:.2f}x)",
-            f"{size(memory.size_bytes)} ({memory.size_bytes / first.memory.size_bytes:.2f}x)",
-        )
-    return table
+        speeds = [f"{own[n]:.1f} ({own[n] / rates[n]:.2f}x)" if n in own else "can't" for n in rates]
+        peak = f"{size(memory.peak_bytes)} ({memory.peak_bytes / first.memory.peak_bytes:.2f}x)"
+        disk = f"{size(memory.size_bytes)} ({memory.size_bytes / first.memory.size_bytes:.2f}x)"
+        rows.append((model.name, *speeds, peak, disk))
+    return _table("measured", ("model", *(f"images/s at {n}" for n in rates), "peak memory", "on disk"), rows)
 
 
 def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
     """Return the totals, the costliest layers and operators, what can be pruned, and what can't be, by cause."""
     latency = profile.headline.latency
     interval = f"{ms(latency.median_ms)} [{ms(latency.low_ms)}, {ms(latency.high_ms)}]"
-    totals = {
-        "params": count(profile.params),
-        "macs of one image": count(profile.macs),
-        "on disk": size(profile.size_bytes),
-        "in memory": size(profile.parameter_bytes),
-        f"latency of a batch of {profile.batch_size}": interval,
-        "peak memory of the process": size(profile.headline.peak_memory_bytes),
-        "forward passes that this took": str(profile.forward_passes),
-    }
-    layers = _table("dearest layers", "layer", "kind", "params", "macs", "time", "activations")
-    for row in sorted(profile.layers, key=lambda layer: -layer.latency_ms)[:15]:
-        numbers = count(row.params), count(row.macs), ms(row.latency_ms), size(row.activation_bytes)
-        layers.add_row(Text(row.name), row.kind, *numbers)
-    operators = _table("dearest operators", "operator", "calls", "time", "memory", "shapes")
-    for row in profile.operators[:10]:
-        operators.add_row(row.name, str(row.calls), ms(row.time_ms), size(row.memory_bytes), Text(row.input_shapes))
-    units = _table("what can be pruned", "unit", "kind", "width", "step", "params each")
-    for unit in profile.units:
-        units.add_row(Text(unit.name), unit.kind, str(unit.width), str(unit.step), count(unit.params_per_channel))
-    for kind, reason in profile.absent.items():
-        units.add_row(Text(reason), kind, "none", "", "")
-    stay = [(cause, str(len(names)), names[0]) for cause, names in by_cause(profile.refusals).items()]
+    totals = (
+        *(("params", count(profile.params)), ("macs of one image", count(profile.macs))),
+        *(("on disk", size(profile.size_bytes)), ("in memory", size(profile.parameter_bytes))),
+        (f"latency of a batch of {profile.batch_size}", interval),
+        ("peak memory of the process", size(profile.headline.peak_memory_bytes)),
+        ("forward passes that this took", profile.forward_passes),
+    )
+    layers = [
+        (row.name, row.kind, count(row.params), count(row.macs), ms(row.latency_ms), size(row.activation_bytes))
+        for row in sorted(profile.layers, key=lambda layer: -layer.latency_ms)[:15]
+    ]
+    operators = [
+        (row.name, row.calls, ms(row.time_ms), size(row.memory_bytes), row.input_shapes)
+        for row in profile.operators[:10]
+    ]
+    units: list[Row] = [(u.name, u.kind, u.width, u.step, count(u.params_per_channel)) for u in profile.units]
+    units += [(reason, kind, "none", "", "") for kind, reason in profile.absent.items()]
+    stay = [(cause, len(names), names[0]) for cause, names in by_cause(profile.refusals).items()]
     return (
-        _table(profile.architecture, "total", "", rows=totals.items()),
-        layers,
-        operators,
-        units,
-        _table("what stays as it is", "cause", "layers", "the first of them", rows=stay),
+        _table(profile.architecture, ("total", ""), totals),
+        _table("dearest layers", ("layer", "kind", "params", "macs", "time", "activations"), layers),
+        _table("dearest operators", ("operator", "calls", "time", "memory", "shapes"), operators),
+        _table("what can be pruned", ("unit", "kind", "width", "step", "params each"), units),
+        _table("what stays as it is", ("cause", "layers", "the first of them"), stay),
     )
 
 
 def sweep_table(rows: Sequence["SweepRow"]) -> Table:
     """Return a row for each run: its verdict and what was measured, or the failure that ended it."""
-    table = _table("sweep", "run", "verdict", "accuracy lost", "times as fast", "bytes", "failure")
+    shown = list[Row]()
     for row in rows:
         cells, report = ("failed", "", "", "", row.failure), row.report
         if report is not None:
             ratio = percent(report.best.size_bytes / report.baseline.size_bytes)
-            cells = (_outcome(report), _lost(report.heldout), _faster(report.race_result), ratio, "")
-        table.add_row(str(row.request.run_id), *map(Text, cells))
-    return table
+            cells = (_outcome(report), _lost(report.heldout), _speedup(report.race_result), ratio, "")
+        shown.append((row.request.run_id, *cells))
+    return _table("sweep", ("run", "verdict", "accuracy lost", "times as fast", "bytes", "failure"), shown)
 
 
 def model_tables(prunable: Prunable, rows: Sequence[Deployability], left_out: Sequence[str]) -> Group:
     """Return what can be cut of a model, its deployments that work, and the runtimes that were not tried."""
     spec = prunable.input
-    units = [(kind, str(number), "can be cut") for kind, number in prunable.units.items()]
+    units: list[Row] = [(kind, number, "can be cut") for kind, number in prunable.units.items()]
     units += [(kind, "none", reason) for kind, reason in prunable.absent.items()]
-    units += [(code, str(number), f"stay, as {prunable.examples[code]}") for code, number in prunable.refused.items()]
+    units += [(code, number, f"stay, as {prunable.examples[code]}") for code, number in prunable.refused.items()]
+    deployments = [
+        (row.deployment.name, "no", "", "", row.refused)
+        if row.refused
+        else (row.deployment.name, "yes", percent(row.size_ratio), f"{row.distance:.1g}", row.num_layers)
+        for row in rows
+    ]
     columns = ("deployment", "works", "bytes", "distance", "layers not in float32")
-    deployments = _table("what can be deployed here", *columns)
-    for row in rows:
-        cells = ("yes", percent(row.size_ratio), f"{row.distance:.1g}", str(row.num_layers))
-        deployments.add_row(row.deployment.name, *map(Text, ("no", "", "", row.refused) if row.refused else cells))
     cut = f"a quarter off every unit: {percent(prunable.cut_share)} of the params"
     shape = f"{spec.channels}x{spec.height}x{spec.width}"
     return _stack(
         f"{prunable.architecture}, {count(prunable.params)} params, images of {shape}",
-        _table("what can be cut", "kind or reason", "number", "of it", rows=units),
+        _table("what can be cut", ("kind or reason", "number", "of it"), units),
         cut if prunable.units else "no unit can be cut; it is deployed whole",
-        deployments,
+        _table("what can be deployed here", columns, deployments),
         "bytes: of the unpruned float32 model's; distance: of the logits from float32's, relative, on noise",
         *(f"not tried: {line}" for line in left_out),
     )
@@ -300,4 +295,4 @@ def model_tables(prunable: Prunable, rows: Sequence[Deployability], left_out: Se
 def findings_table(findings: Sequence[Finding]) -> Table:
     """Return what each check of `doctor` has seen, and what to do about it."""
     rows = [(row.name, Text(row.state, style=COLORS[row.state]), row.seen, row.advice) for row in findings]
-    return _table("doctor", "what", "state", "seen", "what to do", rows=rows)
+    return _table("doctor", ("what", "state", "seen", "what to do"), rows)

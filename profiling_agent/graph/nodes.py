@@ -9,9 +9,8 @@ from langgraph.types import Command, interrupt
 
 from profiling_agent.data.labels import why_doubtful
 from profiling_agent.errors import AdvisorError, PlanError, RequestError, RunError, ShapeUnresolvedError
-from profiling_agent.graph.node import Update
-from profiling_agent.graph.run import Run
-from profiling_agent.graph.state import RESULTS, RunState, choose_endpoint, key_for
+from profiling_agent.graph.run import Run, Update
+from profiling_agent.graph.state import RESULTS, RunState, choose_endpoint, key_for, require
 from profiling_agent.jobs.runner import Jobs, measure_headline, profile_artifact, read_profile
 from profiling_agent.jobs.tasks import AcquireTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
 from profiling_agent.lib.io import DocumentError, expanded, inside, make_folders, read_record, write_text
@@ -26,17 +25,7 @@ from profiling_agent.reporting.results import card_judged, card_notes, card_rows
 from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
 from profiling_agent.schemas import SHARD, Approval, ApprovalQuestion, Decided, Origin, Plan, StopReason
-from profiling_agent.search.attempt import (
-    TIGHTER,
-    apply_edit,
-    build_approval_question,
-    deployment_of,
-    measure_attempt,
-    open_journal,
-    prune_attempt,
-    quantize_attempt,
-    read_answer,
-)
+from profiling_agent.search import attempt as attempts
 from profiling_agent.search.deadline import EFFORTS, affordable_images
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
 from profiling_agent.search.finalize import FinalChoice, add_race_result, finalize, raced_headline, torch_model
@@ -78,10 +67,8 @@ def acquisition(request: Request, run: Run) -> Update:
     The user's own plan is read before anything expensive, and stored: its file may be gone when a run resumes.
     """
     if request.approve != "never" and not run.is_checkpointed:
-        raise RequestError(
-            f"approve is {request.approve!r}, and a run that waits has to be kept somewhere: "
-            "build the graph with a checkpointer, or use approve=never"
-        )
+        advice = "build the graph with a checkpointer, or use approve=never"
+        raise RequestError(f"approve is {request.approve!r}, and a run that waits has to be kept: {advice}")
     # Without checkpoints the address is from this call; with them it may be from an old call or a third party.
     if request.base_url is not None and run.limits is None and not run.is_checkpointed:
         run.addresses.add(request.base_url)
@@ -101,10 +88,8 @@ def acquisition(request: Request, run: Run) -> Update:
 
 def input_shape_resolver(state: RunState, run: Run) -> Update:
     """Resolve the input shape by ordered rules, or by a language model if they disagree or are uncertain."""
-    assert state.acquired is not None, "acquisition comes first"
-    source = state.acquired.source
+    source, advisor = require(state.acquired).source, run.advisor(state)
     task = ResolveShapeTask(model=source.name, revision=source.revision, device=source.device)
-    advisor = run.advisor(state)
     return {"resolved": resolve_with(advisor, task, run.jobs) if advisor else run.jobs.run(task)}
 
 
@@ -123,34 +108,25 @@ def resolve_with(advisor: LanguageModel, task: ResolveShapeTask, jobs: Jobs) -> 
 
 def profiling(state: RunState, run: Run) -> Update:
     """Profile the baseline, headline numbers in a fresh process; they decide how many calibration images fit the time."""
-    assert state.acquired is not None, "acquisition comes first"
-    assert state.resolved is not None, "the input shape resolver comes first"
-    split, baseline, device = state.acquired.calibration, state.resolved.baseline, state.acquired.source.device
-    headline = measure_headline(run.jobs, baseline, batch_size=state.batch_size, device=device)
+    acquired, baseline = require(state.acquired), require(state.resolved).baseline
+    split = acquired.calibration
+    settings: dict[str, Any] = {"batch_size": state.batch_size, "device": acquired.source.device}
+    headline = measure_headline(run.jobs, baseline, **settings)
+    most, num_heldout = min(split.num_images, EFFORTS[state.effort].num_calibration), acquired.heldout.num_images
     num_affordable = affordable_images(
-        state.time_budget_s,
-        headline.pass_s,
-        min(split.num_images, EFFORTS[state.effort].num_calibration),
-        headline.quietest_pass_s,
-        num_heldout=state.acquired.heldout.num_images,
+        state.time_budget_s, headline.pass_s, most, headline.quietest_pass_s, num_heldout=num_heldout
     )
     calibration = split.model_copy(update={"num_images": num_affordable})
+    # Without calibration, widths depend on the weights and the plan only.
+    images = calibration if state.calibrate else None
     profiled = profile_artifact(
-        run.jobs,
-        baseline,
-        batch_size=state.batch_size,
-        device=device,
-        # Without calibration, widths depend on the weights and the plan only.
-        calibration=calibration if state.calibrate else None,
-        seed=state.seed,
-        cache=state.cache,
-        headline=headline,
+        run.jobs, baseline, calibration=images, seed=state.seed, cache=state.cache, headline=headline, **settings
     )
     if calibration == split:
         return {"profiled": profiled}
-    note = f"calibrated on {calibration.num_images} of {split.num_images} images: the effort or the time budget allows no more"
-    acquired = state.acquired.model_copy(update={"calibration": calibration, "notes": (*state.acquired.notes, note)})
-    return {"acquired": acquired, "profiled": profiled}
+    note = f"calibrated on {num_affordable} of {split.num_images} images: the effort or the time budget allows no more"
+    noted = acquired.model_copy(update={"calibration": calibration, "notes": (*acquired.notes, note)})
+    return {"acquired": noted, "profiled": profiled}
 
 
 def deployment_search(state: RunState, run: Run) -> Update:
@@ -174,7 +150,7 @@ def deployment_search(state: RunState, run: Run) -> Update:
     if doubt := why_doubtful(answers.predicted, answers.true, acquired.labels):
         run.jobs.progress(doubt, 0, 0)
         acquired = acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
-    journal = open_journal(evaluator, plan)
+    journal = attempts.open_journal(evaluator, plan)
     options = journal.deployment_search.options if journal.deployment_search else ()
     # A conversion that crashed or took too long is no evidence against the plan.
     if schemes_of(plan.quantization or ()) and options and all(option.is_unfit for option in options):
@@ -186,81 +162,74 @@ def analysis(state: RunState, run: Run) -> Update:
     """Plan by the built-in rules or a language model, or take the user's own plan."""
     if state.proposal is not None:
         return {"origin": Origin(by="user")}
-    profile = run.profile(state)
-    rules = apply_demands(milder(analyse(profile, state.goal), len(state.rejected)), state.goal)
-    advisor = run.advisor(state)
-    setting = setting_of(run.evaluator(state), state.seen) if advisor else UNKNOWN
-    plan, origin = first_proposal(advisor, state.planner, profile, state.goal, rules, state.seen, setting=setting)
+    evaluator, advisor = run.evaluator(state), run.advisor(state)
+    profile, journal, setting = evaluator.profile, state.judged_journal, UNKNOWN
+    if advisor is not None:
+        setting = setting_of(evaluator, journal)
+    rules = apply_demands(milder(analyse(profile, state.goal), len(journal.rejected)), state.goal)
+    plan, origin = first_proposal(advisor, state.planner, profile, state.goal, rules, journal, setting=setting)
     return {"proposal": plan, "origin": origin}
 
 
-def resuming(answer: Approval) -> Command[Any]:
-    """Return the command that resumes a waiting run."""
-    return Command(resume=answer.model_dump(mode="json"))
-
-
-def question_in(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
+def pending_question(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
     """Return the question that a thread of a graph waits with, or None."""
     interrupts = graph.get_state(config).interrupts
     return ApprovalQuestion.model_validate(interrupts[0].value) if interrupts else None
 
 
+def resume_command(answer: Approval) -> Command[Any]:
+    """Return the command that resumes a waiting run."""
+    return Command(resume=answer.model_dump(mode="json"))
+
+
 def approval(state: RunState, run: Run) -> Update:
     """Interrupt until the answer is valid. The node may run again, so nothing here has side effects."""
-    assert state.proposal is not None, "a plan is proposed before it is approved"
-    profile = run.profile(state)
-    question = build_approval_question(run.workspace.root.name, state.proposal, state.origin, profile, state.journal)
+    proposal, profile, run_id = require(state.proposal), run.evaluator(state).profile, run.workspace.root.name
+    question = attempts.build_approval_question(run_id, proposal, state.origin, profile, state.journal)
     while True:
         # Checked here: LangGraph's own check ends the turn with a traceback.
         response = interrupt(question.model_dump(mode="json"), response_schema=Approval.model_json_schema())
         try:
-            answer = read_answer(response)
-            plan, goal = (None if answer.decision == "reject" else state.proposal), state.goal
+            answer = attempts.read_answer(response)
+            plan, goal = (None if answer.decision == "reject" else proposal), state.goal
             if answer.decision == "edit":
-                plan, goal = apply_edit(answer, state.proposal, goal, profile)
+                plan, goal = attempts.apply_edit(answer, proposal, goal, profile)
         except RequestError as error:
             question = question.model_copy(update={"problem": str(error)})
             continue
-        decided = Decided(attempt=question.attempt, plan=plan or state.proposal, answer=answer)
-        limits = {name: getattr(goal, name) for name in (*TIGHTER, "pins", "caps")}
+        decided = Decided(attempt=question.attempt, plan=plan or proposal, answer=answer)
+        limits = {name: getattr(goal, name) for name in (*attempts.TIGHTER, "pins", "caps")}
         return {"proposal": plan, "decisions": (*state.decisions, decided)} | limits
 
 
 def pruning(state: RunState, run: Run) -> Update:
     """Prune; a plan that fails a check continues as a candidate with a failure."""
-    assert state.proposal is not None, "a plan is proposed before it is applied"
     evaluator, began_s = run.evaluator(state), run.jobs.timesheet.spent_s
-    return {"prepared": prune_attempt(evaluator, state.proposal), "attempt_began_s": began_s}
+    return {"prepared": attempts.prune_attempt(evaluator, require(state.proposal)), "attempt_began_s": began_s}
 
 
 def quantization(state: RunState, run: Run) -> Update:
     """Deploy this attempt; one that can't be deployed as planned continues as a candidate with a failure."""
-    assert state.prepared is not None, "pruning comes first"
-    assert state.journal is not None, "the deployment search comes first"
-    evaluator = run.evaluator(state)
     # An edit or a fork may have changed the contract since.
-    journal = state.seen
-    if state.prepared.failure is not None:
+    evaluator, prepared, journal = run.evaluator(state), require(state.prepared), state.judged_journal
+    if prepared.failure is not None:
         return {"journal": journal}
     try:
-        deployment = deployment_of(state.prepared.plan, journal, evaluator.choices, state.goal)
-        prepared = quantize_attempt(evaluator, state.prepared, deployment)
+        deployment = attempts.deployment_of(prepared.plan, journal, evaluator.choices, state.goal)
+        prepared = attempts.quantize_attempt(evaluator, prepared, deployment)
     except PlanError as error:
-        prepared = state.prepared.model_copy(update={"failure": str(error), "is_undeployable": True})
+        prepared = prepared.model_copy(update={"failure": str(error), "is_undeployable": True})
     return {"journal": journal, "prepared": prepared}
 
 
 def evaluation(state: RunState, run: Run) -> Update:
     """Add the measured and judged attempt to the journal."""
-    assert state.prepared is not None, "pruning comes first"
-    assert state.journal is not None, "the deployment search comes first"
-    evaluator = run.evaluator(state)
-    attempt = measure_attempt(evaluator, state.prepared, state.journal)
+    evaluator, journal = run.evaluator(state), require(state.journal)
+    attempt = attempts.measure_attempt(evaluator, require(state.prepared), journal)
     if state.iterate and attempt.number < state.num_attempts and run.advisor(state) is not None:
         attempt = add_race_result(evaluator, attempt)
-    journal = state.journal.with_attempt(attempt.model_copy(update={"origin": state.origin or attempt.origin}))
     return {
-        "journal": journal,
+        "journal": journal.with_attempt(attempt.model_copy(update={"origin": state.origin or attempt.origin})),
         "stopped": None if state.iterate else StopReason.SINGLE_PASS,
         "longest_s": max(state.longest_s, run.jobs.timesheet.spent_s - state.attempt_began_s),
     }
@@ -268,18 +237,12 @@ def evaluation(state: RunState, run: Run) -> Update:
 
 def iterative_pruning(state: RunState, run: Run) -> Update:
     """Propose the next plan by rules or a language model, if the run has time for another attempt."""
-    evaluator = run.evaluator(state)
-    has_time = evaluator.deadline.allows(state.longest_s)
+    evaluator, journal, setting = run.evaluator(state), state.judged_journal, UNKNOWN
+    has_time, profile, limit = evaluator.deadline.allows(state.longest_s), evaluator.profile, state.num_attempts
     advisor = run.advisor(state) if has_time else None
-    choice = next_proposal(
-        advisor,
-        state.planner,
-        run.profile(state),
-        state.goal,
-        state.seen,
-        max_iterations=state.num_attempts,
-        setting=setting_of(evaluator, state.seen) if advisor else UNKNOWN,
-    )
+    if advisor is not None:
+        setting = setting_of(evaluator, journal)
+    choice = next_proposal(advisor, state.planner, profile, state.goal, journal, max_iterations=limit, setting=setting)
     if isinstance(choice, StopReason):
         return {"stopped": choice}
     if not has_time:
@@ -290,7 +253,7 @@ def iterative_pruning(state: RunState, run: Run) -> Update:
 
 def verdict(state: RunState, run: Run) -> Update:
     """Choose the winner by the current contract."""
-    journal = state.seen
+    journal = state.judged_journal
     final = finalize(run.evaluator(state), journal)
     text = final.model_dump_json()
     name = f"final-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
@@ -300,11 +263,7 @@ def verdict(state: RunState, run: Run) -> Update:
 
 def report(state: RunState, run: Run) -> Update:
     """Profile the winner, and write the report."""
-    assert state.acquired is not None, "acquisition comes first"
-    assert state.resolved is not None, "the input shape resolver comes first"
-    assert state.profiled is not None, "profiling comes first"
-    assert state.stopped is not None, "the loop says why it stopped"
-    evaluator, workspace, journal = run.evaluator(state), run.workspace, state.seen
+    evaluator, workspace, journal = run.evaluator(state), run.workspace, state.judged_journal
     path = inside(workspace.root / state.final, workspace.root)
     try:
         final = read_record(FinalChoice, path)
@@ -313,28 +272,24 @@ def report(state: RunState, run: Run) -> Update:
     # A fork after the verdict may have changed the contract.
     if final.goal != state.goal:
         final = finalize(evaluator, journal)
-    best = final.winner.evaluation.model
-    profiles = {"baseline": (state.profiled, evaluator.profile)}
-    if (torch_winner := torch_model(final.winner, journal, state.resolved.baseline)) != state.resolved.baseline:
-        profiled = profile_artifact(
-            run.jobs,
-            torch_winner,
-            batch_size=state.batch_size,
-            device=evaluator.device,
-            headline=raced_headline(evaluator, final.race, torch_winner),
-        )
+    best, baseline = final.winner.evaluation.model, evaluator.baseline
+    profiles = {"baseline": (require(state.profiled), evaluator.profile)}
+    if (torch_winner := torch_model(final.winner, journal, baseline)) != baseline:
+        headline = raced_headline(evaluator, final.race, torch_winner)
+        settings: dict[str, Any] = {"batch_size": state.batch_size, "device": evaluator.device}
+        profiled = profile_artifact(run.jobs, torch_winner, headline=headline, **settings)
         profiles["best"] = (profiled, read_profile(run.jobs, profiled))
     document = build_report(
         state.request,
         final,
-        acquired=state.acquired,
-        input=state.resolved.input,
+        acquired=evaluator.acquired,
+        input=require(state.resolved).input,
         deployment_search=journal.deployment_search,
-        peak_memory_bytes=(evaluator.peak_memory(evaluator.baseline), evaluator.peak_memory(best)),
+        peak_memory_bytes=(evaluator.peak_memory(baseline), evaluator.peak_memory(best)),
         attempts=journal.attempts,
-        stopped=state.stopped,
+        stopped=require(state.stopped),
         planned_by=state.advisor_note,
-        spent=Transcript(workspace.root / FILE).spent if state.has_advisor else None,
+        spent=Transcript(workspace.root / FILE).spent if state.is_advised else None,
         decisions=state.decisions,
         profiles=profiles,
         times=run.jobs.timesheet.by_kind(),
@@ -348,9 +303,5 @@ def report(state: RunState, run: Run) -> Update:
     write_report(document, folder)
     run.jobs.forget_images()
     # The folder may have been moved since acquisition.
-    return {
-        "verdict": document.verdict,
-        "report": document,
-        "run_dir": str(workspace.root),
-        "results_dir": str(folder),
-    }
+    folders = {"run_dir": str(workspace.root), "results_dir": str(folder)}
+    return {"verdict": document.verdict, "report": document} | folders

@@ -1,4 +1,4 @@
-"""Run in this process: its folder, lock and jobs, what was read and built of it, and the time that it still takes.
+"""Run in this process: its folder, lock and jobs, agents as nodes with their progress, and the graph that closes it.
 
 A forecast adds passes (the baseline in eager float32 on one image) to seconds that any model takes: conversions, processes, turns of races. Both are
 from timesheets of a ViT-B/16 at 224 px and a ViT at 32 px, all runtimes, two cores of an Intel Xeon (docs/decisions/LOG.md, 2026-11-23). Another
@@ -12,25 +12,33 @@ import operator
 import os
 import shutil
 import threading
-from collections.abc import Iterable
-from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import ExitStack, aclosing, closing, suppress
+from types import FunctionType
+from typing import Any, Self, cast
 
-from profiling_agent.errors import RequestError, RunError
-from profiling_agent.graph.state import Limits, RunState, key_for, trusted_addresses
+from langchain_core.runnables.config import RunnableConfig, ensure_config
+from langgraph.graph.state import CompiledStateGraph
+from langgraph.runtime import Runtime
+from pydantic import Field, ValidationError
+
+from profiling_agent.errors import FieldError, RequestError, RunError
+from profiling_agent.graph.state import Limits, RunResult, RunState, key_for, require, trusted_addresses
 from profiling_agent.jobs.runner import JOB_LOG, Jobs, read_profile
 from profiling_agent.jobs.store import TIMESHEET_FILE
-from profiling_agent.jobs.tasks import Profiled
+from profiling_agent.lib.io import first_problem
+from profiling_agent.lib.logs import raise_if_stopped
 from profiling_agent.llm.chat import Chat, name_of, open_model
 from profiling_agent.llm.transcript import FILE, LanguageModel, Recorded, Transcript, open_recording
 from profiling_agent.request import RUN_ID, Request
-from profiling_agent.schemas import ModelProfile
+from profiling_agent.schemas import Record
 from profiling_agent.search.deadline import EFFORTS, search_deadline
 from profiling_agent.search.deployments import deployment_choices
 from profiling_agent.search.evaluator import Evaluator, Settings
-from profiling_agent.workspace import MANIFEST, Workspace, open_workspace, read_manifest, storage_errors
+from profiling_agent.search.selection import ranked, size_ratio
+from profiling_agent.workspace import HOLDER, LOCK, MANIFEST, Workspace, open_workspace, read_manifest, storage_errors
 
+Update = dict[str, Any]
 # Cost of each stage: seconds, passes, and passes for each calibration, search and held-out image. The deployment search, which runs once,
 # tries ten deployments; the verdict has five sessions.
 COSTS = {
@@ -47,6 +55,36 @@ NUM_HELDOUT = 2_048
 # Stages of every attempt, those at the end of a run, and all from the profile on.
 ROUND, LAST = ("pruning", "quantization", "evaluation"), ("verdict", "report")
 STAGES = ("profiling", "deployment_search", "analysis", "approval", *ROUND, "iterative_pruning", *LAST)
+# Seconds to wait for a node after its job ended: it may do work without a child process, such as a download.
+NODE_END_S = 10.0
+
+
+class Best(Record):
+    """Best accepted attempt so far, on the search images."""
+
+    attempt: int
+    drop: float = Field(description="top-1 lost, as a fraction")
+    macs_saved: float
+    size_ratio: float
+
+
+class ProgressEvent(Record):
+    """Progress that a node streams (mode `custom`); `total` is 0 if unknown.
+
+    `iteration` is 0 before the first plan is carried out.
+    """
+
+    stage: str
+    message: str
+    done: int = 0
+    total: int = 0
+    iteration: int = 0
+    iterations: int = 0
+    best: Best | None = None
+    spent_s: float = Field(default=0.0, description="what the run's jobs have taken so far")
+    budget_s: float | None = Field(default=None, description="what they may take, where there is a limit")
+    stage_left_s: float | None = Field(default=None, description="what the stage still takes, about")
+    left_s: float | None = Field(default=None, description="what the run still takes, about, the stage with it")
 
 
 def seconds_left(state: RunState, stage: str, jobs: Jobs, in_stage_s: float) -> tuple[float, float] | None:
@@ -56,17 +94,16 @@ def seconds_left(state: RunState, stage: str, jobs: Jobs, in_stage_s: float) -> 
     """
     if jobs.pass_s is None or state.acquired is None or stage not in STAGES:
         return None
-    effort, acquired = EFFORTS[state.effort], state.acquired
-    deadline = search_deadline(jobs.timesheet, effort, jobs.pass_s, state.time_budget_s)
-    num_images = [split.num_images for split in (acquired.calibration, acquired.search)]
-    num_images.append(min(acquired.heldout.num_images, NUM_HELDOUT))
-    expected = {
+    deadline = search_deadline(jobs.timesheet, EFFORTS[state.effort], jobs.pass_s, state.time_budget_s)
+    num_images = [split.num_images for split in (state.acquired.calibration, state.acquired.search)]
+    num_images.append(min(state.acquired.heldout.num_images, NUM_HELDOUT))
+    expected = dict.fromkeys(STAGES, 0.0) | {
         name: seconds + jobs.pass_s * (passes + sum(map(operator.mul, each, num_images)))
         for name, (seconds, passes, *each) in COSTS.items()
     }
-    stage_s = max(expected.get(stage, 0.0) - in_stage_s, 0.0)
+    stage_s = max(expected[stage] - in_stage_s, 0.0)
     last_s = sum(expected[later] for later in LAST if stage not in (later, "report"))
-    middle_s = sum(expected.get(later, 0.0) for later in STAGES[STAGES.index(stage) + 1 :] if later not in LAST)
+    middle_s = sum(expected[later] for later in STAGES[STAGES.index(stage) + 1 :] if later not in LAST)
     num_begun = (len(state.journal.attempts) if state.journal else 0) + (stage != "iterative_pruning")
     num_more = max((state.num_attempts if state.iterate else 1) - num_begun, 0)
     attempts_s = num_more * (state.longest_s or sum(expected[each] for each in ROUND))
@@ -76,8 +113,22 @@ def seconds_left(state: RunState, stage: str, jobs: Jobs, in_stage_s: float) -> 
     return stage_s, max(min(run_s, left_s), stage_s)
 
 
-# Seconds to wait for a node after its job ended: it may do work without a child process, such as a download.
-NODE_END_S = 10.0
+def _first_event(state: RunState, stage: str) -> ProgressEvent:
+    """Return a stage's event without a message: the current attempt, and the best accepted so far."""
+    event = ProgressEvent(stage=stage, message="", iterations=state.num_attempts, budget_s=state.time_budget_s)
+    if state.journal is None or (state.is_first and stage not in ("approval", *ROUND)):
+        return event
+    journal, best = state.judged_journal, None
+    if row := next((row for row in ranked(journal, state.goal) if row.attempt is not None), None):
+        measured, macs = row.evaluation, journal.baseline.footprint.macs
+        best = Best(
+            attempt=row.attempt or 0,
+            drop=measured.drop.drop if measured.drop else 0.0,
+            macs_saved=1 - measured.footprint.macs / max(macs, 1),
+            size_ratio=size_ratio(measured, journal.baseline),
+        )
+    iteration = min(len(journal.attempts) + 1, state.num_attempts)
+    return event.model_copy(update={"iteration": iteration, "best": best})
 
 
 class Run:
@@ -102,19 +153,15 @@ class Run:
         `addresses` are given by a person in this call: keys of the environment may go there. With `limits`, requests come from outside, and what they
         name is checked before anything is opened.
         """
-        self.chat_model = advisor
+        self.chat_model, self.limits = advisor, limits
         self.addresses = {url for url in addresses if url} | (limits.addresses if limits else frozenset[str]())
-        self.limits = limits
         # Whether this invocation can be resumed; then a request's address may be from an old call or a third party.
         self.is_checkpointed = False
         # Locked by the running node.
         self.working = threading.Lock()
         self._resources: ExitStack | None = None
-        self._is_closed = False
-        # What a request that can't be carried out leaves behind, removed in the end: the folder, or the manifest in a folder that was there.
-        self._made: Path | None = None
+        self._is_new = self._is_closed = False
         self._language_model: LanguageModel | None = None
-        self._profile: tuple[Profiled, ModelProfile] | None = None
         self._evaluator: tuple[tuple[Any, ...], Evaluator] | None = None
         if workspace is not None:
             self._open(workspace)
@@ -146,7 +193,7 @@ class Run:
                 read_manifest(root)
                 self._open(Workspace(root))
             else:
-                self._made = next((path for path in (root, root / MANIFEST) if not path.exists()), None)
+                self._is_new = not (root / MANIFEST).exists()
                 self._open(open_workspace(request, run_id))
         # Checked at once, not at the first call to the language model's server.
         if isinstance(request, RunState) and request.endpoint is not None and self.chat_model is None:
@@ -156,7 +203,10 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """End the run's job, wait for its node, which may run in another thread, and release the run."""
+        """End the run's job, wait for its node, which may run in another thread, and release the run.
+
+        A new run whose request can't be carried out leaves nothing; a checkpointer's and a user's own files stay.
+        """
         self._is_closed = True
         if self._resources is not None:
             self.jobs.close()
@@ -166,29 +216,18 @@ class Run:
             return
         self._resources.close()
         self._resources = None
-        # A run's measurements are kept.
-        if self._made is not None and isinstance(error, RequestError) and not isinstance(error, RunError):
-            if self._made.is_dir():
-                shutil.rmtree(self._made, ignore_errors=True)
-            else:
-                # A checkpointer made the folder, and may still write to it.
-                self._made.unlink(missing_ok=True)
-                shutil.rmtree(self.jobs.workspace.jobs, ignore_errors=True)
-                for name in (TIMESHEET_FILE, JOB_LOG):
-                    (self._made.parent / name).unlink(missing_ok=True)
+        if self._is_new and isinstance(error, RequestError) and not isinstance(error, RunError):
+            shutil.rmtree(self.workspace.jobs, ignore_errors=True)
+            for name in (MANIFEST, LOCK, HOLDER, TIMESHEET_FILE, JOB_LOG, FILE):
+                (self.workspace.root / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                self.workspace.root.rmdir()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *ending: Any) -> None:
         await asyncio.to_thread(self.__exit__, *ending)
-
-    def profile(self, state: RunState) -> ModelProfile:
-        """Return the baseline's full profile, parsed once."""
-        assert state.profiled is not None, "profiling comes first"
-        if self._profile is None or self._profile[0] != state.profiled:
-            self._profile = state.profiled, read_profile(self.jobs, state.profiled)
-        return self._profile[1]
 
     @property
     def trusted(self) -> frozenset[str]:
@@ -200,9 +239,9 @@ class Run:
         if not state.is_advised:
             return None
         if state.advisor_object is not None and self.chat_model is None:
+            advice = "pass it again, as build_graph(advisor=...) or resume(..., advisor=...)"
             raise RunError(
-                f"this run was begun with the chat model {state.advisor_object}, passed as an object, which is never stored: "
-                "pass it again, as build_graph(advisor=...) or resume(..., advisor=...)"
+                f"this run was begun with the object {state.advisor_object}, which is never stored: {advice}"
             )
         if self._language_model is None:
             transcript = Transcript(self.workspace.root / FILE, max_tokens=state.llm_tokens)
@@ -212,33 +251,28 @@ class Run:
             if self.chat_model is not None:
                 model, name = self.chat_model, name_of(self.chat_model)
             else:
-                assert state.endpoint is not None, "there is a language model"
-                key, name = key_for(state.endpoint, self.trusted), state.endpoint.name
-                model = open_model(state.endpoint, key, timeout_s=state.llm_timeout_s)
+                endpoint = require(state.endpoint)
+                key, name = key_for(endpoint, self.trusted), endpoint.name
+                model = open_model(endpoint, key, timeout_s=state.llm_timeout_s)
             self._language_model = Chat(model, name, transcript, timeout_s=state.llm_timeout_s)
         return self._language_model
 
     def evaluator(self, state: RunState) -> Evaluator:
-        """Return the evaluator of attempts, cached while its inputs are the same."""
-        assert state.acquired is not None, "acquisition comes first"
-        assert state.resolved is not None, "the input shape resolver comes first"
-        settings = Settings.model_validate({name: getattr(state, name) for name in Settings.model_fields})
+        """Return the evaluator of attempts, with the baseline's profile; cached while its inputs are the same."""
+        acquired, resolved, profiled = require(state.acquired), require(state.resolved), require(state.profiled)
         # A fork or an edit changes some of it.
-        inputs = (
-            *(state.acquired, state.resolved, state.profiled, state.goal, settings),
-            *(state.runtimes, state.quantize_dtype, state.quantize_layers),
-        )
+        inputs = (state.request, state.goal, acquired, resolved, profiled)
         if self._evaluator is None or self._evaluator[0] != inputs:
-            profile = self.profile(state)
+            profile = read_profile(self.jobs, profiled)
             self.jobs.set_limits_from(profile.headline, profile.device)
             evaluator = Evaluator(
                 jobs=self.jobs,
-                acquired=state.acquired,
-                baseline=state.resolved.baseline,
+                acquired=acquired,
+                baseline=resolved.baseline,
                 profile=profile,
                 goal=state.goal,
-                settings=settings,
-                choices=deployment_choices(state, state.acquired.source.device),
+                settings=Settings.model_validate({name: getattr(state, name) for name in Settings.model_fields}),
+                choices=deployment_choices(state, acquired.source.device),
             )
             self._evaluator = inputs, evaluator
         return self._evaluator[1]
@@ -247,12 +281,90 @@ class Run:
 def choose_run_id(request: Request, thread: str | None) -> str:
     """Return the run's id: the request's, the checkpointer thread's, or a hash of the request."""
     if thread is not None and request.run_id not in (None, thread):
-        raise RunError(
-            f"run_id is {request.run_id!r} but the checkpointer's thread_id is {thread!r}: "
-            "a run's id is its thread's, so leave one out"
-        )
+        raise RunError(f"run_id is {request.run_id!r} but the checkpointer's thread_id is {thread!r}: leave one out")
     digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()[:12]
     run_id = request.run_id or thread or f"run-{digest}"
     if not RUN_ID.fullmatch(run_id):
         raise RunError(f"thread_id {run_id!r} can't name a folder: use letters, digits, '.', '_' and '-', at most 100")
     return run_id
+
+
+def run_agent(agent: Callable[[Any, Run], Update], state: Request, *, runtime: Runtime[Any]) -> Update:
+    """Run an agent as a node, and stream its progress; the first node of an invocation opens the run.
+
+    Acquisition takes a request, and begins its run; every other agent takes the state of a run under way.
+    """
+    run: Run = runtime.context
+    stage, info = cast("FunctionType", agent).__name__, runtime.execution_info
+    event = ProgressEvent(stage=stage, message="")
+    with run.working:
+        run.enter(state, info.thread_id if info else None)
+        timesheet = run.jobs.timesheet
+        if isinstance(state, RunState):
+            timesheet.resume_at(state.spent_s)
+            event = _first_event(state, stage)
+        began_s = timesheet.spent_s
+
+        def progress(message: str, done: int, total: int) -> None:
+            fields: Update = {"message": message, "done": done, "total": total, "spent_s": timesheet.spent_s}
+            in_stage_s = timesheet.spent_s - began_s
+            if isinstance(state, RunState) and (left := seconds_left(state, stage, run.jobs, in_stage_s)):
+                fields["stage_left_s"], fields["left_s"] = left
+            runtime.stream_writer(event.model_copy(update=fields).model_dump(mode="json"))
+
+        run.jobs.progress = progress
+        with storage_errors(run.workspace.root):
+            progress("started", 0, 0)
+            update = agent(state, run)
+        # An interrupted job may end as if done, as a compiler that received the signal too does.
+        raise_if_stopped()
+        return {**update, "spent_s": timesheet.spent_s}
+
+
+def _checked_input(value: Any) -> Any:
+    """Return an input with its terms in canonical form; raises FieldError for an unknown or impossible one."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        # Only the given terms: a thread keeps its other ones.
+        return Request.model_validate(value).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        raise FieldError(first_problem(error)) from error
+
+
+class CheckedGraph(CompiledStateGraph[RunState, Any, Request, RunResult]):
+    """Optimization graph that checks every input and closes the run of every invocation, however it ends.
+
+    All calls, also on copies, go through `stream` or `astream`. The run is LangGraph's context: the caller's, who has opened it, or a new one.
+    """
+
+    def __init__(self, *, make_run: Callable[[], Run], **compiled: Any) -> None:
+        super().__init__(**compiled)
+        self.make_run = make_run
+
+    def _run(self, context: Any, config: RunnableConfig | None) -> Run:
+        run = context if isinstance(context, Run) else self.make_run()
+        # A graph whose node calls this one passes its own checkpointer on; LangGraph has no public name for it.
+        inherited = ensure_config(config).get("configurable", {}).get("__pregel_checkpointer")
+        run.is_checkpointed = bool(self.checkpointer or inherited)
+        return run
+
+    def stream(
+        self, input: Any, config: RunnableConfig | None = None, *, context: Any = None, **options: Any
+    ) -> Iterator[Any]:
+        """Stream a run's steps; raises FieldError before the first for an unknown term in the input."""
+        run = self._run(context, config)
+        # LangGraph waits for the running node, so its work ends first.
+        with closing(cast("Any", super().stream(_checked_input(input), config, context=run, **options))) as parts, run:
+            for part in parts:  # noqa: UP028 - `yield from` would close `parts` before the run
+                yield part
+
+    async def astream(
+        self, input: Any, config: RunnableConfig | None = None, *, context: Any = None, **options: Any
+    ) -> AsyncIterator[Any]:
+        """Stream a run's steps as `stream` does."""
+        run = self._run(context, config)
+        parts = cast("Any", super().astream(_checked_input(input), config, context=run, **options))
+        async with aclosing(parts), run:
+            async for part in parts:
+                yield part

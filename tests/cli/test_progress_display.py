@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from profiling_agent.cli.terminal import Display, status_text
-from profiling_agent.graph.node import Best, ProgressEvent
+from profiling_agent.graph.run import Best, ProgressEvent
 
 BEST = Best(attempt=1, drop=0.005, macs_saved=0.25, size_ratio=0.375)
 EVENTS = (
@@ -16,7 +16,6 @@ EVENTS = (
     ProgressEvent(stage="profiling", message="timing layers", done=3, total=3),
     ProgressEvent(stage="profiling", message="counting [all] operators", done=1, total=1),
     ProgressEvent(stage="pruning", message="started", iteration=1, iterations=3),
-    ProgressEvent(stage="evaluation", message="started", iteration=1, iterations=3),
     ProgressEvent(stage="pruning", message="started", iteration=2, iterations=3, best=BEST),
     ProgressEvent(stage="pruning", message="cutting", done=4, total=8, iteration=2, iterations=3, best=BEST),
 )
@@ -38,44 +37,36 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
 
 
-def test_where_a_run_stands_is_said_once_there_is_something_to_say():
+@pytest.mark.parametrize(
+    ("known", "text"),
+    [
+        ({}, "iteration 1 of 3; 2:05"),
+        ({"budget_s": 3600.0}, "iteration 1 of 3; 2:05 of 1:00:00"),
+        (
+            {"budget_s": 3600.0, "stage_left_s": 42.0, "left_s": 1234.0},
+            "iteration 1 of 3; 2:05 of 1:00:00; about 0:42 left of this stage, 20:34 of the run",
+        ),
+    ],
+)
+def test_where_a_run_stands_is_said_once_there_is_something_to_say(known: dict[str, float], text: str):
     assert status_text(EVENTS[0]) == ""
-    assert status_text(EVENTS[4]) == "iteration 1 of 3"
-    assert status_text(EVENTS[6]) == STANDING
-    timed = EVENTS[4].model_copy(update={"spent_s": 125.4})
-    assert status_text(timed) == "iteration 1 of 3; 2:05"
-    assert status_text(timed.model_copy(update={"budget_s": 3600.0})) == "iteration 1 of 3; 2:05 of 1:00:00; 57:55 left"
-    assert status_text(timed.model_copy(update={"budget_s": 100.0})) == "iteration 1 of 3; 2:05 of 1:40; 0:00 left"
-    foretold = timed.model_copy(update={"stage_left_s": 42.0, "left_s": 1234.0})
-    assert status_text(foretold) == "iteration 1 of 3; 2:05; about 40 s left of this stage, about 21 min of the run"
-    soon = foretold.model_copy(update={"stage_left_s": 0.0, "left_s": 31.0, "budget_s": 3600.0})
-    assert (
-        status_text(soon) == "iteration 1 of 3; 2:05 of 1:00:00; about 10 s left of this stage, about 30 s of the run"
-    )
+    assert status_text(EVENTS[5]) == STANDING
+    assert status_text(EVENTS[4].model_copy(update={"spent_s": 125.4, **known})) == text
 
 
 def test_what_is_no_terminal_gets_each_stage_and_each_change_once_as_plain_lines():
     assert shown().splitlines() == [
-        "profiling",
-        "  timing layers",
-        "  counting [all] operators",
-        "pruning (iteration 1 of 3)",
-        "evaluation (iteration 1 of 3)",
-        f"pruning ({STANDING})",
-        "  cutting",
+        *("profiling", "  timing layers", "  counting [all] operators"),
+        *("pruning (iteration 1 of 3)", f"pruning ({STANDING})", "  cutting"),
     ]
 
 
-def test_each_event_is_one_line_of_json_that_gives_the_event_again_on_a_terminal_too():
-    documents = [json.loads(line) for line in shown(is_json=True).splitlines()]
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_each_event_is_one_line_of_json_that_gives_the_event_again_and_quiet_shows_nothing(is_terminal: bool):
+    documents = [json.loads(line) for line in shown(is_json=True, is_terminal=is_terminal).splitlines()]
 
     assert {document.pop("event") for document in documents} == {"progress"}
     assert tuple(ProgressEvent.model_validate(document) for document in documents) == EVENTS
-    assert shown(is_json=True, is_terminal=True) == shown(is_json=True)
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_quiet_shows_nothing(is_terminal: bool):
     assert shown(is_quiet=True, is_terminal=is_terminal) == ""
 
 
@@ -97,16 +88,7 @@ def test_whoever_asks_something_has_the_terminal_to_themselves():
             before = file.tell()
             console.print("accept?")
             asked = file.getvalue()[before:]
-        display.show(EVENTS[-1])
-
-    assert asked == "accept?\n"
-    assert "cutting" in file.getvalue()
-
-
-def test_a_command_without_events_shows_its_progress_under_one_name():
-    file = io.StringIO()
-    with Display(Console(file=file), is_json=True) as display:
         display.stage("race")("round", 2, 5)
 
-    document = json.loads(file.getvalue())
-    assert (document["stage"], document["message"], document["done"], document["total"]) == ("race", "round", 2, 5)
+    assert asked == "accept?\n"
+    assert "race: round 2/5" in file.getvalue()

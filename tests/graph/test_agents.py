@@ -28,37 +28,31 @@ def test_the_language_model_is_the_one_that_was_requested_and_a_key_is_no_reques
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     model = FakeListChatModel(responses=[])
-    assert choose_advisor(Request(), model, ()) == {
-        "advisor_object": "FakeListChatModel",
-        "advisor_note": "FakeListChatModel plans beside the built-in rules",
-    }
-    assert choose_advisor(Request(planner="rules"), model, ()) == {
-        "advisor_note": "the built-in rules plan: they were requested"
-    }
+    note = "FakeListChatModel plans beside the built-in rules"
+    assert choose_advisor(Request(), model, ()) == {"advisor_object": "FakeListChatModel", "advisor_note": note}
+    note = "the built-in rules plan: they were requested"
+    assert choose_advisor(Request(planner="rules"), model, ()) == {"advisor_note": note}
     with chat_server(in_turn(Said(content="ready"))) as server:
         chosen = choose_advisor(Request(llm="openai:m", base_url=server.url, planner="llm"), None, ())
     assert (chosen["endpoint"].name, chosen["advisor_note"]) == ("openai:m", "openai:m plans")
     record = tmp_path / "llm.jsonl"
     lines = [{"kind": "turn", "model": "openai:m"}, {"kind": "answer", "agent": "analysis", "answer": {}}]
     record.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert choose_advisor(Request(llm=f"recorded:{record}"), None, ()) == {
-        "recorded": str(record),
-        "advisor_note": "openai:m, recorded plans beside the built-in rules",
-    }
+    note = "openai:m, recorded plans beside the built-in rules"
+    recorded = choose_advisor(Request(llm=f"recorded:{record}"), None, ())
+    assert recorded == {"recorded": str(record), "advisor_note": note}
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-    assert choose_advisor(Request(), None, ()) == {
-        "advisor_note": "the built-in rules plan: no language model was requested"
-    }
+    note = "the built-in rules plan: no language model was requested"
+    assert choose_advisor(Request(), None, ()) == {"advisor_note": note}
 
 
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
         ({"llm": "openai:m"}, "OPENAI_API_KEY isn't set"),
-        ({"llm": "gpt-5.5"}, "did you mean openai:gpt-5.5?"),
+        ({"llm": "gpt-5.5"}, "use none, openai:MODEL or"),
         ({"llm": "anthropic:claude"}, "other chat models are objects"),
-        ({"llm": "azure_openai:mine"}, "Azure is openai:DEPLOYMENT with base_url=https://RESOURCE"),
         ({"llm": "openai:m", "base_url": "ftp://x"}, "give an address such as"),
         ({"llm": "openai:m", "base_url": "localhost:11434/v1"}, "give an address such as"),
         ({"llm": "openai:m", "base_url": "http://127.0.0.1:9/v1"}, "gave no answer"),
@@ -69,6 +63,8 @@ def test_the_language_model_is_the_one_that_was_requested_and_a_key_is_no_reques
     ],
 )
 def test_what_can_not_be_had_is_one_line(request_: dict[str, str], message: str):
+    with pytest.raises(RequestError, match="advisor is of type str"):
+        choose_advisor(Request(), "gpt-4o", ())
     with pytest.raises(RequestError) as caught:
         choose_advisor(Request.model_validate(request_), None, ())
 
@@ -140,16 +136,9 @@ def test_what_the_operator_named_is_allowed(limits: Limits, tmp_path: Path):
         limits.check(asked)
 
 
-HOME = ("~/plan.json", "~nobody-of-that-name/x")
 OUTSIDE = (
-    "/etc/passwd",
-    "../elsewhere/plan.json",
-    "link/plan.json",
-    "a\0b",
-    "link",
-    "../not/there",
-    "../elsewhere",
-    *HOME,
+    *("/etc/passwd", "../elsewhere/plan.json", "link/plan.json", "a\0b", "link", "../not/there", "../elsewhere"),
+    *("~/plan.json", "~nobody-of-that-name/x"),
 )
 
 

@@ -10,8 +10,8 @@ from conftest import World
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
-from profiling_agent import build_graph, optimize, resume
-from profiling_agent.errors import RequestError, RunError
+from profiling_agent import optimize, resume
+from profiling_agent.errors import RunError
 from profiling_agent.llm.transcript import FILE
 
 TARGETS = (0.2, 0.35, 0.5)
@@ -80,8 +80,3 @@ def test_an_object_plans_as_well_is_needed_again_and_the_rules_go_on_without_its
     assert "ChatOpenAI:scripted gave no answer" in report.spent.failures[-1]
     text = (tmp_path / "quick" / "report.md").read_text()
     assert "left to the rules, the last because ChatOpenAI:scripted gave no answer" in text
-
-
-def test_what_is_no_chat_model_is_refused(world: World, tmp_path: Path):
-    with pytest.raises(RequestError, match="advisor is of type str"):
-        build_graph(advisor="gpt-4o").invoke(world.request(tmp_path))

@@ -18,17 +18,10 @@ pytestmark = [
 
 
 def test_int8_of_the_convolutions_meets_a_contract_of_two_points_and_a_third_of_the_bytes(tmp_path: Path):
-    asked = Request(
-        model=str(MODEL),
-        dataset=str(DATASET),
-        max_accuracy_drop=0.02,
-        max_size_ratio=0.3,
-        max_iterations=1,
-        num_sessions=2,
-        batch_size=8,
-        output=str(tmp_path),
-    )
-    report = optimize(asked)
+    folders = {"model": str(MODEL), "dataset": str(DATASET), "output": str(tmp_path)}
+    contract = {"max_accuracy_drop": 0.02, "max_size_ratio": 0.3}
+    few = {"max_iterations": 1, "num_sessions": 2, "batch_size": 8}
+    report = optimize(Request.model_validate(folders | contract | few))
 
     search = report.deployment_search
     assert search is not None

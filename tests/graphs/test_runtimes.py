@@ -35,12 +35,8 @@ def test_runtimes_compete_and_the_winner_is_loaded_in_its_own(run: Run):
     assert report.deployment_search is not None
     tried = {option.deployment.name: option for option in report.deployment_search.options}
     assert set(tried) == {
-        "onnxruntime float32",
-        "onnxruntime dynamic",
-        "onnxruntime static",
-        "openvino float32",
-        "openvino static",
-        "openvino static_nncf",
+        *(f"onnxruntime {scheme}" for scheme in ("float32", "dynamic", "static")),
+        *(f"openvino {scheme}" for scheme in ("float32", "static", "static_nncf")),
     }
     assert all(option.deployed for option in tried.values()), {name: option.reason for name, option in tried.items()}
     assert report.deployment_search.chosen is not None

@@ -9,7 +9,7 @@ import zoo
 from commands import call
 from crashing_library import break_library
 
-from profiling_agent.cli.models import _installed
+from profiling_agent.cli.main import _installed
 from profiling_agent.cli.tables import model_tables
 from profiling_agent.cli.terminal import console
 from profiling_agent.jobs import check
