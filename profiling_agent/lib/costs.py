@@ -33,8 +33,7 @@ def sdpa_macs(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> 
 
     Shapes as in torch's documentation: query (..., heads, L, E), key (..., heads, S, E), value (..., heads, S, Ev).
     """
-    *batch_shape, target, width = query.shape
-    return math.prod(batch_shape) * target * key.shape[-2] * (width + value.shape[-1])
+    return query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def matmul_macs(*args: Any, **kwargs: Any) -> int:
@@ -53,19 +52,6 @@ FORMULAS: Mapping[Callable[..., Any], Callable[..., int]] = {
 }
 
 
-class _MatmulCounter(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.macs, self.call_stack = Counter[str](), list[str]()
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if self.call_stack and (formula := FORMULAS.get(func)) is not None:
-            self.macs[self.call_stack[-1]] += formula(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
     """Count the MACs of products of two activations, by the name of the module whose forward called them.
@@ -73,15 +59,18 @@ def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
     The innermost module counts: attention's products belong to the attention module, not to the layer around it.
     `torch.einsum` is not counted.
     """
-    counter = _MatmulCounter()
-    stack = counter.call_stack
-    with (
-        watching(
-            model, before=lambda name, _input: stack.append(name), after=lambda _name, _input, _output: stack.pop()
-        ),
-        counter,
-    ):
-        yield counter.macs
+    macs, calls = Counter[str](), list[str]()
+
+    class Products(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            if calls and (formula := FORMULAS.get(func)) is not None:
+                macs[calls[-1]] += formula(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with watching(model, before=lambda name, _input: calls.append(name), after=lambda *_: calls.pop()), Products():
+        yield macs
 
 
 COUNTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -149,67 +138,54 @@ def count_complexity(model: nn.Module, spec: InputSpec) -> dict[str, Complexity]
     }
 
 
-class Stopwatch:
-    """Hooks that mark the beginning and end of every module's calls, each by one call of `mark`."""
-
-    def __init__(self, mark: Callable[[], Any]) -> None:
-        self._mark = mark
-        self._open: list[tuple[str, Any]] = []
-        # The name of each call, its marks, and the name of the call around it.
-        self._spans: list[tuple[str, Any, Any, str | None]] = []
-
-    def enter(self, name: str, _input: Any) -> None:
-        """Mark the beginning of a module's call."""
-        self._open.append((name, self._mark()))
-
-    def leave(self, _name: str, _input: Any, _output: Any) -> None:
-        """Mark the end of a module's call."""
-        name, begin = self._open.pop()
-        self._spans.append((name, begin, self._mark(), self._open[-1][0] if self._open else None))
-
-    def own_ms(self, ms_between: Callable[[Any, Any], float]) -> dict[str, float]:
-        """Return the milliseconds of each module, summed over its calls, without those of its children."""
-        total_ms: dict[str, float] = {}
-        for name, begin, end, parent in self._spans:
-            span_ms = ms_between(begin, end)
-            total_ms[name] = total_ms.get(name, 0.0) + span_ms
-            if parent is not None:
-                total_ms[parent] = total_ms.get(parent, 0.0) - span_ms
-        return total_ms
-
-
-def layer_latency(model: nn.Module, batch: Tensor, *, passes: int) -> dict[str, float]:
+def layer_latency(
+    model: nn.Module, batch: Tensor, *, passes: int, clock: Callable[[], int] = time.perf_counter_ns
+) -> dict[str, float]:
     """Return the milliseconds of every called module without its children: the median over `passes` forward passes.
 
     The rows add up to the whole pass; a module that is called several times in a pass has the sum. The hooks' own time, some
-    microseconds a module, counts for the enclosing module. CUDA times are between events in the stream, read after one
-    synchronization a pass.
+    microseconds a module, counts for the enclosing module. On the CPU `clock` gives nanoseconds. CUDA times are between events in
+    the stream, read after one synchronization a pass.
     """
+    calls: list[tuple[str, Any]] = []
+    # The name of each call, its beginning and end, and the name of the call around it.
+    spans: list[tuple[str, Any, Any, str | None]] = []
 
     def mark() -> Any:
         if not batch.is_cuda:
-            return time.perf_counter_ns()
+            return clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def ms_between(begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) if batch.is_cuda else (end - begin) / 1e6
+    def enter(name: str, _input: Any) -> None:
+        calls.append((name, mark()))
+
+    def leave(_name: str, _input: Any, _output: Any) -> None:
+        name, begin = calls.pop()
+        spans.append((name, begin, mark(), calls[-1][0] if calls else None))
+
+    def synchronize() -> None:
+        if batch.is_cuda:
+            torch.cuda.synchronize(batch.device)
 
     samples_ms: dict[str, list[float]] = {}
-    with torch.inference_mode():
-        for _ in range(passes):
-            stopwatch = Stopwatch(mark)
-            if batch.is_cuda:
-                torch.cuda.synchronize(batch.device)
-            with watching(model, before=stopwatch.enter, after=stopwatch.leave):
-                model(pixel_values=batch)
-            if batch.is_cuda:
-                torch.cuda.synchronize(batch.device)
-            for name, own_ms in stopwatch.own_ms(ms_between).items():
-                samples_ms.setdefault(name, []).append(own_ms)
+    for _ in range(passes):
+        spans.clear()
+        synchronize()
+        with torch.inference_mode(), watching(model, before=enter, after=leave):
+            model(pixel_values=batch)
+        synchronize()
+        own_ms: dict[str, float] = {}
+        for name, begin, end, parent in spans:
+            span_ms = begin.elapsed_time(end) if batch.is_cuda else (end - begin) / 1e6
+            own_ms[name] = own_ms.get(name, 0.0) + span_ms
+            if parent is not None:
+                own_ms[parent] = own_ms.get(parent, 0.0) - span_ms
+        for name, ms in own_ms.items():
+            samples_ms.setdefault(name, []).append(ms)
     # Events resolve half a microsecond at best, so a child may seem to take longer than its parent.
-    return {name: max(median(own_ms), 0.0) for name, own_ms in samples_ms.items()}
+    return {name: max(median(times), 0.0) for name, times in samples_ms.items()}
 
 
 def activation_bytes(model: nn.Module, batch: Tensor) -> dict[str, int]:

@@ -34,16 +34,14 @@ from profiling_agent.pruning.compensation import (
     MIN_IMAGES,
     Calibration,
     SingularError,
-    UnitMoments,
     columns_of,
     damp_,
     divide_,
-    gather_moments,
     matrix_of,
     regrouped,
 )
-from profiling_agent.pruning.criteria import best_for, order_with_kl
-from profiling_agent.pruning.verify import masked_parameters
+from profiling_agent.pruning.criteria import UnitMoments, best_for, gather_moments, order_with_kl
+from profiling_agent.pruning.prune import masked_parameters
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Cut, Evidence, Unit, UnitEvidence, WidthOption
 

@@ -27,8 +27,7 @@ from profiling_agent.profiling.evidence import (
     store_evidence,
     with_latencies,
 )
-from profiling_agent.pruning.compensation import gather_moments
-from profiling_agent.pruning.criteria import order_by, predicted_kl
+from profiling_agent.pruning.criteria import gather_moments, order_by, predicted_kl
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Cut, Evidence

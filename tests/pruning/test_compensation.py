@@ -22,7 +22,6 @@ from profiling_agent.pruning.compensation import (
     compensate_units_,
     features,
     fit_,
-    gather_moments,
     matrix_of,
     outputs_of,
     paired_moments,
@@ -30,6 +29,7 @@ from profiling_agent.pruning.compensation import (
     regrouped,
     second_moment,
 )
+from profiling_agent.pruning.criteria import gather_moments
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.schemas import Cut, UnitKind
 

@@ -10,11 +10,13 @@ from torch import nn
 from zoo import units_of
 
 from profiling_agent.lib.modules import random_batch
-from profiling_agent.pruning.compensation import RIDGE, UnitMoments, gather_moments
 from profiling_agent.pruning.criteria import (
     CRITERIA,
     IMPORTANCE,
+    RIDGE,
+    UnitMoments,
     eliminate,
+    gather_moments,
     keep_indices,
     order_by,
     order_with_kl,

@@ -12,9 +12,8 @@ from zoo import counted
 
 from profiling_agent.errors import PlanError
 from profiling_agent.lib.modules import random_batch
-from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.prune import cut_units, prune_model
 from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.verify import cut_units
 from profiling_agent.pruning.widths import resolve, snap
 from profiling_agent.runtimes.torch_artifact import load_module, save_model
 from profiling_agent.schemas import Cut, PruningRecommendation, UnitKind

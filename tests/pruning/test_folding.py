@@ -8,9 +8,9 @@ from zoo import logits, units_of
 
 from profiling_agent.lib.modules import following_norms, has_bias, random_batch
 from profiling_agent.profiling.evidence import fold, overlay
-from profiling_agent.pruning.compensation import compensate_units_, gather_moments
-from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.verify import masked_parameters
+from profiling_agent.pruning.compensation import compensate_units_
+from profiling_agent.pruning.criteria import gather_moments
+from profiling_agent.pruning.prune import masked_parameters, prune_model
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Cut
 

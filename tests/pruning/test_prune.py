@@ -16,16 +16,16 @@ from zoo import cuts_of, logits, units_of
 
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.lib.modules import random_batch
-from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.units import FoundUnits, find_units
-from profiling_agent.pruning.verify import (
+from profiling_agent.pruning.prune import (
     MAX_MASK_ERROR,
     check_mask_error,
     check_saving,
     cut_units,
     mask_error,
     masked_parameters,
+    prune_model,
 )
+from profiling_agent.pruning.units import FoundUnits, find_units
 from profiling_agent.schemas import Cut, UnitKind
 
 IMAGES = random_batch(zoo.SPEC, 3, seed=7)

@@ -4,8 +4,8 @@ import zoo
 
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.modules import mean_kl, random_batch
+from profiling_agent.pruning.compensation import distillation, recover
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.recovery import distillation, recover
 
 IMAGES, JUDGED = random_batch(zoo.SPEC, 48, seed=1), random_batch(zoo.SPEC, 16, seed=2)
 

@@ -39,7 +39,7 @@ from profiling_agent.profiling.evidence import (
     with_latencies,
 )
 from profiling_agent.profiling.profile import profile_model
-from profiling_agent.pruning import recovery
+from profiling_agent.pruning import compensation
 from profiling_agent.pruning.compensation import Calibration, compensate
 from profiling_agent.pruning.prune import NUM_GATE_IMAGES, prune_model
 from profiling_agent.quantization import sensitivity
@@ -330,7 +330,7 @@ def recover(task: tasks.RecoverTask, job: JobContext) -> RecoveredModel:
         dtype=next(dense.parameters()).dtype,
     )
     with quick_products():
-        recovered = recovery.recover(
+        recovered = compensation.recover(
             dense,
             pruned,
             shuffled_batches(job.images("recovery"), batch_size=task.batch_size, seed=task.seed),
