@@ -1,8 +1,7 @@
 """Cost of each module: parameters and multiply-accumulates (MACs) by ptflops, time, and activations.
 
-ptflops misses attention, which is added here. Counted are linear and convolution layers, as ptflops counts them (one MAC for each
-bias addition too: 17.58 G for ViT-B/16), and attention's two matrix products. Activations, norms, pools, softmax and additions
-are not counted.
+Counted are linear and convolution layers, as ptflops counts them (one MAC for each bias addition too: 17.58 G for ViT-B/16), and
+attention's two matrix products, which it misses. Activations, norms, pools, softmax and additions are not counted.
 """
 
 import math
@@ -56,8 +55,7 @@ FORMULAS: Mapping[Callable[..., Any], Callable[..., int]] = {
 def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
     """Count the MACs of products of two activations, by the name of the module whose forward called them.
 
-    The innermost module counts: attention's products belong to the attention module, not to the layer around it.
-    `torch.einsum` is not counted.
+    The innermost module counts, for attention's products the attention module. `torch.einsum` is not counted.
     """
     macs, calls = Counter[str](), list[str]()
 
@@ -105,10 +103,8 @@ def count_complexity(model: nn.Module, spec: InputSpec) -> dict[str, Complexity]
         formula(module, inputs, output)
         macs[names[module]] += module.__flops__ - before
 
-    def image(shape: Any) -> Any:
-        # ptflops declares a dict here, but prints a warning for every model given a dict.
-        return torch.zeros(shape, device=device_of(model))
-
+    # ptflops declares a dict here, but prints a warning for every model given a dict.
+    image: Any = partial(torch.zeros, device=device_of(model))
     # Without its own hook, ptflops would skip a subclass of `nn.Linear`.
     kinds = {type(module): [kind for kind in COUNTED if isinstance(module, kind)] for module in names}
     with preserving_state(model), torch.inference_mode(), counted_matmuls(model) as matmuls:
@@ -143,9 +139,8 @@ def layer_latency(
 ) -> dict[str, float]:
     """Return the milliseconds of every called module without its children: the median over `passes` forward passes.
 
-    The rows add up to the whole pass; a module that is called several times in a pass has the sum. The hooks' own time, some
-    microseconds a module, counts for the enclosing module. On the CPU `clock` gives nanoseconds. CUDA times are between events in
-    the stream, read after one synchronization a pass.
+    The rows add up to the whole pass; a module that is called several times has the sum, and the hooks' own time, some
+    microseconds, counts for the enclosing one. `clock` gives nanoseconds; on CUDA, times are between events in the stream.
     """
     calls: list[tuple[str, Any]] = []
     # The name of each call, its beginning and end, and the name of the call around it.
@@ -191,11 +186,10 @@ def layer_latency(
 def activation_bytes(model: nn.Module, batch: Tensor) -> dict[str, int]:
     """Return the bytes of the tensors that each called module creates, in one forward pass of `batch`.
 
-    A tensor is counted at the first module that returns it: a container that returns its last child's output, or dropout in
-    eval mode, creates none.
+    A tensor is counted at the first module that returns it: a container that returns its last child's output creates none.
     """
     num_bytes = Counter[str]()
-    # Weak, so that the pass needs no more memory than usual, and the id of a freed tensor is not mistaken for another's.
+    # Weak, so that the pass needs no more memory than usual.
     seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def leave(name: str, _input: Any, output: Any) -> None:

@@ -76,10 +76,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return rows W' + b, (..., outputs), for rows (..., inputs) and W (outputs, inputs), float32 on the CPU, by oneDNN.
-
-    Inductor uses the same operator for such a product.
-    """
+    """Return rows W' + b, (..., outputs), for rows (..., inputs) and W (outputs, inputs), float32, by oneDNN as inductor does."""
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 
@@ -102,9 +99,9 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 class Folded(nn.Module):
-    """The replacement of a fused batch norm: an identity that has the attributes of a norm with mean 0 and variance 1.
+    """The replacement of a fused batch norm: an identity with the attributes of a norm of mean 0 and variance 1.
 
-    timm's norms contain an activation, which stays. A model's code may read attributes of a norm, as of any layer.
+    timm's norms contain an activation, which stays.
     """
 
     num_features: int
@@ -155,8 +152,8 @@ MAX_DISTANCE = 1e-4
 def fuse_norms_(model: nn.Module, images: Tensor) -> int:
     """Fuse each batch norm into the convolution that only it reads, in place; return the number fused.
 
-    None is fused if the logits of `images` (b, c, h, w) change, as when a convolution has another reader or runs twice. The model
-    must be in eval mode, float32 and not shared.
+    None is fused if the logits of `images` (b, c, h, w) change, as when a convolution has another reader or runs twice. The
+    model must be in eval mode and float32.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     convolutions = [name for name, module in modules.items() if type(module) is nn.Conv2d]

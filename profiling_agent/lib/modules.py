@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.utils._pytree import tree_leaves
 
 from profiling_agent.errors import RunError
 from profiling_agent.lib.machine import available_threads
@@ -42,13 +43,9 @@ def watching(
         yield
 
 
-def tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a module's output, through mappings (ModelOutput is one), tuples and lists."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (dict, tuple, list)):
-        for part in output.values() if isinstance(output, dict) else output:
-            yield from tensors(part)
+def tensors(output: Any) -> list[Tensor]:
+    """Return the tensors in a module's output, through mappings (ModelOutput is one), tuples and lists."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
@@ -69,19 +66,17 @@ def preserving_state(model: nn.Module) -> Generator[nn.Module]:
 
 def without_weights(model: nn.Module) -> nn.Module:
     """Copy `model` to the meta device: its structure and shapes, without memory or arithmetic."""
-    memo: dict[int, Any] = {
-        id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        for parameter in model.parameters()
-    }
-    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
 
 
 def module_counts(model: nn.Module) -> dict[str, int]:
     """Return the number of places in which each named module occurs."""
-    modules = list(model.named_modules(remove_duplicate=False))
-    counts = Counter(id(module) for _, module in modules)
-    return {name: counts[id(module)] for name, module in modules}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    counts = Counter(modules.values())
+    return {name: counts[module] for name, module in modules.items()}
 
 
 def pin_threads(num_threads: int | None = None) -> int:
@@ -104,18 +99,14 @@ def floating_dtype(model: nn.Module) -> torch.dtype:
 
 
 def on_device(model: nn.Module, device: str) -> nn.Module:
-    """Move `model` to a device, and make float32 exact for the whole process.
-
-    By default, convolutions on CUDA round to a mantissa of ten bits: errors of a thousandth, too large for golden logits.
+    """Move `model` to a device, and make float32 exact for the whole process: by default CUDA rounds to ten bits.
 
     Raises:
-        RunError: the device was there when the run began, and is no longer; no plan is at fault.
+        RunError: the device was there when the run began, and is no longer.
     """
     if device == "cuda":
         if not torch.cuda.is_available():
-            raise RunError(
-                "torch finds no CUDA device: use device cpu, or resume a run that began on one where there is one"
-            )
+            raise RunError("torch finds no CUDA device: use device cpu, or resume where there is one")
         # After setting `fp32_precision` instead, exporting a model fails in torch 2.11 to 2.13, as it reads the older switch.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False

@@ -24,8 +24,7 @@ Prefixes = Mapping[str, Sequence[str]]
 def find_prefixes(model: nn.Module, readers: Mapping[str, Collection[str]], image: Tensor) -> Prefixes:
     """Return, for each unit, the outermost modules that end before its `readers` begin, and so need not be rerun.
 
-    A module that serves one unit only is left out, unless it contains the readers of several, as a stage does: rerunning a part
-    of a block costs less than the memory of its output.
+    A module that serves one unit is left out, unless it contains readers of several: rerunning it costs less than its memory.
     """
     before = _ended_before(model, readers, image)
     num_units = Counter(name for names in before.values() for name in names)
@@ -154,8 +153,8 @@ class Walk:
         self._model, self._cache, self.num_bytes = model, dict[int, dict[str, Any]](), 0
         ended = _ended_before(model, {layer: [layer] for layer in layers}, image)
         outputs, _ = _lasting_outputs(model, {name for names in ended.values() for name in names}, image)
-        # By layer, the modules that ended before it, and whether their outputs are read after it: if not, the logits stay finite
-        # with nan in their place, and what is unread after one layer stays unread. No pass follows that of the last layer.
+        # By layer but the last, the modules that ended before it, and whether their outputs are read after it: if not, the
+        # logits stay finite with nan in their place, and what is unread after one layer stays unread.
         self._is_read: dict[str, dict[str, bool]] = {}
         unread: dict[str, Any] = {}
         for layer in layers[:-1]:

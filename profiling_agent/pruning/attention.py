@@ -12,24 +12,19 @@ PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", 
 # The output layer is a child, or lies in a module next to the one that holds the projections.
 OUTPUTS, SIBLING_OUTPUT = ("o_proj", "out_proj", "proj"), "output.dense"
 HEAD_COUNTS, HEAD_DIMS = ("num_attention_heads", "num_heads"), ("head_dim", "attention_head_size")
-# Attributes that forward passes read as well: the width of all heads, and the count and width of the heads of k and v, which may be fewer.
+# Attributes that forward passes read as well: the width of all heads, and the count and width of the heads of k and v.
 WIDTHS, KEY_COUNT, KEY_WIDTH = ("all_head_size", "attn_dim"), "num_kv_heads", "kv_dim"
-# Parameters with one entry per head, and the dimension that counts heads.
-HEAD_TABLES = {"relative_position_bias_table": -1, "logit_scale": 0}
-# Norms of one head's q or k, shared by all heads.
-HEAD_NORMS = ("q_norm", "k_norm")
-# A network that computes such a table: its last layer has one row per head.
-TABLE_NETWORK = "continuous_position_bias_mlp"
-# The outputs of these are read by k and v, whatever the number of heads.
-BEFORE_KEYS = ("sequence_reduction", "layer_norm")
+# Parameters with one entry per head, with the dimension that counts heads, and a network that computes one in its last layer.
+HEAD_TABLES, TABLE_NETWORK = {"relative_position_bias_table": -1, "logit_scale": 0}, "continuous_position_bias_mlp"
+# Norms of one head's q or k, shared by all heads; and modules before k and v, whatever the number of heads.
+HEAD_NORMS, BEFORE_KEYS = ("q_norm", "k_norm"), ("sequence_reduction", "layer_norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """An attention module whose heads are independent: (heads * head_dim) rows of q, k, v, as many columns of o.
 
-    One layer that computes q, k and v together has three `stacks`. Layers and tables are named as in the model; a table's value
-    is the dimension that counts heads.
+    One layer that computes q, k and v together has three `stacks`. A table's value is the dimension that counts heads.
     """
 
     producers: tuple[str, ...]

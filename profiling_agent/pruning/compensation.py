@@ -1,4 +1,4 @@
-"""Compensation of a cut: least squares on second moments and batch-norm statistics, then recovery by a few epochs of training.
+"""Compensation of a cut by least squares and batch-norm statistics, then recovery by a few epochs of training.
 
 Both are checked on images that they aren't fitted to, and undone where they don't help.
 """
@@ -24,7 +24,7 @@ from profiling_agent.schemas import Cut, Unit
 
 
 def columns_of(unit: Unit, layer: nn.Module, kept: Sequence[int]) -> list[int]:
-    """Return the columns of `matrix_of(layer)` that belong to the channels or heads `kept`; `layer` is unpruned."""
+    """Return the columns of the unpruned `layer`'s matrix that belong to the channels or heads `kept`."""
     size = matrix_of(layer).shape[1] // unit.width
     return [index * size + column for index in kept for column in range(size)]
 
@@ -46,7 +46,7 @@ def divide_(rows: Tensor, gram: Tensor) -> Tensor:
 
 # Blocks of neighbours, so that both parts hold all classes whether images are sorted by class or interleaved.
 BLOCK, BLOCKS_PER_JUDGED = 8, 4
-# With 8 images the fit is unusable, with 32 it is 1.5 points worse than with 128, and 512 add 0.2 (docs/facts.md, "Calibration images and ridge").
+# With 8 images the fit is unusable, with 32 it is 1.5 points worse than with 128, and 512 add 0.2 (docs/facts.md).
 MIN_IMAGES = 128
 
 
@@ -68,18 +68,18 @@ class Calibration:
 
     def fitted(self) -> Iterator[Tensor]:
         """Yield the three quarters that compensation is fitted to."""
-        return self._part(judged=False)
+        return self._part(is_judged=False)
 
     def judged(self) -> Iterator[Tensor]:
         """Yield the held-out quarter that compensation is evaluated on."""
-        return self._part(judged=True)
+        return self._part(is_judged=True)
 
-    def _part(self, *, judged: bool) -> Iterator[Tensor]:
+    def _part(self, *, is_judged: bool) -> Iterator[Tensor]:
         start = 0
         for images in self.every():
             blocks = torch.arange(start, start + len(images), device=self.device) // BLOCK
             start += len(images)
-            part = images[(blocks % BLOCKS_PER_JUDGED == BLOCKS_PER_JUDGED - 1) == judged]
+            part = images[(blocks % BLOCKS_PER_JUDGED == BLOCKS_PER_JUDGED - 1) == is_judged]
             if len(part):
                 yield part
 
@@ -131,12 +131,11 @@ def paired_moments(
     for number, images in enumerate(batches):
         y = outputs_of(layer, dense.reach(name, number, images)[1])[:, list(rows)]
         z = features(layer, pruned.reach(name, number, images)[0])
-        # About the first batch's means: next to the square of a channel far from zero, float32 loses the variance of the others.
+        # About the first batch's means: next to a channel far from zero, float32 loses the variance of the others.
         origins = origins or [z.mean(0), y.mean(0)]
         z, y = z - origins[0], y - origins[1]
-        # Products are in the model's precision: their rounding, 1e-6, is far below the ridge, and float64 takes twice the time. The sums, which
-        # grow with the number of images, are float64, and stored once: a Gram matrix of a wide convolution is as large as the model (170 MB on
-        # ResNet-101).
+        # Products in float32 round by 1e-6, far below the ridge, and take half the time. The float64 sums are stored
+        # once: a Gram matrix of a wide convolution is as large as the model.
         parts = (z.sum(0, dtype=torch.float64), y.sum(0, dtype=torch.float64), y.T @ z, second_moment(z))
         sums = sums or [torch.zeros_like(part, dtype=torch.float64) for part in parts]
         for total, part in zip(sums, parts, strict=True):
@@ -151,10 +150,10 @@ def paired_moments(
 def fit_(moments: PairedMoments, start: Tensor, *, centred: bool, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
     """Return (W, b) that predict the dense outputs y from the pruned consumer's inputs z, near the weight `start`.
 
-    W = start + (E[y z'] - start E[z z']) (E[z z'] + ridge m I)^-1 and b = E[y] - W E[z], m the mean of E[z z']'s diagonal. Moments are about the
-    means if `centred`; otherwise they are about zero, and b is zero. `start` (outputs, columns), float64, is the dense weight of the kept columns,
-    so that an infinite ridge changes nothing. If z is the dense activations x_K, W is W_K + W_P C_PK (C_KK + ridge m I)^-1 (ThiNet, 2017; He et al.,
-    2017). If no column varies, W is `start`.
+    W = start + (E[y z'] - start E[z z']) (E[z z'] + ridge m I)^-1 and b = E[y] - W E[z], m the mean of E[z z']'s diagonal.
+    Moments are about the means if `centred`; otherwise about zero, and b is zero. `start` (outputs, columns), float64, is
+    the dense weight of the kept columns, so that an infinite ridge changes nothing. If z is the dense activations x_K, W is
+    W_K + W_P C_PK (C_KK + ridge m I)^-1 (ThiNet, 2017; He et al., 2017). If no column varies, W is `start`.
 
     The second moments are overwritten: those of a wide convolution are as large as the model.
     """
@@ -182,9 +181,9 @@ def compensate_units_(
 ) -> None:
     """Fit the consumer of every cut unit in `pruned` to the dense outputs, in the order in which the network runs.
 
-    Each is fitted to activations that earlier, already fitted units produce, so errors don't add up. That takes one pass of both models, one
-    stretch per unit. A convolution is fitted in all its taps: on the shared ResNet cut by a quarter that leaves a KL of 0.081 nats, instead of
-    0.098 with taps that share one mixing of channels, and 0.220 if every unit is fitted to the dense activations only (docs/decisions/LOG.md).
+    Each is fitted to activations that earlier, already fitted units produce, so errors don't add up, in one pass of both
+    models. A convolution is fitted in all its taps: the shared ResNet cut by a quarter then has a KL of 0.081 nats, with
+    taps that share one mixing of channels 0.098, and 0.220 if units are fitted to dense activations (docs/decisions/LOG.md).
     """
     consumers = {cut.unit.consumer: cut.unit for cut in cuts}
     cut_rows = {
@@ -196,17 +195,20 @@ def compensate_units_(
     norms = modules.following_norms(baseline, consumers, image)
     order = in_order(baseline, consumers, image)
     dense_walk = Walk(baseline, order, image)
-    walks = dense_walk, dense_walk.through(pruned)
+    pruned_walk = dense_walk.through(pruned)
     for number, name in enumerate(order):
         progress("compensating", number, len(consumers))
-        dense, unit = baseline.get_submodule(name), consumers[name]
-        rows = cut_rows.get(name, range(len(dense.get_parameter("weight"))))
-        columns = columns_of(unit, dense, keep[unit.name])
-        start = matrix_of(dense).double()[list(rows)][:, columns]
-        norm = norms.get(name)
-        moments = paired_moments(*walks, pruned.get_submodule(name), name, rows, images())
-        weight, shift = fit_(moments, start, centred=norm is not None or has_bias(dense))
-        layer = pruned.get_submodule(name)
+        dense, layer, unit, norm = (
+            baseline.get_submodule(name),
+            pruned.get_submodule(name),
+            consumers[name],
+            norms.get(name),
+        )
+        matrix = matrix_of(dense).double()
+        rows = cut_rows.get(name, range(len(matrix)))
+        start = matrix[list(rows)][:, columns_of(unit, dense, keep[unit.name])]
+        moments = paired_moments(dense_walk, pruned_walk, layer, name, rows, images())
+        weight, shift = fit_(moments, start, centred=norm is not None or has_bias(layer))
         parameter = layer.get_parameter("weight")
         parameter.copy_(weight.reshape(parameter.shape))
         if has_bias(layer):
@@ -218,7 +220,7 @@ def compensate_units_(
 
 # Batch norms are skipped below this KL: as many nats go with a quarter of a point of top-1 (docs/decisions/LOG.md).
 NEGLIGIBLE_KL = 5e-3
-# Batch norms are re-estimated from whole batches of one size: every batch weighs the same, and the variance of few images is poor.
+# Every batch weighs the same, and the variance of few images is poor.
 NORM_BATCH = 32
 LEAST_SQUARES, BATCH_NORM = "least squares", "batch norm"
 
@@ -249,18 +251,20 @@ def compensate(
 ) -> Compensated:
     """Return a compensated copy of `pruned`, which `cuts` and `keep` made from `baseline`; both are unchanged.
 
-    `batches` begins a pass over the calibration images: (pixel_values, labels), labels unused. Steps are fitted to three quarters of them, and each
-    is kept only if it lowers the mean KL(unpruned || pruned) of the other quarter. With fewer than 128 different images none is tried, and the KL
-    is that of all images. `expected` are the unpruned model's logits on that quarter, if known, (images, classes).
+    `batches` begins a pass over the calibration images: (pixel_values, labels), labels unused. Steps are fitted to three
+    quarters of them, and each is kept only if it lowers the mean KL(unpruned || pruned) of the other quarter. With fewer
+    than 128 different images none is tried, and the KL is that of all images. `expected` are the unpruned model's logits on
+    that quarter, if known, (images, classes).
 
     Example:
         >>> from transformers import ViTConfig, ViTForImageClassification
         >>> from profiling_agent.pruning.prune import prune_model
         >>> from profiling_agent.pruning.units import find_units
         >>> from profiling_agent.schemas import InputSpec
-        >>> model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, hidden_size=64, num_hidden_layers=1))
+        >>> model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, hidden_size=48, num_hidden_layers=1))
         >>> spec = InputSpec(channels=3, height=32, width=32, source="example")
-        >>> cuts = [Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in find_units(model, spec, {}).units]
+        >>> units = find_units(model, spec, {}).units
+        >>> cuts = [Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in units]
         >>> pruned = prune_model(model, cuts, spec=spec)
         >>> batches = [(torch.randn(32, 3, 32, 32), torch.zeros(32)) for _ in range(4)]
         >>> compensated = compensate(model, pruned.model, cuts, pruned.keep, lambda: batches)
@@ -341,10 +345,10 @@ def reestimate_(model: nn.Module, batches: Iterable[Tensor]) -> None:
             model(pixel_values=images)
 
 
-# The shared ViT, cut by 57% and compensated to a KL of 0.20, gets to 0.14, 0.11 and 0.09 in 3 epochs of 1,000 images at 1e-5, 5e-5 and 2e-4; at
-# 1e-3 it diverges, and so does the ResNet. Large pretrained models want the lower rates.
+# The shared ViT, cut by 57% and compensated to a KL of 0.20, gets to 0.14, 0.11 and 0.09 in 3 epochs of 1,000 images at
+# 1e-5, 5e-5 and 2e-4; at 1e-3 it diverges, and so does the ResNet. Large pretrained models want the lower rates.
 LEARNING_RATE = 5e-5
-# On the ViT, temperatures 1, 2 and 4 end at 0.095, 0.089 and 0.086 (rate 2e-4), on the ResNet at 0.175, 0.170 and 0.171.
+# At temperatures 1, 2 and 4 the ViT ends at 0.095, 0.089 and 0.086 (rate 2e-4), the ResNet at 0.175, 0.170 and 0.171.
 TEMPERATURE = 2.0
 MAX_GRADIENT_NORM = 1.0
 # Epochs without a lower KL before training stops.
@@ -378,10 +382,10 @@ def recover(
 ) -> Recovered:
     """Return a copy of `pruned` trained to reproduce the logits of `dense`; both are unchanged.
 
-    `batches(epoch)` gives the training images of an epoch, counted from 0; `judged()` gives held-out ones that choose the best epoch. Both are
-    pixel_values (b, c, h, w). `expected` are the logits of `dense` on the latter, if known, (images, classes). The loss is the KL divergence of
-    logits at temperature 2, times its square (Hinton et al., 2015); AdamW without decay, its rate a cosine over epochs. All is in eval mode: batch
-    norms keep their statistics, and dropout is off.
+    `batches(epoch)` gives the training images of an epoch, counted from 0; `judged()` gives held-out ones that choose the
+    best epoch. Both are pixel_values (b, c, h, w). `expected` are the logits of `dense` on the latter, if known, (images,
+    classes). The optimizer is AdamW without decay, its rate a cosine over epochs. All is in eval mode: batch norms keep
+    their statistics, and dropout is off.
 
     Raises:
         PruningError: there are no images, no parameter is trainable, or a model returns logits that aren't finite.
@@ -389,9 +393,9 @@ def recover(
     with preserving_state(dense), preserving_state(pruned):
         dense.eval()
         student = copy.deepcopy(pruned).eval()
-        expected = _logits(dense, judged()) if expected is None else expected.to(modules.device_of(dense))
         if not (trainable := [parameter for parameter in student.parameters() if parameter.requires_grad]):
             raise PruningError("no parameter of the pruned model requires gradients; there is nothing to train")
+        expected = _logits(dense, judged()) if expected is None else expected.to(trainable[0].device)
         optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
         kls = [_check_finite(mean_kl(expected, _logits(student, judged())))]
         best_weights, stopped = list[Tensor](), f"all of {epochs} epochs were run"
@@ -399,9 +403,8 @@ def recover(
             progress("recovering", epoch, epochs)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * (1 + math.cos(math.pi * epoch / epochs)) / 2
-            kl = math.nan
-            if _train(dense, student, trainable, optimizer, batches(epoch)):
-                kl = mean_kl(expected, _logits(student, judged()))
+            is_finite = _train(dense, student, trainable, optimizer, batches(epoch))
+            kl = mean_kl(expected, _logits(student, judged())) if is_finite else math.nan
             if not math.isfinite(kl):
                 stopped = f"in epoch {epoch + 1} the loss or the logits were not finite"
                 break
@@ -412,25 +415,18 @@ def recover(
                 stopped = f"the KL did not fall for {PATIENCE} epochs"
                 break
         progress("recovering", epochs, epochs)
-    if best_weights:
-        with torch.no_grad():
-            for parameter, saved in zip(trainable, best_weights, strict=True):
-                parameter.copy_(saved)
-                parameter.grad = None
-        _copy_modes_(pruned, student)
-    return Recovered(
-        model=student if best_weights else pruned,
-        epochs_run=len(kls) - 1,
-        kl_before=kls[0],
-        kl_after=min(kls),
-        stopped=stopped,
-    )
+    model = student if best_weights else pruned
+    for parameter, best in zip(trainable, best_weights, strict=False):
+        parameter.data.copy_(best)
+        parameter.grad = None
+    _copy_modes_(pruned, model)
+    return Recovered(model=model, epochs_run=len(kls) - 1, kl_before=kls[0], kl_after=min(kls), stopped=stopped)
 
 
 def _train(
     dense: nn.Module,
     student: nn.Module,
-    trainable: list[nn.Parameter],
+    trainable: Sequence[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     batches: Iterable[Tensor],
 ) -> bool:

@@ -16,16 +16,14 @@ from profiling_agent.lib import modules
 from profiling_agent.lib.inference import mkl_is_slow, product
 from profiling_agent.schemas import Unit, UnitKind
 
-# Scores of a unit's channels by their rows of weights, (width, n): L1 (Li et al., 2017, "Pruning filters"), L2, and chance, the baseline that any
-# criterion has to beat.
+# Scores of a unit's channels by their rows of weights, (width, n): L1 (Li et al., 2017), L2, and chance, which any has to beat.
 IMPORTANCE: Mapping[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "l1": lambda rows, _generator: rows.abs().sum(1),
     "l2": lambda rows, _generator: rows.norm(dim=1),
     "random": lambda rows, generator: torch.rand(len(rows), generator=generator),
 }
-# By the error of the outputs after compensation: outputs weighted equally, or by the loss's sensitivity.
-ELIMINATION_CRITERIA = ("obs", "fisher_obs")
-CRITERIA = (*IMPORTANCE, *ELIMINATION_CRITERIA)
+# The last two are by the error of the outputs after compensation: outputs weighted equally, or by the loss's sensitivity.
+CRITERIA = (*IMPORTANCE, "obs", "fisher_obs")
 
 
 def score(model: nn.Module, unit: Unit, importance: str, *, seed: int = 0) -> Tensor:
@@ -88,7 +86,7 @@ def _subsample_pixels(pixels: Tensor) -> Tensor:
     return pixels[..., positions]
 
 
-# Share of the columns' mean second moment, so that the noise of few images isn't fitted (docs/facts.md, "Calibration images and ridge").
+# Share of the columns' mean second moment, so that the noise of few images isn't fitted (docs/facts.md).
 RIDGE = 1e-2
 (BLAS_SYRK,) = get_blas_funcs(("syrk",), dtype=np.float32)
 SingularError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
@@ -97,8 +95,8 @@ SingularError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportU
 def second_moment(rows: Tensor) -> Tensor:
     """Return z'z for the rows z (positions, columns): (columns, columns).
 
-    Torch computes both halves of a symmetric product, BLAS's syrk one. Where MKL is slow, oneDNN computes both halves in less time: 1,568 rows of
-    2,304 columns took 177 ms in torch, 104 to 168 in syrk and 95 in oneDNN (AMD EPYC, 2 cores, busy).
+    Torch computes both halves of the product, BLAS's syrk one; where MKL is slow, oneDNN computes both in less time: 1,568
+    rows of 2,304 columns took 177 ms in torch, 104 to 168 in syrk and 95 in oneDNN (AMD EPYC, 2 cores, busy).
     """
     if rows.device.type != "cpu" or rows.dtype != torch.float32:
         return rows.T @ rows
@@ -120,8 +118,8 @@ def damp_(gram: Tensor, mean: Tensor, ridge: float = RIDGE) -> Tensor:
 class UnitMoments:
     """Averages for one unit: x is what its consumer multiplies, g the gradient of the loss at its output.
 
-    The loss is the cross-entropy with labels drawn from the model's own predictions. Its squared gradients are the Fisher information, so no
-    labels are needed.
+    The loss is the cross-entropy with labels drawn from the model's own predictions: its squared gradients are the Fisher
+    information, and no labels are needed.
     """
 
     mean: Tensor  # E[x], (columns,)
@@ -152,7 +150,7 @@ def gather_moments(
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     sums: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     activations: dict[str, tuple[Tensor, Tensor]] = {}
-    # The square of a channel of mean 1,000 and deviation 1 loses the variance in float32: moments are taken about the first batch's mean.
+    # About the first batch's mean: squares of a channel of mean 1,000 and deviation 1 lose the variance in float32.
     origins: dict[str, Tensor] = {}
     num_images = 0
 
@@ -171,7 +169,7 @@ def gather_moments(
                 x = features(layer, activations[unit.consumer][0].detach())
                 x = x - origins.setdefault(unit.name, x.mean(0))
                 g = outputs_of(layer, gradient)
-                # Means and covariances are averaged over an image's positions, of which windowed attention has more rows than images.
+                # Averages are over an image's positions; windowed attention has more rows than images.
                 positions_per_image = len(x) / len(images)
                 gradients_per_image = gradient.numel() / g.shape[1] / len(images)
                 batch = (
@@ -192,12 +190,12 @@ def gather_moments(
     return moments
 
 
-# Updates per unit: a share of the width is removed between two of them, so that wide layers take seconds and not minutes. The errors of 64 updates
-# are within 0.2% of those of 128, of 16 within 0.7% (1,536 channels of correlated noise).
+# Updates per unit: a share of the width is removed between two, so that wide layers take seconds and not minutes. The errors
+# of 64 updates are within 0.2% of those of 128, of 16 within 0.7% (1,536 channels of correlated noise).
 UPDATES = 64
 # Candidates that are compared exactly for each removal between two updates.
 NUM_CANDIDATES = 2
-# Removed columns are dropped from the matrices once at most this share is left: copying the rest for each update took most of the time.
+# Removed columns are dropped from the matrices once at most this share is left: copying takes most of the time.
 MIN_REMAINING_SHARE = 0.875
 
 
@@ -205,8 +203,7 @@ MIN_REMAINING_SHARE = 0.875
 class Elimination:
     """`order` has every channel, the first to remove first; `loss[n]` is the output error after removing n of them.
 
-    The error is that of the best linear use of the remaining columns, weighted by `sensitivity`: half of it is the second-order estimate of the
-    KL divergence that the cut causes.
+    The error is that of the best linear use of the remaining columns, weighted by `sensitivity`.
     """
 
     order: tuple[int, ...]
@@ -218,8 +215,8 @@ def eliminate(
 ) -> Elimination:
     """Return the order of the optimal brain surgeon for groups of columns, or the errors of a given `order`.
 
-    `weight` is (outputs, columns), `covariance` (columns, columns), `sensitivity` (outputs, outputs); the columns are `width` groups of equal size,
-    one after the other. The error of removing group c is tr(S W_c ((C^-1)_cc)^-1 W_c') (Hassibi et al., 1993; ZipLM, 2023).
+    `weight` is (outputs, columns), `covariance` (columns, columns), `sensitivity` (outputs, outputs); the columns are `width`
+    groups of equal size. The error of removing group c is tr(S W_c ((C^-1)_cc)^-1 W_c') (Hassibi et al., 1993; ZipLM, 2023).
     """
     size = weight.shape[1] // width
     chunk = max(1, width // UPDATES)
@@ -276,8 +273,8 @@ def _cheapest(
 ) -> list[tuple[int, float]]:
     """Return `count` of the groups at `candidates` in their order of removal, and the error that each adds.
 
-    A group that replaces another may cost more once that one is removed, so errors are updated after each removal; for a few groups their own
-    blocks suffice. Candidates are removed as they come if `keep_order`.
+    A group that replaces another may cost more once that one is removed, so errors are updated after each removal; for a few
+    groups their own blocks suffice.
     """
     columns = _columns(candidates, size)
     weight, inverse, remaining = weight[:, columns], inverse[columns][:, columns], candidates.tolist()
@@ -306,39 +303,27 @@ def _errors(weight: Tensor, inverse: Tensor, num_groups: int) -> Tensor:
 
 
 def best_for(kind: UnitKind) -> str:
-    """Return the default criterion for a kind of unit.
+    """Return the default criterion for a kind of unit: the order in which the remaining columns compensate best.
 
-    It is the order in which the remaining columns compensate best. Channels are weighted by the loss's sensitivity, which was worth a fifth of the
-    KL; heads are not, because they are few and their gradients are noisy (docs/decisions/LOG.md, 2026-11-21).
+    Weighting channels by the loss's sensitivity was worth a fifth of the KL; heads are few, and their gradients noisy
+    (docs/decisions/LOG.md, 2026-11-21).
     """
     return "obs" if kind is UnitKind.HEADS else "fisher_obs"
 
 
-def order_by(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> tuple[int, ...]:
-    """Return the channels or heads of `unit`, the first to remove first, ordered by one of CRITERIA."""
-    if criterion not in ELIMINATION_CRITERIA:
-        return tuple(torch.argsort(score(model, unit, criterion, seed=seed), stable=True).tolist())
-    weight = matrix_of(model.get_submodule(unit.consumer))
-    identity = torch.eye(len(weight), device=weight.device)
-    sensitivity = moments.sensitivity if criterion == "fisher_obs" and moments.is_felt else identity
-    return eliminate(weight, moments.covariance, sensitivity, unit.width).order
+def order_with_kl(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> Elimination:
+    """Return the channels or heads of `unit` ordered by one of CRITERIA, the first to remove first, and an estimate of the KL.
 
-
-def predicted_kl(
-    model: nn.Module, unit: Unit, moments: UnitMoments, order: tuple[int, ...] | None = None
-) -> Elimination:
-    """Return `order`, by default that of `fisher_obs`, with the second-order estimate of the KL after each removal, in nats."""
+    It is the second-order estimate after each removal, in nats, or zero if gradients are unusable.
+    """
     weight = matrix_of(model.get_submodule(unit.consumer))
+    order = None
+    if criterion in IMPORTANCE:
+        order = tuple(torch.argsort(score(model, unit, criterion, seed=seed), stable=True).tolist())
+    elif criterion == "obs" or not moments.is_felt:
+        order = eliminate(weight, moments.covariance, torch.eye(len(weight), device=weight.device), unit.width).order
+    if order is not None and not moments.is_felt:
+        return Elimination(order=order, loss=(0.0,) * (unit.width + 1))
+    # The order of `fisher_obs` comes with its errors.
     errors = eliminate(weight, moments.covariance, moments.sensitivity, unit.width, order)
     return Elimination(order=errors.order, loss=tuple(error / 2 for error in errors.loss))
-
-
-def order_with_kl(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> Elimination:
-    """Return the order of `order_by` with the estimate of `predicted_kl`, which is zero if gradients are unusable."""
-    # The estimate's own order is that of `fisher_obs`.
-    if criterion == "fisher_obs" and moments.is_felt:
-        return predicted_kl(model, unit, moments)
-    order = order_by(model, unit, moments, criterion, seed=seed)
-    if moments.is_felt:
-        return predicted_kl(model, unit, moments, order)
-    return Elimination(order=order, loss=(0.0,) * (unit.width + 1))

@@ -24,8 +24,8 @@ LAYERS = (nn.Linear, nn.Conv2d)
 class Space:
     """The channels of one layer's outputs, and of whatever is added to them or multiplied with them.
 
-    `width` counts the channels that can be cut independently: fewer than `size` if a grouped convolution ties them together. If writers have
-    several `stacks`, a channel has a row in each.
+    `width` of its `size` channels can be cut independently: a grouped convolution ties some together. With several `stacks`
+    a channel has a row in each of so many parts of its writers.
     """
 
     size: int
@@ -53,12 +53,10 @@ class Space:
         self.obstacle = self.obstacle or obstacle
 
     def merge(self, other: "Space") -> bool:
-        """Merge another space of equal size into this one, and return whether it was another.
-
-        If both tie consecutive channels into groups, only what is whole in both can be cut.
-        """
+        """Merge another space of equal size into this one, and return whether it was another."""
         if self is other:
             return False
+        # If both tie consecutive channels into groups, only what is whole in both can be cut.
         self.width = math.gcd(self.width, other.width)
         self.writers += other.writers
         self.inner += other.inner
@@ -120,8 +118,7 @@ class Call:
         return [dim if dim < 0 else dim - self.source.dim() for dim in self.integers(name, position, default)]
 
 
-# A rule returns the axis of an operation's results, or None if the channels are lost. It raises ValueError if it can't read
-# the arguments; then they are lost too.
+# Returns the axis of an operation's results. The channels are lost if it is None, or for a ValueError: the rule can't read the arguments.
 Rule = Callable[[Call], Axis | None]
 
 ADDITIONS = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub", "cat", "concat"})
@@ -192,19 +189,10 @@ def reduction(call: Call) -> Axis | None:
     return Axis(axis.space, axis.dim if keeps_dims else axis.dim + sum(dim > axis.dim for dim in reduced))
 
 
-def pool_1d(call: Call) -> Axis | None:
-    """Keep the channels if they aren't in the last dimension."""
-    return call.axis if call.axis.dim < -1 else None
-
-
-def pool_2d(call: Call) -> Axis | None:
-    """Keep the channels if they aren't in the last two dimensions."""
-    return call.axis if call.axis.dim < -2 else None
-
-
-def padding(call: Call) -> Axis | None:
-    """Keep the channels if other dimensions are padded."""
-    return call.axis if -call.axis.dim > len(call.integers("pad", 1)) // 2 else None
+def pooling(call: Call) -> Axis | None:
+    """Keep the channels if they lie before the dimensions that are padded, pooled or resized."""
+    num_dims = len(call.integers("pad", 1)) // 2 if call.name == "pad" else 1 if call.name.endswith("1d") else 2
+    return call.axis if call.axis.dim < -num_dims else None
 
 
 def rolling(call: Call) -> Axis | None:
@@ -220,11 +208,7 @@ def norm(call: Call) -> Axis | None:
 
 
 def parts(call: Call) -> Axis | None:
-    """Follow channels that are split into as many equal parts as there are results.
-
-    Parts that only ever meet channel by channel, as in a gated unit, are cut together: a channel of the new space has a row in each part of the
-    writers' rows.
-    """
+    """Follow channels that are split into equal parts, which meet channel by channel as in a gated unit, and are cut together."""
     axis, space = call.axis, call.axis.space
     if axis.dim not in call.dims("dim", 2, 0):
         return axis
@@ -243,15 +227,12 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), transposition),
     **dict.fromkeys(("cat", "concat"), concatenation),
     **dict.fromkeys(("mean", "sum"), reduction),
-    **dict.fromkeys(("adaptive_avg_pool1d", "avg_pool1d", "max_pool1d"), pool_1d),
-    **dict.fromkeys(("adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "max_pool2d"), pool_2d),
-    **dict.fromkeys(("interpolate", "upsample"), pool_2d),
+    **dict.fromkeys(("adaptive_avg_pool1d", "avg_pool1d", "max_pool1d", "pad", "interpolate", "upsample"), pooling),
+    **dict.fromkeys(("adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "max_pool2d"), pooling),
     "permute": permutation,
-    "pad": padding,
     "roll": rolling,
 }
-# Rules of operations with several results, which share the returned axis. A split into parts of a given size has none: after a cut it would split
-# differently.
+# Of operations with several results, which share the axis. `split` has no rule: parts of a given size would differ after a cut.
 SPLITS: Mapping[str, Rule] = {"chunk": parts}
 
 
@@ -288,7 +269,7 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "an operation").strip("_")
-        if not self._running and ((results := list(tensors(result))) or name == "setitem"):
+        if not self._running and ((results := tensors(result)) or name == "setitem"):
             operands = [(operand, self.axis_of(operand)) for operand in tensors((*args, *kwargs.values()))]
             self._follow(Call(name, args, kwargs, results, operands))
         return result
@@ -355,7 +336,7 @@ class Trace(TorchFunctionMode):
 
 
 def is_response_norm(module: nn.Module) -> bool:
-    """Return whether `module` is a global response norm: x times its share of the mean norm over channels, two parameters."""
+    """Return whether `module` is a global response norm: x times its share of the mean norm over channels."""
     parameters = dict(module.named_parameters())
     return (
         type(module).__name__.endswith(("GRN", "GlobalResponseNorm"))
@@ -373,7 +354,7 @@ def _is_plain_layer(module: nn.Module) -> bool:
 
 
 def blank_image(skeleton: nn.Module, spec: InputSpec) -> Tensor:
-    """Return zeros as one image of `spec`, (1, channels, height, width), of the device and type of the model's weights."""
+    """Return zeros as one image of `spec`, (1, channels, height, width), on the device and of the type of the weights."""
     dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
     return torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
 

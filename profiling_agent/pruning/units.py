@@ -29,9 +29,8 @@ class FoundUnits(Record):
 def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> FoundUnits:
     """Return the MLPs, attention heads and block-inner convolutions of `model` that can be cut independently.
 
-    `macs` are those of one image by module name, each bias addition counted as one, attention's two products under the attention module's name; a
-    module that is missing has none. The model is neither run nor changed: the trace runs a copy without weights on the meta device, and trial cuts
-    run on copies of its attention.
+    `macs` are those of one image by module name, attention's two products under the attention module's; a missing module has
+    none. The model is neither run nor changed: the trace runs a copy without weights, and trial cuts copies of its attention.
 
     Example:
         >>> from transformers import ViTConfig, ViTForImageClassification
@@ -156,8 +155,8 @@ def _chain_unit(
 ) -> Unit | str:
     """Return the unit that `layer` is a producer of, or the reason for its refusal.
 
-    The producers' channels reach one consumer through nothing but inner modules. Side readers read them too, but only to compute weights that
-    multiply them; the layers that compute those weights are inner ones.
+    The producers' channels reach one consumer through nothing but inner modules. Side readers read them too, but only to
+    compute weights that multiply them; the layers that compute those weights are inner ones.
     """
     names = {module: name for name, module in model.named_modules()}
     if layer in tied:
@@ -263,10 +262,7 @@ def _gate_makers(gate: nn.Module, space: Space, trace: Trace) -> list[nn.Module]
 def _absences(
     model: nn.Module, projections: Collection[str], units: Collection[Unit], refusals: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return, for each kind with layers but no unit, the most common reason and an example layer.
-
-    `projections` are attention layers, whose refusals count as those of heads. A reason starts with its code: "shared: ...".
-    """
+    """Return, for each kind with layers but no unit, the most common reason and an example; `projections` count as heads."""
     names = {UnitKind.HEADS: "heads", UnitKind.MLP: "MLPs"}
     by_kind: dict[str, dict[str, str]] = {"heads": {}, "MLPs": {}, "convolutions": {}}
     for name, reason in refusals.items():
