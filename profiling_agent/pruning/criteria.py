@@ -5,9 +5,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from scipy.linalg import get_blas_funcs
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -88,24 +86,18 @@ def _subsample_pixels(pixels: Tensor) -> Tensor:
 
 # Share of the columns' mean second moment, so that the noise of few images isn't fitted (docs/facts.md).
 RIDGE = 1e-2
-(BLAS_SYRK,) = get_blas_funcs(("syrk",), dtype=np.float32)
 SingularError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 
 
 def second_moment(rows: Tensor) -> Tensor:
     """Return z'z for the rows z (positions, columns): (columns, columns).
 
-    Torch computes both halves of the product, BLAS's syrk one; where MKL is slow, oneDNN computes both in less time: 1,568
-    rows of 2,304 columns took 177 ms in torch, 104 to 168 in syrk and 95 in oneDNN (AMD EPYC, 2 cores, busy).
+    1,568 rows of 2,304 columns take 177 ms in torch where MKL is slow, and 95 in oneDNN (AMD EPYC, 2 cores, busy).
     """
-    if rows.device.type != "cpu" or rows.dtype != torch.float32:
-        return rows.T @ rows
-    if mkl_is_slow():
+    if rows.device.type == "cpu" and rows.dtype == torch.float32 and mkl_is_slow():
         columns = rows.detach().T.contiguous()
         return product(columns, columns)
-    # BLAS is column-major: the lower half of the transpose is its upper half.
-    lower = torch.from_numpy(BLAS_SYRK(1.0, rows.detach().contiguous().numpy().T).T)
-    return lower.tril().add_(lower.tril(-1).T)
+    return rows.T @ rows
 
 
 def damp_(gram: Tensor, mean: Tensor, ridge: float = RIDGE) -> Tensor:

@@ -255,12 +255,10 @@ class Trace(TorchFunctionMode):
         self._axes: dict[int, tuple[Tensor, Axis | None]] = {}
         self._running = 0
 
-    def axis_of(self, tensor: Tensor) -> Axis | None:
-        """Return the channel axis of a tensor, None if unknown."""
+    def _axis_of(self, tensor: Tensor) -> Axis | None:
         return self._axes.get(id(tensor), (tensor, None))[1]
 
-    def put(self, tensor: Tensor, axis: Axis | None) -> None:
-        """Record the channel axis of a tensor."""
+    def _put(self, tensor: Tensor, axis: Axis | None) -> None:
         self._axes[id(tensor)] = (tensor, axis)
 
     def __torch_function__(
@@ -270,7 +268,7 @@ class Trace(TorchFunctionMode):
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "an operation").strip("_")
         if not self._running and ((results := tensors(result)) or name == "setitem"):
-            operands = [(operand, self.axis_of(operand)) for operand in tensors((*args, *kwargs.values()))]
+            operands = [(operand, self._axis_of(operand)) for operand in tensors((*args, *kwargs.values()))]
             self._follow(Call(name, args, kwargs, results, operands))
         return result
 
@@ -287,24 +285,23 @@ class Trace(TorchFunctionMode):
             for lost_axis in axes:
                 lost_axis.space.block(call.name)
         for result in call.results:
-            self.put(result, axis)
+            self._put(result, axis)
 
-    def enter(self, _name: str, _input: Any) -> None:
-        """Suspend tracing while a layer runs that is known as a whole."""
+    def _enter(self, _name: str, _input: Any) -> None:
+        # A layer is known as a whole, and what runs inside isn't traced.
         self._running += 1
 
-    def leave(self, name: str, inputs: Tensor, output: Tensor) -> None:
-        """Record what a layer, which has one input, read and wrote."""
+    def _leave(self, name: str, inputs: Tensor, output: Tensor) -> None:
         self._running -= 1
         module = self._model.get_submodule(name)
         self.calls[module] += 1
-        axis = self.axis_of(inputs)
+        axis = self._axis_of(inputs)
         if axis is not None and inputs.shape[axis.dim] != axis.space.size:
             # The input was split before.
             axis.space.block("a layer that reads its parts as a whole")
             axis = None
         if isinstance(module, LAYERS):
-            self.put(output, self._through_layer(module, axis))
+            self._put(output, self._through_layer(module, axis))
             return
         if axis is not None:
             # Counted from the last; timm's response norms have an attribute for it.
@@ -313,7 +310,7 @@ class Trace(TorchFunctionMode):
                 axis.space.block("a norm across other dimensions")
             axis.space.inner.append(module)
             axis.space.mask_exact &= isinstance(module, _BatchNorm)
-        self.put(output, axis)
+        self._put(output, axis)
 
     def _through_layer(self, layer: nn.Linear | nn.Conv2d, axis: Axis | None) -> Axis:
         dim, groups = (-3, layer.groups) if isinstance(layer, nn.Conv2d) else (-1, 1)
@@ -367,10 +364,10 @@ def follow_channels(skeleton: nn.Module, spec: InputSpec) -> Trace:
     """
     image = blank_image(skeleton, spec)
     trace = Trace(skeleton)
-    trace.put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
+    trace._put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
     layers = [name for name, module in skeleton.named_modules() if _is_plain_layer(module)]
-    with torch.no_grad(), watching(skeleton, layers, before=trace.enter, after=trace.leave), trace:
+    with torch.no_grad(), watching(skeleton, layers, before=trace._enter, after=trace._leave), trace:
         logits = checked_logits(skeleton.eval(), image, UntraceableError)
-    if (axis := trace.axis_of(logits)) is not None:
+    if (axis := trace._axis_of(logits)) is not None:
         axis.space.is_logits = True
     return trace

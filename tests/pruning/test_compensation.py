@@ -12,14 +12,13 @@ from zoo import cuts_of, logits, units_of
 
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.modules import mean_kl, random_batch, watching
-from profiling_agent.lib.replay import Walk, in_order, run_to_layer
+from profiling_agent.lib.replay import Walk, run_to_layer
 from profiling_agent.pruning.compensation import (
     RIDGE,
     Calibration,
     PairedMoments,
     columns_of,
     compensate,
-    compensate_units_,
     distillation,
     features,
     fit_,
@@ -180,29 +179,6 @@ def moments_of(read, given):
     )
 
 
-def test_a_cut_channel_that_the_kept_ones_determine_is_restored_exactly():
-    x = torch.randn(200, 4, dtype=torch.float64)
-    x[:, 3] = 2 * x[:, 0] - x[:, 1] + 5
-    dense = nn.Linear(4, 3, dtype=torch.float64)
-    given, kept = dense(x).detach(), x[:, :3]
-    weight, shift = fit_(moments_of(kept, given), dense.weight.detach()[:, :3], centred=True, ridge=1e-12)
-
-    assert torch.allclose(kept @ weight.T + shift, given, atol=1e-8)
-
-
-def test_a_convolution_is_restored_in_every_tap():
-    x = torch.randn(20, 4, 6, 6, dtype=torch.float64)
-    x[:, 1] = 3 * x[:, 0] - 2 * x[:, 3]
-    dense = nn.Conv2d(4, 5, 3, padding=1, stride=2, bias=False, dtype=torch.float64)
-    given, kept = outputs_of(dense, dense(x).detach()), features(dense, x[:, [0, 2, 3]])
-    start = dense.weight.detach()[:, [0, 2, 3]].flatten(1)
-    weight, shift = fit_(moments_of(kept, given), start, centred=False, ridge=1e-12)
-
-    assert weight.shape == (5, 27)
-    assert torch.allclose(kept @ weight.T, given, atol=1e-8)
-    assert not shift.any()
-
-
 def test_the_weights_are_the_textbook_regression_of_the_outputs():
     x = torch.randn(500, 5) @ torch.randn(5, 5) + 1
     dense = torch.randn(2, 5)
@@ -260,23 +236,6 @@ def test_moments_pair_what_the_pruned_consumer_reads_with_what_the_dense_one_giv
     expected = moments_of(z, y)
     for name in ("read_mean", "given_mean", "cross", "gram"):
         assert torch.allclose(getattr(moments, name), getattr(expected, name), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [zoo.vit, zoo.swin, zoo.resnet, lambda: zoo.resnet("basic")])
-def test_consumers_give_on_average_what_the_dense_ones_give(make):
-    model = make()
-    cuts = cuts_of(model, 0.5)
-    made = prune_model(model, cuts, spec=zoo.SPEC)
-    last = in_order(model, {cut.unit.consumer for cut in cuts}, REGRESSED[:1])[-1]
-    norm = last.replace(".convolution", ".normalization")
-    with torch.no_grad():
-        compensate_units_(model, made.model, cuts, made.keep, lambda: REGRESSED.split(32))
-        dense, pruned = (run_to_layer(each, norm, REGRESSED)[1] for each in (model, made.model))
-    means = [each.movedim(1, -1).flatten(0, -2) if each.dim() == 4 else each.flatten(0, -2) for each in (dense, pruned)]
-
-    assert matrix_of(made.model.get_submodule(last)).shape[1] < matrix_of(model.get_submodule(last)).shape[1]
-    assert torch.allclose(means[0].mean(0), means[1].mean(0), atol=1e-4 * float(dense.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -91,18 +91,6 @@ def test_the_batch_norm_behind_each_convolution_is_found():
     assert following_norms(zoo.vit(), ["vit.layers.0.mlp.fc2"], IMAGES[:1]) == {}
 
 
-def test_side_readers_are_blind_to_what_is_gone():
-    model = families.FAMILIES["efficientnet"]()
-    unit = next(unit for unit in units_of(model) if unit.side_readers)
-    moments = gather_moments(model, [unit], [IMAGES[:8]])[unit.name]
-    laid = overlay(model, unit, fold(model, unit, moments, range(16, unit.width), shifts=True), None)
-
-    (reader,) = unit.side_readers
-    assert set(laid) == {f"{reader}.weight", f"{unit.consumer}.weight"}
-    assert not any(weight[:, :16].any() for weight in laid.values())
-    assert torch.equal(laid[f"{reader}.weight"][:, 16:], model.get_parameter(f"{reader}.weight")[:, 16:])
-
-
 def test_nothing_to_restore_the_mean_with_makes_a_fold_that_is_not_centred():
     model = zoo.resnet("basic")
     unit = units_of(model)[0]

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from profiling_agent.errors import PlanError
 from profiling_agent.lib.layer_names import matching_names
 from profiling_agent.pruning import compensation, prune, units
-from profiling_agent.pruning.criteria import unit_rows
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import FoundUnits, find_units
 from profiling_agent.pruning.widths import ResolvedCuts, aligned_widths, resolve, snap, step_for
@@ -58,15 +57,6 @@ def test_a_channel_costs_what_hand_counts_say(name):
     (unit,) = (unit for unit in found(make()).units if unit.name == name)
 
     assert [unit.width, unit.params_per_channel, unit.macs_per_channel] == expected
-
-
-def test_looking_for_units_lets_go_of_the_model():
-    model = zoo.swin()
-    found(model)
-    reference = weakref.ref(model)
-    del model
-    gc.collect()
-    assert reference() is None
 
 
 def attention(layer: int) -> Unit:
@@ -282,14 +272,6 @@ def test_stacked_branches_cost_what_hand_counts_say_and_are_cut_exactly(block, k
     assert sum(whole_macs.values()) - sum(left_macs.values()) == cut.macs_saved
 
 
-def test_a_channels_weights_are_those_of_all_its_rows():
-    model = model_of(Packed(halved))
-    (unit,) = found(model).units
-    weight = zoo.inside(model).block.fc1.weight
-
-    assert torch.equal(unit_rows(model, unit)[5], torch.cat([weight[5], weight[69]]))
-
-
 @pytest.mark.parametrize(
     ("block", "result"),
     [
@@ -332,11 +314,15 @@ def test_halves_that_do_not_meet_channel_by_channel_stay(gated, width):
 
 
 @pytest.mark.parametrize("make", [zoo.swin, lambda: model_of(Fused())])
-def test_looking_for_units_and_trial_cuts_leave_the_model_as_it_was(make):
+def test_looking_for_units_and_trial_cuts_leave_the_model_as_it_was_and_let_go_of_it(make):
     model = make().train()
     next(model.parameters()).requires_grad_(False)
     with zoo.left_alone(model):
         find_units(model, zoo.SPEC, {})
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 def test_narrow_layers_are_refused_with_their_width():
@@ -368,30 +354,34 @@ class Apart(nn.Module):
         return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize(
-    ("stated", "heads"),
-    [({}, None), ({"num_heads": 5}, 5), ({"head_dim": 7}, None), ({"head_dim": 8, "num_heads": 8}, 8)],
-)
-def test_heads_that_are_not_stated_or_do_not_fit_stay(stated, heads):
-    refusals = found(model_of(Apart(**stated))).refusals
-
-    of_heads = (
-        f"unknown_heads: {heads} heads of {stated.get('head_dim')} are stated, which don't make the 32 outputs of q"
-    )
-    assert {refusals[f"block.{name}"] for name in ("q_proj", "k_proj", "v_proj", "o_proj")} == {of_heads}
-
-
 @pytest.mark.parametrize("stated", [{"head_dim": 8}, {"num_heads": 4}])
 def test_heads_that_are_stated_and_fit_are_found(stated):
     assert [(unit.name, unit.width) for unit in found(model_of(Apart(**stated))).units] == [("block", 4)]
 
 
-def test_a_parameter_whose_heads_are_unknown_keeps_them_all():
-    attention = Apart(head_dim=8)
-    attention.gate = nn.Parameter(torch.ones(4))
+OF_STATED = "unknown_heads: {} heads of {} are stated, which don't make the 32 outputs of q"
 
-    reason = found(model_of(attention)).refusals["block.q_proj"]
-    assert reason == "unknown_parameter: it is not known which part of 'block.gate' belongs to a head"
+
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        ({}, OF_STATED.format(None, None)),
+        ({"num_heads": 5}, OF_STATED.format(5, None)),
+        ({"head_dim": 7}, OF_STATED.format(None, 7)),
+        ({"head_dim": 8, "num_heads": 8}, OF_STATED.format(8, 8)),
+        (
+            {"head_dim": 8, "gate": nn.Parameter(torch.ones(4))},
+            "unknown_parameter: it is not known which part of 'block.gate' belongs to a head",
+        ),
+    ],
+)
+def test_heads_that_are_not_stated_or_do_not_fit_stay(stated, reason):
+    block = Apart()
+    for name, value in stated.items():
+        setattr(block, name, value)
+    refusals = found(model_of(block)).refusals
+
+    assert {refusals[f"block.{name}"] for name in ("q_proj", "k_proj", "v_proj", "o_proj")} == {reason}
 
 
 def unit(kind: UnitKind, width: int) -> Unit:
