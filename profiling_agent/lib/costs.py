@@ -1,7 +1,8 @@
 """Cost of each module: parameters and multiply-accumulates (MACs) by ptflops, time, and activations.
 
-Counted are linear and convolution layers, as ptflops counts them (one MAC for each bias addition too: 17.58 G for ViT-B/16), and
-attention's two matrix products, which it misses. Activations, norms, pools, softmax and additions are not counted.
+Counted are linear and convolution layers, as ptflops counts them (one MAC for each bias addition too: 17.58 G for
+ViT-B/16), and attention's two matrix products, which it misses. Activations, norms, pools, softmax and additions are
+not counted.
 """
 
 import math
@@ -140,7 +141,8 @@ def layer_latency(
     """Return the milliseconds of every called module without its children: the median over `passes` forward passes.
 
     The rows add up to the whole pass; a module that is called several times has the sum, and the hooks' own time, some
-    microseconds, counts for the enclosing one. `clock` gives nanoseconds; on CUDA, times are between events in the stream.
+    microseconds, counts for the enclosing one. `clock` gives nanoseconds; on CUDA, times are between events in the
+    stream.
     """
     calls: list[tuple[str, Any]] = []
     # The name of each call, its beginning and end, and the name of the call around it.
@@ -186,7 +188,8 @@ def layer_latency(
 def activation_bytes(model: nn.Module, batch: Tensor) -> dict[str, int]:
     """Return the bytes of the tensors that each called module creates, in one forward pass of `batch`.
 
-    A tensor is counted at the first module that returns it: a container that returns its last child's output creates none.
+    A tensor is counted at the first module that returns it: a container that returns its last child's output creates
+    none.
     """
     num_bytes = Counter[str]()
     # Weak, so that the pass needs no more memory than usual.

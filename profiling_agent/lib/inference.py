@@ -1,8 +1,9 @@
 """Faster inference on the CPU: float32 products by oneDNN, and batch norms fused into convolutions.
 
-Torch multiplies float32 matrices by MKL, which is slow on processors other than Intel's: for the layers of a ViT-B/16 on two cores
-of an AMD EPYC, MKL reaches 98 GMAC/s and oneDNN, which torch includes, 210. Convolutions use oneDNN anyway, but torch moves the
-channels back to the front after each one. With channels last and fused norms, a ResNet-50 takes three quarters of the time.
+Torch multiplies float32 matrices by MKL, which is slow on processors other than Intel's: for the layers of a ViT-B/16
+on two cores of an AMD EPYC, MKL reaches 98 GMAC/s and oneDNN, which torch includes, 210. Convolutions use oneDNN
+anyway, but torch moves the channels back to the front after each one. With channels last and fused norms, a ResNet-50
+takes three quarters of the time.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -76,7 +77,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return rows W' + b, (..., outputs), for rows (..., inputs) and W (outputs, inputs), float32, by oneDNN as inductor does."""
+    """Return rows W' + b, (..., outputs), for rows (..., inputs) and W (outputs, inputs), by oneDNN."""
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 
@@ -152,8 +153,8 @@ MAX_DISTANCE = 1e-4
 def fuse_norms_(model: nn.Module, images: Tensor) -> int:
     """Fuse each batch norm into the convolution that only it reads, in place; return the number fused.
 
-    None is fused if the logits of `images` (b, c, h, w) change, as when a convolution has another reader or runs twice. The
-    model must be in eval mode and float32.
+    None is fused if the logits of `images` (b, c, h, w) change, as when a convolution has another reader or runs twice.
+    The model must be in eval mode and float32.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     convolutions = [name for name, module in modules.items() if type(module) is nn.Conv2d]

@@ -52,8 +52,8 @@ def tensors(output: Any) -> list[Tensor]:
 def preserving_state(model: nn.Module) -> Generator[nn.Module]:
     """Restore the plain attributes of every module at the end: train or eval mode, and what forward passes change.
 
-    Swin shrinks its window permanently when given a small image, and ptflops leaves methods on the model. Tensors changed in
-    place are not restored.
+    Swin shrinks its window permanently when given a small image, and ptflops leaves methods on the model. Tensors
+    changed in place are not restored.
     """
     saved = [(module, dict(vars(module))) for module in model.modules()]
     try:
@@ -107,7 +107,8 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
     if device == "cuda":
         if not torch.cuda.is_available():
             raise RunError("torch finds no CUDA device: use device cpu, or resume where there is one")
-        # After setting `fp32_precision` instead, exporting a model fails in torch 2.11 to 2.13, as it reads the older switch.
+        # After setting `fp32_precision` instead, exporting a model fails in torch 2.11 to 2.13, as it reads the older
+        # switch.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
     return model.to(device)

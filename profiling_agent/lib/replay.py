@@ -7,6 +7,7 @@ import copy
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +25,8 @@ Prefixes = Mapping[str, Sequence[str]]
 def find_prefixes(model: nn.Module, readers: Mapping[str, Collection[str]], image: Tensor) -> Prefixes:
     """Return, for each unit, the outermost modules that end before its `readers` begin, and so need not be rerun.
 
-    A module that serves one unit is left out, unless it contains readers of several: rerunning it costs less than its memory.
+    A module that serves one unit is left out, unless it contains readers of several: rerunning it costs less than its
+    memory.
     """
     before = _ended_before(model, readers, image)
     num_units = Counter(name for names in before.values() for name in names)
@@ -78,7 +80,8 @@ class Replay:
     def run_from(self, unit: str, laid: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
         """Return the logits with the tensors `laid` in place of the model's own ones of the same names.
 
-        They must belong to the unit's readers or to later modules. Without `laid`, the modules now in the readers' places run.
+        They must belong to the unit's readers or to later modules. Without `laid`, the modules now in the readers'
+        places run.
         """
         outputs = {name: self._outputs[name] for name in self._prefixes[unit] if name in self._outputs}
         with _replaying(self._model, outputs):
@@ -86,7 +89,7 @@ class Replay:
 
 
 def _lasting_outputs(model: nn.Module, names: Iterable[str], images: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """Return the outputs of the modules `names`, without those that are changed in place later, and the logits of one pass."""
+    """Return the outputs of the modules `names` that aren't changed in place later, and the logits."""
     outputs: dict[str, Any] = {}
     versions: dict[str, list[int]] = {}
 
@@ -99,6 +102,10 @@ def _lasting_outputs(model: nn.Module, names: Iterable[str], images: Tensor) -> 
     return {name: output for name, output in outputs.items() if name in lasting}, logits
 
 
+def _given(output: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return output
+
+
 @contextmanager
 def _replaying(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
     """Make modules return the given outputs instead of computing them."""
@@ -106,7 +113,7 @@ def _replaying(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
     originals = {name: attributes[name]["forward"] for name in outputs if "forward" in attributes[name]}
     try:
         for name, output in outputs.items():
-            attributes[name]["forward"] = lambda *_args, _output=output, **_kwargs: _output
+            attributes[name]["forward"] = partial(_given, output)
         yield
     finally:
         for name in outputs:
@@ -143,8 +150,8 @@ MAX_CACHE_BYTES, CACHE_DIVISOR = 2 * 2**30, 5
 class Walk:
     """Forward passes to each of `layers`, in the order of the network, for batches of images.
 
-    A layer and the modules after it may change their weights only once every batch has reached that layer. The model must be in
-    eval mode and gradients off.
+    A layer and the modules after it may change their weights only once every batch has reached that layer. The model
+    must be in eval mode and gradients off.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str], image: Tensor, max_bytes: int | None = None) -> None:
@@ -153,8 +160,8 @@ class Walk:
         self._model, self._cache, self.num_bytes = model, dict[int, dict[str, Any]](), 0
         ended = _ended_before(model, {layer: [layer] for layer in layers}, image)
         outputs, _ = _lasting_outputs(model, {name for names in ended.values() for name in names}, image)
-        # By layer but the last, the modules that ended before it, and whether their outputs are read after it: if not, the
-        # logits stay finite with nan in their place, and what is unread after one layer stays unread.
+        # By layer but the last, the modules that ended before it, and whether their outputs are read after it: if not,
+        # the logits stay finite with nan in their place, and what is unread after one layer stays unread.
         self._is_read: dict[str, dict[str, bool]] = {}
         unread: dict[str, Any] = {}
         for layer in layers[:-1]:
@@ -173,7 +180,7 @@ class Walk:
         return walk
 
     def reach(self, layer: str, number: int, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input and output of `layer` for the batch `number`, whose `images` must be the same on every call."""
+        """Return the input and output of `layer` for the batch `number`, of the same `images` on every call."""
         cached, is_read = self._cache.pop(number, {}), self._is_read.get(layer, {})
         outputs = dict(cached)
         self.num_bytes -= _num_bytes(cached)

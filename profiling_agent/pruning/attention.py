@@ -14,7 +14,7 @@ OUTPUTS, SIBLING_OUTPUT = ("o_proj", "out_proj", "proj"), "output.dense"
 HEAD_COUNTS, HEAD_DIMS = ("num_attention_heads", "num_heads"), ("head_dim", "attention_head_size")
 # Attributes that forward passes read as well: the width of all heads, and the count and width of the heads of k and v.
 WIDTHS, KEY_COUNT, KEY_WIDTH = ("all_head_size", "attn_dim"), "num_kv_heads", "kv_dim"
-# Parameters with one entry per head, with the dimension that counts heads, and a network that computes one in its last layer.
+# Parameters with one entry per head, and the dimension that counts heads; a network whose last layer computes one.
 HEAD_TABLES, TABLE_NETWORK = {"relative_position_bias_table": -1, "logit_scale": 0}, "continuous_position_bias_mlp"
 # Norms of one head's q or k, shared by all heads; and modules before k and v, whatever the number of heads.
 HEAD_NORMS, BEFORE_KEYS = ("q_norm", "k_norm"), ("sequence_reduction", "layer_norm")
@@ -153,7 +153,8 @@ def _head_tables(
     for path, parameter in model.named_parameters():
         owner, _, leaf = path.rpartition(".")
         is_inside = path.startswith(f"{name}.") or not name
-        # A table outside belongs to the nearest attention. An empty scope serves all; the dot keeps `layer.1` out of `layer.10`.
+        # A table outside belongs to the nearest attention. An empty scope serves all; the dot keeps `layer.1` out of
+        # `layer.10`.
         scope, served = owner, list[str]()
         while not is_inside and leaf in HEAD_TABLES and not served:
             served = [holder for holder in holders if not scope or f"{holder}.".startswith(f"{scope}.")]

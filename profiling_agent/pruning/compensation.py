@@ -150,10 +150,11 @@ def paired_moments(
 def fit_(moments: PairedMoments, start: Tensor, *, centred: bool, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
     """Return (W, b) that predict the dense outputs y from the pruned consumer's inputs z, near the weight `start`.
 
-    W = start + (E[y z'] - start E[z z']) (E[z z'] + ridge m I)^-1 and b = E[y] - W E[z], m the mean of E[z z']'s diagonal.
-    Moments are about the means if `centred`; otherwise about zero, and b is zero. `start` (outputs, columns), float64, is
-    the dense weight of the kept columns, so that an infinite ridge changes nothing. If z is the dense activations x_K, W is
-    W_K + W_P C_PK (C_KK + ridge m I)^-1 (ThiNet, 2017; He et al., 2017). If no column varies, W is `start`.
+    W = start + (E[y z'] - start E[z z']) (E[z z'] + ridge m I)^-1 and b = E[y] - W E[z], m the mean of E[z z']'s
+    diagonal. Moments are about the means if `centred`; otherwise about zero, and b is zero. `start` (outputs, columns),
+    float64, is the dense weight of the kept columns, so that an infinite ridge changes nothing. If z is the dense
+    activations x_K, W is W_K + W_P C_PK (C_KK + ridge m I)^-1 (ThiNet, 2017; He et al., 2017). If no column varies, W
+    is `start`.
 
     The second moments are overwritten: those of a wide convolution are as large as the model.
     """
@@ -181,9 +182,10 @@ def compensate_units_(
 ) -> None:
     """Fit the consumer of every cut unit in `pruned` to the dense outputs, in the order in which the network runs.
 
-    Each is fitted to activations that earlier, already fitted units produce, so errors don't add up, in one pass of both
-    models. A convolution is fitted in all its taps: the shared ResNet cut by a quarter then has a KL of 0.081 nats, with
-    taps that share one mixing of channels 0.098, and 0.220 if units are fitted to dense activations (docs/decisions/LOG.md).
+    Each is fitted to activations that earlier, already fitted units produce, so errors don't add up, in one pass of
+    both models. A convolution is fitted in all its taps: the shared ResNet cut by a quarter then has a KL of 0.081
+    nats, with taps that share one mixing of channels 0.098, and 0.220 if units are fitted to dense activations
+    (docs/decisions/LOG.md).
     """
     consumers = {cut.unit.consumer: cut.unit for cut in cuts}
     cut_rows = {
@@ -251,17 +253,18 @@ def compensate(
 ) -> Compensated:
     """Return a compensated copy of `pruned`, which `cuts` and `keep` made from `baseline`; both are unchanged.
 
-    `batches` begins a pass over the calibration images: (pixel_values, labels), labels unused. Steps are fitted to three
-    quarters of them, and each is kept only if it lowers the mean KL(unpruned || pruned) of the other quarter. With fewer
-    than 128 different images none is tried, and the KL is that of all images. `expected` are the unpruned model's logits on
-    that quarter, if known, (images, classes).
+    `batches` begins a pass over the calibration images: (pixel_values, labels), labels unused. Steps are fitted to
+    three quarters of them, and each is kept only if it lowers the mean KL(unpruned || pruned) of the other quarter.
+    With fewer than 128 different images none is tried, and the KL is that of all images. `expected` are the unpruned
+    model's logits on that quarter, if known, (images, classes).
 
     Example:
         >>> from transformers import ViTConfig, ViTForImageClassification
         >>> from profiling_agent.pruning.prune import prune_model
         >>> from profiling_agent.pruning.units import find_units
         >>> from profiling_agent.schemas import InputSpec
-        >>> model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, hidden_size=48, num_hidden_layers=1))
+        >>> config = ViTConfig(image_size=32, patch_size=8, hidden_size=48, num_hidden_layers=1)
+        >>> model = ViTForImageClassification(config)
         >>> spec = InputSpec(channels=3, height=32, width=32, source="example")
         >>> units = find_units(model, spec, {}).units
         >>> cuts = [Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in units]
@@ -286,7 +289,8 @@ def compensate(
             return Compensated(model=pruned, kl_before=_check_finite(kl), kl_after=kl, note=note)
         expected = _logits(baseline, calibration.judged()) if expected is None else expected.to(calibration.device)
         before = kl = _check_finite(mean_kl(expected, _logits(pruned, calibration.judged())))
-        # Steps are taken on one copy, and undone if they don't help; a copy per step would hold one more model in memory.
+        # Steps are taken on one copy, and undone if they don't help; a copy per step would hold one more model in
+        # memory.
         model, helpful = copy.deepcopy(pruned), list[str]()
         # Batch norms have to see the fitted weights.
         for step in (LEAST_SQUARES, *([BATCH_NORM] if modules.batch_norms(pruned) else [])):
@@ -382,10 +386,10 @@ def recover(
 ) -> Recovered:
     """Return a copy of `pruned` trained to reproduce the logits of `dense`; both are unchanged.
 
-    `batches(epoch)` gives the training images of an epoch, counted from 0; `judged()` gives held-out ones that choose the
-    best epoch. Both are pixel_values (b, c, h, w). `expected` are the logits of `dense` on the latter, if known, (images,
-    classes). The optimizer is AdamW without decay, its rate a cosine over epochs. All is in eval mode: batch norms keep
-    their statistics, and dropout is off.
+    `batches(epoch)` gives the training images of an epoch, counted from 0; `judged()` gives held-out ones that choose
+    the best epoch. Both are pixel_values (b, c, h, w). `expected` are the logits of `dense` on the latter, if known,
+    (images, classes). The optimizer is AdamW without decay, its rate a cosine over epochs. All is in eval mode: batch
+    norms keep their statistics, and dropout is off.
 
     Raises:
         PruningError: there are no images, no parameter is trainable, or a model returns logits that aren't finite.

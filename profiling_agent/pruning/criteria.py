@@ -14,13 +14,15 @@ from profiling_agent.lib import modules
 from profiling_agent.lib.inference import mkl_is_slow, product
 from profiling_agent.schemas import Unit, UnitKind
 
-# Scores of a unit's channels by their rows of weights, (width, n): L1 (Li et al., 2017), L2, and chance, which any has to beat.
+# Scores of a unit's channels by their rows of weights, (width, n): L1 (Li et al., 2017), L2, and chance, which any has
+# to beat.
 IMPORTANCE: Mapping[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "l1": lambda rows, _generator: rows.abs().sum(1),
     "l2": lambda rows, _generator: rows.norm(dim=1),
     "random": lambda rows, generator: torch.rand(len(rows), generator=generator),
 }
-# The last two are by the error of the outputs after compensation: outputs weighted equally, or by the loss's sensitivity.
+# The last two are by the error of the outputs after compensation: outputs weighted equally, or by the loss's
+# sensitivity.
 CRITERIA = (*IMPORTANCE, "obs", "fisher_obs")
 
 
@@ -60,7 +62,7 @@ def matrix_of(layer: nn.Module) -> Tensor:
 
 
 def features(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """Return what `layer` multiplies its matrix with: (positions, columns), a position being a token or an output pixel."""
+    """Return what `layer` multiplies its matrix with: (positions, columns), by token or output pixel."""
     if not isinstance(layer, nn.Conv2d):
         return inputs.reshape(-1, inputs.shape[-1])
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
@@ -110,8 +112,8 @@ def damp_(gram: Tensor, mean: Tensor, ridge: float = RIDGE) -> Tensor:
 class UnitMoments:
     """Averages for one unit: x is what its consumer multiplies, g the gradient of the loss at its output.
 
-    The loss is the cross-entropy with labels drawn from the model's own predictions: its squared gradients are the Fisher
-    information, and no labels are needed.
+    The loss is the cross-entropy with labels drawn from the model's own predictions: its squared gradients are the
+    Fisher information, and no labels are needed.
     """
 
     mean: Tensor  # E[x], (columns,)
@@ -182,8 +184,8 @@ def gather_moments(
     return moments
 
 
-# Updates per unit: a share of the width is removed between two, so that wide layers take seconds and not minutes. The errors
-# of 64 updates are within 0.2% of those of 128, of 16 within 0.7% (1,536 channels of correlated noise).
+# Updates per unit: a share of the width is removed between two, so that wide layers take seconds and not minutes. The
+# errors of 64 updates are within 0.2% of those of 128, of 16 within 0.7% (1,536 channels of correlated noise).
 UPDATES = 64
 # Candidates that are compared exactly for each removal between two updates.
 NUM_CANDIDATES = 2
@@ -207,8 +209,9 @@ def eliminate(
 ) -> Elimination:
     """Return the order of the optimal brain surgeon for groups of columns, or the errors of a given `order`.
 
-    `weight` is (outputs, columns), `covariance` (columns, columns), `sensitivity` (outputs, outputs); the columns are `width`
-    groups of equal size. The error of removing group c is tr(S W_c ((C^-1)_cc)^-1 W_c') (Hassibi et al., 1993; ZipLM, 2023).
+    `weight` is (outputs, columns), `covariance` (columns, columns), `sensitivity` (outputs, outputs); the columns are
+    `width` groups of equal size. The error of removing group c is tr(S W_c ((C^-1)_cc)^-1 W_c') (Hassibi et al., 1993;
+    ZipLM, 2023).
     """
     size = weight.shape[1] // width
     chunk = max(1, width // UPDATES)
@@ -239,7 +242,8 @@ def eliminate(
             loss.append(loss[-1] + max(error, 0.0))
         positions = torch.tensor([position for position, _ in batch])
         present[positions] = False
-        # Fold the removed columns into the others (Schur complement), and leave zeros, and ones on the inverse's diagonal.
+        # Fold the removed columns into the others (Schur complement), and leave zeros, and ones on the inverse's
+        # diagonal.
         gone = _columns(positions, size)
         cross = inverse[gone]
         coefficients = torch.linalg.solve(cross[:, gone], cross)
@@ -265,8 +269,8 @@ def _cheapest(
 ) -> list[tuple[int, float]]:
     """Return `count` of the groups at `candidates` in their order of removal, and the error that each adds.
 
-    A group that replaces another may cost more once that one is removed, so errors are updated after each removal; for a few
-    groups their own blocks suffice.
+    A group that replaces another may cost more once that one is removed, so errors are updated after each removal; for
+    a few groups their own blocks suffice.
     """
     columns = _columns(candidates, size)
     weight, inverse, remaining = weight[:, columns], inverse[columns][:, columns], candidates.tolist()
@@ -304,7 +308,7 @@ def best_for(kind: UnitKind) -> str:
 
 
 def order_with_kl(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> Elimination:
-    """Return the channels or heads of `unit` ordered by one of CRITERIA, the first to remove first, and an estimate of the KL.
+    """Return the channels or heads of `unit` in the order of one of CRITERIA, and an estimate of the KL.
 
     It is the second-order estimate after each removal, in nats, or zero if gradients are unusable.
     """

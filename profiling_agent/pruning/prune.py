@@ -34,7 +34,8 @@ SURGERY: Any = tp
 def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, Sequence[int]]) -> nn.Module:
     """Return a copy of `model` that keeps the channels or heads `keep[unit.name]` of every cut unit.
 
-    Indices are those of `model`, even if one layer ends one unit and begins the next. `head_dim` and attention's scaling stay.
+    Indices are those of `model`, even if one layer ends one unit and begins the next. `head_dim` and attention's
+    scaling stay.
     """
     pruned = copy.deepcopy(model)
     attention, sizes = find_attention(model), head_sizes(model)
@@ -104,8 +105,8 @@ def _select_(owner: nn.Module, leaf: str, dim: int, indices: Sequence[int]) -> N
 def masked_parameters(model: nn.Module, unit: Unit, kept: Sequence[int]) -> dict[str, Tensor]:
     """Return, by parameter name, new values that make `model` ignore the channels of `unit` that aren't `kept`.
 
-    The columns of readers that read a cut channel are zero. A global response norm on the way divides by a mean over all
-    channels: there the producers' rows are zero as well, and the norm's weight is scaled by the remaining share.
+    The columns of readers that read a cut channel are zero. A global response norm on the way divides by a mean over
+    all channels: there the producers' rows are zero as well, and the norm's weight is scaled by the remaining share.
     """
     readers = [f"{name}.weight" for name in (unit.consumer, *unit.side_readers)]
     rows, norms = list[str](), list[str]()
@@ -123,7 +124,8 @@ def masked_parameters(model: nn.Module, unit: Unit, kept: Sequence[int]) -> dict
     return masked
 
 
-# Correct surgery differs by the order of fp32 sums, 1e-7 to 1e-6; one wrong index, head or batch-norm mean by 4e-4 and more.
+# Correct surgery differs by the order of fp32 sums, 1e-7 to 1e-6; one wrong index, head or batch-norm mean by 4e-4 and
+# more.
 MAX_MASK_ERROR = 1e-4
 
 
@@ -132,8 +134,8 @@ def mask_error(
 ) -> float:
     """Return how far the logits of `pruned` are from those of `baseline` with the cut channels masked.
 
-    The largest difference of a logit over the norm of the image's logits, the worst of `images` (b, c, h, w), nan if a logit
-    isn't finite. Both models run in eval mode and are unchanged.
+    The largest difference of a logit over the norm of the image's logits, the worst of `images` (b, c, h, w), nan if a
+    logit isn't finite. Both models run in eval mode and are unchanged.
     """
     masked: dict[str, Tensor] = {}
     for cut in cuts:
@@ -185,23 +187,25 @@ def prune_model(
 ) -> Pruned:
     """Return a pruned copy of `model`, which is unchanged.
 
-    `keep` has the kept indices by unit name: `cut.keep` ascending ones per cut; without it `importance`, a key of IMPORTANCE,
-    chooses. `images` (b, c, h, w) go through the gate, by default noise of the model's input shape.
+    `keep` has the kept indices by unit name: `cut.keep` ascending ones per cut; without it `importance`, a key of
+    IMPORTANCE, chooses. `images` (b, c, h, w) go through the gate, by default noise of the model's input shape.
 
     Example:
         >>> from transformers import ViTConfig, ViTForImageClassification
         >>> from profiling_agent.pruning.units import find_units
-        >>> model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, hidden_size=64, num_hidden_layers=1))
+        >>> config = ViTConfig(image_size=32, patch_size=8, hidden_size=48, num_hidden_layers=1)
+        >>> model = ViTForImageClassification(config)
         >>> spec = InputSpec(channels=3, height=32, width=32, source="example")
         >>> mlp = next(unit for unit in find_units(model, spec, {}).units if unit.kind is UnitKind.MLP)
         >>> pruned = prune_model(model, [Cut(unit=mlp, keep=1536, requested_ratio=0.5)], spec=spec)
         >>> pruned.model.vit.layers[0].mlp.fc1
-        Linear(in_features=64, out_features=1536, bias=True)
+        Linear(in_features=48, out_features=1536, bias=True)
         >>> pruned.mask_error < 1e-5
         True
 
     Raises:
-        PruningError: a weight isn't finite, the cuts or `keep` don't fit the model, the surgery failed, or a gate failed.
+        PruningError: a weight isn't finite, the cuts or `keep` don't fit the model, the surgery failed, or a gate
+        failed.
     """
     # The logits of a model with non-finite weights are undefined.
     for name, tensor in model.state_dict().items():
@@ -254,8 +258,9 @@ PLAIN = (bool, int, float, str, tuple, type(None))
 def refused_heads(model: nn.Module, skeleton: nn.Module, spec: InputSpec, scopes: Mapping[Unit, str]) -> dict[str, str]:
     """Return, by unit name, why attention computes something else with a head cut than with that head masked.
 
-    `scopes` has, for each unit of heads, the module that holds all of its attention. A pass of `skeleton`, the meta-device copy
-    of `model`, shows its arguments; one head is cut in a copy with random weights. Equal modules are tried once.
+    `scopes` has, for each unit of heads, the module that holds all of its attention. A pass of `skeleton`, the
+    meta-device copy of `model`, shows its arguments; one head is cut in a copy with random weights. Equal modules are
+    tried once.
     """
     calls: dict[str, Arguments] = {}
     with ExitStack() as hooks, torch.no_grad():
@@ -283,15 +288,16 @@ def refused_heads(model: nn.Module, skeleton: nn.Module, spec: InputSpec, scopes
         settings = [
             {k: v for k, v in vars(m).items() if isinstance(v, PLAIN) and k != "training"} for m in module.modules()
         ]
-        shapes = tree_map(
-            lambda value: (value.shape, value.dtype) if isinstance(value, Tensor) else value, calls[scope]
-        )
-        alike = f"{module} {settings} {shapes}"
+        alike = f"{module} {settings} {tree_map(_shape_and_dtype, calls[scope])}"
         if alike not in results:
             results[alike] = _try_cut(module, unit, scope, calls[scope])
         if (reason := results[alike]) is not None:
             refusals[unit.name] = reason
     return refusals
+
+
+def _shape_and_dtype(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else value
 
 
 def _try_cut(module: nn.Module, unit: Unit, scope: str, arguments: Arguments) -> str | None:

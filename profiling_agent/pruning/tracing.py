@@ -24,8 +24,8 @@ LAYERS = (nn.Linear, nn.Conv2d)
 class Space:
     """The channels of one layer's outputs, and of whatever is added to them or multiplied with them.
 
-    `width` of its `size` channels can be cut independently: a grouped convolution ties some together. With several `stacks`
-    a channel has a row in each of so many parts of its writers.
+    `width` of its `size` channels can be cut independently: a grouped convolution ties some together. With several
+    `stacks` a channel has a row in each of so many parts of its writers.
     """
 
     size: int
@@ -87,23 +87,15 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation: its name and arguments, the tensors that it returned, and those among its arguments with their axes."""
+    """One operation with its results; `axis` is that of `source`, the first tensor among the arguments that has one."""
 
     name: str
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     results: Sequence[Tensor]
     operands: Sequence[tuple[Tensor, Axis | None]]
-
-    @property
-    def axis(self) -> Axis:
-        """Return the axis of the first operand that has one; there is always one."""
-        return next(axis for _, axis in self.operands if axis is not None)
-
-    @property
-    def source(self) -> Tensor:
-        """Return the operand that `axis` belongs to."""
-        return next(operand for operand, axis in self.operands if axis is not None)
+    source: Tensor
+    axis: Axis
 
     def integers(self, name: str, position: int, default: Any = None) -> Sequence[int]:
         """Return an argument that is an integer or several; ValueError if it is something else."""
@@ -118,7 +110,8 @@ class Call:
         return [dim if dim < 0 else dim - self.source.dim() for dim in self.integers(name, position, default)]
 
 
-# Returns the axis of an operation's results. The channels are lost if it is None, or for a ValueError: the rule can't read the arguments.
+# Returns the axis of an operation's results. The channels are lost if it is None, or for a ValueError: the rule can't
+# read the arguments.
 Rule = Callable[[Call], Axis | None]
 
 ADDITIONS = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub", "cat", "concat"})
@@ -208,7 +201,7 @@ def norm(call: Call) -> Axis | None:
 
 
 def parts(call: Call) -> Axis | None:
-    """Follow channels that are split into equal parts, which meet channel by channel as in a gated unit, and are cut together."""
+    """Follow channels that are split into equal parts, which meet channel by channel as in a gated unit."""
     axis, space = call.axis, call.axis.space
     if axis.dim not in call.dims("dim", 2, 0):
         return axis
@@ -232,7 +225,8 @@ RULES: Mapping[str, Rule] = {
     "permute": permutation,
     "roll": rolling,
 }
-# Of operations with several results, which share the axis. `split` has no rule: parts of a given size would differ after a cut.
+# Of operations with several results, which share the axis. `split` has no rule: parts of a given size would differ
+# after a cut.
 SPLITS: Mapping[str, Rule] = {"chunk": parts}
 
 
@@ -241,7 +235,7 @@ class UntraceableError(PruningError):
 
 
 class Trace(TorchFunctionMode):
-    """The channel space that each layer writes and reads, its number of calls, and other operations that used its weights."""
+    """The channel space that each layer writes and reads, its calls, and other operations on its weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -269,23 +263,20 @@ class Trace(TorchFunctionMode):
         name = getattr(func, "__name__", "an operation").strip("_")
         if not self._running and ((results := tensors(result)) or name == "setitem"):
             operands = [(operand, self._axis_of(operand)) for operand in tensors((*args, *kwargs.values()))]
-            self._follow(Call(name, args, kwargs, results, operands))
+            for operand, _ in operands:
+                if (owner := self._owners.get(id(operand))) is not None:
+                    self.borrowed.setdefault(owner, name)
+            traced = [(operand, axis) for operand, axis in operands if axis is not None]
+            rule, new_axis = (RULES if len(results) == 1 else SPLITS).get(name), None
+            if traced and rule is not None:
+                with suppress(ValueError):
+                    new_axis = rule(Call(name, args, kwargs, results, operands, *traced[0]))
+            if new_axis is None:
+                for _, lost_axis in traced:
+                    lost_axis.space.block(name)
+            for tensor in results:
+                self._put(tensor, new_axis)
         return result
-
-    def _follow(self, call: Call) -> None:
-        for operand, _ in call.operands:
-            if (owner := self._owners.get(id(operand))) is not None:
-                self.borrowed.setdefault(owner, call.name)
-        axes = [axis for _, axis in call.operands if axis is not None]
-        rule, axis = (RULES if len(call.results) == 1 else SPLITS).get(call.name), None
-        if axes and rule is not None:
-            with suppress(ValueError):
-                axis = rule(call)
-        if axis is None:
-            for lost_axis in axes:
-                lost_axis.space.block(call.name)
-        for result in call.results:
-            self._put(result, axis)
 
     def _enter(self, _name: str, _input: Any) -> None:
         # A layer is known as a whole, and what runs inside isn't traced.
@@ -351,7 +342,7 @@ def _is_plain_layer(module: nn.Module) -> bool:
 
 
 def blank_image(skeleton: nn.Module, spec: InputSpec) -> Tensor:
-    """Return zeros as one image of `spec`, (1, channels, height, width), on the device and of the type of the weights."""
+    """Return zeros as one image of `spec`, (1, c, h, w), on the device and of the type of the weights."""
     dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
     return torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
 

@@ -18,7 +18,8 @@ from profiling_agent.schemas import InputSpec, Record, Unit, UnitKind
 class FoundUnits(Record):
     """The units in network order, and for every other linear or convolution layer the reason for its refusal.
 
-    A reason is a sentence that starts with a code: "residual_writer: ...". `absent` has one for each kind without a unit.
+    A reason is a sentence that starts with a code: "residual_writer: ...". `absent` has one for each kind without a
+    unit.
     """
 
     units: tuple[Unit, ...]
@@ -29,16 +30,17 @@ class FoundUnits(Record):
 def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> FoundUnits:
     """Return the MLPs, attention heads and block-inner convolutions of `model` that can be cut independently.
 
-    `macs` are those of one image by module name, attention's two products under the attention module's; a missing module has
-    none. The model is neither run nor changed: the trace runs a copy without weights, and trial cuts copies of its attention.
+    `macs` are those of one image by module name, attention's two products under the attention module's; a missing
+    module has none. The model is neither run nor changed: the trace runs a copy without weights, and trial cuts copies
+    of its attention.
 
     Example:
         >>> from transformers import ViTConfig, ViTForImageClassification
-        >>> model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, hidden_size=64, num_hidden_layers=1,
-        ...     num_attention_heads=4))
+        >>> config = ViTConfig(image_size=32, patch_size=8, hidden_size=48, num_hidden_layers=1)
+        >>> model = ViTForImageClassification(config)
         >>> found = find_units(model, InputSpec(channels=3, height=32, width=32, source="example"), {})
         >>> [(unit.name, unit.width) for unit in found.units]
-        [('vit.layers.0.attention', 4), ('vit.layers.0.mlp', 3072)]
+        [('vit.layers.0.attention', 12), ('vit.layers.0.mlp', 3072)]
         >>> found.refusals["classifier"]
         'classifier: its outputs are the logits'
     """
@@ -98,7 +100,7 @@ def _parents(names: Iterable[str]) -> list[str]:
 
 
 def _refuse_nested(results: Mapping[str, Unit | str]) -> dict[str, Unit | str]:
-    """Refuse units inside another unit: a squeeze-and-excitation's own width, a network that computes a head's table."""
+    """Refuse units inside another unit, such as a squeeze-and-excitation's own width."""
     units = {unit.producers[0]: unit for unit in results.values() if isinstance(unit, Unit)}.values()
     nested_in = {name: unit.name for unit in units for name in (*unit.inner, *unit.side_readers)}
     checked = dict(results)
@@ -155,8 +157,8 @@ def _chain_unit(
 ) -> Unit | str:
     """Return the unit that `layer` is a producer of, or the reason for its refusal.
 
-    The producers' channels reach one consumer through nothing but inner modules. Side readers read them too, but only to
-    compute weights that multiply them; the layers that compute those weights are inner ones.
+    The producers' channels reach one consumer through nothing but inner modules. Side readers read them too, but only
+    to compute weights that multiply them; the layers that compute those weights are inner ones.
     """
     names = {module: name for name, module in model.named_modules()}
     if layer in tied:
@@ -217,7 +219,7 @@ def _chain_unit(
 
 
 def _removed_macs(model: nn.Module, removed: Sequence[tuple[str, int]], macs: Mapping[str, int]) -> int:
-    """Return the MACs of so many params of each module, as a layer's MACs are proportional to its weights and biases."""
+    """Return the MACs of so many params of each module: a layer's MACs are proportional to its params."""
     total = 0
     for name, params in removed:
         module = model.get_submodule(name)
@@ -252,7 +254,7 @@ def _refusal(layer: nn.Module, space: Space, trace: Trace, names: Mapping[nn.Mod
 
 
 def _gate_makers(gate: nn.Module, space: Space, trace: Trace) -> list[nn.Module]:
-    """Return the readers of `space` that compute what `gate` reads; a residual is also written by layers that run later."""
+    """Return the readers of `space` that compute what `gate` reads, and run before it."""
     read = trace.reads.get(gate)
     order = {layer: position for position, layer in enumerate(trace.calls)}
     makers = read.current().writers if read is not None else []
@@ -262,7 +264,7 @@ def _gate_makers(gate: nn.Module, space: Space, trace: Trace) -> list[nn.Module]
 def _absences(
     model: nn.Module, projections: Collection[str], units: Collection[Unit], refusals: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return, for each kind with layers but no unit, the most common reason and an example; `projections` count as heads."""
+    """Return, for each kind with layers but no unit, the most common reason; `projections` count as heads."""
     names = {UnitKind.HEADS: "heads", UnitKind.MLP: "MLPs"}
     by_kind: dict[str, dict[str, str]] = {"heads": {}, "MLPs": {}, "convolutions": {}}
     for name, reason in refusals.items():

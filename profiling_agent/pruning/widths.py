@@ -1,4 +1,4 @@
-"""Aligned widths of units, a plan's layer patterns resolved to cuts, and layers that two cuts share. Imports no torch."""
+"""Aligned widths of units, and a plan's layer patterns resolved to cuts. Imports no torch."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,8 +8,8 @@ from profiling_agent.errors import PlanError
 from profiling_agent.lib.layer_names import matching_names, near_names
 from profiling_agent.schemas import Cap, Cut, PruningRecommendation, Record, Unit, UnitKind
 
-# oneDNN blocks 16 channels of a convolution (AVX-512), so its time is a staircase of 16; a Linear's is proportional to its width,
-# but odd widths cost 3 to 5% more, and int8 and tensor-core kernels want 32 or 64.
+# oneDNN blocks 16 channels of a convolution (AVX-512), so its time is a staircase of 16; a Linear's is proportional to
+# its width, but odd widths cost 3 to 5% more, and int8 and tensor-core kernels want 32 or 64.
 CONV_STEP, NARROW_MLP_STEP, WIDE_MLP_STEP, WIDE_MLP = 16, 32, 64, 1024
 # Minimum share of a unit that a cut keeps: below it the rest computes something else.
 MIN_KEEP_SHARE = 0.25
@@ -59,7 +59,7 @@ def crossings(cuts: Sequence[Cut]) -> Iterator[Crossing]:
 
 
 class ResolvedCuts(Record):
-    """The cuts of a list of recommendations, each unit at most once, in network order, and notes on changed requests."""
+    """The cuts of recommendations, each unit at most once, in network order, and notes on changed requests."""
 
     cuts: tuple[Cut, ...]
     notes: tuple[str, ...]
@@ -70,8 +70,8 @@ def resolve(
 ) -> ResolvedCuts:
     """Return the cuts that `recommendations` request, with aligned widths.
 
-    A pattern that matches any member selects its unit, once. The last recommendation that matches a unit wins; its ratio is of
-    the unpruned width.
+    A pattern that matches any member selects its unit, once. The last recommendation that matches a unit wins; its
+    ratio is of the unpruned width.
 
     Raises:
         PlanError: a pattern is invalid, matches nothing, or matches refused layers only.
@@ -108,7 +108,7 @@ def cap_ratios(caps: Sequence[Cap], *, units: Sequence[Unit], refusals: Mapping[
 
 
 def _units_by_name(units: Sequence[Unit]) -> dict[str, Unit]:
-    """Return the unit that each name selects; a layer that ends one unit and begins another selects the one it begins."""
+    """Return the unit that each name selects, for a layer that ends one and begins another the latter."""
     ends = {name: unit for unit in units for name in (unit.consumer, *unit.side_readers, *unit.inner)}
     return ends | {name: unit for unit in units for name in (unit.name, *unit.producers)}
 

@@ -77,7 +77,8 @@ def test_the_prediction_is_half_the_felt_error():
     predicted = ordered("l2", moments)
     ridge = 1e-2 * 5.5 / 3
 
-    # Rows of norms 3, 1.4 and 2. Independent channels can't stand in for each other: variance times the felt squared norm.
+    # Rows of norms 3, 1.4 and 2. Independent channels can't stand in for each other: variance times the felt squared
+    # norm.
     parts = [4 * (1 + ridge), 34 * (0.5 + ridge), 2 * (4 + ridge)]
     assert predicted.order == (1, 2, 0)
     assert predicted.loss == pytest.approx([0.0, parts[0] / 2, (parts[0] + parts[1]) / 2, sum(parts) / 2], rel=1e-5)

@@ -2,7 +2,6 @@ import pytest
 import torch
 import zoo
 from pruning import families
-from torch import nn
 from torch.func import functional_call
 from zoo import logits, units_of
 
@@ -79,16 +78,6 @@ def test_a_fold_by_the_moments_is_the_fold_that_a_prune_gets(family):
     expected, dense = logits(pruned, IMAGES), logits(model, IMAGES)
     # The ridge is a share of the mean variance: of all columns here, of the kept ones there.
     assert float((found - expected).norm()) < 0.05 * float((expected - dense).norm())
-
-
-def test_the_batch_norm_behind_each_convolution_is_found():
-    model = zoo.resnet("basic")
-    consumers = [unit.consumer for unit in units_of(model)]
-    norms = following_norms(model, consumers, IMAGES[:1])
-
-    assert norms == {name: name.replace(".convolution", ".normalization") for name in consumers}
-    assert all(isinstance(model.get_submodule(name), nn.BatchNorm2d) for name in norms.values())
-    assert following_norms(zoo.vit(), ["vit.layers.0.mlp.fc2"], IMAGES[:1]) == {}
 
 
 def test_nothing_to_restore_the_mean_with_makes_a_fold_that_is_not_centred():

@@ -78,45 +78,65 @@ def test_channels_that_were_chosen_elsewhere_are_the_ones_that_are_kept():
     assert torch.equal(rows, model.vit.layers[0].attention.q_proj.weight[[*range(16, 32), *range(48, 64)]])
 
 
-@pytest.mark.parametrize("kept", [[0], [1, 0], [1, 1], [0, 4], [-1, 0], None])
-def test_chosen_channels_that_are_not_what_the_cut_keeps_are_refused(kept):
-    model = zoo.vit()
-    cut = cuts_of(model, kinds=(UnitKind.HEADS,), ratio=0.5)[0]
-    keep = {} if kept is None else {cut.unit.name: kept}
-    with pytest.raises(PruningError, match=r"has to keep 2 different indices of 0 to 3, ascending"):
-        prune_model(model, [cut], spec=zoo.SPEC, keep=keep)
+def kept(indices):
+    """Return a cut that keeps two of four heads, and the indices that are chosen for it."""
+
+    def cut(model):
+        (first, *_) = cuts_of(model, kinds=(UnitKind.HEADS,), ratio=0.5)
+        return {"cuts": [first], "keep": {first.unit.name: indices}}
+
+    return cut
+
+
+def keeping(width):
+    return lambda model: {"cuts": [cuts_of(model, kinds=(UnitKind.MLP,))[0].model_copy(update={"keep": width})]}
 
 
 def infinite(model):
     with torch.no_grad():
         model.vit.layers[0].mlp.fc1.weight[0, 0] = math.inf
-    return cuts_of(model)
+    return {"cuts": cuts_of(model)}
 
 
-def keeping(width):
-    return lambda model: [cuts_of(model, kinds=(UnitKind.MLP,))[0].model_copy(update={"keep": width})]
+def overflowing(model):
+    with torch.no_grad():
+        model.classifier.weight.fill_(3e38)
+    return {"cuts": cuts_of(model)}
+
+
+class Forgetful(nn.Linear):
+    """A layer that computes something else once it is narrow."""
+
+    def forward(self, input):
+        return super().forward(input) * (1 if self.in_features == 256 else 2)
+
+
+def forgetful(model):
+    cuts = cuts_of(model, kinds=(UnitKind.MLP,))
+    model.vit.layers[0].mlp.fc2.__class__ = Forgetful
+    return {"cuts": cuts}
 
 
 @pytest.mark.parametrize(
-    ("cuts", "reason"),
+    ("given", "reason"),
     [
         (infinite, "'vit.layers.0.mlp.fc1.weight' holds values that aren't finite"),
-        (lambda _: cuts_of(zoo.deit()), "failed with AttributeError .*; profile this model"),
-        (lambda model: cuts_of(model)[:1] * 2, "each once"),
+        (overflowing, "gives logits that aren't finite"),
+        (forgetful, "doesn't compute what the masked baseline does"),
+        (lambda _: {"cuts": cuts_of(zoo.deit())}, "failed with AttributeError .*; profile this model"),
+        (lambda model: {"cuts": cuts_of(model)[:1] * 2}, "each once"),
+        (lambda model: {"cuts": cuts_of(model), "images": torch.zeros(1, 3, 48, 48)}, "failed with ValueError"),
         *((keeping(width), f"'vit.layers.0.mlp' can't keep {width} of 256") for width in (0, 256, 300)),
+        *(
+            (kept(indices), "has to keep 2 different indices of 0 to 3, ascending")
+            for indices in ([], [0], [1, 0], [1, 1], [0, 4], [-1, 0])
+        ),
     ],
-    ids=["infinite weight", "another model", "twice", "nothing", "all", "more"],
 )
-def test_cuts_that_do_not_fit_the_model_are_refused(cuts, reason):
+def test_cuts_that_do_not_fit_the_model_are_refused_in_one_line(given, reason):
     model = zoo.vit()
-    with pytest.raises(PruningError, match=reason):
-        prune_model(model, cuts(model), spec=zoo.SPEC)
-
-
-def test_images_of_the_wrong_shape_fail_the_prune_in_one_line():
-    model = zoo.vit()
-    with pytest.raises(PruningError, match="failed with ValueError") as caught:
-        prune_model(model, cuts_of(model), spec=zoo.SPEC, images=torch.zeros(1, 3, 48, 48))
+    with pytest.raises(PruningError, match=reason) as caught:
+        prune_model(model, spec=zoo.SPEC, **given(model))
     assert "\n" not in str(caught.value)
 
 
@@ -133,29 +153,21 @@ def cut_out(model, cut, kept):
     return cut_units(model, [cut], {cut.unit.name: kept})
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "keep"),
-    [
-        (zoo.vit, UnitKind.MLP, 128),
-        (zoo.vit, UnitKind.HEADS, 2),
-        (zoo.swin, UnitKind.HEADS, 1),
-        (zoo.resnet, UnitKind.CONV_INNER, 16),
-        (FAMILIES["regnet_y"], UnitKind.CONV_INNER, 2),
-        (FAMILIES["efficientnet"], UnitKind.INVERTED_RESIDUAL, 32),
-        (FAMILIES["mobilenet_v1"], UnitKind.INVERTED_RESIDUAL, 32),
-        (FAMILIES["convnextv2"], UnitKind.MLP, 128),
-        (FAMILIES["dinov2_swiglu"], UnitKind.MLP, 96),
-        (FAMILIES["swinv2"], UnitKind.HEADS, 2),
-        (FAMILIES["data2vec"], UnitKind.HEADS, 2),
-    ],
+OFF_BY_ONE = (
+    *("vit", "swin", "resnet_bottleneck", "regnet_y", "efficientnet", "mobilenet_v1", "convnextv2", "dinov2_swiglu"),
+    *("swinv2", "data2vec"),
 )
-def test_channels_that_are_off_by_one_are_caught(make, kind, keep):
-    model = make()
-    cut = first_cut(model, kind, keep)
-    right, wrong = list(range(keep)), list(range(1, keep + 1))
 
-    assert error_of(model, cut_out(model, cut, right), cut, right) < 1e-6
-    assert error_of(model, cut_out(model, cut, wrong), cut, right) > 3 * MAX_MASK_ERROR
+
+@pytest.mark.parametrize("family", OFF_BY_ONE)
+def test_channels_that_are_off_by_one_are_caught(family):
+    model = FAMILIES[family]()
+    for unit in {unit.kind: unit for unit in units_of(model)[::-1]}.values():
+        cut = Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5)
+        right, wrong = list(range(cut.keep)), list(range(1, cut.keep + 1))
+
+        assert error_of(model, cut_out(model, cut, right), cut, right) < 1e-5
+        assert error_of(model, cut_out(model, cut, wrong), cut, right) > 3 * MAX_MASK_ERROR
 
 
 @pytest.mark.parametrize(
@@ -234,29 +246,6 @@ def test_surgery_that_runs_but_is_wrong_is_caught(make, wrong, kind, kept):
     model = make()
 
     assert error_of(model, wrong(model), first_cut(model, kind, len(kept)), kept) > 3 * MAX_MASK_ERROR
-
-
-def test_logits_that_are_not_finite_are_refused():
-    model = zoo.vit()
-    with torch.no_grad():
-        model.classifier.weight.fill_(3e38)
-    with pytest.raises(PruningError, match="gives logits that aren't finite"):
-        prune_model(model, cuts_of(model), spec=zoo.SPEC)
-
-
-class Forgetful(nn.Linear):
-    """A layer that computes something else once it is narrow."""
-
-    def forward(self, input):
-        return super().forward(input) * (1 if self.in_features == 256 else 2)
-
-
-def test_a_prune_that_computes_something_else_is_refused():
-    model = zoo.vit()
-    cuts = cuts_of(model, kinds=(UnitKind.MLP,))
-    model.vit.layers[0].mlp.fc2.__class__ = Forgetful
-    with pytest.raises(PruningError, match="doesn't compute what the masked baseline does"):
-        prune_model(model, cuts, spec=zoo.SPEC)
 
 
 def test_a_prune_that_saved_nothing_is_refused():

@@ -59,14 +59,12 @@ def test_a_channel_costs_what_hand_counts_say(name):
     assert [unit.width, unit.params_per_channel, unit.macs_per_channel] == expected
 
 
-def attention(layer: int) -> Unit:
-    name = f"vit.layers.{layer}.attention"
-    return named_unit(name, UnitKind.HEADS, [f"{name}.{part}_proj" for part in "qkv"], f"{name}.o_proj", 12)
-
-
-def mlp(layer: int) -> Unit:
-    name = f"vit.layers.{layer}.mlp"
-    return named_unit(name, UnitKind.MLP, [f"{name}.fc1"], f"{name}.fc2", 3072, step=64)
+def vit_units(layer: int) -> list[Unit]:
+    heads, mlp = (f"vit.layers.{layer}.{part}" for part in ("attention", "mlp"))
+    return [
+        named_unit(heads, UnitKind.HEADS, [f"{heads}.{part}_proj" for part in "qkv"], f"{heads}.o_proj", 12),
+        named_unit(mlp, UnitKind.MLP, [f"{mlp}.fc1"], f"{mlp}.fc2", 3072, step=64),
+    ]
 
 
 def conv(index: int) -> Unit:
@@ -74,7 +72,7 @@ def conv(index: int) -> Unit:
     return named_unit(name, UnitKind.CONV_INNER, [name], following, 64, step=16)
 
 
-VIT = (attention(0), mlp(0), attention(1), mlp(1))
+VIT = (*vit_units(0), *vit_units(1))
 REFUSALS = {"classifier": "classifier: its outputs are the logits", "vit.embeddings.projection": "stem: it is the stem"}
 
 
@@ -415,9 +413,8 @@ def test_a_ratio_snaps_to_the_nearest_aligned_width(kind, width, ratio, keep):
 @pytest.mark.parametrize("kind", UnitKind)
 @pytest.mark.parametrize("width", [1, 2, 16, 31, 64, 100, 1023, 1024, 3072])
 def test_no_ratio_gives_an_unaligned_width_or_less_than_a_quarter(kind, width):
-    for percent in range(1, 100):
-        keep = snap(unit(kind, width), percent / 100)
-        assert keep == width or (keep % step_for(kind, width) == 0 and width / 4 <= keep < width)
+    keeps = {snap(unit(kind, width), percent / 100) for percent in range(1, 100)}
+    assert all(keep == width or (keep % step_for(kind, width) == 0 and width / 4 <= keep < width) for keep in keeps)
 
 
 @pytest.mark.parametrize(("kind", "width"), [("heads", 1), ("conv_inner", 16), ("mlp", 32), ("mlp", 24)])
