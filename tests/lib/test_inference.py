@@ -76,8 +76,7 @@ class Convolutions(nn.Module):
         self.first, self.norm, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=4)
 
     def forward(self, images):
-        seen = self.second(self.norm(self.first(images)).relu())
-        return seen.view(len(images), -1)
+        return self.second(self.norm(self.first(images)).relu()).view(len(images), -1)
 
 
 def test_convolutions_leave_channels_last_and_are_torchs_own():
@@ -87,11 +86,10 @@ def test_convolutions_leave_channels_last_and_are_torchs_own():
     with everywhere():
         assert model.first(images).is_contiguous(memory_format=torch.channels_last)
         found = answers_and_gradients(model, images)
+        # One image without a batch is convolved as it is.
+        assert nn.Conv2d(3, 4, 3)(torch.randn(3, 5, 5)).shape == (4, 3, 3)
     assert len(found) == 8  # the answer, by images, by two weights and biases, by the norm's two
     assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(found, expected, strict=True))
-    # One image without a batch is convolved as it is.
-    with everywhere():
-        assert nn.Conv2d(3, 4, 3)(torch.randn(3, 5, 5)).shape == (4, 3, 3)
 
 
 def test_it_is_for_processors_that_are_not_intels_and_over_at_its_end():
