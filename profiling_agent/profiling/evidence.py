@@ -28,7 +28,7 @@ from profiling_agent.lib.io import DocumentError, make_folders, read_record, swe
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes
 from profiling_agent.lib.modules import device_of, following_norms, has_bias, mean_kl, preserving_state
-from profiling_agent.lib.replay import Replay, find_prefixes
+from profiling_agent.lib.replay import Walk, in_order
 from profiling_agent.measure.latency_table import LatencyTable, spread_evenly
 from profiling_agent.pruning.compensation import (
     MIN_IMAGES,
@@ -212,13 +212,17 @@ def _measure_kl(
         unit.name: (*(() if unit.mask_exact else (*unit.producers, *unit.inner)), unit.consumer, *unit.side_readers)
         for unit in units
     }
-    replay = Replay(model, find_prefixes(model, changed, images[:1]), images)
+    order = in_order(model, [name for names in changed.values() for name in names], images[:1])
+    begins = {unit.name: min(changed[unit.name], key=order.index) for unit in units}
+    walk = Walk(model, sorted(set(begins.values()), key=order.index), images[:1])
+    expected = model(pixel_values=images).logits
     measured: dict[str, dict[int, float]] = {}
-    for index, unit in enumerate(units):
+    for index, unit in enumerate(sorted(units, key=lambda unit: order.index(begins[unit.name]))):
         measured[unit.name] = {}
+        walk.reach(begins[unit.name], 0, images)
         for keep, folded in studied[unit.name].folds.items():
-            logits = replay.run_from(unit.name, overlay(model, unit, folded, studied[unit.name].norm))
-            kl = measured[unit.name][keep] = mean_kl(replay.logits, logits)
+            logits = walk.logits_from_here(0, images, overlay(model, unit, folded, studied[unit.name].norm))
+            kl = measured[unit.name][keep] = mean_kl(expected, logits)
             if not math.isfinite(kl):
                 raise PruningError(f"the KL of the model with {unit.name!r} cut is {kl!r}: check its weights")
         progress("measuring sensitivity", index + 1, len(units))

@@ -196,7 +196,7 @@ def compensate_units_(
     image = next(iter(images()))[:1]
     norms = modules.following_norms(baseline, consumers, image)
     order = in_order(baseline, consumers, image)
-    dense_walk = Walk(baseline, order, image)
+    dense_walk = Walk(baseline, order, image, drops_unread=True)
     pruned_walk = dense_walk.through(pruned)
     for number, name in enumerate(order):
         progress("compensating", number, len(consumers))

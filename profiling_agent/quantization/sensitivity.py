@@ -12,7 +12,7 @@ from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.costs import count_complexity
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.modules import mean_kl
-from profiling_agent.lib.replay import Replay, find_prefixes, in_order
+from profiling_agent.lib.replay import Walk, in_order
 from profiling_agent.quantization.calibrate import first_images, fold_norms_, run
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.quantize import NUM_CHECKED, Quantized, quantize_model
@@ -94,17 +94,18 @@ def measure_layers(
             unshifted.bias = unshifted.bias - quantized.shifts[name]
             layers[name] = unshifted
         # One full pass of each chunk computes all before the layers.
-        prefixes = find_prefixes(float_model, {name: [name] for name in layers}, images[:1])
+        walk = Walk(float_model, called, images[:1])
         expected, logits = list[Tensor](), {name: list[Tensor]() for name in layers}
         chunks = images.split(CHUNK)
         for index, chunk in enumerate(chunks):
-            replay = Replay(float_model, prefixes, chunk)
-            expected.append(replay.logits)
-            for number, (name, layer) in enumerate(layers.items()):
+            expected.append(float_model(pixel_values=chunk).logits)
+            chunk_walk = walk.through(float_model)
+            for number, name in enumerate(called):
                 progress("layers", index * len(layers) + number, len(chunks) * len(layers))
+                chunk_walk.reach(name, 0, chunk)
                 original = float_model.get_submodule(name)
-                float_model.set_submodule(name, layer)
-                logits[name].append(replay.run_from(name))
+                float_model.set_submodule(name, layers[name])
+                logits[name].append(chunk_walk.logits_from_here(0, chunk))
                 float_model.set_submodule(name, original)
     counts, shares = count_complexity(float_model, _spec_of(images)), latency_shares or {}
     macs, params = sum(row.macs for row in counts.values()), sum(row.params for row in counts.values())

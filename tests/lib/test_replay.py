@@ -1,5 +1,6 @@
-"""Prefix replay, and the walk over layers that it rests on."""
+"""Walks over layers: each is reached with what a whole pass gives, and run from with what a whole run gives."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from profiling_agent.lib.modules import random_batch
-from profiling_agent.lib.replay import Replay, Walk, find_prefixes, in_order, run_to_layer
+from profiling_agent.lib.modules import random_batch, watching
+from profiling_agent.lib.replay import Walk, in_order, run_to_layer
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
@@ -28,54 +29,53 @@ MODELS = {
 }
 
 
-def prepared(family):
-    model = MODELS[family]()
-    spec = families.spec_of(model)
-    units = find_units(model, spec, {}).units
-    return model, {unit.name: (unit.consumer, *unit.side_readers) for unit in units}, random_batch(spec, 3, seed=4)
-
-
-def changed(model, names):
-    """Weights of these layers, a half of their columns gone."""
-    laid = {}
-    for name in names:
-        weight = model.get_parameter(f"{name}.weight").detach().clone()
-        weight[:, ::2] = 0
-        laid[f"{name}.weight"] = weight
-    return laid
+def changed(model, name):
+    """The layer's weight, a half of its columns gone."""
+    weight = model.get_parameter(f"{name}.weight").detach().clone()
+    weight[:, ::2] = 0
+    return {f"{name}.weight": weight}
 
 
 @torch.no_grad()
-def replayed(model, readers, images, turns=1):
-    """Return the prefixes, by which a run from each unit gives what a whole run gives."""
-    prefixes = find_prefixes(model, readers, images[:1])
-    replay = Replay(model, prefixes, images)
-    before = model(pixel_values=images).logits
-    assert torch.equal(replay.logits, before)
-    for unit, names in [*readers.items()] * turns:
-        laid = changed(model, names)
+def run_from_each(model, layers, images):
+    """A run from each layer gives what a whole run gives; return the calls of modules, by layer, that it takes."""
+    walk, before = Walk(model, layers, images[:1]), model(pixel_values=images).logits
+    calls = {layer: Counter[str]() for layer in layers}
+    for layer in layers:
+        walk.reach(layer, 0, images)
+        laid = changed(model, layer)
         expected = functional_call(model, laid, (), {"pixel_values": images}).logits
-        assert torch.equal(replay.run_from(unit, laid), expected)
+        with watching(model, before=lambda name, _inputs, layer=layer: calls[layer].update([name])):
+            assert torch.equal(walk.logits_from_here(0, images, laid), expected)
+        assert torch.equal(walk.logits_from_here(0, images), before)
         assert not torch.equal(expected, before)
     assert torch.equal(model(pixel_values=images).logits, before)
-    return prefixes
+    return calls
+
+
+def prepared(family):
+    model = MODELS[family]()
+    spec = families.spec_of(model)
+    consumers = {unit.consumer for unit in find_units(model, spec, {}).units}
+    images = random_batch(spec, 3, seed=4)
+    with torch.no_grad():
+        return model, in_order(model, consumers, images[:1]), images
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[pytest.mark.slow] * (name != "resnet")) for name in MODELS]
 )
-def test_a_run_from_any_unit_gives_what_a_whole_run_gives(family):
-    replayed(*prepared(family))
+def test_a_run_from_any_layer_gives_what_a_whole_run_gives(family):
+    run_from_each(*prepared(family))
 
 
-def test_blocks_before_a_unit_are_skipped_and_its_own_and_later_ones_run():
-    model = zoo.vit(num_hidden_layers=4)
-    readers = {unit.name: (unit.consumer,) for unit in zoo.units_of(model)}
-    skipped = find_prefixes(model, readers, random_batch(zoo.SPEC, 1))["vit.layers.2.mlp"]
+def test_modules_before_a_layer_are_skipped_and_its_own_and_later_ones_run():
+    model, layers, images = prepared("vit")
+    calls = run_from_each(model, layers, images)["vit.layers.1.mlp.fc2"]
 
-    assert {"vit.embeddings", "vit.layers.0", "vit.layers.1"} <= set(skipped)
-    assert not any(name.startswith(("vit.layers.2.mlp.fc2", "vit.layers.3", "classifier")) for name in skipped)
-    assert not any(other.startswith(f"{name}.") for name in skipped for other in skipped)
+    # What a container that answers holds isn't called; hooks see the container itself.
+    assert not any(name.startswith(("vit.layers.0.", "vit.embeddings.", "vit.layers.1.attention.")) for name in calls)
+    assert {"vit.layers.1", "vit.layers.1.mlp", "vit.layers.1.mlp.fc2", "vit.layernorm", "classifier"} <= calls.keys()
 
 
 class Row(nn.Module):
@@ -96,21 +96,17 @@ class Row(nn.Module):
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_an_output_changed_in_place_is_computed_again_and_a_layer_called_twice_is_never_skipped(twice):
-    readers = {name: (name,) for name in ("first", "last")}
-    prefixes = replayed(Row(twice=twice).eval(), readers, torch.randn(3, 4, 1, 1), turns=2)
-
-    assert ("stem" in prefixes["last"]) is not twice
+def test_an_output_changed_in_place_and_that_of_a_layer_called_twice_are_computed_again(twice):
+    run_from_each(Row(twice=twice).eval(), ["first", "last"], torch.randn(3, 4, 1, 1))
 
 
 def test_the_model_is_left_as_it_was_found_also_where_a_run_fails():
-    model, readers, images = prepared("vit")
-    last = list(readers)[-1]
+    model, layers, images = prepared("vit")
     with torch.no_grad(), zoo.left_alone(model):
-        replay = Replay(model, find_prefixes(model, readers, images[:1]), images)
-        replay.run_from(last, {})
+        walk = Walk(model, layers, images[:1])
+        walk.reach(layers[-1], 0, images)
         with pytest.raises(RuntimeError):
-            replay.run_from(last, {f"{readers[last][0]}.weight": torch.zeros(3, 3)})
+            walk.logits_from_here(0, images, {f"{layers[-1]}.weight": torch.zeros(3, 3)})
 
 
 IMAGES = random_batch(zoo.SPEC, 5, seed=3)
@@ -132,7 +128,7 @@ def test_both_walks_reach_every_layer_with_what_a_whole_pass_gives_though_weight
     cuts = [Cut(unit=unit, keep=aligned_widths(unit.width, unit.step)[0], requested_ratio=0.9) for unit in units]
     pruned = prune_model(model, cuts, spec=zoo.SPEC).model
     layers = consumers_of(model)
-    walk = Walk(model, layers, IMAGES[:1], max_bytes)
+    walk = Walk(model, layers, IMAGES[:1], max_bytes=max_bytes, drops_unread=True)
     walks = (model, walk), (pruned, walk.through(pruned))
     for layer in layers:
         for number, images in enumerate(IMAGES.split(2)):
@@ -158,7 +154,7 @@ class Products(TorchFunctionMode):
 def test_what_was_passed_is_not_run_again_and_only_what_is_read_later_takes_memory():
     model = zoo.vit()
     layers = consumers_of(model)
-    walk, held, reached = Walk(model, layers, IMAGES[:1]), list[int](), list[int]()
+    walk, held, reached = Walk(model, layers, IMAGES[:1], drops_unread=True), list[int](), list[int]()
     hook = model.classifier.register_forward_hook(lambda *_: reached.append(1))
     with Products() as whole:
         run_to_layer(model, layers[-1], IMAGES)
@@ -175,6 +171,5 @@ def test_what_was_passed_is_not_run_again_and_only_what_is_read_later_takes_memo
     # A pass ends at the layer.
     assert reached == []
     # Before an MLP's second layer a block's input, its attention's output and four times as much inside the MLP; all
-    # else takes a number each. Nothing is held for what would come after the last layer.
+    # else takes a number each.
     assert 5 * hidden < max(held) < 6.01 * hidden
-    assert held[-1] == 0
