@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from torch import nn
@@ -22,53 +22,47 @@ HEAD_NORMS, BEFORE_KEYS = ("q_norm", "k_norm"), ("sequence_reduction", "layer_no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """An attention module whose heads are independent: (heads * head_dim) rows of q, k, v, as many columns of o.
+    """An attention module with independent heads: (heads * head_dim) rows of q, k, v, as many columns of o; or why not.
 
     One layer that computes q, k and v together has three `stacks`. A table's value is the dimension that counts heads.
+    `refusal` is a sentence that starts with a code.
     """
 
     producers: tuple[str, ...]
     consumer: str
-    num_heads: int
-    head_dim: int
-    tables: dict[str, int]
+    num_heads: int = 0
+    head_dim: int = 0
+    tables: Mapping[str, int] = field(default_factory=dict[str, int])
     stacks: int = 1
+    refusal: str | None = None
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Return the names of q, k, v and the output layer."""
-        return (*self.producers, self.consumer)
-
-
-@dataclass(frozen=True, slots=True)
-class UnsupportedAttention:
-    """Attention whose heads can't be cut: its layers, and the reason, a sentence that starts with a code."""
-
-    projections: tuple[str, ...]
-    reason: str
+        """Return the names of q, k, v and the output layer, if there is one."""
+        return (*self.producers, self.consumer) if self.consumer else self.producers
 
 
 class _UnsupportedError(Exception):
     """Attention has a structure whose heads can't be cut."""
 
 
-def find_attention(model: nn.Module) -> dict[str, Attention | UnsupportedAttention]:
+def find_attention(model: nn.Module) -> dict[str, Attention]:
     """Return every attention module, keyed by the name of the module that holds its q, k and v."""
     holders = _projections(model)
-    found: dict[str, Attention | UnsupportedAttention] = {}
+    found: dict[str, Attention] = {}
     for name, children in holders.items():
         producers, consumer = tuple(f"{name}.{child}".lstrip(".") for child in children), _output_layer(model, name)
         try:
             found[name] = _inspect(model, name, producers, consumer, holders)
         except _UnsupportedError as error:
-            found[name] = UnsupportedAttention((*producers, *([consumer] if consumer else ())), str(error))
+            found[name] = Attention(producers=producers, consumer=consumer, refusal=str(error))
     return found
 
 
 def _inspect(
-    model: nn.Module, name: str, producers: tuple[str, ...], consumer: str | None, holders: Collection[str]
+    model: nn.Module, name: str, producers: tuple[str, ...], consumer: str, holders: Collection[str]
 ) -> Attention:
-    if consumer is None:
+    if not consumer:
         raise _UnsupportedError("unknown_heads: no layer is found that reads what attention makes")
     *qkv, output_layer = (cast("nn.Linear", model.get_submodule(layer)) for layer in (*producers, consumer))
     stacks = 3 // len(qkv)
@@ -92,11 +86,11 @@ def _projections(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return holders
 
 
-def _output_layer(model: nn.Module, holder: str) -> str | None:
+def _output_layer(model: nn.Module, holder: str) -> str:
     parent = holder.rpartition(".")[0]
     paths = (*(f"{holder}.{child}" for child in OUTPUTS), f"{parent}.{SIBLING_OUTPUT}")
     modules = dict(model.named_modules(remove_duplicate=False))
-    return next((path for path in (p.lstrip(".") for p in paths) if isinstance(modules.get(path), nn.Linear)), None)
+    return next((path for path in (p.lstrip(".") for p in paths) if isinstance(modules.get(path), nn.Linear)), "")
 
 
 def _head_shape(holder: nn.Module, rows: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from profiling_agent.errors import PruningError
 from profiling_agent.lib.costs import count_complexity
 from profiling_agent.lib.logs import checked_logits, third_party_errors
 from profiling_agent.lib.modules import device_of, preserving_state, random_batch, tensors, without_weights
-from profiling_agent.pruning.attention import Attention, find_attention, head_sizes, set_head_attributes_
+from profiling_agent.pruning.attention import find_attention, head_sizes, set_head_attributes_
 from profiling_agent.pruning.criteria import keep_indices, score
 from profiling_agent.pruning.tracing import blank_image, is_response_norm
 from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind
@@ -55,9 +55,7 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, Sequence
             is_conv = isinstance(reader, nn.Conv2d)
             (SURGERY.prune_conv_in_channels if is_conv else SURGERY.prune_linear_in_channels)(reader, columns)
         if unit.kind is UnitKind.HEADS:
-            heads = attention[unit.name]
-            assert isinstance(heads, Attention), "find_units refuses attention whose heads can't be cut"
-            for name, dim in heads.tables.items():
+            for name, dim in attention[unit.name].tables.items():
                 owner, _, leaf = name.rpartition(".")
                 # A table that a layer computes is cut with that layer's rows.
                 if not isinstance(pruned.get_submodule(owner), nn.Linear):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from profiling_agent.lib.modules import without_weights
-from profiling_agent.pruning.attention import Attention, UnsupportedAttention, find_attention
+from profiling_agent.pruning.attention import Attention, find_attention
 from profiling_agent.pruning.prune import refused_heads
 from profiling_agent.pruning.tracing import LAYERS, Space, Trace, UntraceableError, follow_channels
 from profiling_agent.pruning.widths import aligned_widths, step_for
@@ -55,9 +55,9 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
     attentions = find_attention(skeleton)
     heads = {name: _heads_unit(skeleton, name, attention, macs, tied) for name, attention in attentions.items()}
     scopes = {
-        unit: _common_module((name, *_parents((unit.consumer, *attention.tables))))
-        for name, attention in attentions.items()
-        if isinstance(unit := heads[name], Unit) and isinstance(attention, Attention)
+        unit: _common_module((name, *_parents((unit.consumer, *attentions[name].tables))))
+        for name, unit in heads.items()
+        if isinstance(unit, Unit)
     }
     heads |= refused_heads(model, skeleton, spec, scopes)
     results = {layer: heads[name] for name, attention in attentions.items() for layer in attention.projections}
@@ -115,17 +115,13 @@ def _refuse_nested(results: Mapping[str, Unit | str]) -> dict[str, Unit | str]:
 
 
 def _heads_unit(
-    model: nn.Module,
-    holder: str,
-    attention: Attention | UnsupportedAttention,
-    macs: Mapping[str, int],
-    tied: Collection[nn.Module],
+    model: nn.Module, holder: str, attention: Attention, macs: Mapping[str, int], tied: Collection[nn.Module]
 ) -> Unit | str:
     """Return the unit of one attention module's heads, or the reason for its refusal."""
     if any(model.get_submodule(member) in tied for member in attention.projections):
         return "tied: a projection of this attention, or its weights, are used in more than one place"
-    if isinstance(attention, UnsupportedAttention):
-        return attention.reason
+    if attention.refusal is not None:
+        return attention.refusal
     width, size = attention.num_heads, attention.head_dim
     step = step_for(UnitKind.HEADS, width)
     if reason := _too_narrow(width, step):
