@@ -76,11 +76,10 @@ def resolve(
     Raises:
         PlanError: a pattern is invalid, matches nothing, or matches refused layers only.
     """
-    units_by_name = _units_by_name(units)
     ratios: dict[str, float] = {}
     notes: list[str] = []
     for recommendation in recommendations:
-        matches = _matching_units(recommendation.layer, units_by_name, refusals)
+        matches = _matching_units(recommendation.layer, units, refusals)
         ratios |= {unit.name: recommendation.pruning_ratio for unit in _units_of_type(recommendation, matches, notes)}
     cuts: list[Cut] = []
     for unit in units:
@@ -99,32 +98,28 @@ def cap_ratios(caps: Sequence[Cap], *, units: Sequence[Unit], refusals: Mapping[
     Raises:
         PlanError: as `resolve`.
     """
-    units_by_name = _units_by_name(units)
     ratios: dict[str, float] = {}
     for cap in caps:
-        for unit in _matching_units(cap.layer, units_by_name, refusals):
+        for unit in _matching_units(cap.layer, units, refusals):
             ratios[unit.name] = min(cap.max_ratio, ratios.get(unit.name, 1.0))
     return ratios
 
 
-def _units_by_name(units: Sequence[Unit]) -> dict[str, Unit]:
-    """Return the unit that each name selects, for a layer that ends one and begins another the latter."""
-    ends = {name: unit for unit in units for name in (unit.consumer, *unit.side_readers, *unit.inner)}
-    return ends | {name: unit for unit in units for name in (unit.name, *unit.producers)}
-
-
-def _matching_units(pattern: str, units_by_name: Mapping[str, Unit], refusals: Mapping[str, str]) -> list[Unit]:
+def _matching_units(pattern: str, units: Sequence[Unit], refusals: Mapping[str, str]) -> list[Unit]:
+    # A layer that ends one unit and begins another selects the one it begins.
+    units_by_name = {name: unit for unit in units for name in (unit.consumer, *unit.side_readers, *unit.inner)}
+    units_by_name |= {name: unit for unit in units for name in (unit.name, *unit.producers)}
     names = [*units_by_name, *refusals]
     if not (matches := matching_names(pattern, names)):
         near = ", ".join(map(repr, near_names(pattern, names)))
         raise PlanError(f"the layer pattern {pattern!r} matches no layer; use names like {near}")
-    units = {units_by_name[name].name: units_by_name[name] for name in matches if name in units_by_name}
-    if not units:
+    selected = {units_by_name[name].name: units_by_name[name] for name in matches if name in units_by_name}
+    if not selected:
         raise PlanError(
             f"the layer pattern {pattern!r} hits only layers that can't be pruned: "
             f"{matches[0]!r} ({refusals[matches[0]]}); name a layer of a unit instead"
         )
-    return list(units.values())
+    return list(selected.values())
 
 
 def _units_of_type(recommendation: PruningRecommendation, units: Sequence[Unit], notes: list[str]) -> Sequence[Unit]:
