@@ -5,7 +5,6 @@ ViT-B/16), and attention's two matrix products, which it misses. Activations, no
 not counted.
 """
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -28,7 +27,7 @@ from profiling_agent.lib.modules import device_of, preserving_state, tensors, wa
 from profiling_agent.schemas import InputSpec
 
 
-def sdpa_macs(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def sdpa_macs(_output: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Return the MACs of both matrix products: heads x L x S x (E + Ev), masked positions included.
 
     Shapes as in torch's documentation: query (..., heads, L, E), key (..., heads, S, E), value (..., heads, S, Ev).
@@ -36,13 +35,9 @@ def sdpa_macs(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> 
     return query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def matmul_macs(*args: Any, **kwargs: Any) -> int:
-    """Return the MACs of a matrix product, given the arguments of torch.matmul, mm or bmm."""
-    first, second = (*args, *(kwargs[name] for name in ("input", "mat2", "other") if name in kwargs))[:2]
-    if first.dim() == 1 or second.dim() == 1:
-        return max(first.numel(), second.numel())
-    batch_shape = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
-    return math.prod(batch_shape) * first.shape[-2] * first.shape[-1] * second.shape[-1]
+def matmul_macs(output: Tensor, *args: Tensor, **kwargs: Tensor) -> int:
+    """Return the MACs of a matrix product, given the output and the arguments of torch.matmul, mm or bmm."""
+    return output.numel() * (args[0] if args else kwargs["input"]).shape[-1]
 
 
 PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm, Tensor.mm)
@@ -64,9 +59,10 @@ def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
         def __torch_function__(
             self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
+            output = func(*args, **(kwargs or {}))
             if calls and (formula := FORMULAS.get(func)) is not None:
-                macs[calls[-1]] += formula(*args, **(kwargs or {}))
-            return func(*args, **(kwargs or {}))
+                macs[calls[-1]] += formula(output, *args, **(kwargs or {}))
+            return output
 
     with watching(model, before=lambda name, _input: calls.append(name), after=lambda *_: calls.pop()), Products():
         yield macs

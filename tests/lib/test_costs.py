@@ -144,9 +144,10 @@ def test_a_model_that_can_not_run_is_named():
     ],
 )
 def test_a_product_counts_every_multiplication(first, second, macs):
-    assert matmul_macs(torch.ones(first), torch.ones(second)) == macs
+    left, right = torch.ones(first), torch.ones(second)
+    assert matmul_macs(left @ right, left, right) == macs
     query, key, value = torch.ones(2, 3, 5, 8), torch.ones(2, 3, 7, 8), torch.ones(2, 3, 7, 4)
-    assert sdpa_macs(query, key, value) == 2 * 3 * (5 * 7 * 8 + 5 * 7 * 4)
+    assert sdpa_macs(None, query, key, value) == 2 * 3 * (5 * 7 * 8 + 5 * 7 * 4)
 
 
 class Attends(nn.Module):
