@@ -26,7 +26,8 @@ from profiling_agent.lib.logs import muted
 from profiling_agent.lib.modules import device_of, following_norms, has_bias
 from profiling_agent.planning.allocation import allocate
 from profiling_agent.profiling.evidence import measure_sensitivity
-from profiling_agent.pruning.compensation import UnitMoments, columns_of, compensate, matrix_of
+from profiling_agent.pruning.compensation import columns_of, compensate
+from profiling_agent.pruning.criteria import UnitMoments, matrix_of
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.schemas import Evidence, InputSpec, Target, Unit, UnitKind
 

@@ -17,7 +17,7 @@ from profiling_agent.data.splits import NUM_CALIBRATION
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.costs import count_complexity
 from profiling_agent.planning.allocation import params_and_macs_saved
-from profiling_agent.pruning.compensation import UnitMoments, gather_moments
+from profiling_agent.pruning.criteria import UnitMoments, gather_moments
 from profiling_agent.pruning.units import find_units
 from profiling_agent.schemas import Cut, InputSpec, LayerProfile, Unit
 

@@ -17,9 +17,8 @@ from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.lib.logs import muted
 from profiling_agent.lib.modules import device_of, without_weights
 from profiling_agent.pruning.criteria import IMPORTANCE, keep_indices
-from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.prune import check_saving, prune_model
 from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.verify import check_saving
 from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind
 
 CRITERIA = ("l1", "l2", "random")

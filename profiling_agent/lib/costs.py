@@ -1,11 +1,10 @@
 """Cost of each module: parameters and multiply-accumulates (MACs) by ptflops, time, and activations.
 
-ptflops misses attention, which is added here. Counted are linear and convolution layers, as ptflops counts them (one MAC for each
-bias addition too: 17.58 G for ViT-B/16), and attention's two matrix products. Activations, norms, pools, softmax and additions
-are not counted.
+Counted are linear and convolution layers, as ptflops counts them (one MAC for each bias addition too: 17.58 G for
+ViT-B/16), and attention's two matrix products, which it misses. Activations, norms, pools, softmax and additions are
+not counted.
 """
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -28,22 +27,17 @@ from profiling_agent.lib.modules import device_of, preserving_state, tensors, wa
 from profiling_agent.schemas import InputSpec
 
 
-def sdpa_macs(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def sdpa_macs(_output: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Return the MACs of both matrix products: heads x L x S x (E + Ev), masked positions included.
 
     Shapes as in torch's documentation: query (..., heads, L, E), key (..., heads, S, E), value (..., heads, S, Ev).
     """
-    *batch_shape, target, width = query.shape
-    return math.prod(batch_shape) * target * key.shape[-2] * (width + value.shape[-1])
+    return query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def matmul_macs(*args: Any, **kwargs: Any) -> int:
-    """Return the MACs of a matrix product, given the arguments of torch.matmul, mm or bmm."""
-    first, second = (*args, *(kwargs[name] for name in ("input", "mat2", "other") if name in kwargs))[:2]
-    if first.dim() == 1 or second.dim() == 1:
-        return max(first.numel(), second.numel())
-    batch_shape = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
-    return math.prod(batch_shape) * first.shape[-2] * first.shape[-1] * second.shape[-1]
+def matmul_macs(output: Tensor, *args: Tensor, **kwargs: Tensor) -> int:
+    """Return the MACs of a matrix product, given the output and the arguments of torch.matmul, mm or bmm."""
+    return output.numel() * (args[0] if args else kwargs["input"]).shape[-1]
 
 
 PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm, Tensor.mm)
@@ -53,35 +47,25 @@ FORMULAS: Mapping[Callable[..., Any], Callable[..., int]] = {
 }
 
 
-class _MatmulCounter(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.macs, self.call_stack = Counter[str](), list[str]()
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if self.call_stack and (formula := FORMULAS.get(func)) is not None:
-            self.macs[self.call_stack[-1]] += formula(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
     """Count the MACs of products of two activations, by the name of the module whose forward called them.
 
-    The innermost module counts: attention's products belong to the attention module, not to the layer around it.
-    `torch.einsum` is not counted.
+    The innermost module counts, for attention's products the attention module. `torch.einsum` is not counted.
     """
-    counter = _MatmulCounter()
-    stack = counter.call_stack
-    with (
-        watching(
-            model, before=lambda name, _input: stack.append(name), after=lambda _name, _input, _output: stack.pop()
-        ),
-        counter,
-    ):
-        yield counter.macs
+    macs, calls = Counter[str](), list[str]()
+
+    class Products(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            output = func(*args, **(kwargs or {}))
+            if calls and (formula := FORMULAS.get(func)) is not None:
+                macs[calls[-1]] += formula(output, *args, **(kwargs or {}))
+            return output
+
+    with watching(model, before=lambda name, _input: calls.append(name), after=lambda *_: calls.pop()), Products():
+        yield macs
 
 
 COUNTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -116,10 +100,8 @@ def count_complexity(model: nn.Module, spec: InputSpec) -> dict[str, Complexity]
         formula(module, inputs, output)
         macs[names[module]] += module.__flops__ - before
 
-    def image(shape: Any) -> Any:
-        # ptflops declares a dict here, but prints a warning for every model given a dict.
-        return torch.zeros(shape, device=device_of(model))
-
+    # ptflops declares a dict here, but prints a warning for every model given a dict.
+    image: Any = partial(torch.zeros, device=device_of(model))
     # Without its own hook, ptflops would skip a subclass of `nn.Linear`.
     kinds = {type(module): [kind for kind in COUNTED if isinstance(module, kind)] for module in names}
     with preserving_state(model), torch.inference_mode(), counted_matmuls(model) as matmuls:
@@ -149,77 +131,64 @@ def count_complexity(model: nn.Module, spec: InputSpec) -> dict[str, Complexity]
     }
 
 
-class Stopwatch:
-    """Hooks that mark the beginning and end of every module's calls, each by one call of `mark`."""
-
-    def __init__(self, mark: Callable[[], Any]) -> None:
-        self._mark = mark
-        self._open: list[tuple[str, Any]] = []
-        # The name of each call, its marks, and the name of the call around it.
-        self._spans: list[tuple[str, Any, Any, str | None]] = []
-
-    def enter(self, name: str, _input: Any) -> None:
-        """Mark the beginning of a module's call."""
-        self._open.append((name, self._mark()))
-
-    def leave(self, _name: str, _input: Any, _output: Any) -> None:
-        """Mark the end of a module's call."""
-        name, begin = self._open.pop()
-        self._spans.append((name, begin, self._mark(), self._open[-1][0] if self._open else None))
-
-    def own_ms(self, ms_between: Callable[[Any, Any], float]) -> dict[str, float]:
-        """Return the milliseconds of each module, summed over its calls, without those of its children."""
-        total_ms: dict[str, float] = {}
-        for name, begin, end, parent in self._spans:
-            span_ms = ms_between(begin, end)
-            total_ms[name] = total_ms.get(name, 0.0) + span_ms
-            if parent is not None:
-                total_ms[parent] = total_ms.get(parent, 0.0) - span_ms
-        return total_ms
-
-
-def layer_latency(model: nn.Module, batch: Tensor, *, passes: int) -> dict[str, float]:
+def layer_latency(
+    model: nn.Module, batch: Tensor, *, passes: int, clock: Callable[[], int] = time.perf_counter_ns
+) -> dict[str, float]:
     """Return the milliseconds of every called module without its children: the median over `passes` forward passes.
 
-    The rows add up to the whole pass; a module that is called several times in a pass has the sum. The hooks' own time, some
-    microseconds a module, counts for the enclosing module. CUDA times are between events in the stream, read after one
-    synchronization a pass.
+    The rows add up to the whole pass; a module that is called several times has the sum, and the hooks' own time, some
+    microseconds, counts for the enclosing one. `clock` gives nanoseconds; on CUDA, times are between events in the
+    stream.
     """
+    calls: list[tuple[str, Any]] = []
+    # The name of each call, its beginning and end, and the name of the call around it.
+    spans: list[tuple[str, Any, Any, str | None]] = []
 
     def mark() -> Any:
         if not batch.is_cuda:
-            return time.perf_counter_ns()
+            return clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def ms_between(begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) if batch.is_cuda else (end - begin) / 1e6
+    def enter(name: str, _input: Any) -> None:
+        calls.append((name, mark()))
+
+    def leave(_name: str, _input: Any, _output: Any) -> None:
+        name, begin = calls.pop()
+        spans.append((name, begin, mark(), calls[-1][0] if calls else None))
+
+    def synchronize() -> None:
+        if batch.is_cuda:
+            torch.cuda.synchronize(batch.device)
 
     samples_ms: dict[str, list[float]] = {}
-    with torch.inference_mode():
-        for _ in range(passes):
-            stopwatch = Stopwatch(mark)
-            if batch.is_cuda:
-                torch.cuda.synchronize(batch.device)
-            with watching(model, before=stopwatch.enter, after=stopwatch.leave):
-                model(pixel_values=batch)
-            if batch.is_cuda:
-                torch.cuda.synchronize(batch.device)
-            for name, own_ms in stopwatch.own_ms(ms_between).items():
-                samples_ms.setdefault(name, []).append(own_ms)
+    for _ in range(passes):
+        spans.clear()
+        synchronize()
+        with torch.inference_mode(), watching(model, before=enter, after=leave):
+            model(pixel_values=batch)
+        synchronize()
+        own_ms: dict[str, float] = {}
+        for name, begin, end, parent in spans:
+            span_ms = begin.elapsed_time(end) if batch.is_cuda else (end - begin) / 1e6
+            own_ms[name] = own_ms.get(name, 0.0) + span_ms
+            if parent is not None:
+                own_ms[parent] = own_ms.get(parent, 0.0) - span_ms
+        for name, ms in own_ms.items():
+            samples_ms.setdefault(name, []).append(ms)
     # Events resolve half a microsecond at best, so a child may seem to take longer than its parent.
-    return {name: max(median(own_ms), 0.0) for name, own_ms in samples_ms.items()}
+    return {name: max(median(times), 0.0) for name, times in samples_ms.items()}
 
 
 def activation_bytes(model: nn.Module, batch: Tensor) -> dict[str, int]:
     """Return the bytes of the tensors that each called module creates, in one forward pass of `batch`.
 
-    A tensor is counted at the first module that returns it: a container that returns its last child's output, or dropout in
-    eval mode, creates none.
+    A tensor is counted at the first module that returns it: a container that returns its last child's output creates
+    none.
     """
     num_bytes = Counter[str]()
-    # Weak, so that the pass needs no more memory than usual, and the id of a freed tensor is not mistaken for another's.
+    # Weak, so that the pass needs no more memory than usual.
     seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def leave(name: str, _input: Any, output: Any) -> None:

@@ -42,9 +42,8 @@ def matching_names(pattern: str, names: Collection[str]) -> list[str]:
     try:
         regex = re2.compile(pattern, options)
     except re2.error as error:
-        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error)
         raise PlanError(
-            f"the layer pattern {pattern!r} is no RE2 expression of a sane size ({reason[:80]!r}); "
+            f"the layer pattern {pattern!r} is no RE2 expression of a sane size: "
             "use one without backreferences, lookarounds and large repetitions"
         ) from error
     return [name for name in names if regex.search(name)]

@@ -2,13 +2,15 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.utils._pytree import tree_leaves
 
 from profiling_agent.errors import RunError
 from profiling_agent.lib.machine import available_threads
@@ -27,39 +29,31 @@ def watching(
 
     The input is the first argument, positional or keyword; the root's name is ''. Return values are ignored.
     """
+
+    def call(callback: Any, name: str, _module: nn.Module, args: Any, kwargs: Mapping[str, Any], *output: Any) -> None:
+        callback(name, next(iter((*args, *kwargs.values())), None), *output)
+
     with ExitStack() as hooks:
-        for name in [name for name, _ in model.named_modules()] if names is None else names:
+        for name in dict(model.named_modules()) if names is None else names:
             module = model.get_submodule(name)
             if before is not None:
-                hook = partial(_call, name=name, callback=before)
-                hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_pre_hook(partial(call, before, name), with_kwargs=True).remove)
             if after is not None:
-                hook = partial(_call, name=name, callback=after)
-                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(partial(call, after, name), with_kwargs=True).remove)
         yield
 
 
-def _call(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *output: Any, name: str, callback: Any
-) -> None:
-    callback(name, next(iter((*args, *kwargs.values())), None), *output)
-
-
-def tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a module's output, through mappings (ModelOutput is one), tuples and lists."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (dict, tuple, list)):
-        for part in output.values() if isinstance(output, dict) else output:
-            yield from tensors(part)
+def tensors(output: Any) -> list[Tensor]:
+    """Return the tensors in a module's output, through mappings (ModelOutput is one), tuples and lists."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
 def preserving_state(model: nn.Module) -> Generator[nn.Module]:
     """Restore the plain attributes of every module at the end: train or eval mode, and what forward passes change.
 
-    Swin shrinks its window permanently when given a small image, and ptflops leaves methods on the model. Tensors changed in
-    place are not restored.
+    Swin shrinks its window permanently when given a small image, and ptflops leaves methods on the model. Tensors
+    changed in place are not restored.
     """
     saved = [(module, dict(vars(module))) for module in model.modules()]
     try:
@@ -72,19 +66,17 @@ def preserving_state(model: nn.Module) -> Generator[nn.Module]:
 
 def without_weights(model: nn.Module) -> nn.Module:
     """Copy `model` to the meta device: its structure and shapes, without memory or arithmetic."""
-    memo: dict[int, Any] = {
-        id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        for parameter in model.parameters()
-    }
-    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
 
 
 def module_counts(model: nn.Module) -> dict[str, int]:
     """Return the number of places in which each named module occurs."""
-    modules = list(model.named_modules(remove_duplicate=False))
-    counts = Counter(id(module) for _, module in modules)
-    return {name: counts[id(module)] for name, module in modules}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    counts = Counter(modules.values())
+    return {name: counts[module] for name, module in modules.items()}
 
 
 def pin_threads(num_threads: int | None = None) -> int:
@@ -96,9 +88,7 @@ def pin_threads(num_threads: int | None = None) -> int:
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's first parameter or buffer, or the CPU if it has none."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 def floating_dtype(model: nn.Module) -> torch.dtype:
@@ -109,19 +99,16 @@ def floating_dtype(model: nn.Module) -> torch.dtype:
 
 
 def on_device(model: nn.Module, device: str) -> nn.Module:
-    """Move `model` to a device, and make float32 exact for the whole process.
-
-    By default, convolutions on CUDA round to a mantissa of ten bits: errors of a thousandth, too large for golden logits.
+    """Move `model` to a device, and make float32 exact for the whole process: by default CUDA rounds to ten bits.
 
     Raises:
-        RunError: the device was there when the run began, and is no longer; no plan is at fault.
+        RunError: the device was there when the run began, and is no longer.
     """
     if device == "cuda":
         if not torch.cuda.is_available():
-            raise RunError(
-                "torch finds no CUDA device: use device cpu, or resume a run that began on one where there is one"
-            )
-        # After setting `fp32_precision` instead, exporting a model fails in torch 2.11 to 2.13, as it reads the older switch.
+            raise RunError("torch finds no CUDA device: use device cpu, or resume where there is one")
+        # After setting `fp32_precision` instead, exporting a model fails in torch 2.11 to 2.13, as it reads the older
+        # switch.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
     return model.to(device)
@@ -135,10 +122,10 @@ def random_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> Tensor:
 def logits_of(model: nn.Module, pixel_values: Tensor) -> Tensor:
     """Return the logits in eval mode, in float32 on the CPU; the model's mode is restored."""
     was_training = model.training
-    model.eval()
     try:
         with torch.inference_mode():
-            return model(pixel_values=pixel_values.to(device_of(model), floating_dtype(model))).logits.float().cpu()
+            images = pixel_values.to(device_of(model), floating_dtype(model))
+            return model.eval()(pixel_values=images).logits.float().cpu()
     finally:
         model.train(was_training)
 
@@ -159,37 +146,31 @@ def relative_distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float32).tiny))
 
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-def batch_norms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]:
-    """Return the batch norms of `model` that normalise by running statistics."""
-    return [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.track_running_stats]
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the batch norms of `model` that normalise by running statistics, by name."""
+    modules = model.named_modules()
+    return {name: module for name, module in modules if isinstance(module, _BatchNorm) and module.track_running_stats}
 
 
 def following_norms(model: nn.Module, consumers: Collection[str], image: Tensor) -> dict[str, str]:
     """Return, by consumer, the batch norm whose input is that consumer's output, if there is one."""
-    norms = {id(norm) for norm in batch_norms(model)}
-    names = [name for name, module in model.named_modules() if name in consumers or id(module) in norms]
     outputs: list[tuple[str, Any]] = []
     norm_of: dict[str, str] = {}
 
-    def match_norm(name: str, inputs: Any) -> None:
-        if name not in consumers:
-            norm_of.update({consumer: name for consumer, output in outputs if output is inputs})
+    def match_norm(norm: str, inputs: Any) -> None:
+        norm_of.update({consumer: norm for consumer, output in outputs if output is inputs})
 
-    def record_output(name: str, _inputs: Any, output: Any) -> None:
-        if name in consumers:
-            outputs.append((name, output))
+    def record_output(consumer: str, _inputs: Any, output: Any) -> None:
+        outputs.append((consumer, output))
 
-    with watching(model, names, before=match_norm, after=record_output):
+    with watching(model, batch_norms(model), before=match_norm), watching(model, consumers, after=record_output):
         model(pixel_values=image)
     return norm_of
 
 
 def has_bias(layer: nn.Module) -> bool:
     """Return whether `layer` adds a bias."""
-    return dict(layer.named_parameters(recurse=False)).get("bias") is not None
+    return "bias" in dict(layer.named_parameters(recurse=False))
 
 
 def border_of(layer: nn.Conv2d) -> tuple[int, int, int, int]:

@@ -1,16 +1,11 @@
-"""Prefix replay: rerun a model from the layer that changed, with the outputs before it cached from an earlier pass.
+"""Forward passes that begin at the layer that changed, the outputs before it cached from an earlier pass."""
 
-`Replay` runs one batch from many layers; `Walk` visits one layer after the other with all batches.
-"""
-
-import contextlib
 import copy
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,105 +14,6 @@ from torch import Tensor, nn
 from profiling_agent.lib.machine import available_bytes
 from profiling_agent.lib.modules import tensors, watching
 
-# For each unit, the modules whose outputs don't depend on its readers.
-Prefixes = Mapping[str, tuple[str, ...]]
-
-
-def find_prefixes(model: nn.Module, readers: Mapping[str, Collection[str]], image: Tensor) -> Prefixes:
-    """Return, for each unit, the outermost modules that end before its `readers` begin, and so need not be rerun.
-
-    A module that serves one unit only is left out, unless it contains the readers of several, as a stage does: rerunning a part
-    of a block costs less than the memory of its output.
-    """
-    before = ended_before(model, readers, image)
-    num_units = Counter(name for names in before.values() for name in names)
-    num_inner = {
-        name: sum(any(layer.startswith(f"{name}.") for layer in layers) for layers in readers.values())
-        for name in num_units
-    }
-    kept = {name for name in num_units if num_units[name] > 1 or num_inner[name] > 1}
-    return {unit: tuple(name for name in names if name in kept) for unit, names in before.items()}
-
-
-def ended_before(model: nn.Module, readers: Mapping[str, Collection[str]], image: Tensor) -> dict[str, list[str]]:
-    """Return, for each unit, the outermost modules that are called once, and end before any of its `readers` begins."""
-    clock, began, ended, num_calls = count(), dict[str, int](), dict[str, int](), Counter[str]()
-
-    def begin(name: str, _inputs: Any) -> None:
-        began.setdefault(name, next(clock))
-        num_calls[name] += 1
-
-    def end(name: str, _inputs: Any, _output: Any) -> None:
-        ended[name] = next(clock)
-
-    with watching(model, [name for name, _ in model.named_modules() if name], before=begin, after=end):
-        model(pixel_values=image)
-    once = [name for name, calls in num_calls.items() if calls == 1 and name in ended]
-    first = {unit: min(began[layer] for layer in layers) for unit, layers in readers.items()}
-    return {unit: _outermost([name for name in once if ended[name] < start]) for unit, start in first.items()}
-
-
-def _outermost(names: Collection[str]) -> list[str]:
-    known = set(names)
-    return [name for name in names if not any(name[:end] in known for end, char in enumerate(name) if char == ".")]
-
-
-class Replay:
-    """One batch of images, run once in full; `model` must be in eval mode and gradients off."""
-
-    def __init__(self, model: nn.Module, prefixes: Prefixes, images: Tensor) -> None:
-        """Run `images` (b, c, h, w) and cache the outputs that later runs start from."""
-        self._model, self._prefixes, self._images = model, prefixes, images
-        self._outputs, self.logits = lasting_outputs(
-            model, {name for names in prefixes.values() for name in names}, images
-        )
-
-    def run_from(self, unit: str, laid: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
-        """Return the logits with the tensors `laid` in place of the model's own ones of the same names.
-
-        They must belong to the unit's readers or to later modules. Without `laid`, the modules now in the readers' places run.
-        """
-        names = [name for name in self._prefixes[unit] if name in self._outputs]
-        with replaying_outputs(self._model, {name: self._outputs[name] for name in names}):
-            return torch.func.functional_call(self._model, dict(laid), (), {"pixel_values": self._images}).logits
-
-
-def lasting_outputs(model: nn.Module, names: Iterable[str], images: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """Return the outputs of the modules `names`, and the logits, of one pass.
-
-    An output that was changed in place after its module returned it is left out.
-    """
-    outputs: dict[str, tuple[Any, list[int]]] = {}
-
-    def record_output(name: str, _inputs: Any, output: Any) -> None:
-        outputs[name] = (output, [part._version for part in tensors(output)])
-
-    with watching(model, names, after=record_output):
-        logits: Tensor = model(pixel_values=images).logits
-    unchanged = (name for name, (out, versions) in outputs.items() if versions == [t._version for t in tensors(out)])
-    return {name: outputs[name][0] for name in unchanged}, logits
-
-
-def _given(output: Any, *_args: Any, **_kwargs: Any) -> Any:
-    return output
-
-
-@contextmanager
-def replaying_outputs(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
-    """Make modules return the given outputs instead of computing them."""
-    modules = [model.get_submodule(name) for name in outputs]
-    original_forwards = [vars(module).get("forward") for module in modules]
-    try:
-        for module, output in zip(modules, outputs.values(), strict=True):
-            vars(module)["forward"] = partial(_given, output)
-        yield
-    finally:
-        for module, forward in zip(modules, original_forwards, strict=True):
-            if forward is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = forward
-
 
 def in_order(model: nn.Module, names: Collection[str], images: Tensor) -> list[str]:
     """Return the layers `names` in the order in which a forward pass of `images` first reaches them."""
@@ -125,6 +21,26 @@ def in_order(model: nn.Module, names: Collection[str], images: Tensor) -> list[s
     with watching(model, names, before=lambda name, _inputs: reached.setdefault(name)):
         model(pixel_values=images)
     return list(reached)
+
+
+def _given(output: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return output
+
+
+@contextmanager
+def _replaying(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
+    """Make modules return the given outputs instead of computing them."""
+    attributes = {name: vars(model.get_submodule(name)) for name in outputs}
+    originals = {name: attributes[name]["forward"] for name in outputs if "forward" in attributes[name]}
+    try:
+        for name, output in outputs.items():
+            attributes[name]["forward"] = partial(_given, output)
+        yield
+    finally:
+        for name in outputs:
+            del attributes[name]["forward"]
+        for name, forward in originals.items():
+            attributes[name]["forward"] = forward
 
 
 class _LayerReachedError(Exception):
@@ -142,7 +58,7 @@ def run_to_layer(model: nn.Module, name: str, images: Tensor) -> tuple[Tensor, T
         calls.append((inputs, output))
         raise _LayerReachedError
 
-    with contextlib.suppress(_LayerReachedError), watching(model, [name], after=record_and_stop):
+    with suppress(_LayerReachedError), watching(model, [name], after=record_and_stop):
         model(pixel_values=images)
     return calls[0]
 
@@ -153,21 +69,40 @@ MAX_CACHE_BYTES, CACHE_DIVISOR = 2 * 2**30, 5
 
 
 class Walk:
-    """Forward passes to each of `layers`, in the order of the network, for batches of images.
+    """Forward passes to each of `layers`, in the order of the network, and from there on, for batches of images.
 
-    A layer and the modules after it may change their weights only once every batch has reached that layer. The model must be in
-    eval mode and gradients off.
+    A layer and the modules after it may change only once every batch has reached that layer. The model must be in eval
+    mode and gradients off.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], image: Tensor, max_bytes: int | None = None) -> None:
-        """Find with one `image` (1, c, h, w) which outputs of each pass the next ones start from."""
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[str],
+        image: Tensor,
+        *,
+        max_bytes: int | None = None,
+        drops_unread: bool = False,
+    ) -> None:
+        """Find with one `image` (1, c, h, w) which outputs of each pass the next ones start from.
+
+        `drops_unread` saves memory where there are many batches: one more pass of the image for each module tells
+        which outputs are never read again.
+        """
         self._max_bytes = min(MAX_CACHE_BYTES, available_bytes() // CACHE_DIVISOR) if max_bytes is None else max_bytes
         self._model, self._cache, self.num_bytes = model, dict[int, dict[str, Any]](), 0
-        ended = ended_before(model, {layer: [layer] for layer in layers}, image)
-        outputs, _ = lasting_outputs(model, {name for names in ended.values() for name in names}, image)
-        self._read_later = _later_reads(model, ended, outputs, image)
-        # No pass follows that of the last layer.
-        self._names_to_cache = {layer: [name for name in ended[layer] if name in outputs] for layer in layers[:-1]}
+        outputs, ended = _outputs_before(model, layers, image)
+        # By layer, the modules that ended before it, and whether their outputs are read after it: if not, the logits
+        # stay finite with nan in their place, and what is unread after one layer stays unread.
+        self._is_read: dict[str, dict[str, bool]] = {}
+        unread: dict[str, Any] = {}
+        for layer, names in ended.items():
+            for name in [name for name in names if drops_unread and name not in unread]:
+                trial = unread | {name: _nan_like(outputs[name])}
+                with _replaying(model, {other: trial.get(other, outputs[other]) for other in names}):
+                    if bool(torch.isfinite(model(pixel_values=image).logits).all()):
+                        unread = trial
+            self._is_read[layer] = {name: name not in unread for name in names}
 
     def through(self, model: nn.Module) -> "Walk":
         """Return a new walk through `model`, which has the same modules, called alike, but with other widths."""
@@ -176,52 +111,62 @@ class Walk:
         return walk
 
     def reach(self, layer: str, number: int, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input and output of `layer` for the batch `number`, whose `images` must be the same on every call."""
-        cached, new = self._cache.pop(number, {}), dict[str, Any]()
+        """Return the input and output of `layer` for the batch `number`, of the same `images` on every call."""
+        cached, is_read = self._cache.pop(number, {}), self._is_read[layer]
+        outputs = dict(cached)
         self.num_bytes -= _num_bytes(cached)
-        names = self._names_to_cache.get(layer, [])
-
-        def record_output(name: str, _inputs: Any, output: Any) -> None:
-            new[name] = output
-
         with (
-            replaying_outputs(self._model, cached),
-            watching(self._model, [name for name in names if name not in cached], after=record_output),
+            _replaying(self._model, cached),
+            watching(self._model, is_read.keys() - cached.keys(), after=lambda n, _i, out: outputs.update({n: out})),
         ):
             result = run_to_layer(self._model, layer, images)
         if cached and not bool(torch.isfinite(result[0]).all()):
             # The model computes nan itself, or reads an output that it did not read for the one image.
             return run_to_layer(self._model, layer, images)
-        outputs = cached | new
-        entry = {name: outputs[name] if name in self._read_later[layer] else _nan_like(outputs[name]) for name in names}
+        entry = {name: outputs[name] if read else _nan_like(outputs[name]) for name, read in is_read.items()}
         if self.num_bytes + _num_bytes(entry) <= self._max_bytes:
             self._cache[number] = entry
             self.num_bytes += _num_bytes(entry)
         return result
 
+    def logits_from_here(self, number: int, images: Tensor, laid: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the logits of a batch from the layer that it reached last, with the tensors `laid` in place of the model's.
 
-def _later_reads(
-    model: nn.Module, ended: Mapping[str, Sequence[str]], outputs: Mapping[str, Any], image: Tensor
-) -> dict[str, set[str]]:
-    """Return, for each layer, the modules that ended before it and whose outputs are read after it.
+        They, and modules that replaced the model's, must be that layer's or later ones'.
+        """
+        with _replaying(self._model, self._cache.get(number, {})):
+            return torch.func.functional_call(self._model, dict(laid or {}), (), {"pixel_values": images}).logits
 
-    An output is unread if the logits stay finite with nan in its place; what is unread after one layer stays unread.
+
+def _outputs_before(
+    model: nn.Module, layers: Sequence[str], image: Tensor
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return the outputs of one pass by module, and for each layer the outermost modules that end before it begins.
+
+    They are called once, and nothing changes their outputs in place later.
     """
-    read: dict[str, set[str]] = {}
-    unread: set[str] = set()
-    for layer, names in ended.items():
-        given = {
-            name: _nan_like(outputs[name]) if name in unread else outputs[name] for name in names if name in outputs
-        }
-        for name in [name for name in given if name not in unread]:
-            trial = given | {name: _nan_like(outputs[name])}
-            with replaying_outputs(model, trial):
-                is_finite = bool(torch.isfinite(model(pixel_values=image).logits).all())
-            if is_finite:
-                given = trial
-                unread.add(name)
-        read[layer] = given.keys() - unread
-    return read
+    clock, began, ended, num_calls = count(), dict[str, int](), dict[str, int](), Counter[str]()
+    outputs: dict[str, Any] = {}
+    versions: dict[str, list[int]] = {}
+
+    def begin(name: str, _inputs: Any) -> None:
+        began.setdefault(name, next(clock))
+        num_calls[name] += 1
+
+    def end(name: str, _inputs: Any, output: Any) -> None:
+        ended[name] = next(clock)
+        outputs[name], versions[name] = output, [part._version for part in tensors(output)]
+
+    with watching(model, [name for name, _ in model.named_modules() if name], before=begin, after=end):
+        model(pixel_values=image)
+    parents = {name: [name[:dot] for dot, char in enumerate(name) if char == "."] for name in began}
+    lasting = {name for name in outputs if versions[name] == [part._version for part in tensors(outputs[name])]}
+    before: dict[str, list[str]] = {}
+    for layer in layers:
+        names = {name for name in ended if num_calls[name] == 1 and ended[name] < began[layer]}
+        outermost = [name for name in began if name in names and names.isdisjoint(parents[name])]
+        before[layer] = [name for name in outermost if name in lasting]
+    return outputs, before
 
 
 def _nan_like(output: Any) -> Any:

@@ -26,11 +26,11 @@ from profiling_agent.lib import io
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes
 from profiling_agent.lib.modules import device_of, following_norms, has_bias, mean_kl, preserving_state
-from profiling_agent.lib.replay import Replay, find_prefixes
+from profiling_agent.lib.replay import Walk, in_order
 from profiling_agent.profiling.profile import LatencyTable, spread_evenly
 from profiling_agent.pruning import compensation
-from profiling_agent.pruning.criteria import Elimination, best_for, order_with_kl
-from profiling_agent.pruning.verify import masked_parameters
+from profiling_agent.pruning.criteria import Elimination, UnitMoments, best_for, gather_moments, order_with_kl
+from profiling_agent.pruning.prune import masked_parameters
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Cut, Evidence, Unit, UnitEvidence, WidthOption
 
@@ -46,7 +46,7 @@ class FoldedUnit:
 
 
 def fold(
-    model: nn.Module, unit: Unit, moments: compensation.UnitMoments, kept: Sequence[int], *, shifts: bool
+    model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int], *, shifts: bool
 ) -> FoldedUnit:
     """Return the ridge regression of the consumer's inputs on the kept columns: W' = W_K + W_P C_PK (C_KK + ridge m I)^-1.
 
@@ -139,7 +139,7 @@ def measure_sensitivity(
         fitted = compensation.regrouped(calibration.fitted(), max(1, min(BATCH, max_batch)), rest=True)
         norms = following_norms(model, [unit.consumer for unit in units], judged[:1])
         try:
-            moments = compensation.gather_moments(model, units, fitted, seed=seed) if units else {}
+            moments = gather_moments(model, units, fitted, seed=seed) if units else {}
             for index, unit in enumerate(units):
                 progress("ordering channels", index, len(units))
                 # A Gram matrix is as large as its layer, and not needed again.
@@ -160,19 +160,24 @@ def measure_sensitivity(
             unit.name: (*(() if unit.mask_exact else (*unit.producers, *unit.inner)), unit.consumer, *unit.side_readers)
             for unit in units
         }
-        replay = Replay(model, find_prefixes(model, changed, judged[:1]), judged)
-        rows: list[UnitEvidence] = []
-        for index, unit in enumerate(units):
+        reached = in_order(model, [name for names in changed.values() for name in names], judged[:1])
+        begins = {unit.name: min(changed[unit.name], key=reached.index) for unit in units}
+        walk = Walk(model, sorted(set(begins.values()), key=reached.index), judged[:1])
+        expected = model(pixel_values=judged).logits
+        rows: dict[str, UnitEvidence] = {}
+        for index, unit in enumerate(sorted(units, key=lambda unit: reached.index(begins[unit.name]))):
+            walk.reach(begins[unit.name], 0, judged)
             measured: dict[int, float] = {}
             for keep, folded in folds[unit.name].items():
-                logits = replay.run_from(unit.name, overlay(model, unit, folded, norms.get(unit.consumer)))
-                kl = measured[keep] = mean_kl(replay.logits, logits)
+                tensors = overlay(model, unit, folded, norms.get(unit.consumer))
+                kl = measured[keep] = mean_kl(expected, walk.logits_from_here(0, judged, tensors))
                 if not math.isfinite(kl):
                     raise PruningError(f"the KL of the model with {unit.name!r} cut is {kl!r}: check its weights")
-            rows.append(_unit_evidence(unit, orders[unit.name], measured))
+            rows[unit.name] = _unit_evidence(unit, orders[unit.name], measured)
             progress("measuring sensitivity", index + 1, len(units))
     seconds = time.perf_counter() - started
-    evidence = Evidence(units=tuple(rows), num_images=num_images, num_judged=len(judged), seconds=seconds)
+    in_model_order = tuple(rows[unit.name] for unit in units)
+    evidence = Evidence(units=in_model_order, num_images=num_images, num_judged=len(judged), seconds=seconds)
     return evidence if table is None else with_latencies(evidence, units, table)
 
 

@@ -1,7 +1,8 @@
 """Structured pruning: units of a model are found, scored, cut, verified, compensated and recovered.
 
-units       units, tracing, attention: what can be cut; widths: aligned widths, and the cuts that a plan requests
-score       criteria: which channels go first
-cut, gate   prune (the entry point), verify: a copy is cut, and computes what the masked baseline does
-make up     compensation: by least squares; recovery: by a few epochs of training
+Trace        tracing: the channels that layers write, transform and read together, followed through one forward pass
+Unit         units, attention: layers that are cut together; widths: the widths that a unit may have, and a plan's cuts
+Elimination  criteria: which channels of a unit go first, and what that costs
+Pruned       prune: a copy with the cuts, which computes what the baseline does with the same channels masked
+Compensated  compensation: the cut made up for by least squares, and recovered by a few epochs of training
 """

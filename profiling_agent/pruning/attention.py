@@ -1,7 +1,8 @@
 """Multi-head attention modules found by structure: the rows, columns and tables that belong to each head."""
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import cast
 
 from torch import nn
@@ -11,120 +12,112 @@ PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", 
 # The output layer is a child, or lies in a module next to the one that holds the projections.
 OUTPUTS, SIBLING_OUTPUT = ("o_proj", "out_proj", "proj"), "output.dense"
 HEAD_COUNTS, HEAD_DIMS = ("num_attention_heads", "num_heads"), ("head_dim", "attention_head_size")
-# Attributes that forward passes read as well: the width of all heads, and the count and width of the heads of k and v, which may be fewer.
+# Attributes that forward passes read as well: the width of all heads, and the count and width of the heads of k and v.
 WIDTHS, KEY_COUNT, KEY_WIDTH = ("all_head_size", "attn_dim"), "num_kv_heads", "kv_dim"
-# Parameters with one entry per head, and the dimension that counts heads.
-HEAD_TABLES = {"relative_position_bias_table": -1, "logit_scale": 0}
-# Norms of one head's q or k, shared by all heads.
-HEAD_NORMS = ("q_norm", "k_norm")
-# A network that computes such a table: its last layer has one row per head.
-TABLE_NETWORK = "continuous_position_bias_mlp"
-# The outputs of these are read by k and v, whatever the number of heads.
-BEFORE_KEYS = ("sequence_reduction", "layer_norm")
+# Parameters with one entry per head, and the dimension that counts heads; a network whose last layer computes one.
+HEAD_TABLES, TABLE_NETWORK = {"relative_position_bias_table": -1, "logit_scale": 0}, "continuous_position_bias_mlp"
+# Norms of one head's q or k, shared by all heads; and modules before k and v, whatever the number of heads.
+HEAD_NORMS, BEFORE_KEYS = ("q_norm", "k_norm"), ("sequence_reduction", "layer_norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """An attention module whose heads are independent: (heads * head_dim) rows of q, k, v, as many columns of o.
+    """An attention module with independent heads: (heads * head_dim) rows of q, k, v, as many columns of o; or why not.
 
-    One layer that computes q, k and v together has three `stacks`. Layers and tables are named as in the model; a table's value
-    is the dimension that counts heads.
+    One layer that computes q, k and v together has three `stacks`. A table's value is the dimension that counts heads.
+    `refusal` is a sentence that starts with a code.
     """
 
     producers: tuple[str, ...]
     consumer: str
-    num_heads: int
-    head_dim: int
-    tables: dict[str, int]
+    num_heads: int = 0
+    head_dim: int = 0
+    tables: Mapping[str, int] = field(default_factory=dict[str, int])
     stacks: int = 1
+    refusal: str | None = None
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Return the names of q, k, v and the output layer."""
-        return (*self.producers, self.consumer)
+        """Return the names of q, k, v and the output layer, if there is one."""
+        return (*self.producers, self.consumer) if self.consumer else self.producers
 
 
-@dataclass(frozen=True, slots=True)
-class UnsupportedAttention:
-    """Attention whose heads can't be cut: its layers, and the reason, a sentence that starts with a code."""
-
-    projections: tuple[str, ...]
-    reason: str
+class _UnsupportedError(Exception):
+    """Attention has a structure whose heads can't be cut."""
 
 
-def find_attention(model: nn.Module) -> dict[str, Attention | UnsupportedAttention]:
+def find_attention(model: nn.Module) -> dict[str, Attention]:
     """Return every attention module, keyed by the name of the module that holds its q, k and v."""
-    holders = {
-        name: children for name, module in model.named_modules() if (children := _projection_names(module)) is not None
-    }
-    return {name: _inspect(model, name, children, holders) for name, children in holders.items()}
-
-
-def _projection_names(module: nn.Module) -> tuple[str, ...] | None:
-    for names in PROJECTIONS:
-        if all(isinstance(getattr(module, name, None), nn.Linear) for name in names):
-            return names
-    return None
+    holders = _projections(model)
+    found: dict[str, Attention] = {}
+    for name, children in holders.items():
+        producers, consumer = tuple(f"{name}.{child}".lstrip(".") for child in children), _output_layer(model, name)
+        try:
+            found[name] = _inspect(model, name, producers, consumer, holders)
+        except _UnsupportedError as error:
+            found[name] = Attention(producers=producers, consumer=consumer, refusal=str(error))
+    return found
 
 
 def _inspect(
-    model: nn.Module, name: str, children: tuple[str, ...], holders: Collection[str]
-) -> Attention | UnsupportedAttention:
-    holder = model.get_submodule(name)
-    producers = tuple(f"{name}.{child}".lstrip(".") for child in children)
-    consumer = _find_output_layer(model, name)
-    layers = producers if consumer is None else (*producers, consumer)
-    if consumer is None:
-        return UnsupportedAttention(layers, "unknown_heads: no layer is found that reads what attention makes")
-    *qkv, output_layer = (cast("nn.Linear", model.get_submodule(layer)) for layer in layers)
+    model: nn.Module, name: str, producers: tuple[str, ...], consumer: str, holders: Collection[str]
+) -> Attention:
+    if not consumer:
+        raise _UnsupportedError("unknown_heads: no layer is found that reads what attention makes")
+    *qkv, output_layer = (cast("nn.Linear", model.get_submodule(layer)) for layer in (*producers, consumer))
     stacks = 3 // len(qkv)
     rows = qkv[0].out_features // stacks
-    head_shape = _head_shape(holder, rows)
-    if isinstance(head_shape, str):
-        return UnsupportedAttention(layers, head_shape)
+    num_heads, head_dim = _head_shape(model.get_submodule(name), rows)
     if {layer.out_features for layer in qkv} != {rows * stacks} or output_layer.in_features != rows:
-        return UnsupportedAttention(layers, "unequal_heads: q, k, v and o don't have the same heads")
-    tables = _find_tables(model, name, layers, head_shape, holders)
-    if isinstance(tables, str):
-        return UnsupportedAttention(layers, tables)
-    num_heads, head_dim = head_shape
+        raise _UnsupportedError("unequal_heads: q, k, v and o don't have the same heads")
+    tables = _head_tables(model, name, (*producers, consumer), (num_heads, head_dim), holders)
     return Attention(
         producers=producers, consumer=consumer, num_heads=num_heads, head_dim=head_dim, tables=tables, stacks=stacks
     )
 
 
-def _find_output_layer(model: nn.Module, holder: str) -> str | None:
+def _projections(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the names of q, k and v in each module that holds them."""
+    holders: dict[str, tuple[str, ...]] = {}
+    for name, module in model.named_modules():
+        for names in PROJECTIONS:
+            if name not in holders and all(isinstance(getattr(module, child, None), nn.Linear) for child in names):
+                holders[name] = names
+    return holders
+
+
+def _output_layer(model: nn.Module, holder: str) -> str:
     parent = holder.rpartition(".")[0]
-    for name in (*(f"{holder}.{child}" for child in OUTPUTS), f"{parent}.{SIBLING_OUTPUT}"):
-        path = name.lstrip(".")
-        try:
-            if isinstance(model.get_submodule(path), nn.Linear):
-                return path
-        except AttributeError:
-            continue
-    return None
+    paths = (*(f"{holder}.{child}" for child in OUTPUTS), f"{parent}.{SIBLING_OUTPUT}")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return next((path for path in (p.lstrip(".") for p in paths) if isinstance(modules.get(path), nn.Linear)), "")
 
 
-def _head_shape(holder: nn.Module, rows: int) -> tuple[int, int] | str:
-    """Return (number of heads, rows per head), or why the module's attributes don't fit `rows`."""
-    num_heads, head_dim = _first_positive_int(holder, HEAD_COUNTS), _first_positive_int(holder, HEAD_DIMS)
+def _head_shape(holder: nn.Module, rows: int) -> tuple[int, int]:
+    """Return (number of heads, rows per head) for the `rows` of q, from the module's attributes."""
+
+    def first_positive_int(names: Collection[str]) -> int | None:
+        values = (getattr(holder, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+    num_heads, head_dim = first_positive_int(HEAD_COUNTS), first_positive_int(HEAD_DIMS)
     if head_dim is None and num_heads is not None and rows % num_heads == 0:
         head_dim = rows // num_heads
     if head_dim is None or rows % head_dim or num_heads not in (None, rows // head_dim):
-        return f"unknown_heads: {num_heads} heads of {head_dim} are stated, which don't make the {rows} outputs of q"
+        raise _UnsupportedError(
+            f"unknown_heads: {num_heads} heads of {head_dim} are stated, which don't make the {rows} outputs of q"
+        )
     return rows // head_dim, head_dim
-
-
-def _first_positive_int(holder: nn.Module, names: Collection[str]) -> int | None:
-    values = (getattr(holder, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def head_sizes(model: nn.Module) -> dict[str, int]:
     """Return the rows per head, keyed by the module that holds q, k and v, for each whose attributes fit its layers."""
-    holders = {name: module for name, module in model.named_modules() if _projection_names(module) is not None}
-    shapes = {name: _head_shape(module, _num_q_rows(module)) for name, module in holders.items()}
-    return {name: shape[1] for name, shape in shapes.items() if not isinstance(shape, str)}
+    sizes: dict[str, int] = {}
+    for name in _projections(model):
+        with suppress(_UnsupportedError):
+            holder = model.get_submodule(name)
+            sizes[name] = _head_shape(holder, _num_q_rows(holder))[1]
+    return sizes
 
 
 def set_head_attributes_(model: nn.Module, sizes: Mapping[str, int]) -> None:
@@ -146,16 +139,23 @@ def _num_q_rows(holder: nn.Module) -> int:
     return next(layer.out_features // stacks for layer, stacks in layers if layer is not None)
 
 
-def _find_tables(
+def _head_tables(
     model: nn.Module, name: str, projections: Collection[str], head_shape: tuple[int, int], holders: Collection[str]
-) -> dict[str, int] | str:
-    """Return the parameters with an entry per head, or why it is unknown which part belongs to which head."""
+) -> dict[str, int]:
+    """Return the parameters with an entry per head, and the dimension of each that counts heads."""
     tables: dict[str, int] = {}
-    for path, is_shared in _possible_tables(model, name, holders):
+    for path, parameter in model.named_parameters():
         owner, _, leaf = path.rpartition(".")
-        if owner in projections:
+        is_inside = path.startswith(f"{name}.") or not name
+        # A table outside belongs to the nearest attention. An empty scope serves all; the dot keeps `layer.1` out of
+        # `layer.10`.
+        scope, served = owner, list[str]()
+        while not is_inside and leaf in HEAD_TABLES and not served:
+            served = [holder for holder in holders if not scope or f"{holder}.".startswith(f"{scope}.")]
+            scope = scope.rpartition(".")[0]
+        if owner in projections or not (is_inside or name in served):
             continue
-        parameter, dim = model.get_parameter(path), HEAD_TABLES.get(leaf)
+        dim = HEAD_TABLES.get(leaf)
         child, _, rest = path.removeprefix(f"{name}.").partition(".")
         is_norm = child in HEAD_NORMS and parameter.shape == head_shape[1:]
         if dim is None and child == TABLE_NETWORK:
@@ -164,22 +164,8 @@ def _find_tables(
         if is_norm or (dim is None and child in (*BEFORE_KEYS, TABLE_NETWORK)):
             continue
         if dim is None or parameter.shape[dim] != head_shape[0]:
-            return f"unknown_parameter: it is not known which part of {path!r} belongs to a head"
-        if is_shared:
-            return f"shared: the table {path!r} has the heads of more than one attention module"
+            raise _UnsupportedError(f"unknown_parameter: it is not known which part of {path!r} belongs to a head")
+        if len(served) > 1:
+            raise _UnsupportedError(f"shared: the table {path!r} has the heads of more than one attention module")
         tables[path] = dim
     return tables
-
-
-def _possible_tables(model: nn.Module, name: str, holders: Collection[str]) -> Iterator[tuple[str, bool]]:
-    """Yield each parameter inside the attention, and each table outside whose nearest attention this is, with whether it is shared."""
-    for path, _ in model.named_parameters():
-        if path.startswith(f"{name}.") or not name:
-            yield path, False
-        elif path.rpartition(".")[2] in HEAD_TABLES:
-            scope = path.rpartition(".")[0]
-            # An empty scope serves all holders; the dot keeps `layer.1` out of `layer.10`.
-            while not (served := [holder for holder in holders if not scope or f"{holder}.".startswith(f"{scope}.")]):
-                scope = scope.rpartition(".")[0]
-            if name in served:
-                yield path, len(served) > 1

@@ -1,34 +1,29 @@
-"""Pruning criteria: channels or heads ordered by importance from weights, activations and gradients."""
+"""Pruning criteria: channels or heads ordered by weights, or by moments of activations and gradients."""
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
 
-from profiling_agent.pruning.compensation import UnitMoments, damped_inverse, matrix_of
+from profiling_agent.lib import modules
+from profiling_agent.lib.inference import mkl_is_slow, product
 from profiling_agent.schemas import Unit, UnitKind
 
-
-def l1(rows: Tensor, _generator: torch.Generator) -> Tensor:
-    """Score by the sum of absolute weights of a channel (Li et al., 2017, "Pruning filters")."""
-    return rows.abs().sum(1)
-
-
-def l2(rows: Tensor, _generator: torch.Generator) -> Tensor:
-    """Score by the Euclidean norm of the weights of a channel."""
-    return rows.norm(dim=1)
-
-
-def random(rows: Tensor, generator: torch.Generator) -> Tensor:
-    """Score at random: the baseline that any criterion has to beat."""
-    return torch.rand(len(rows), generator=generator)
-
-
-# Each scores a unit's channels by their rows of weights, (width, n).
-IMPORTANCE: Mapping[str, Callable[[Tensor, torch.Generator], Tensor]] = {"l1": l1, "l2": l2, "random": random}
+# Scores of a unit's channels by their rows of weights, (width, n): L1 (Li et al., 2017), L2, and chance, which any has
+# to beat.
+IMPORTANCE: Mapping[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "l1": lambda rows, _generator: rows.abs().sum(1),
+    "l2": lambda rows, _generator: rows.norm(dim=1),
+    "random": lambda rows, generator: torch.rand(len(rows), generator=generator),
+}
+# The last two are by the error of the outputs after compensation: outputs weighted equally, or by the loss's
+# sensitivity.
+CRITERIA = (*IMPORTANCE, "obs", "fisher_obs")
 
 
 def score(model: nn.Module, unit: Unit, importance: str, *, seed: int = 0) -> Tensor:
@@ -56,12 +51,145 @@ def unit_rows(model: nn.Module, unit: Unit) -> Tensor:
     )
 
 
-# Updates per unit: a share of the width is removed between two of them, so that wide layers take seconds and not minutes. The errors of 64 updates
-# are within 0.2% of those of 128, of 16 within 0.7% (1,536 channels of correlated noise).
+# Pixels per image that a convolution's statistics use: more of them are redundant.
+MAX_PIXELS = 256
+
+
+def matrix_of(layer: nn.Module) -> Tensor:
+    """Return the weight of a Linear or Conv2d as (outputs, columns), a channel's taps next to each other, float32."""
+    weight = layer.get_parameter("weight").detach().float()
+    return weight.reshape(len(weight), -1)
+
+
+def features(layer: nn.Module, inputs: Tensor) -> Tensor:
+    """Return what `layer` multiplies its matrix with: (positions, columns), by token or output pixel."""
+    if not isinstance(layer, nn.Conv2d):
+        return inputs.reshape(-1, inputs.shape[-1])
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    padded = F.pad(inputs, modules.border_of(layer), mode=mode)
+    patches = F.unfold(padded, layer.kernel_size, layer.dilation, stride=layer.stride)
+    return _subsample_pixels(patches).transpose(1, 2).reshape(-1, patches.shape[1])
+
+
+def outputs_of(layer: nn.Module, outputs: Tensor) -> Tensor:
+    """Return the outputs at the positions of `features`: (positions, outputs)."""
+    if not isinstance(layer, nn.Conv2d):
+        return outputs.reshape(-1, outputs.shape[-1])
+    return _subsample_pixels(outputs.flatten(2)).transpose(1, 2).reshape(-1, outputs.shape[1])
+
+
+def _subsample_pixels(pixels: Tensor) -> Tensor:
+    count = pixels.shape[-1]
+    if count <= MAX_PIXELS:
+        return pixels
+    positions = torch.linspace(0, count - 1, MAX_PIXELS, device=pixels.device).round().long()
+    return pixels[..., positions]
+
+
+# Share of the columns' mean second moment, so that the noise of few images isn't fitted (docs/facts.md).
+RIDGE = 1e-2
+SingularError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
+
+
+def second_moment(rows: Tensor) -> Tensor:
+    """Return z'z for the rows z (positions, columns): (columns, columns).
+
+    1,568 rows of 2,304 columns take 177 ms in torch where MKL is slow, and 95 in oneDNN (AMD EPYC, 2 cores, busy).
+    """
+    if rows.device.type == "cpu" and rows.dtype == torch.float32 and mkl_is_slow():
+        columns = rows.detach().T.contiguous()
+        return product(columns, columns)
+    return rows.T @ rows
+
+
+def damp_(gram: Tensor, mean: Tensor, ridge: float = RIDGE) -> Tensor:
+    """Add `ridge` times `mean`, the intended mean of the diagonal, to the diagonal of `gram`; return it."""
+    gram.diagonal().add_(ridge * mean)
+    return gram
+
+
+@dataclass(slots=True, kw_only=True)
+class UnitMoments:
+    """Averages for one unit: x is what its consumer multiplies, g the gradient of the loss at its output.
+
+    The loss is the cross-entropy with labels drawn from the model's own predictions: its squared gradients are the
+    Fisher information, and no labels are needed.
+    """
+
+    mean: Tensor  # E[x], (columns,)
+    covariance: Tensor  # (columns, columns)
+    sensitivity: Tensor  # sum over an image's positions of E[g g'], (outputs, outputs)
+
+    @property
+    def is_felt(self) -> bool:
+        """Return whether gradients are usable: squares of gradients that almost vanish don't fit into float32."""
+        return bool(self.sensitivity.isfinite().all())
+
+    @property
+    def gram(self) -> Tensor:
+        """Return E[x x'], (columns, columns), float64."""
+        mean = self.mean.double()
+        return self.covariance.double().addr_(mean, mean)
+
+
+def gather_moments(
+    model: nn.Module, units: Sequence[Unit], batches: Iterable[Tensor], *, seed: int = 0
+) -> dict[str, UnitMoments]:
+    """Return the moments of every unit by name, over `batches` of pixel values (b, c, h, w).
+
+    The model must be in eval mode; its parameters' gradients are neither needed nor changed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    # Only gradients of activations are needed.
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    sums: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    activations: dict[str, tuple[Tensor, Tensor]] = {}
+    # About the first batch's mean: squares of a channel of mean 1,000 and deviation 1 lose the variance in float32.
+    origins: dict[str, Tensor] = {}
+    num_images = 0
+
+    def record(name: str, inputs: Tensor, output: Tensor) -> None:
+        activations[name] = (inputs, output)
+
+    with torch.enable_grad(), modules.watching(model, [unit.consumer for unit in units], after=record):
+        for images in batches:
+            pixel_values = images.detach().requires_grad_()
+            logits = functional_call(model, weights, (), {"pixel_values": pixel_values}).logits.float()
+            labels = torch.multinomial(logits.detach().softmax(1).cpu(), 1, generator=generator)[:, 0]
+            loss = F.cross_entropy(logits, labels.to(logits.device), reduction="sum")
+            gradients = torch.autograd.grad(loss, [activations[unit.consumer][1] for unit in units])
+            for unit, gradient in zip(units, gradients, strict=True):
+                layer = model.get_submodule(unit.consumer)
+                x = features(layer, activations[unit.consumer][0].detach())
+                x = x - origins.setdefault(unit.name, x.mean(0))
+                g = outputs_of(layer, gradient)
+                # Averages are over an image's positions; windowed attention has more rows than images.
+                positions_per_image = len(x) / len(images)
+                gradients_per_image = gradient.numel() / g.shape[1] / len(images)
+                batch = (
+                    x.sum(0).float() / positions_per_image,
+                    second_moment(x).float() / positions_per_image,
+                    second_moment(g).float() * (gradients_per_image / positions_per_image),
+                )
+                if (totals := sums.setdefault(unit.name, batch)) is not batch:
+                    for total, part in zip(totals, batch, strict=True):
+                        total.add_(part)
+            num_images += len(images)
+            activations.clear()
+    moments: dict[str, UnitMoments] = {}
+    for name, totals in sums.items():
+        mean, covariance, sensitivity = (total.div_(num_images) for total in totals)
+        covariance.addr_(mean, mean, alpha=-1)
+        moments[name] = UnitMoments(mean=mean.add_(origins[name]), covariance=covariance, sensitivity=sensitivity)
+    return moments
+
+
+# Updates per unit: a share of the width is removed between two, so that wide layers take seconds and not minutes. The
+# errors of 64 updates are within 0.2% of those of 128, of 16 within 0.7% (1,536 channels of correlated noise).
 UPDATES = 64
 # Candidates that are compared exactly for each removal between two updates.
 NUM_CANDIDATES = 2
-# Removed columns are dropped from the matrices once at most this share is left: copying the rest for each update took most of the time.
+# Removed columns are dropped from the matrices once at most this share is left: copying takes most of the time.
 MIN_REMAINING_SHARE = 0.875
 
 
@@ -69,8 +197,7 @@ MIN_REMAINING_SHARE = 0.875
 class Elimination:
     """`order` has every channel, the first to remove first; `loss[n]` is the output error after removing n of them.
 
-    The error is that of the best linear use of the remaining columns, weighted by `sensitivity`: half of it is the second-order estimate of the
-    KL divergence that the cut causes.
+    The error is that of the best linear use of the remaining columns, weighted by `sensitivity`.
     """
 
     order: tuple[int, ...]
@@ -82,15 +209,19 @@ def eliminate(
 ) -> Elimination:
     """Return the order of the optimal brain surgeon for groups of columns, or the errors of a given `order`.
 
-    `weight` is (outputs, columns), `covariance` (columns, columns), `sensitivity` (outputs, outputs); the columns are `width` groups of equal size,
-    one after the other. The error of removing group c is tr(S W_c ((C^-1)_cc)^-1 W_c') (Hassibi et al., 1993; ZipLM, 2023).
+    `weight` is (outputs, columns), `covariance` (columns, columns), `sensitivity` (outputs, outputs); the columns are
+    `width` groups of equal size. The error of removing group c is tr(S W_c ((C^-1)_cc)^-1 W_c') (Hassibi et al., 1993;
+    ZipLM, 2023).
     """
     size = weight.shape[1] // width
     chunk = max(1, width // UPDATES)
     # With R'R = S, errors of R W are weighted equally.
     values, vectors = torch.linalg.eigh(sensitivity.double())
     weighted = (values.clamp_min(0).sqrt()[:, None] * vectors.T) @ weight.double()
-    inverse = damped_inverse(covariance.double())
+    # Constant columns get a large finite number.
+    gram = covariance.double().clone()
+    mean_variance = gram.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damp_(gram, mean_variance)))
     # The groups whose columns the matrices hold, and which of them are still present.
     groups, present = torch.arange(width), torch.ones(width, dtype=torch.bool)
     removed: list[int] = []
@@ -103,15 +234,25 @@ def eliminate(
             candidates = torch.tensor(
                 [int((groups == channel).nonzero()) for channel in order[len(removed) : len(removed) + chunk]]
             )
-        batch = _remove_groups(
-            weighted, inverse, candidates, size, count=min(chunk, len(candidates)), keep_order=order is not None
+        batch = _cheapest(
+            weighted, inverse, candidates, size, min(chunk, len(candidates)), keep_order=order is not None
         )
         for position, error in batch:
             removed.append(int(groups[position]))
             loss.append(loss[-1] + max(error, 0.0))
         positions = torch.tensor([position for position, _ in batch])
         present[positions] = False
-        _remove_columns_(weighted, inverse, _columns(positions, size))
+        # Fold the removed columns into the others (Schur complement), and leave zeros, and ones on the inverse's
+        # diagonal.
+        gone = _columns(positions, size)
+        cross = inverse[gone]
+        coefficients = torch.linalg.solve(cross[:, gone], cross)
+        weighted.addmm_(weighted[:, gone], coefficients, alpha=-1)
+        inverse.addmm_(cross.T, coefficients, alpha=-1)
+        weighted[:, gone] = 0.0
+        inverse[gone] = 0.0
+        inverse[:, gone] = 0.0
+        inverse[gone, gone] = 1.0
         if present.sum() <= MIN_REMAINING_SHARE * len(groups):
             remaining = _columns(present.nonzero()[:, 0], size)
             weighted, inverse = weighted[:, remaining], inverse[remaining][:, remaining]
@@ -123,24 +264,26 @@ def _columns(groups: Tensor, size: int) -> Tensor:
     return (groups[:, None] * size + torch.arange(size)).flatten()
 
 
-def _remove_groups(
-    weight: Tensor, inverse: Tensor, candidates: Tensor, size: int, *, count: int, keep_order: bool
+def _cheapest(
+    weight: Tensor, inverse: Tensor, candidates: Tensor, size: int, count: int, *, keep_order: bool
 ) -> list[tuple[int, float]]:
     """Return `count` of the groups at `candidates` in their order of removal, and the error that each adds.
 
-    A group that replaces another may cost more once that one is removed, so errors are updated after each removal; for a few groups their own
-    blocks suffice. Candidates are removed as they come if `keep_order`.
+    A group that replaces another may cost more once that one is removed, so errors are updated after each removal; for
+    a few groups their own blocks suffice.
     """
     columns = _columns(candidates, size)
-    sub_weight, sub_inverse, remaining = weight[:, columns], inverse[columns][:, columns], candidates.tolist()
+    weight, inverse, remaining = weight[:, columns], inverse[columns][:, columns], candidates.tolist()
     removed: list[tuple[int, float]] = []
     for _ in range(count):
-        errors = _errors(sub_weight, sub_inverse, len(remaining))
+        errors = _errors(weight, inverse, len(remaining))
         index = 0 if keep_order else int(errors.argmin())
         removed.append((remaining.pop(index), float(errors[index])))
-        remaining_columns = torch.ones(sub_weight.shape[1], dtype=torch.bool)
-        remaining_columns[index * size : (index + 1) * size] = False
-        sub_weight, sub_inverse = _remove_columns(sub_weight, sub_inverse, remaining_columns)
+        gone = torch.arange(weight.shape[1]) // size == index
+        block, cross = inverse[gone][:, gone], inverse[gone][:, ~gone]
+        coefficients = cross / block if size == 1 else torch.linalg.solve(block, cross)
+        weight = weight[:, ~gone] - weight[:, gone] @ coefficients
+        inverse = inverse[~gone][:, ~gone] - cross.T @ coefficients
     return removed
 
 
@@ -155,69 +298,28 @@ def _errors(weight: Tensor, inverse: Tensor, num_groups: int) -> Tensor:
     return torch.linalg.solve(blocks, products).diagonal(dim1=1, dim2=2).sum(1)
 
 
-def _remove_columns(weight: Tensor, inverse: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Fold the removed columns into the remaining ones, and remove them from the inverse (Schur complement)."""
-    removed = ~keep
-    block = inverse[removed][:, removed]
-    if not len(block):
-        return weight, inverse
-    cross = inverse[removed][:, keep]
-    coefficients = cross / block if len(block) == 1 else torch.linalg.solve(block, cross)
-    return weight[:, keep] - weight[:, removed] @ coefficients, inverse[keep][:, keep] - cross.T @ coefficients
-
-
-def _remove_columns_(weight: Tensor, inverse: Tensor, removed: Tensor) -> None:
-    """Do as `_remove_columns` in place: removed columns become zeros of the weight and those of a unit matrix of the inverse."""
-    cross = inverse[removed]
-    coefficients = torch.linalg.solve(cross[:, removed], cross)
-    weight.addmm_(weight[:, removed], coefficients, alpha=-1)
-    inverse.addmm_(cross.T, coefficients, alpha=-1)
-    weight[:, removed] = 0.0
-    inverse[removed] = 0.0
-    inverse[:, removed] = 0.0
-    inverse[removed, removed] = 1.0
-
-
-# Criteria by the error of the outputs after compensation: outputs weighted equally, or by the loss's sensitivity.
-ELIMINATION_CRITERIA = ("obs", "fisher_obs")
-CRITERIA = (*IMPORTANCE, *ELIMINATION_CRITERIA)
-
-
 def best_for(kind: UnitKind) -> str:
-    """Return the default criterion for a kind of unit.
+    """Return the default criterion for a kind of unit: the order in which the remaining columns compensate best.
 
-    It is the order in which the remaining columns compensate best. Channels are weighted by the loss's sensitivity, which was worth a fifth of the
-    KL; heads are not, because they are few and their gradients are noisy (docs/decisions/LOG.md, 2026-11-21).
+    Weighting channels by the loss's sensitivity was worth a fifth of the KL; heads are few, and their gradients noisy
+    (docs/decisions/LOG.md, 2026-11-21).
     """
     return "obs" if kind is UnitKind.HEADS else "fisher_obs"
 
 
-def order_by(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> tuple[int, ...]:
-    """Return the channels or heads of `unit`, the first to remove first, ordered by one of CRITERIA."""
-    if criterion in ELIMINATION_CRITERIA:
-        weight = matrix_of(model.get_submodule(unit.consumer))
-        identity = torch.eye(len(weight), device=weight.device)
-        sensitivity = moments.sensitivity if criterion == "fisher_obs" and moments.is_felt else identity
-        return eliminate(weight, moments.covariance, sensitivity, unit.width).order
-    return tuple(torch.argsort(score(model, unit, criterion, seed=seed), stable=True).tolist())
+def order_with_kl(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> Elimination:
+    """Return the channels or heads of `unit` in the order of one of CRITERIA, and an estimate of the KL.
 
-
-def predicted_kl(
-    model: nn.Module, unit: Unit, moments: UnitMoments, order: tuple[int, ...] | None = None
-) -> Elimination:
-    """Return `order`, by default that of `fisher_obs`, with the second-order estimate of the KL after each removal, in nats."""
+    It is the second-order estimate after each removal, in nats, or zero if gradients are unusable.
+    """
     weight = matrix_of(model.get_submodule(unit.consumer))
+    order = None
+    if criterion in IMPORTANCE:
+        order = tuple(torch.argsort(score(model, unit, criterion, seed=seed), stable=True).tolist())
+    elif criterion == "obs" or not moments.is_felt:
+        order = eliminate(weight, moments.covariance, torch.eye(len(weight), device=weight.device), unit.width).order
+    if order is not None and not moments.is_felt:
+        return Elimination(order=order, loss=(0.0,) * (unit.width + 1))
+    # The order of `fisher_obs` comes with its errors.
     errors = eliminate(weight, moments.covariance, moments.sensitivity, unit.width, order)
     return Elimination(order=errors.order, loss=tuple(error / 2 for error in errors.loss))
-
-
-def order_with_kl(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> Elimination:
-    """Return the order of `order_by` with the estimate of `predicted_kl`, which `fisher_obs` computes anyway.
-
-    If gradients are unusable the estimate is zero.
-    """
-    is_felt = moments.is_felt
-    order = None if criterion == "fisher_obs" and is_felt else order_by(model, unit, moments, criterion, seed=seed)
-    if order is None or is_felt:
-        return predicted_kl(model, unit, moments, order)
-    return Elimination(order=order, loss=(0.0,) * (unit.width + 1))

@@ -1,4 +1,4 @@
-"""Channel tracing: spaces of channels that are written, transformed and read together, followed through a forward pass."""
+"""Channel axes traced through a forward pass: spaces of channels that are written, transformed and read together."""
 
 import math
 from collections import Counter
@@ -17,13 +17,15 @@ from profiling_agent.lib.logs import checked_logits
 from profiling_agent.lib.modules import device_of, tensors, watching
 from profiling_agent.schemas import InputSpec
 
+LAYERS = (nn.Linear, nn.Conv2d)
+
 
 @dataclass(slots=True)
 class Space:
     """The channels of one layer's outputs, and of whatever is added to them or multiplied with them.
 
-    `width` counts the channels that can be cut independently: fewer than `size` if a grouped convolution ties them together. If writers have
-    several `stacks`, a channel has a row in each.
+    `width` of its `size` channels can be cut independently: a grouped convolution ties some together. With several
+    `stacks` a channel has a row in each of so many parts of its writers.
     """
 
     size: int
@@ -46,17 +48,28 @@ class Space:
             space = space.merged_into
         return space
 
-    def split(self, stacks: int) -> "Space | None":
-        """Return the space whose channels each stand for one channel per equal part; None if layers other than writers use this one."""
-        if self.size % stacks or self.stacks > 1 or self.inner or self.readers or self.is_added or self.is_image:
-            return None
-        size = self.size // stacks
-        self.merged_into = Space(size, size, writers=self.writers, stacks=stacks, obstacle=self.obstacle)
-        return self.merged_into
-
     def block(self, obstacle: str) -> None:
         """Record why the channels can't be cut; the first obstacle stays."""
         self.obstacle = self.obstacle or obstacle
+
+    def merge(self, other: "Space") -> bool:
+        """Merge another space of equal size into this one, and return whether it was another."""
+        if self is other:
+            return False
+        # If both tie consecutive channels into groups, only what is whole in both can be cut.
+        self.width = math.gcd(self.width, other.width)
+        self.writers += other.writers
+        self.inner += other.inner
+        self.readers += other.readers
+        self.is_added |= other.is_added
+        self.is_image |= other.is_image
+        self.is_logits |= other.is_logits
+        self.mask_exact &= other.mask_exact
+        self.obstacle = self.obstacle or other.obstacle
+        if self.stacks != other.stacks:
+            self.block("an operation of a part of a layer with another layer")
+        other.merged_into = self
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +85,34 @@ class Axis:
         return self.held.current()
 
 
-def merge(first: Space, second: Space) -> bool:
-    """Merge two spaces of equal size, and return whether they were different.
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation with its results; `axis` is that of `source`, the first tensor among the arguments that has one."""
 
-    If both tie consecutive channels into groups, only what is whole in both can be cut.
-    """
-    if first is second:
-        return False
-    first.width = math.gcd(first.width, second.width)
-    first.writers += second.writers
-    first.inner += second.inner
-    first.readers += second.readers
-    first.is_added |= second.is_added
-    first.is_image |= second.is_image
-    first.is_logits |= second.is_logits
-    first.mask_exact &= second.mask_exact
-    first.obstacle = first.obstacle or second.obstacle
-    if first.stacks != second.stacks:
-        first.block("an operation of a part of a layer with another layer")
-    second.merged_into = first
-    return True
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    results: Sequence[Tensor]
+    operands: Sequence[tuple[Tensor, Axis | None]]
+    source: Tensor
+    axis: Axis
 
+    def integers(self, name: str, position: int, default: Any = None) -> Sequence[int]:
+        """Return an argument that is an integer or several; ValueError if it is something else."""
+        value = self.kwargs.get(name, self.args[position] if len(self.args) > position else default)
+        values = [value] if isinstance(value, int) else value
+        if not isinstance(values, (list, tuple)) or not all(isinstance(item, int) for item in values):
+            raise ValueError(f"{self.name} with {name} = {value!r}")
+        return values
+
+    def dims(self, name: str, position: int, default: Any = None) -> list[int]:
+        """Return dimensions among the arguments, counted from the last one of `source`."""
+        return [dim if dim < 0 else dim - self.source.dim() for dim in self.integers(name, position, default)]
+
+
+# Returns the axis of an operation's results. The channels are lost if it is None, or for a ValueError: the rule can't
+# read the arguments.
+Rule = Callable[[Call], Axis | None]
 
 ADDITIONS = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub", "cat", "concat"})
 ELEMENTWISE = ADDITIONS - {"cat", "concat"} | {
@@ -101,192 +121,113 @@ ELEMENTWISE = ADDITIONS - {"cat", "concat"} | {
     *("mish", "softplus", "clamp", "dropout", "contiguous", "to", "float", "type", "type_as", "clone", "detach"),
     *("expand", "expand_as", "broadcast_to"),
 }
-# These mix channels, but keep their position: a later addition still marks them as a residual.
-NORMS = ("layer_norm", "group_norm", "normalize", "instance_norm")
-VIEWS = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One operation: its name, its arguments, and the tensors that it returned."""
-
-    name: str
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    results: Sequence[Tensor]
-    axes: Callable[[Tensor], Axis | None]
-
-    @property
-    def result(self) -> Tensor:
-        """Return the tensor that it returned, the first of several."""
-        return self.results[0]
-
-    @property
-    def operands(self) -> list[Tensor]:
-        """Return the tensors among the arguments, including those in lists."""
-        return list(tensors((*self.args, *self.kwargs.values())))
-
-    def given(self, name: str, position: int, default: Any = None) -> Any:
-        """Return an argument by name or position."""
-        if name in self.kwargs:
-            return self.kwargs[name]
-        return self.args[position] if len(self.args) > position else default
-
-    def integer(self, name: str, position: int, default: Any = None) -> int:
-        """Return an integer argument."""
-        value = self.given(name, position, default)
-        if not isinstance(value, int):
-            raise UnknownSpellingError(f"{self.name} with {name} = {value!r}")
-        return value
-
-    def integers(self, name: str, position: int, default: Any = None) -> Sequence[int]:
-        """Return an argument that is an integer or several."""
-        value = self.given(name, position, default)
-        values = [value] if isinstance(value, int) else value
-        if not isinstance(values, (list, tuple)) or not all(isinstance(item, int) for item in values):
-            raise UnknownSpellingError(f"{self.name} with {name} = {value!r}")
-        return values
-
-    @property
-    def axis(self) -> Axis:
-        """Return the axis of the first operand that has one; there is always one."""
-        return next(axis for operand in self.operands if (axis := self.axes(operand)) is not None)
-
-    @property
-    def source(self) -> Tensor:
-        """Return the operand that `axis` belongs to."""
-        return next(operand for operand in self.operands if self.axes(operand) is not None)
-
-
-class UnknownSpellingError(Exception):
-    """An operation was called with arguments that its rule can't read: its axis is lost, and the trace goes on."""
 
 
 def elementwise(call: Call) -> Axis | None:
     """Couple the channels of all operands, aligned from their last dimensions."""
-    axes = [axis for operand in call.operands if (axis := call.axes(operand)) is not None]
-    first = axes[0]
-    if any(axis.dim != first.dim or axis.space.size != first.space.size for axis in axes):
+    first, *others = (axis for _, axis in call.operands if axis is not None)
+    space, dim, (result, *_) = first.space, first.dim, call.results
+    if any(axis.dim != dim or axis.space.size != space.size for axis in others):
         return None
-    if call.result.dim() < -first.dim or call.result.shape[first.dim] != first.space.size:
+    if result.dim() < -dim or result.shape[dim] != space.size:
         return None
-    for axis in axes[1:]:
-        if merge(first.space, axis.space) and call.name in ADDITIONS:
-            first.space.is_added = True
-    for operand in call.operands:
+    for axis in others:
+        if space.merge(axis.space) and call.name in ADDITIONS:
+            space.is_added = True
+    for operand, axis in call.operands:
         # Its channels are untraced, but there is one for each of the others.
-        if call.axes(operand) is None and operand.dim() >= -first.dim and operand.shape[first.dim] != 1:
+        if axis is None and operand.dim() >= -dim and operand.shape[dim] != 1:
             if isinstance(operand, nn.Parameter):
-                first.space.block("an operation with a parameter that no layer owns")
+                space.block("an operation with a parameter that no layer owns")
                 continue
-            first.space.is_added |= call.name in ADDITIONS
-            first.space.block("an addition" if call.name in ADDITIONS else f"{call.name} with other activations")
+            space.is_added |= call.name in ADDITIONS
+            space.block("an addition" if call.name in ADDITIONS else f"{call.name} with other activations")
     return first
 
 
 def concatenation(call: Call) -> Axis | None:
     """Couple the channels of tensors that are joined along another dimension."""
-    dim = call.integer("dim", 1, 0)
-    return None if _dim_from_last(dim, call.result) == call.axis.dim else elementwise(call)
+    return None if call.axis.dim in call.dims("dim", 1, 0) else elementwise(call)
 
 
 def view(call: Call) -> Axis | None:
     """Find the channels after a reshape: a dimension of their size with as many elements before it."""
-    source, axis = call.source, call.axis
-    before = math.prod(source.shape[: axis.dim])
-    for position, size in enumerate(call.result.shape):
-        if size == axis.space.size and math.prod(call.result.shape[:position]) == before:
-            return Axis(axis.space, position - call.result.dim())
+    axis, shape = call.axis, call.results[0].shape
+    before = math.prod(call.source.shape[: axis.dim])
+    for position, size in enumerate(shape):
+        if size == axis.space.size and math.prod(shape[:position]) == before:
+            return Axis(axis.space, position - len(shape))
     return None
 
 
 def transposition(call: Call) -> Axis | None:
     """Follow the channels through an exchange of two dimensions."""
-    dim0 = _dim_from_last(call.integer("dim0", 1), call.result)
-    dim1 = _dim_from_last(call.integer("dim1", 2), call.result)
+    (dim0,), (dim1,) = call.dims("dim0", 1), call.dims("dim1", 2)
     return Axis(call.axis.space, {dim0: dim1, dim1: dim0}.get(call.axis.dim, call.axis.dim))
 
 
 def permutation(call: Call) -> Axis | None:
     """Follow the channels through a permutation, given as a list or as separate arguments."""
+    rank = call.source.dim()
     order = call.args[1:] if len(call.args) > 2 else call.integers("dims", 1)
-    dims = [_dim_from_last(dim, call.result) for dim in order]
-    return Axis(call.axis.space, dims.index(call.axis.dim) - len(dims))
+    return Axis(call.axis.space, [dim % rank for dim in order].index(call.axis.dim % rank) - rank)
 
 
 def reduction(call: Call) -> Axis | None:
-    """Keep the channels if a sum or mean is over other dimensions."""
-    source, axis = call.source, call.axis
-    # Without dimensions it reduces all of them.
-    reduced = {_dim_from_last(dim, source) for dim in call.integers("dim", 1)}
+    """Keep the channels if a sum or mean is over other dimensions; without dimensions it is over all."""
+    axis, reduced = call.axis, set(call.dims("dim", 1))
     if axis.dim in reduced:
         return None
-    keeps_dims = call.result.dim() == source.dim()
+    keeps_dims = call.results[0].dim() == call.source.dim()
     return Axis(axis.space, axis.dim if keeps_dims else axis.dim + sum(dim > axis.dim for dim in reduced))
 
 
-def spatial(dims: int) -> Callable[[Call], Axis | None]:
-    """Return the rule of an operation over the last `dims` dimensions: channels before them stay."""
-    return lambda call: call.axis if call.axis.dim < -dims else None
-
-
-def padding(call: Call) -> Axis | None:
-    """Keep the channels if other dimensions are padded."""
-    return call.axis if -call.axis.dim > len(call.integers("pad", 1)) // 2 else None
+def pooling(call: Call) -> Axis | None:
+    """Keep the channels if they lie before the dimensions that are padded, pooled or resized."""
+    num_dims = len(call.integers("pad", 1)) // 2 if call.name == "pad" else 1 if call.name.endswith("1d") else 2
+    return call.axis if call.axis.dim < -num_dims else None
 
 
 def rolling(call: Call) -> Axis | None:
-    """Keep the channels if other dimensions are rolled."""
-    rolled = [_dim_from_last(dim, call.result) for dim in call.integers("dims", 2, ())]
+    """Keep the channels if other dimensions are rolled; without dimensions all are, as one."""
+    rolled = call.dims("dims", 2, ())
     return call.axis if rolled and call.axis.dim not in rolled else None
 
 
 def norm(call: Call) -> Axis | None:
-    """Keep the channels in place, and block them: they can't be cut."""
+    """Keep the channels, which can't be cut, in place: a later addition still marks them as a residual."""
     call.axis.space.block(call.name)
     return call.axis
 
 
-def _dim_from_last(dim: int, tensor: Tensor) -> int:
-    return dim if dim < 0 else dim - tensor.dim()
-
-
 def parts(call: Call) -> Axis | None:
-    """Follow channels that are split into as many equal parts as there are results.
-
-    Parts that only ever meet channel by channel, as in a gated unit, are cut together.
-    """
-    axis, source = call.axis, call.source
-    if _dim_from_last(call.integer("dim", 2, 0), source) != axis.dim:
+    """Follow channels that are split into equal parts, which meet channel by channel as in a gated unit."""
+    axis, space = call.axis, call.axis.space
+    if axis.dim not in call.dims("dim", 2, 0):
         return axis
     sizes = [tensor.shape[axis.dim] for tensor in call.results]
-    if len(set(sizes)) != 1 or sum(sizes) != axis.space.size:
+    is_used = space.stacks > 1 or space.inner or space.readers or space.is_added or space.is_image
+    if is_used or len(set(sizes)) != 1 or sum(sizes) != space.size:
         return None
-    space = axis.space.split(len(sizes))
-    return None if space is None else Axis(space, axis.dim)
+    space.merged_into = Space(sizes[0], sizes[0], writers=space.writers, stacks=len(sizes), obstacle=space.obstacle)
+    return Axis(space.merged_into, axis.dim)
 
 
-# Rules of operations with several results, which share the returned axis. A split into parts of a given size has none: after a cut it would split
-# differently.
-SPLITS: Mapping[str, Callable[[Call], Axis | None]] = {"chunk": parts}
-
-RULES: Mapping[str, Callable[[Call], Axis | None]] = {
+RULES: Mapping[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
-    **dict.fromkeys(NORMS, norm),
-    **dict.fromkeys(VIEWS, view),
+    **dict.fromkeys(("layer_norm", "group_norm", "normalize", "instance_norm"), norm),
+    **dict.fromkeys(("view", "reshape", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as"), view),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), transposition),
     **dict.fromkeys(("cat", "concat"), concatenation),
     **dict.fromkeys(("mean", "sum"), reduction),
-    **dict.fromkeys(("adaptive_avg_pool1d", "avg_pool1d", "max_pool1d"), spatial(1)),
-    **dict.fromkeys(("adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "max_pool2d"), spatial(2)),
-    **dict.fromkeys(("interpolate", "upsample"), spatial(2)),
+    **dict.fromkeys(("adaptive_avg_pool1d", "avg_pool1d", "max_pool1d", "pad", "interpolate", "upsample"), pooling),
+    **dict.fromkeys(("adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "max_pool2d"), pooling),
     "permute": permutation,
-    "pad": padding,
     "roll": rolling,
 }
-
-
-LAYERS = (nn.Linear, nn.Conv2d)
+# Of operations with several results, which share the axis. `split` has no rule: parts of a given size would differ
+# after a cut.
+SPLITS: Mapping[str, Rule] = {"chunk": parts}
 
 
 class UntraceableError(PruningError):
@@ -294,7 +235,7 @@ class UntraceableError(PruningError):
 
 
 class Trace(TorchFunctionMode):
-    """The channel space that each layer writes and reads, its number of calls, and other operations that used its weights."""
+    """The channel space that each layer writes and reads, its calls, and other operations on its weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -305,20 +246,14 @@ class Trace(TorchFunctionMode):
         self.borrowed: dict[nn.Module, str] = {}
         self._owners = {id(p): m for m in model.modules() if isinstance(m, LAYERS) for p in m.parameters(recurse=False)}
         # Tensors are stored so that no other reuses their id.
-        self._axes: dict[int, tuple[Tensor, Axis]] = {}
+        self._axes: dict[int, tuple[Tensor, Axis | None]] = {}
         self._running = 0
 
-    def axis_of(self, tensor: Tensor) -> Axis | None:
-        """Return the channel axis of a tensor, None if unknown."""
-        entry = self._axes.get(id(tensor))
-        return entry[1] if entry else None
+    def _axis_of(self, tensor: Tensor) -> Axis | None:
+        return self._axes.get(id(tensor), (tensor, None))[1]
 
-    def put(self, tensor: Tensor, axis: Axis | None) -> None:
-        """Record the channel axis of a tensor."""
-        if axis is not None:
-            self._axes[id(tensor)] = (tensor, axis)
-        else:
-            self._axes.pop(id(tensor), None)
+    def _put(self, tensor: Tensor, axis: Axis | None) -> None:
+        self._axes[id(tensor)] = (tensor, axis)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -326,44 +261,47 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "an operation").strip("_")
-        if not self._running and ((results := list(tensors(result))) or name == "setitem"):
-            self._follow(name, args, kwargs, results)
+        if not self._running and ((results := tensors(result)) or name == "setitem"):
+            operands = [(operand, self._axis_of(operand)) for operand in tensors((*args, *kwargs.values()))]
+            for operand, _ in operands:
+                if (owner := self._owners.get(id(operand))) is not None:
+                    self.borrowed.setdefault(owner, name)
+            traced = [(operand, axis) for operand, axis in operands if axis is not None]
+            rule, new_axis = (RULES if len(results) == 1 else SPLITS).get(name), None
+            if traced and rule is not None:
+                with suppress(ValueError):
+                    new_axis = rule(Call(name, args, kwargs, results, operands, *traced[0]))
+            if new_axis is None:
+                for _, lost_axis in traced:
+                    lost_axis.space.block(name)
+            for tensor in results:
+                self._put(tensor, new_axis)
         return result
 
-    def _follow(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], results: list[Tensor]) -> None:
-        operands = list(tensors((*args, *kwargs.values())))
-        for operand in operands:
-            if (owner := self._owners.get(id(operand))) is not None:
-                self.borrowed.setdefault(owner, name)
-        axes = [axis for operand in operands if (axis := self.axis_of(operand)) is not None]
-        axis = None
-        if axes and (name in RULES if len(results) == 1 else name in SPLITS):
-            with suppress(UnknownSpellingError):
-                axis = (RULES if len(results) == 1 else SPLITS)[name](Call(name, args, kwargs, results, self.axis_of))
-        if axis is None:
-            for lost_axis in axes:
-                lost_axis.space.block(name)
-        for result in results:
-            self.put(result, axis)
-
-    def enter(self, _name: str, _input: Any) -> None:
-        """Suspend tracing while a layer runs that is known as a whole."""
+    def _enter(self, _name: str, _input: Any) -> None:
+        # A layer is known as a whole, and what runs inside isn't traced.
         self._running += 1
 
-    def leave(self, name: str, inputs: Tensor, output: Tensor) -> None:
-        """Record what a layer, which has one input, read and wrote."""
+    def _leave(self, name: str, inputs: Tensor, output: Tensor) -> None:
         self._running -= 1
         module = self._model.get_submodule(name)
         self.calls[module] += 1
-        axis = self.axis_of(inputs)
+        axis = self._axis_of(inputs)
         if axis is not None and inputs.shape[axis.dim] != axis.space.size:
             # The input was split before.
             axis.space.block("a layer that reads its parts as a whole")
             axis = None
         if isinstance(module, LAYERS):
-            self.put(output, self._through_layer(module, axis))
-        else:
-            self.put(output, self._through_norm(module, inputs, axis))
+            self._put(output, self._through_layer(module, axis))
+            return
+        if axis is not None:
+            # Counted from the last; timm's response norms have an attribute for it.
+            dim = 1 - inputs.dim() if isinstance(module, _BatchNorm) else getattr(module, "channel_dim", -1)
+            if axis.dim not in (dim, dim - inputs.dim()):
+                axis.space.block("a norm across other dimensions")
+            axis.space.inner.append(module)
+            axis.space.mask_exact &= isinstance(module, _BatchNorm)
+        self._put(output, axis)
 
     def _through_layer(self, layer: nn.Linear | nn.Conv2d, axis: Axis | None) -> Axis:
         dim, groups = (-3, layer.groups) if isinstance(layer, nn.Conv2d) else (-1, 1)
@@ -384,20 +322,9 @@ class Trace(TorchFunctionMode):
         self.writes[layer] = Space(width, width, writers=[layer], obstacle="grouped" if groups > 1 else None)
         return Axis(self.writes[layer], dim)
 
-    def _through_norm(self, norm: nn.Module, inputs: Tensor, axis: Axis | None) -> Axis | None:
-        if axis is None:
-            return None
-        # Counted from the last; timm's response norms have an attribute for it.
-        dim = 1 if isinstance(norm, _BatchNorm) else getattr(norm, "channel_dim", -1)
-        if axis.dim != _dim_from_last(dim, inputs):
-            axis.space.block("a norm across other dimensions")
-        axis.space.inner.append(norm)
-        axis.space.mask_exact &= isinstance(norm, _BatchNorm)
-        return axis
-
 
 def is_response_norm(module: nn.Module) -> bool:
-    """Return whether `module` is a global response norm: x times its share of the mean norm over channels, two parameters."""
+    """Return whether `module` is a global response norm: x times its share of the mean norm over channels."""
     parameters = dict(module.named_parameters())
     return (
         type(module).__name__.endswith(("GRN", "GlobalResponseNorm"))
@@ -415,7 +342,7 @@ def _is_plain_layer(module: nn.Module) -> bool:
 
 
 def blank_image(skeleton: nn.Module, spec: InputSpec) -> Tensor:
-    """Return zeros as one image of `spec`, (1, channels, height, width), of the device and type of the model's weights."""
+    """Return zeros as one image of `spec`, (1, c, h, w), on the device and of the type of the weights."""
     dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
     return torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
 
@@ -428,10 +355,10 @@ def follow_channels(skeleton: nn.Module, spec: InputSpec) -> Trace:
     """
     image = blank_image(skeleton, spec)
     trace = Trace(skeleton)
-    trace.put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
+    trace._put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
     layers = [name for name, module in skeleton.named_modules() if _is_plain_layer(module)]
-    with torch.no_grad(), watching(skeleton, layers, before=trace.enter, after=trace.leave), trace:
+    with torch.no_grad(), watching(skeleton, layers, before=trace._enter, after=trace._leave), trace:
         logits = checked_logits(skeleton.eval(), image, UntraceableError)
-    if (axis := trace.axis_of(logits)) is not None:
+    if (axis := trace._axis_of(logits)) is not None:
         axis.space.is_logits = True
     return trace

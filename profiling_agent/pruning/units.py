@@ -1,60 +1,236 @@
 """Structured pruning units from traced channel axes, found by structure and never by model class."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from torch import nn
 
 from profiling_agent.lib.modules import without_weights
-from profiling_agent.pruning.attention import Attention, UnsupportedAttention, find_attention
+from profiling_agent.pruning.attention import Attention, find_attention
+from profiling_agent.pruning.prune import refused_heads
 from profiling_agent.pruning.tracing import LAYERS, Space, Trace, UntraceableError, follow_channels
-from profiling_agent.pruning.verify import Trials, common_module
 from profiling_agent.pruning.widths import aligned_widths, step_for
 from profiling_agent.schemas import InputSpec, Record, Unit, UnitKind
 
-HEADS, MLPS, CONVOLUTIONS = "heads", "MLPs", "convolutions"
-KINDS: Mapping[UnitKind, str] = {
-    UnitKind.HEADS: HEADS,
-    UnitKind.MLP: MLPS,
-    UnitKind.CONV_INNER: CONVOLUTIONS,
-    UnitKind.INVERTED_RESIDUAL: CONVOLUTIONS,
-}
-# The first and last layers are never units, so a kind with only these refusals isn't absent.
-END_CODES = ("stem", "classifier")
 
+class FoundUnits(Record):
+    """The units in network order, and for every other linear or convolution layer the reason for its refusal.
 
-def absences(
-    model: nn.Module, projections: Collection[str], units: Collection[Unit], refusals: Mapping[str, str]
-) -> dict[str, str]:
-    """Return, for each kind with layers but no unit, the most common reason and an example layer.
-
-    `projections` are attention layers, whose refusals count as those of heads. A reason starts with its code: "shared: ...".
+    A reason is a sentence that starts with a code: "residual_writer: ...". `absent` has one for each kind without a
+    unit.
     """
-    by_kind: dict[str, dict[str, str]] = {HEADS: {}, MLPS: {}, CONVOLUTIONS: {}}
-    for name, reason in refusals.items():
-        is_linear = isinstance(model.get_submodule(name), nn.Linear)
-        by_kind[HEADS if name in projections else MLPS if is_linear else CONVOLUTIONS][name] = reason
-    kinds_with_units = {KINDS[unit.kind] for unit in units}
-    absent: dict[str, str] = {}
-    for kind, reasons in by_kind.items():
-        if kind not in kinds_with_units and not all(reason.startswith(END_CODES) for reason in reasons.values()):
-            code, count = Counter(reason.partition(":")[0] for reason in reasons.values()).most_common(1)[0]
-            name, reason = next((name, reason) for name, reason in reasons.items() if reason.startswith(f"{code}:"))
-            absent[kind] = f"{reason} (so {count} of {len(reasons)} layers, as {name!r})"
-    return absent
+
+    units: tuple[Unit, ...]
+    refusals: dict[str, str]
+    absent: dict[str, str]
 
 
-def tied_modules(model: nn.Module) -> set[nn.Module]:
+def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> FoundUnits:
+    """Return the MLPs, attention heads and block-inner convolutions of `model` that can be cut independently.
+
+    `macs` are those of one image by module name, attention's two products under the attention module's; a missing
+    module has none. The model is neither run nor changed: the trace runs a copy without weights, and trial cuts copies
+    of its attention.
+
+    Example:
+        >>> from transformers import ViTConfig, ViTForImageClassification
+        >>> config = ViTConfig(image_size=32, patch_size=8, hidden_size=48, num_hidden_layers=1)
+        >>> model = ViTForImageClassification(config)
+        >>> found = find_units(model, InputSpec(channels=3, height=32, width=32, source="example"), {})
+        >>> [(unit.name, unit.width) for unit in found.units]
+        [('vit.layers.0.attention', 12), ('vit.layers.0.mlp', 3072)]
+        >>> found.refusals["classifier"]
+        'classifier: its outputs are the logits'
+    """
+    skeleton = without_weights(model)
+    names = {module: name for name, module in skeleton.named_modules()}
+    tied = _tied_modules(skeleton)
+    try:
+        trace = follow_channels(skeleton, spec)
+        tied |= {module for module, count in trace.calls.items() if count > 1}
+    except UntraceableError as error:
+        trace = f"untraceable: {error}"
+    attentions = find_attention(skeleton)
+    heads = {name: _heads_unit(skeleton, name, attention, macs, tied) for name, attention in attentions.items()}
+    scopes = {
+        unit: _common_module((name, *_parents((unit.consumer, *attentions[name].tables))))
+        for name, unit in heads.items()
+        if isinstance(unit, Unit)
+    }
+    heads |= refused_heads(model, skeleton, spec, scopes)
+    results = {layer: heads[name] for name, attention in attentions.items() for layer in attention.projections}
+    for layer, name in names.items():
+        if isinstance(layer, LAYERS) and name not in results:
+            results[name] = trace if isinstance(trace, str) else _chain_unit(skeleton, layer, trace, macs, tied)
+    results = _refuse_nested(results)
+    ordered = {name: results[name] for name in names.values() if name in results}
+    units = tuple({unit.producers[0]: unit for unit in ordered.values() if isinstance(unit, Unit)}.values())
+    members = {name for unit in units for name in unit.members}
+    refusals = {name: reason for name, reason in ordered.items() if isinstance(reason, str) and name not in members}
+    # Units of one block would share its name: they are named by their producers, so that names are unique.
+    times_named = Counter(unit.name for unit in units)
+    units = tuple(
+        unit if times_named[unit.name] == 1 else unit.model_copy(update={"name": unit.producers[0]}) for unit in units
+    )
+    projections = {name for attention in attentions.values() for name in attention.projections}
+    return FoundUnits(units=units, refusals=refusals, absent=_absences(skeleton, projections, units, refusals))
+
+
+def _tied_modules(model: nn.Module) -> set[nn.Module]:
     """Return modules with two names, and owners of a parameter that another module owns too."""
     modules = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    shared = {id_ for id_, count in owners.items() if count > 1}
-    return {m for m, count in modules.items() if count > 1 or any(id(p) in shared for p in m.parameters(recurse=False))}
+    return {
+        module
+        for module, count in modules.items()
+        if count > 1 or any(owners[id(parameter)] > 1 for parameter in module.parameters(recurse=False))
+    }
 
 
-def _refusal(layer: nn.Linear | nn.Conv2d, space: Space, trace: Trace, names: Mapping[nn.Module, str]) -> str | None:
+def _common_module(names: Iterable[str]) -> str:
+    """Return the name of the innermost module that is or holds all of `names`, empty for the model itself."""
+    levels = zip(*(name.split(".") for name in names), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+
+
+def _parents(names: Iterable[str]) -> list[str]:
+    return [name.rpartition(".")[0] for name in names]
+
+
+def _refuse_nested(results: Mapping[str, Unit | str]) -> dict[str, Unit | str]:
+    """Refuse units inside another unit, such as a squeeze-and-excitation's own width."""
+    units = {unit.producers[0]: unit for unit in results.values() if isinstance(unit, Unit)}.values()
+    nested_in = {name: unit.name for unit in units for name in (*unit.inner, *unit.side_readers)}
+    checked = dict(results)
+    for name, unit in results.items():
+        if not isinstance(unit, Unit):
+            continue
+        if unit.consumer in nested_in:
+            checked[name] = f"shared: its reader, {unit.consumer!r}, is cut with the unit {nested_in[unit.consumer]!r}"
+        elif unit.producers[0] in nested_in:
+            checked[name] = f"shared: it makes weights for the channels of the unit {nested_in[unit.producers[0]]!r}"
+    return checked
+
+
+def _heads_unit(
+    model: nn.Module, holder: str, attention: Attention, macs: Mapping[str, int], tied: Collection[nn.Module]
+) -> Unit | str:
+    """Return the unit of one attention module's heads, or the reason for its refusal."""
+    if any(model.get_submodule(member) in tied for member in attention.projections):
+        return "tied: a projection of this attention, or its weights, are used in more than one place"
+    if attention.refusal is not None:
+        return attention.refusal
+    width, size = attention.num_heads, attention.head_dim
+    step = step_for(UnitKind.HEADS, width)
+    if reason := _too_narrow(width, step):
+        return reason
+    removed = [
+        (name, sum(tensor[0].numel() for tensor in model.get_submodule(name).parameters()) * size * attention.stacks)
+        for name in attention.producers
+    ]
+    removed.append((attention.consumer, model.get_parameter(f"{attention.consumer}.weight")[:, 0].numel() * size))
+    owners = _parents(attention.tables)
+    tables = zip(owners, attention.tables, strict=True)
+    removed += [(owner, model.get_parameter(table).numel() // width) for owner, table in tables]
+    return Unit(
+        name=holder,
+        kind=UnitKind.HEADS,
+        producers=attention.producers,
+        consumer=attention.consumer,
+        width=width,
+        step=step,
+        params_per_channel=sum(params for _, params in removed),
+        macs_per_channel=_removed_macs(model, removed, macs) + macs.get(holder, 0) // width,
+        inner=tuple(name for name in owners if isinstance(model.get_submodule(name), LAYERS)),
+        stacks=attention.stacks,
+    )
+
+
+def _chain_unit(
+    model: nn.Module, layer: nn.Module, trace: Trace, macs: Mapping[str, int], tied: Collection[nn.Module]
+) -> Unit | str:
+    """Return the unit that `layer` is a producer of, or the reason for its refusal.
+
+    The producers' channels reach one consumer through nothing but inner modules. Side readers read them too, but only
+    to compute weights that multiply them; the layers that compute those weights are inner ones.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    if layer in tied:
+        return "tied: the layer or its weights are used in more than one place"
+    if layer not in trace.writes:
+        if layer in trace.borrowed:
+            return f"unsupported: {trace.borrowed[layer]} uses its weights in its place"
+        return "unused: the forward pass doesn't reach it"
+    space = trace.writes[layer].current()
+    if reason := _refusal(layer, space, trace, names):
+        return reason
+    # Layers whose outputs, computed from the channels, multiply them, as a squeeze-and-excitation's last one.
+    gates = {writer: makers for writer in space.writers if (makers := _gate_makers(writer, space, trace))}
+    side_makers = {maker for makers in gates.values() for maker in makers}
+    consumers = [reader for reader in space.readers if reader not in side_makers]
+    if len(consumers) != 1:
+        return f"shared: {len(consumers)} layers read its outputs"
+    producers: list[Any] = [writer for writer in space.writers if writer not in gates]
+    inner: list[Any] = [*space.inner, *gates]
+    readers = [*consumers, *(reader for reader in space.readers if reader in side_makers)]
+    for module in (*producers, *inner, *readers):
+        if module in tied:
+            return f"tied: its channels reach {names[module]!r}, which is used in more than one place"
+    if not producers or any(isinstance(producer, nn.Conv2d) and producer.groups > 1 for producer in producers):
+        return "grouped: a grouped convolution begins it"
+    first, consumer, *side_readers = (names[module] for module in (producers[0], *readers))
+    if not (block := _common_module(_parents((first, consumer)))):
+        return f"unsupported: its reader, {consumer!r}, is in another block"
+    size = len(producers[0].weight)
+    is_depthwise = any(isinstance(module, nn.Conv2d) and module.groups == size for module in inner)
+    kind = UnitKind.INVERTED_RESIDUAL if is_depthwise else UnitKind.CONV_INNER
+    if isinstance(producers[0], nn.Linear):
+        kind = UnitKind.MLP
+    rows = size // space.stacks // space.width
+    # Groups are cut whole, like heads.
+    step = step_for(UnitKind.HEADS if rows > 1 else kind, space.width)
+    if reason := _too_narrow(space.width, step):
+        return reason
+    removed = [
+        (names[module], sum(parameter.numel() for parameter in module.parameters()) // space.width)
+        for module in (*producers, *inner)
+    ]
+    removed += [(names[reader], reader.get_parameter("weight")[:, 0].numel() * rows) for reader in readers]
+    return Unit(
+        name=block if kind is UnitKind.MLP else first,
+        kind=kind,
+        producers=tuple(names[producer] for producer in producers),
+        consumer=consumer,
+        width=space.width,
+        step=step,
+        params_per_channel=sum(params for _, params in removed),
+        macs_per_channel=_removed_macs(model, removed, macs),
+        inner=tuple(names[module] for module in inner),
+        side_readers=tuple(side_readers),
+        mask_exact=space.mask_exact,
+        stacks=space.stacks,
+    )
+
+
+def _removed_macs(model: nn.Module, removed: Sequence[tuple[str, int]], macs: Mapping[str, int]) -> int:
+    """Return the MACs of so many params of each module: a layer's MACs are proportional to its params."""
+    total = 0
+    for name, params in removed:
+        module = model.get_submodule(name)
+        if isinstance(module, LAYERS) and (layer_macs := macs.get(name, 0)):
+            total += layer_macs * params // sum(tensor.numel() for tensor in module.parameters())
+    return total
+
+
+def _too_narrow(width: int, step: int) -> str | None:
+    if aligned_widths(width, step):
+        return None
+    return f"too_narrow: of its width, {width}, no smaller multiple of {step} keeps a quarter"
+
+
+def _refusal(layer: nn.Module, space: Space, trace: Trace, names: Mapping[nn.Module, str]) -> str | None:
     if space.is_logits:
         return "classifier: its outputs are the logits"
     stems = [writer for writer in space.writers if (read := trace.reads.get(writer)) and read.current().is_image]
@@ -74,211 +250,30 @@ def _refusal(layer: nn.Linear | nn.Conv2d, space: Space, trace: Trace, names: Ma
 
 
 def _gate_makers(gate: nn.Module, space: Space, trace: Trace) -> list[nn.Module]:
-    """Return the readers of `space` that compute what `gate` reads; a residual is also written by layers that run later."""
+    """Return the readers of `space` that compute what `gate` reads, and run before it."""
     read = trace.reads.get(gate)
     order = {layer: position for position, layer in enumerate(trace.calls)}
     makers = read.current().writers if read is not None else []
     return [maker for maker in makers if maker in space.readers and order[maker] < order[gate]]
 
 
-def block_of(*layers: str) -> str:
-    """Return the name of the innermost module that holds all of these layers, empty for the model itself."""
-    return common_module(layer.rpartition(".")[0] for layer in layers)
-
-
-class FoundUnits(Record):
-    """The units in network order, and for every other linear or convolution layer the reason for its refusal.
-
-    A reason is a sentence that starts with a code: "residual_writer: ...". `absent` has one for each kind without a unit.
-    """
-
-    units: tuple[Unit, ...]
-    refusals: dict[str, str]
-    absent: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _CostTable:
-    """Shares of the profile's MACs: a layer's are proportional to its weights and biases."""
-
-    names: Mapping[nn.Module, str]
-    macs: Mapping[str, int]
-
-    def cost(self, removed: Sequence[tuple[nn.Module, int]]) -> tuple[int, int]:
-        """Return the params and MACs of so many of each module's own parameters; attention's aren't those of its tables."""
-        macs = 0
-        for module, params in removed:
-            if isinstance(module, LAYERS) and (layer_macs := self.macs.get(self.names[module], 0)):
-                macs += layer_macs * params // sum(tensor.numel() for tensor in module.parameters())
-        return sum(params for _, params in removed), macs
-
-
-def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> FoundUnits:
-    """Return the MLPs, attention heads and block-inner convolutions of `model` that can be cut independently.
-
-    `macs` are those of one image by module name, each bias addition counted as one, attention's two products under the attention module's name; a
-    module that is missing has none. The model is neither run nor changed: the trace runs a copy without weights on the meta device, and trial cuts
-    run on copies of its attention.
-    """
-    skeleton = without_weights(model)
-    names = {module: name for name, module in skeleton.named_modules()}
-    try:
-        trace = follow_channels(skeleton, spec)
-    except UntraceableError as error:
-        trace = f"untraceable: {error}"
-    costs, tied = _CostTable(names, macs), tied_modules(skeleton)
-    if isinstance(trace, Trace):
-        tied |= {module for module, count in trace.calls.items() if count > 1}
-    results: dict[str, Unit | str] = {}
-    trials = Trials(model, skeleton, spec)
-    attentions = find_attention(skeleton)
-    for holder, attention in attentions.items():
-        result = _attention_unit(skeleton, holder, attention, costs, tied)
-        if isinstance(result, Unit) and isinstance(attention, Attention):
-            owners = [name.rpartition(".")[0] for name in (attention.consumer, *attention.tables)]
-            result = trials.refusal(result, (holder, *owners)) or result
-        results |= dict.fromkeys(attention.projections, result)
-    for layer in names:
-        if isinstance(layer, LAYERS) and names[layer] not in results:
-            results[names[layer]] = trace if isinstance(trace, str) else _chain_unit(layer, trace, costs, tied)
-    results = _refuse_nested(results)
-    ordered = {name: results[name] for name in names.values() if name in results}
-    units = tuple({unit.producers[0]: unit for unit in ordered.values() if isinstance(unit, Unit)}.values())
-    members = {name for unit in units for name in unit.members}
-    refusals = {name: reason for name, reason in ordered.items() if isinstance(reason, str) and name not in members}
-    # Units of one block would share its name: they are named by their producers, so that names are unique.
-    times_named = Counter(unit.name for unit in units)
-    units = tuple(
-        unit if times_named[unit.name] == 1 else unit.model_copy(update={"name": unit.producers[0]}) for unit in units
-    )
-    projections = {name for attention in attentions.values() for name in attention.projections}
-    return FoundUnits(units=units, refusals=refusals, absent=absences(skeleton, projections, units, refusals))
-
-
-def _refuse_nested(results: Mapping[str, Unit | str]) -> dict[str, Unit | str]:
-    """Refuse units inside another unit: a squeeze-and-excitation's own width, a network that computes a head's table."""
-    units = {unit.producers[0]: unit for unit in results.values() if isinstance(unit, Unit)}.values()
-    nested_in = {name: unit.name for unit in units for name in (*unit.inner, *unit.side_readers)}
-    checked = dict(results)
-    for name, unit in results.items():
-        if not isinstance(unit, Unit):
-            continue
-        if unit.consumer in nested_in:
-            checked[name] = f"shared: its reader, {unit.consumer!r}, is cut with the unit {nested_in[unit.consumer]!r}"
-        elif unit.producers[0] in nested_in:
-            checked[name] = f"shared: it makes weights for the channels of the unit {nested_in[unit.producers[0]]!r}"
-    return checked
-
-
-def _attention_unit(
-    model: nn.Module,
-    holder: str,
-    attention: Attention | UnsupportedAttention,
-    costs: _CostTable,
-    tied: Collection[nn.Module],
-) -> Unit | str:
-    """Return the unit of one attention module's heads, or the reason for its refusal."""
-    if any(model.get_submodule(member) in tied for member in attention.projections):
-        return "tied: a projection of this attention, or its weights, are used in more than one place"
-    if isinstance(attention, UnsupportedAttention):
-        return attention.reason
-    width = attention.num_heads
-    step = step_for(UnitKind.HEADS, width)
-    if reason := _too_narrow(width, step):
-        return reason
-    rows = attention.head_dim * attention.stacks
-    producers = [model.get_submodule(name) for name in attention.producers]
-    removed = [(layer, sum(tensor[0].numel() for tensor in layer.parameters()) * rows) for layer in producers]
-    consumer = model.get_submodule(attention.consumer)
-    removed.append((consumer, _columns(consumer) * attention.head_dim))
-    owners = {name: name.rpartition(".")[0] for name in attention.tables}
-    removed += [(model.get_submodule(owners[name]), model.get_parameter(name).numel() // width) for name in owners]
-    params, macs = costs.cost(removed)
-    return Unit(
-        name=holder,
-        kind=UnitKind.HEADS,
-        producers=attention.producers,
-        consumer=attention.consumer,
-        width=width,
-        step=step,
-        params_per_channel=params,
-        macs_per_channel=macs + costs.macs.get(holder, 0) // width,
-        inner=tuple(name for name in owners.values() if isinstance(model.get_submodule(name), LAYERS)),
-        stacks=attention.stacks,
-    )
-
-
-def _chain_unit(
-    layer: nn.Linear | nn.Conv2d, trace: Trace, costs: _CostTable, tied: Collection[nn.Module]
-) -> Unit | str:
-    """Return the unit that `layer` is a producer of, or the reason for its refusal.
-
-    The producers' channels reach one consumer through nothing but inner modules. Side readers read them too, but only to compute weights that
-    multiply them; the layers that compute those weights are inner ones.
-    """
-    names = costs.names
-    if layer in tied:
-        return "tied: the layer or its weights are used in more than one place"
-    if layer not in trace.writes:
-        if layer in trace.borrowed:
-            return f"unsupported: {trace.borrowed[layer]} uses its weights in its place"
-        return "unused: the forward pass doesn't reach it"
-    space = trace.writes[layer].current()
-    if reason := _refusal(layer, space, trace, names):
-        return reason
-    # Layers whose outputs, computed from the channels, multiply them, as a squeeze-and-excitation's last one.
-    gates = [writer for writer in space.writers if _gate_makers(writer, space, trace)]
-    side_makers = {maker for gate in gates for maker in _gate_makers(gate, space, trace)}
-    consumers: list[Any] = [reader for reader in space.readers if reader not in side_makers]
-    if len(consumers) != 1:
-        return f"shared: {len(consumers)} layers read its outputs"
-    producers: list[Any] = [writer for writer in space.writers if writer not in gates]
-    inner, readers = [*space.inner, *gates], [*consumers, *(r for r in space.readers if r in side_makers)]
-    for module in (*producers, *inner, *readers):
-        if module in tied:
-            return f"tied: its channels reach {names[module]!r}, which is used in more than one place"
-    if not producers or any(isinstance(producer, nn.Conv2d) and producer.groups > 1 for producer in producers):
-        return "grouped: a grouped convolution begins it"
-    first, consumer, *side_readers = (names[module] for module in (producers[0], *readers))
-    if not (block := block_of(first, consumer)):
-        return f"unsupported: its reader, {consumer!r}, is in another block"
-    size = len(producers[0].weight)
-    is_depthwise = any(isinstance(module, nn.Conv2d) and module.groups == size for module in inner)
-    kind = UnitKind.INVERTED_RESIDUAL if is_depthwise else UnitKind.CONV_INNER
-    if isinstance(producers[0], nn.Linear):
-        kind = UnitKind.MLP
-    rows = size // space.stacks // space.width
-    # Groups are cut whole, like heads.
-    step = step_for(UnitKind.HEADS if rows > 1 else kind, space.width)
-    if reason := _too_narrow(space.width, step):
-        return reason
-    removed = [
-        (module, sum(parameter.numel() for parameter in module.parameters()) // space.width)
-        for module in (*producers, *inner)
-    ]
-    removed += [(reader, _columns(reader) * rows) for reader in readers]
-    params, macs = costs.cost(removed)
-    return Unit(
-        name=block if kind is UnitKind.MLP else first,
-        kind=kind,
-        producers=tuple(names[producer] for producer in producers),
-        consumer=consumer,
-        width=space.width,
-        step=step,
-        params_per_channel=params,
-        macs_per_channel=macs,
-        inner=tuple(names[module] for module in inner),
-        side_readers=tuple(side_readers),
-        mask_exact=space.mask_exact,
-        stacks=space.stacks,
-    )
-
-
-def _columns(reader: nn.Module) -> int:
-    return reader.get_parameter("weight")[:, 0].numel()
-
-
-def _too_narrow(width: int, step: int) -> str | None:
-    if aligned_widths(width, step):
-        return None
-    return f"too_narrow: of its width, {width}, no smaller multiple of {step} keeps a quarter"
+def _absences(
+    model: nn.Module, projections: Collection[str], units: Collection[Unit], refusals: Mapping[str, str]
+) -> dict[str, str]:
+    """Return, for each kind with layers but no unit, the most common reason; `projections` count as heads."""
+    names = {UnitKind.HEADS: "heads", UnitKind.MLP: "MLPs"}
+    by_kind: dict[str, dict[str, str]] = {"heads": {}, "MLPs": {}, "convolutions": {}}
+    for name, reason in refusals.items():
+        is_linear = isinstance(model.get_submodule(name), nn.Linear)
+        by_kind["heads" if name in projections else "MLPs" if is_linear else "convolutions"][name] = reason
+    absent: dict[str, str] = {}
+    kinds_with_units = {names.get(unit.kind, "convolutions") for unit in units}
+    for kind, reasons in by_kind.items():
+        # The first and last layers are never units: nothing is missed there.
+        if kind not in kinds_with_units and not all(
+            reason.startswith(("stem", "classifier")) for reason in reasons.values()
+        ):
+            code, count = Counter(reason.partition(":")[0] for reason in reasons.values()).most_common(1)[0]
+            name, reason = next((name, reason) for name, reason in reasons.items() if reason.startswith(f"{code}:"))
+            absent[kind] = f"{reason} (so {count} of {len(reasons)} layers, as {name!r})"
+    return absent

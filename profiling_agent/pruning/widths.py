@@ -1,4 +1,4 @@
-"""Aligned widths of units, a plan's layer patterns resolved to cuts, and layers that two cuts share. Imports no torch."""
+"""Aligned widths of units, and a plan's layer patterns resolved to cuts. Imports no torch."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,8 +8,8 @@ from profiling_agent.errors import PlanError
 from profiling_agent.lib.layer_names import matching_names, near_names
 from profiling_agent.schemas import Cap, Cut, PruningRecommendation, Record, Unit, UnitKind
 
-# oneDNN blocks 16 channels of a convolution (AVX-512), so its time is a staircase of 16; a Linear's time is proportional to its width, but odd
-# widths cost 3 to 5% more, and int8 and tensor-core kernels want 32 or 64.
+# oneDNN blocks 16 channels of a convolution (AVX-512), so its time is a staircase of 16; a Linear's is proportional to
+# its width, but odd widths cost 3 to 5% more, and int8 and tensor-core kernels want 32 or 64.
 CONV_STEP, NARROW_MLP_STEP, WIDE_MLP_STEP, WIDE_MLP = 16, 32, 64, 1024
 # Minimum share of a unit that a cut keeps: below it the rest computes something else.
 MIN_KEEP_SHARE = 0.25
@@ -33,8 +33,7 @@ def aligned_widths(width: int, step: int) -> range:
 def snap(unit: Unit, ratio: float) -> int:
     """Return the aligned width nearest to `unit.width * (1 - ratio)`, the smaller of two equally near ones.
 
-    `unit.width` itself means that the unit is not cut. The result keeps at least a quarter of the width and is never unaligned, for any `ratio` in
-    (0, 1).
+    `unit.width` itself means that the unit is not cut. The result keeps at least a quarter, for any `ratio` in (0, 1).
     """
     # Rounded, so that a tie between two widths isn't decided by the last bit of the product.
     target = round(unit.width * (1 - ratio), 6)
@@ -43,10 +42,7 @@ def snap(unit: Unit, ratio: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A layer that ends one unit and begins the next, such as a ResNet bottleneck's middle convolution.
-
-    Of its `whole` pairs of input and output channels, both cuts count `gone`.
-    """
+    """A layer that ends one unit and begins the next: of its `whole` pairs of channels, both cuts count `gone`."""
 
     layer: str
     gone: int
@@ -63,7 +59,7 @@ def crossings(cuts: Sequence[Cut]) -> Iterator[Crossing]:
 
 
 class ResolvedCuts(Record):
-    """The cuts of a list of recommendations, each unit at most once, in network order, and notes on changed requests."""
+    """The cuts of recommendations, each unit at most once, in network order, and notes on changed requests."""
 
     cuts: tuple[Cut, ...]
     notes: tuple[str, ...]
@@ -74,17 +70,16 @@ def resolve(
 ) -> ResolvedCuts:
     """Return the cuts that `recommendations` request, with aligned widths.
 
-    A pattern is searched for in the names of units, of their members and of refused layers; a match of any member selects its unit, once. The last
-    recommendation that matches a unit wins; its ratio is of the unpruned width.
+    A pattern that matches any member selects its unit, once. The last recommendation that matches a unit wins; its
+    ratio is of the unpruned width.
 
     Raises:
         PlanError: a pattern is invalid, matches nothing, or matches refused layers only.
     """
-    units_by_name = _units_by_name(units)
     ratios: dict[str, float] = {}
     notes: list[str] = []
     for recommendation in recommendations:
-        matches = _matching_units(recommendation.layer, units_by_name, refusals)
+        matches = _matching_units(recommendation.layer, units, refusals)
         ratios |= {unit.name: recommendation.pruning_ratio for unit in _units_of_type(recommendation, matches, notes)}
     cuts: list[Cut] = []
     for unit in units:
@@ -97,55 +92,45 @@ def resolve(
     return ResolvedCuts(cuts=tuple(cuts), notes=tuple(notes))
 
 
-def _units_by_name(units: Sequence[Unit]) -> dict[str, Unit]:
-    """Return the unit that each name selects; a layer that ends one unit and begins another selects the one it begins."""
-    units_by_name: dict[str, Unit] = {}
-    for unit in units:
-        units_by_name |= dict.fromkeys((unit.consumer, *unit.side_readers, *unit.inner), unit)
-    for unit in units:
-        units_by_name |= dict.fromkeys((unit.name, *unit.producers), unit)
-    return units_by_name
-
-
 def cap_ratios(caps: Sequence[Cap], *, units: Sequence[Unit], refusals: Mapping[str, str]) -> dict[str, float]:
     """Return the largest ratio that each unit may be cut by, the strictest if several caps match it.
 
     Raises:
         PlanError: as `resolve`.
     """
-    units_by_name = _units_by_name(units)
     ratios: dict[str, float] = {}
     for cap in caps:
-        for unit in _matching_units(cap.layer, units_by_name, refusals):
+        for unit in _matching_units(cap.layer, units, refusals):
             ratios[unit.name] = min(cap.max_ratio, ratios.get(unit.name, 1.0))
     return ratios
 
 
-def _matching_units(pattern: str, units_by_name: Mapping[str, Unit], refusals: Mapping[str, str]) -> list[Unit]:
-    names = matching_names(pattern, [*units_by_name, *refusals])
-    if not names:
-        near = near_names(pattern, [*units_by_name, *refusals])
-        raise PlanError(f"the layer pattern {pattern!r} matches no layer; use names like {', '.join(map(repr, near))}")
-    units = list({units_by_name[name].name: units_by_name[name] for name in names if name in units_by_name}.values())
-    if not units:
+def _matching_units(pattern: str, units: Sequence[Unit], refusals: Mapping[str, str]) -> list[Unit]:
+    # A layer that ends one unit and begins another selects the one it begins.
+    units_by_name = {name: unit for unit in units for name in (unit.consumer, *unit.side_readers, *unit.inner)}
+    units_by_name |= {name: unit for unit in units for name in (unit.name, *unit.producers)}
+    names = [*units_by_name, *refusals]
+    if not (matches := matching_names(pattern, names)):
+        near = ", ".join(map(repr, near_names(pattern, names)))
+        raise PlanError(f"the layer pattern {pattern!r} matches no layer; use names like {near}")
+    selected = {units_by_name[name].name: units_by_name[name] for name in matches if name in units_by_name}
+    if not selected:
         raise PlanError(
             f"the layer pattern {pattern!r} hits only layers that can't be pruned: "
-            f"{names[0]!r} ({refusals[names[0]]}); name a layer of a unit instead"
+            f"{matches[0]!r} ({refusals[matches[0]]}); name a layer of a unit instead"
         )
-    return units
+    return list(selected.values())
 
 
-def _units_of_type(recommendation: PruningRecommendation, units: Sequence[Unit], notes: list[str]) -> list[Unit]:
+def _units_of_type(recommendation: PruningRecommendation, units: Sequence[Unit], notes: list[str]) -> Sequence[Unit]:
     attention = [unit for unit in units if unit.kind is UnitKind.HEADS]
-    if recommendation.pruning_type == "structured":
-        if attention:
-            notes.append(_format_note(recommendation, attention, "holds attention, so whole heads are cut"))
-        return list(units)
-    if others := [unit for unit in units if unit.kind is not UnitKind.HEADS]:
-        notes.append(_format_note(recommendation, others, "has no heads and is left alone; ask for 'structured'"))
-    return attention
-
-
-def _format_note(recommendation: PruningRecommendation, units: Sequence[Unit], verdict: str) -> str:
-    more = f" (and {len(units) - 1} more like it)" if len(units) > 1 else ""
-    return f"{recommendation.layer!r} as {recommendation.pruning_type!r}: {units[0].name!r}{more} {verdict}"
+    is_structured = recommendation.pruning_type == "structured"
+    noted, verdict = attention, "holds attention, so whole heads are cut"
+    if not is_structured:
+        noted = [unit for unit in units if unit.kind is not UnitKind.HEADS]
+        verdict = "has no heads and is left alone; ask for 'structured'"
+    if noted:
+        more = f" (and {len(noted) - 1} more like it)" if len(noted) > 1 else ""
+        asked = f"{recommendation.layer!r} as {recommendation.pruning_type!r}"
+        notes.append(f"{asked}: {noted[0].name!r}{more} {verdict}")
+    return units if is_structured else attention

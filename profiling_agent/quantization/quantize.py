@@ -18,7 +18,7 @@ from profiling_agent.lib.costs import count_complexity
 from profiling_agent.lib.inference import Folded, quick_products
 from profiling_agent.lib.layer_names import matching_names, near_names
 from profiling_agent.lib.logs import Progress, checked_logits, silent
-from profiling_agent.lib.replay import Replay, find_prefixes, in_order
+from profiling_agent.lib.replay import Walk, in_order
 from profiling_agent.quantization import layers as quantized_layers
 from profiling_agent.quantization.layers import LEVELS, Grid, QuantizedModule, StaticLayer, supports
 from profiling_agent.schemas import EVERYTHING, InputSpec, LayerCost, QuantizationRecommendation
@@ -478,17 +478,18 @@ def measure_layers(
             unshifted.bias = unshifted.bias - quantized.shifts[name]
             layers[name] = unshifted
         # One full pass of each chunk computes all before the layers.
-        prefixes = find_prefixes(float_model, {name: [name] for name in layers}, images[:1])
+        walk = Walk(float_model, called, images[:1])
         expected, logits = list[Tensor](), {name: list[Tensor]() for name in layers}
         chunks = images.split(CHUNK)
         for index, chunk in enumerate(chunks):
-            replay = Replay(float_model, prefixes, chunk)
-            expected.append(replay.logits)
-            for number, (name, layer) in enumerate(layers.items()):
+            expected.append(float_model(pixel_values=chunk).logits)
+            chunk_walk = walk.through(float_model)
+            for number, name in enumerate(called):
                 progress("layers", index * len(layers) + number, len(chunks) * len(layers))
+                chunk_walk.reach(name, 0, chunk)
                 original = float_model.get_submodule(name)
-                float_model.set_submodule(name, layer)
-                logits[name].append(replay.run_from(name))
+                float_model.set_submodule(name, layers[name])
+                logits[name].append(chunk_walk.logits_from_here(0, chunk))
                 float_model.set_submodule(name, original)
     _, channels, height, width = images.shape
     spec = InputSpec(channels=channels, height=height, width=width, source="calibration images")

@@ -23,7 +23,7 @@ from tradeoff_statistics import against, cell, checks, holm, summaries, two_way
 from tradeoff_subject import Draw, Subject
 
 from profiling_agent.lib.modules import random_batch
-from profiling_agent.pruning.compensation import UnitMoments
+from profiling_agent.pruning.criteria import UnitMoments
 from profiling_agent.pruning.units import find_units
 from profiling_agent.schemas import Unit, UnitKind
 

@@ -8,14 +8,12 @@ import torch
 import torch.nn.functional as F
 import zoo
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import ViTConfig, ViTForImageClassification
 from zoo import left_alone
 
 from profiling_agent.errors import RequestError
 from profiling_agent.lib.costs import (
     Complexity,
-    Stopwatch,
     activation_bytes,
     count_complexity,
     counted_matmuls,
@@ -26,14 +24,11 @@ from profiling_agent.lib.costs import (
 from profiling_agent.lib.modules import random_batch
 from profiling_agent.schemas import InputSpec
 
-ATTENTION_KINDS = ("ViTAttention", "SwinAttention")
+FLOAT = 4
 
 
 def linear(tokens, inputs, outputs, *, bias=True):
     return tokens * (inputs * outputs + bias * outputs)
-
-
-OF_IMAGENET: dict[str, Any] = {"num_labels": 1000}
 
 
 def total(rows, what):
@@ -41,19 +36,15 @@ def total(rows, what):
 
 
 def test_a_full_size_vit_has_86567656_params_and_17_58_gmacs():
+    labels: dict[str, Any] = {"num_labels": 1000}
     with torch.device("meta"):
-        model = ViTForImageClassification(ViTConfig(**OF_IMAGENET))
-    spec = InputSpec(channels=3, height=224, width=224, source="hand")
-    patches = linear(196, 3 * 16 * 16, 768)
-    projections = 4 * linear(197, 768, 768)
+        model = ViTForImageClassification(ViTConfig(**labels))
+    rows = count_complexity(model, InputSpec(channels=3, height=224, width=224, source="hand"))
     products = 2 * 12 * 197 * 197 * 64
-    mlp = linear(197, 768, 3072) + linear(197, 3072, 768)
-
-    rows = count_complexity(model, spec)
+    layer = 4 * linear(197, 768, 768) + products + linear(197, 768, 3072) + linear(197, 3072, 768)
 
     assert total(rows, "params") == 86_567_656
-    assert total(rows, "macs") == patches + 12 * (projections + products + mlp) + linear(1, 768, 1000)
-    assert total(rows, "macs") == 17_580_319_720
+    assert total(rows, "macs") == linear(196, 3 * 16 * 16, 768) + 12 * layer + linear(1, 768, 1000) == 17_580_319_720
     assert rows["vit.layers.0.attention"].macs == products
 
 
@@ -64,74 +55,68 @@ def test_a_vits_rows_are_those_worked_out_by_hand():
     assert rows["vit.embeddings.patch_embeddings.projection"].macs == linear(16, 3 * 8 * 8, 64)
     assert rows["vit.layers.1.attention"] == Complexity(kind="ViTAttention", params=0, macs=2 * 4 * 17 * 17 * 16)
     assert rows["vit.layers.1.attention.q_proj"] == Complexity(kind="Linear", params=64 * 65, macs=linear(17, 64, 64))
-    assert rows["vit.layers.1.mlp.fc1"].macs == linear(17, 64, 256)
     assert rows["vit.layers.1.mlp.fc2"].macs == linear(17, 256, 64)
     assert rows["vit.layernorm"] == Complexity(kind="LayerNorm", params=128, macs=0)
     assert rows["classifier"] == Complexity(kind="Linear", params=325, macs=325)
     assert "vit.layers.1.mlp" not in rows
 
 
-def test_swin_attends_inside_its_windows():
-    stages = [(256, 32), (64, 64)]
-    blocks = [
-        4 * linear(tokens, dim, dim)
-        + 2 * tokens * 16 * dim
-        + linear(tokens, dim, 4 * dim)
-        + linear(tokens, 4 * dim, dim)
-        for tokens, dim in stages
-    ]
-    merging = linear(64, 4 * 32, 64, bias=False)
-
-    rows = count_complexity(zoo.swin(), zoo.SPEC)
-
-    assert total(rows, "macs") == linear(256, 3 * 2 * 2, 32) + 2 * sum(blocks) + merging + linear(1, 64, 5)
-    assert sum(row.params for name, row in rows.items() if name.endswith("relative_position_bias")) == 2 * 49 * (2 + 4)
+def swin_block(tokens, dim):
+    """Each token attends inside its window of 16."""
+    mlp = linear(tokens, dim, 4 * dim) + linear(tokens, 4 * dim, dim)
+    return 4 * linear(tokens, dim, dim) + 2 * tokens * 16 * dim + mlp
 
 
-def test_a_resnets_convolutions_are_those_worked_out_by_hand():
-    stem = 16 * 16 * 7 * 7 * 3 * 32
-    first = 64 * (32 * 128 + 32 * 32 + 9 * 32 * 32 + 32 * 128)
-    second = 64 * (128 * 32 + 9 * 32 * 32 + 32 * 128)
-    third = 16 * 128 * 256 + 64 * 128 * 64 + 16 * (9 * 64 * 64 + 64 * 256)
-    fourth = 16 * (256 * 64 + 9 * 64 * 64 + 64 * 256)
+MACS = {
+    "swin": (
+        linear(256, 3 * 2 * 2, 32) + 2 * (swin_block(256, 32) + swin_block(64, 64)),
+        linear(64, 4 * 32, 64, bias=False) + linear(1, 64, 5),
+    ),
+    "resnet": (
+        16 * 16 * 7 * 7 * 3 * 32,
+        64 * (32 * 128 + 32 * 32 + 9 * 32 * 32 + 32 * 128),
+        64 * (128 * 32 + 9 * 32 * 32 + 32 * 128),
+        16 * 128 * 256 + 64 * 128 * 64 + 16 * (9 * 64 * 64 + 64 * 256),
+        16 * (256 * 64 + 9 * 64 * 64 + 64 * 256) + linear(1, 256, 5),
+    ),
+}
 
-    rows = count_complexity(zoo.resnet(), zoo.SPEC)
 
-    assert total(rows, "macs") == stem + first + second + third + fourth + linear(1, 256, 5)
-    assert total(rows, "params") == sum(p.numel() for p in zoo.resnet().parameters())
-    assert rows["resnet.embedder.embedder.normalization"] == Complexity(kind="BatchNorm2d", params=64, macs=0)
+@pytest.mark.parametrize("family", MACS)
+def test_macs_and_params_are_those_worked_out_by_hand(family):
+    model = zoo.FAMILIES[family]()
+    rows = count_complexity(model, zoo.SPEC)
+
+    assert total(rows, "macs") == sum(MACS[family])
+    assert total(rows, "params") == sum(parameter.numel() for parameter in model.parameters())
+    tables = [row.params for name, row in rows.items() if name.endswith("relative_position_bias")]
+    assert sum(tables) == (2 * 49 * (2 + 4) if family == "swin" else 0)
 
 
 @pytest.mark.parametrize("family", ["vit", "swin"])
 def test_fused_attention_counts_what_the_eager_matmuls_count(family):
     fused, eager = zoo.FAMILIES[family](), zoo.FAMILIES[family]()
     eager.set_attn_implementation("eager")
-
     rows = count_complexity(fused, zoo.SPEC)
 
     assert rows == count_complexity(eager, zoo.SPEC)
-    assert sum(row.macs > 0 for row in rows.values() if row.kind in ATTENTION_KINDS) >= 2
+    assert sum(row.macs > 0 for row in rows.values() if row.kind in ("ViTAttention", "SwinAttention")) >= 2
 
 
-def test_tied_weights_are_counted_once_and_multiplied_twice():
+class Named(nn.Linear):
+    pass
+
+
+def test_tied_weights_are_counted_once_and_multiplied_twice_and_a_subclass_of_linear_is_one():
     model = zoo.vit()
     model.vit.layers[1].mlp.fc1.weight = model.vit.layers[0].mlp.fc1.weight
-
+    model.classifier = Named(64, 5)
     rows = count_complexity(model, zoo.SPEC)
 
     assert rows["vit.layers.0.mlp.fc1"].params == 64 * 256 + 256
     assert rows["vit.layers.1.mlp.fc1"] == Complexity(kind="Linear", params=256, macs=linear(17, 64, 256))
+    assert rows["classifier"] == Complexity(kind="Named", params=325, macs=325)
     assert total(rows, "params") == sum(p.numel() for p in model.parameters())
-
-
-def test_a_subclass_of_linear_is_counted_as_one():
-    class Named(nn.Linear):
-        pass
-
-    model = zoo.vit()
-    model.classifier = Named(64, 5)
-
-    assert count_complexity(model, zoo.SPEC)["classifier"] == Complexity(kind="Named", params=325, macs=325)
 
 
 def test_counting_leaves_no_trace(capfd):
@@ -147,56 +132,51 @@ def test_a_model_that_can_not_run_is_named():
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 3, 4), (2, 4, 5)), ((6, 1, 3, 4), (2, 4, 5))],
+    ("first", "second", "macs"),
+    [
+        ((3, 4), (4, 5), 3 * 4 * 5),
+        ((2, 3, 4), (4, 5), 2 * 3 * 4 * 5),
+        ((2, 3, 4), (2, 4, 5), 2 * 3 * 4 * 5),
+        ((6, 1, 3, 4), (2, 4, 5), 6 * 2 * 3 * 4 * 5),
+        ((4,), (4, 5), 20),
+        ((3, 4), (4,), 12),
+        ((4,), (4,), 4),
+    ],
 )
-def test_a_matrix_product_counts_as_torch_counts_it(first, second):
+def test_a_product_counts_every_multiplication(first, second, macs):
     left, right = torch.ones(first), torch.ones(second)
-    with FlopCounterMode(display=False) as counter:
-        _ = left @ right
-
-    assert matmul_macs(left, right) == counter.get_total_flops() // 2
-
-
-def test_products_with_vectors_and_of_attention_count_every_multiplication():
-    for first, second, macs in (((4,), (4, 5), 20), ((3, 4), (4,), 12), ((4,), (4,), 4)):
-        assert matmul_macs(torch.ones(first), torch.ones(second)) == macs
+    assert matmul_macs(left @ right, left, right) == macs
     query, key, value = torch.ones(2, 3, 5, 8), torch.ones(2, 3, 7, 8), torch.ones(2, 3, 7, 4)
-    assert sdpa_macs(query, key, value) == 2 * 3 * (5 * 7 * 8 + 5 * 7 * 4)
+    assert sdpa_macs(None, query, key, value) == 2 * 3 * (5 * 7 * 8 + 5 * 7 * 4)
 
 
 class Attends(nn.Module):
     def __init__(self, product):
         super().__init__()
-        self.inner = nn.Identity()
-        self.product = product
+        self.inner, self.product = nn.Identity(), product
 
     def forward(self, pixels):
         return self.product(self.inner(pixels), pixels.transpose(-2, -1))
 
 
-PRODUCTS = {
-    "operator": lambda first, second: first @ second,
-    "function": torch.matmul,
-    "keywords": lambda first, second: torch.bmm(input=first, mat2=second),
-    "method": lambda first, second: first.bmm(second),
-    "fused": lambda first, second: F.scaled_dot_product_attention(first, first, first[..., :0]),
-}
-
-
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda first, second: first @ second,
+        torch.matmul,
+        lambda first, second: torch.bmm(input=first, mat2=second),
+        lambda first, second: first.bmm(second),
+        lambda first, second: F.scaled_dot_product_attention(first, first, first[..., :0]),
+    ],
+)
 def test_a_product_belongs_to_the_module_that_calls_it(product):
-    model = nn.Sequential(nn.Identity(), Attends(PRODUCTS[product]))
+    model = nn.Sequential(nn.Identity(), Attends(product))
     with counted_matmuls(model) as macs:
         model(torch.ones(2, 3, 4))
-
         # Products outside the model are not counted.
         _ = torch.ones(2, 2) @ torch.ones(2, 2)
 
     assert macs == {"1": 2 * 3 * 4 * 3}
-
-
-FLOAT = 4
 
 
 def test_a_vits_activations_are_those_worked_out_by_hand():
@@ -212,39 +192,6 @@ def test_a_vits_activations_are_those_worked_out_by_hand():
         assert made[passes_on] == 0
 
 
-class Splits(nn.Module):
-    def forward(self, pixel_values):
-        return {"halves": [pixel_values[:1] * 2, (pixel_values[1:] * 2,)], "same": pixel_values.double(), "count": 3}
-
-
-class Repeats(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, pixel_values):
-        return self.inner(self.inner(pixel_values))
-
-
-def test_a_module_that_runs_twice_makes_twice_as_much():
-    assert activation_bytes(Repeats(), torch.ones(1, 4)) == {"inner": 2 * 4 * FLOAT, "": 0}
-    assert layer_latency(Repeats(), torch.ones(1, 4), passes=2).keys() == {"inner", ""}
-    # Tensors are found in nested outputs.
-    assert activation_bytes(Splits(), torch.ones(2, 3)) == {"": 2 * 3 * 4 + 2 * 3 * 8}
-
-
-@pytest.mark.parametrize("family", ["swin", "resnet"])
-def test_every_module_that_runs_has_a_time(family):
-    model = zoo.FAMILIES[family]()
-    ran = set()
-    for name, module in model.named_modules():
-        module.register_forward_hook(lambda *_, name=name: ran.add(name))
-    times_ms = layer_latency(model, random_batch(zoo.SPEC, 2), passes=3)
-
-    assert times_ms.keys() == ran
-    assert all(time_ms >= 0 for time_ms in times_ms.values())
-
-
 def test_hooks_are_gone_afterwards_even_if_the_model_fails():
     model = zoo.vit()
     with left_alone(model):
@@ -255,16 +202,28 @@ def test_hooks_are_gone_afterwards_even_if_the_model_fails():
                 measure(model, torch.ones(1, 3, 48, 48))
 
 
-def test_own_times_are_those_between_marks_without_the_children():
-    clock = iter([0, 1, 4, 6, 7, 10, 20, 30])
-    watch = Stopwatch(lambda: next(clock))
-    watch.enter("", None)
-    watch.enter("block", None)
-    for _ in range(2):
-        watch.enter("block.fc", None)
-        watch.leave("block.fc", None, None)
-    watch.leave("block", None, None)
-    watch.leave("", None, None)
+class Block(nn.Module):
+    """A layer that runs twice."""
 
-    # The layer runs from 4 to 6 and 7 to 10, its block from 1 to 20, the model from 0 to 30.
-    assert watch.own_ms(lambda begin, end: end - begin) == {"block.fc": 5, "block": 14, "": 11}
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, pixel_values):
+        return self.inner(self.inner(pixel_values))
+
+
+class Splits(nn.Module):
+    def forward(self, pixel_values):
+        return {"halves": [pixel_values[:1] * 2, (pixel_values[1:] * 2,)], "same": pixel_values.double(), "count": 3}
+
+
+def test_a_module_that_runs_twice_makes_twice_as_much_and_has_the_sum_of_its_times():
+    marks = iter([0, 1, 4, 6, 10, 30])
+    times_ms = layer_latency(Block(), torch.ones(1, 4), passes=1, clock=lambda: next(marks) * 1_000_000)
+
+    # The layer runs from 1 to 4 and from 6 to 10, the model from 0 to 30.
+    assert times_ms == {"inner": 3 + 4, "": 30 - 7}
+    assert activation_bytes(Block(), torch.ones(1, 4)) == {"inner": 2 * 4 * FLOAT, "": 0}
+    # Tensors are found in nested outputs.
+    assert activation_bytes(Splits(), torch.ones(2, 3)) == {"": 2 * 3 * 4 + 2 * 3 * 8}

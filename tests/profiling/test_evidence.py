@@ -138,9 +138,8 @@ def test_by_default_each_kind_has_its_criterion_and_one_that_is_given_orders_all
     for unit in zoo.units_of(model):
         row, named = found.of(unit.name), {"heads": "obs", "mlp": "fisher_obs"}[unit.kind]
         assert row is not None
-        assert row.order == order_by(model, unit, moments[unit.name], named)
-        # What the order's criterion comes to on its way is what a given order is predicted to cost.
-        loss = predicted_kl(model, unit, moments[unit.name], row.order).loss
+        loss = (ordered := order_with_kl(model, unit, moments[unit.name], named)).loss
+        assert row.order == ordered.order
         assert [o.predicted_kl for o in row.options] == pytest.approx([loss[unit.width - o.keep] for o in row.options])
 
     row = studied(model, IMAGES[:128], criterion="l1").of("vit.layers.0.mlp")

@@ -225,8 +225,8 @@ def marked(names: Iterable[str], *, slow: Collection[str] = ()) -> list[Any]:
     ]
 
 
-# One of each kind of structure: plain and windowed attention, bottlenecks, groups with gates, and depthwise convolutions
-# whose forward reads their attributes; of timm's those whose q, k and v are one layer.
+# One of each kind of structure: plain and windowed attention, bottlenecks, groups with gates, and depthwise
+# convolutions whose forward reads their attributes; of timm's those whose q, k and v are one layer.
 TYPICAL = ("vit", "swin", "resnet_bottleneck", "regnet_y", "mobilenet_v1", "mobilenet_v2", "timm_vit", "timm_swin")
 EVERY = marked(FAMILIES)
 # For facts that take long on all: the others are slow tests.

@@ -12,9 +12,8 @@ from zoo import counted
 
 from profiling_agent.errors import PlanError
 from profiling_agent.lib.modules import random_batch
-from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.prune import cut_units, prune_model
 from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.verify import cut_units
 from profiling_agent.pruning.widths import resolve, snap
 from profiling_agent.runtimes.torch_artifact import load_module, save_model
 from profiling_agent.schemas import Cut, PruningRecommendation, UnitKind
@@ -118,95 +117,97 @@ def resolved(family: str, pattern: str):
     return resolve([requested], units=units.units, refusals=units.refusals)
 
 
-@pytest.mark.parametrize(
-    ("family", "old", "live"),
-    [
-        ("vit", "vit.encoder.layer.0.intermediate.dense", "vit.layers.0.mlp.fc1"),
-        ("vit_msn", r"vit\.encoder\.layer\.\d+\.attention\.output\.dense", "vit.layers.0.attention.o_proj"),
-        ("deit", "deit.encoder.layer.1.output.dense", "deit.layers.1.mlp.fc2"),
-        ("beit", r"beit.encoder.layer.\d+.attention.attention.query", "beit.layers.0.attention.q_proj"),
-        ("dinov2", "dinov2.encoder.layer.1.attention.attention.key", "dinov2.encoder.layer.1.attention.k_proj"),
-        ("dinov2_swiglu", "dinov2.encoder.layer.0.mlp.weights_in", "dinov2.encoder.layer.0.mlp.gate_proj"),
-        (
-            "dinov2_registers",
-            r"^dinov2_with_registers\.encoder\.layer\.[0-9]+\.attention\.output\.dense$",
-            "dinov2_with_registers.encoder.layer.0.attention.o_proj",
-        ),
-        (
-            "swin",
-            "swin.encoder.layers.0.blocks.0.attention.self.value",
-            "swin.encoder.layers.0.blocks.0.attention.v_proj",
-        ),
-        ("swin", "swin.encoder.layers.1.blocks.1.intermediate.dense", "swin.encoder.layers.1.blocks.1.mlp.fc1"),
-        (
-            "segformer",
-            r"segformer\.encoder\.block\.1\.0\.attention\.self\.query",
-            "segformer.stages.1.blocks.0.attention.q_proj",
-        ),
-        ("segformer", "segformer.encoder.block.0.0.mlp.dense1", "segformer.stages.0.blocks.0.mlp.fc1"),
-        ("mobilevit", "mobilevit.encoder.layer.2.transformer.layer.0.mlp.fc1", "mobilevit.encoder.layer.2"),
-    ],
-)
+OLD_NAMES = [
+    ("vit", "vit.encoder.layer.0.intermediate.dense", "vit.layers.0.mlp.fc1"),
+    ("vit_msn", r"vit\.encoder\.layer\.\d+\.attention\.output\.dense", "vit.layers.0.attention.o_proj"),
+    ("deit", "deit.encoder.layer.1.output.dense", "deit.layers.1.mlp.fc2"),
+    ("beit", r"beit.encoder.layer.\d+.attention.attention.query", "beit.layers.0.attention.q_proj"),
+    ("dinov2", "dinov2.encoder.layer.1.attention.attention.key", "dinov2.encoder.layer.1.attention.k_proj"),
+    ("dinov2_swiglu", "dinov2.encoder.layer.0.mlp.weights_in", "dinov2.encoder.layer.0.mlp.gate_proj"),
+    (
+        "dinov2_registers",
+        r"^dinov2_with_registers\.encoder\.layer\.[0-9]+\.attention\.output\.dense$",
+        "dinov2_with_registers.encoder.layer.0.attention.o_proj",
+    ),
+    ("swin", "swin.encoder.layers.0.blocks.0.attention.self.value", "swin.encoder.layers.0.blocks.0.attention.v_proj"),
+    ("swin", "swin.encoder.layers.1.blocks.1.intermediate.dense", "swin.encoder.layers.1.blocks.1.mlp.fc1"),
+    (
+        "segformer",
+        r"segformer\.encoder\.block\.1\.0\.attention\.self\.query",
+        "segformer.stages.1.blocks.0.attention.q_proj",
+    ),
+    ("segformer", "segformer.encoder.block.0.0.mlp.dense1", "segformer.stages.0.blocks.0.mlp.fc1"),
+    ("mobilevit", "mobilevit.encoder.layer.2.transformer.layer.0.mlp.fc1", "mobilevit.encoder.layer.2"),
+]
+MEMBERS = [
+    ("data2vec", r"layer\.0\.attention\.output\.dense", "data2vec_vision.encoder.layer.0.attention.attention"),
+    ("swinv2", r"0\.blocks\.0\.attention\.self\.key", "swinv2.encoder.layers.0.blocks.0.attention.self"),
+    ("clip", r"layers\.1\.self_attn\.out_proj", "vision_model.encoder.layers.1.self_attn"),
+    ("dinov2_swiglu", r"layer\.1\.mlp\.up_proj", "dinov2.encoder.layer.1.mlp"),
+    ("dinov2_swiglu", r"layer\.1\.mlp\.down_proj", "dinov2.encoder.layer.1.mlp"),
+    ("efficientnet", r"2\.squeeze_excite\.reduce", "efficientnet.encoder.blocks.2.expansion.expand_conv"),
+    ("efficientnet", r"2\.depthwise_conv\.depth", "efficientnet.encoder.blocks.2.expansion.expand_conv"),
+    ("regnet_x", r"1\.layers\.0\.layer\.2\.conv", "regnet.encoder.stages.1.layers.0.layer.0.convolution"),
+]
+
+
+@pytest.mark.parametrize(("family", "old", "live"), OLD_NAMES)
 def test_a_name_of_another_release_is_answered_with_the_live_one_first(family, old, live):
-    with pytest.raises(PlanError, match="matches no layer") as caught:
+    with pytest.raises(PlanError, match=rf"matches no layer; use names like '{live}"):
         resolved(family, old)
-    assert f"use names like '{live}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("family", "pattern", "unit"),
-    [
-        ("data2vec", r"layer\.0\.attention\.output\.dense", "data2vec_vision.encoder.layer.0.attention.attention"),
-        ("swinv2", r"0\.blocks\.0\.attention\.self\.key", "swinv2.encoder.layers.0.blocks.0.attention.self"),
-        ("clip", r"layers\.1\.self_attn\.out_proj", "vision_model.encoder.layers.1.self_attn"),
-        ("dinov2_swiglu", r"layer\.1\.mlp\.up_proj", "dinov2.encoder.layer.1.mlp"),
-        ("dinov2_swiglu", r"layer\.1\.mlp\.down_proj", "dinov2.encoder.layer.1.mlp"),
-        ("efficientnet", r"2\.squeeze_excite\.reduce", "efficientnet.encoder.blocks.2.expansion.expand_conv"),
-        ("efficientnet", r"2\.depthwise_conv\.depth", "efficientnet.encoder.blocks.2.expansion.expand_conv"),
-        ("regnet_x", r"1\.layers\.0\.layer\.2\.conv", "regnet.encoder.stages.1.layers.0.layer.0.convolution"),
-    ],
-)
+@pytest.mark.parametrize(("family", "pattern", "unit"), MEMBERS)
 def test_a_pattern_on_any_member_means_its_unit(family, pattern, unit):
     assert [cut.unit.name for cut in resolved(family, pattern).cuts] == [unit]
 
 
-def names_and_codes(model: nn.Module) -> tuple[list[str], dict[str, str]]:
-    units = find_units(model, zoo.SPEC, {})
-    return [unit.name for unit in units.units], {name: why.split(":")[0] for name, why in units.refusals.items()}
-
-
-def test_layers_that_share_a_weight_or_are_one_module_stay_and_leave_the_others_alone():
-    model = zoo.vit(num_hidden_layers=4)
+def shared_weights(model):
     layers = model.vit.layers
     layers[0].mlp.fc1.weight = layers[1].mlp.fc1.weight
     layers[3].attention.k_proj = layers[2].attention.k_proj
-    units, codes = names_and_codes(model)
-
-    tied = {name for name, code in codes.items() if code == "tied"}
-    assert {"vit.layers.0.mlp.fc1", "vit.layers.1.mlp.fc1", "vit.layers.2.attention.k_proj"} <= tied
-    assert units == ["vit.layers.0.attention", "vit.layers.1.attention", "vit.layers.2.mlp", "vit.layers.3.mlp"]
 
 
-def test_a_block_that_is_called_twice_stays():
-    model = zoo.vit(num_hidden_layers=3)
-    model.vit.layers[2] = model.vit.layers[1]
-    units, codes = names_and_codes(model)
-
-    assert {codes[f"vit.layers.1.{name}"] for name in ("mlp.fc1", "attention.q_proj", "attention.o_proj")} == {"tied"}
-    assert units == ["vit.layers.0.attention", "vit.layers.0.mlp"]
+def shared_block(model):
+    model.vit.layers[3] = model.vit.layers[2]
 
 
-def test_a_layer_that_one_forward_pass_calls_twice_stays():
-    model = zoo.vit()
+def called_twice(model):
     model.vit.layers[0].register_forward_hook(lambda called, _given, made: called.attention(made)[0] + made)
-    units, codes = names_and_codes(model)
 
-    assert units == ["vit.layers.0.mlp", "vit.layers.1.attention", "vit.layers.1.mlp"]
-    assert codes["vit.layers.0.attention.o_proj"] == "tied"
+
+@pytest.mark.parametrize(
+    ("change", "tied", "left"),
+    [
+        (
+            shared_weights,
+            ["0.mlp.fc1", "1.mlp.fc1", "2.attention.k_proj"],
+            ["0.attention", "1.attention", "2.mlp", "3.mlp"],
+        ),
+        (
+            shared_block,
+            ["2.mlp.fc1", "2.attention.q_proj", "2.attention.o_proj"],
+            ["0.attention", "0.mlp", "1.attention", "1.mlp"],
+        ),
+        (
+            called_twice,
+            ["0.attention.o_proj"],
+            ["0.mlp", "1.attention", "1.mlp", "2.attention", "2.mlp", "3.attention", "3.mlp"],
+        ),
+    ],
+)
+def test_layers_that_are_used_in_two_places_stay_and_leave_the_others_alone(change, tied, left):
+    model = zoo.vit(num_hidden_layers=4)
+    change(model)
+    found = find_units(model, zoo.SPEC, {})
+
+    assert all(found.refusals[f"vit.layers.{name}"].startswith("tied: ") for name in tied)
+    assert [unit.name for unit in found.units] == [f"vit.layers.{name}" for name in left]
 
 
 def test_heads_whose_table_serves_every_layer_stay_and_the_mlps_go():
-    units, codes = names_and_codes(made("Beit", zoo.PLAIN | {"use_shared_relative_position_bias": True}))
+    model = made("Beit", zoo.PLAIN | {"use_shared_relative_position_bias": True})
+    found = find_units(model, zoo.SPEC, {})
 
-    assert units == ["beit.layers.0.mlp", "beit.layers.1.mlp"]
-    assert codes["beit.layers.0.attention.q_proj"] == "shared"
+    assert [unit.name for unit in found.units] == ["beit.layers.0.mlp", "beit.layers.1.mlp"]
+    assert found.refusals["beit.layers.0.attention.q_proj"].startswith("shared: ")

@@ -2,15 +2,14 @@ import pytest
 import torch
 import zoo
 from pruning import families
-from torch import nn
 from torch.func import functional_call
 from zoo import logits, units_of
 
 from profiling_agent.lib.modules import following_norms, has_bias, random_batch
 from profiling_agent.profiling.evidence import fold, overlay
-from profiling_agent.pruning.compensation import compensate_units_, gather_moments
+from profiling_agent.pruning.compensation import compensate_units_
+from profiling_agent.pruning.criteria import gather_moments
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.verify import masked_parameters
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Cut
 
@@ -81,57 +80,15 @@ def test_a_fold_by_the_moments_is_the_fold_that_a_prune_gets(family):
     assert float((found - expected).norm()) < 0.05 * float((expected - dense).norm())
 
 
-def test_cut_channels_that_kept_ones_determine_are_restored():
-    model = zoo.vit()
-    unit = next(unit for unit in units_of(model) if unit.kind == "mlp")
-    with torch.no_grad():
-        fc1 = model.get_submodule(unit.producers[0])
-        # The second half says what the first one says.
-        fc1.weight[128:], fc1.bias[128:] = fc1.weight[:128].clone(), fc1.bias[:128].clone()
-        before = logits(model, IMAGES)
-        moments = gather_moments(model, [unit], [IMAGES])[unit.name]
-        folded = overlay(model, unit, fold(model, unit, moments, range(128), shifts=True), None)
-        masked = masked_parameters(model, unit, range(128))
-        near, blind = (functional_call(model, laid, (), {"pixel_values": IMAGES}).logits for laid in (folded, masked))
-
-    assert float((near - before).norm()) < 0.05 * float((blind - before).norm())
-
-
-def test_the_batch_norm_behind_each_convolution_is_found():
-    model = zoo.resnet("basic")
-    consumers = [unit.consumer for unit in units_of(model)]
-    norms = following_norms(model, consumers, IMAGES[:1])
-
-    assert norms == {name: name.replace(".convolution", ".normalization") for name in consumers}
-    assert all(isinstance(model.get_submodule(name), nn.BatchNorm2d) for name in norms.values())
-    assert following_norms(zoo.vit(), ["vit.layers.0.mlp.fc2"], IMAGES[:1]) == {}
-
-
-def test_side_readers_are_blind_to_what_is_gone():
-    model = families.FAMILIES["efficientnet"]()
-    unit = next(unit for unit in units_of(model) if unit.side_readers)
-    moments = gather_moments(model, [unit], [IMAGES[:8]])[unit.name]
-    kept = list(range(16, unit.width))
-    laid = overlay(model, unit, fold(model, unit, moments, kept, shifts=True), None)
-
-    (reader,) = unit.side_readers
-    assert set(laid) == {f"{reader}.weight", f"{unit.consumer}.weight"}
-    assert not laid[f"{reader}.weight"][:, :16].any()
-    assert torch.equal(laid[f"{reader}.weight"][:, 16:], model.get_parameter(f"{reader}.weight")[:, 16:])
-    assert not laid[f"{unit.consumer}.weight"][:, :16].any()
-
-
 def test_nothing_to_restore_the_mean_with_makes_a_fold_that_is_not_centred():
     model = zoo.resnet("basic")
     unit = units_of(model)[0]
     moments = gather_moments(model, [unit], [IMAGES])[unit.name]
-    free = fold(model, unit, moments, range(16), shifts=False)
-    shifted = fold(model, unit, moments, range(16), shifts=True)
+    free, shifted = (fold(model, unit, moments, range(16), shifts=shifts) for shifts in (False, True))
     columns = [index * 9 + tap for index in range(16) for tap in range(9)]
 
     assert free.columns == shifted.columns == columns
     assert not free.shift.any()
-    assert shifted.shift.any()
     # The shift makes the means equal: W E[x] = W' E[x_K] + shift.
     weight = model.get_parameter(f"{unit.consumer}.weight").detach().flatten(1)
     restored = shifted.weight @ moments.mean[columns] + shifted.shift

@@ -1,9 +1,8 @@
 """Pruning: cuts that pass the gate compute what the masked model does; everything else is refused."""
 
 import copy
-import gc
 import math
-import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,18 +13,17 @@ from pruning.families import FAMILIES
 from torch import nn
 from zoo import cuts_of, logits, units_of
 
-from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.errors import PruningError
 from profiling_agent.lib.modules import random_batch
-from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.units import FoundUnits, find_units
-from profiling_agent.pruning.verify import (
+from profiling_agent.pruning.prune import (
     MAX_MASK_ERROR,
-    check_mask_error,
     check_saving,
     cut_units,
     mask_error,
     masked_parameters,
+    prune_model,
 )
+from profiling_agent.pruning.units import FoundUnits, find_units
 from profiling_agent.schemas import Cut, UnitKind
 
 IMAGES = random_batch(zoo.SPEC, 3, seed=7)
@@ -33,14 +31,15 @@ IMAGES = random_batch(zoo.SPEC, 3, seed=7)
 
 @pytest.mark.parametrize("importance", ["l1", "random"])
 def test_each_unit_keeps_as_much_as_its_cut_and_computes_what_the_masked_model_does(importance):
-    model = zoo.vit()
+    model = zoo.vit().double()
     cuts = cuts_of(model)
-    pruned = prune_model(model, cuts, spec=zoo.SPEC, importance=importance, seed=3, images=IMAGES)
+    pruned = prune_model(model, cuts, spec=zoo.SPEC, importance=importance, seed=3, images=IMAGES.double())
 
     assert all(cut.keep < cut.unit.width for cut in cuts)
     assert pruned.mask_error < 5e-6
-    assert not torch.allclose(logits(pruned.model, IMAGES), logits(model, IMAGES), rtol=1e-3)
+    assert not torch.allclose(logits(pruned.model, IMAGES.double()), logits(model, IMAGES.double()), rtol=1e-3)
     assert {name: len(kept) for name, kept in pruned.keep.items()} == {cut.unit.name: cut.keep for cut in cuts}
+    assert {parameter.dtype for parameter in pruned.model.parameters()} == {torch.float64}
 
 
 @pytest.mark.parametrize("family", zoo.EVERY)
@@ -55,100 +54,78 @@ def test_the_model_that_was_given_is_untouched(family):
     assert not any(module._forward_hooks for module in pruned.modules())
 
 
-def test_a_pruned_model_is_freed_when_nobody_holds_it():
-    model = zoo.resnet()
-    pruned = weakref.ref(prune_model(model, cuts_of(model), spec=zoo.SPEC).model)
-    gc.collect()
+def test_heads_go_as_wholes_those_that_are_chosen_and_their_number_is_kept_in_the_books():
+    model, name = zoo.swin(), "swin.encoder.layers.1.blocks.0.attention"
+    (cut,) = (cut for cut in cuts_of(model, kinds=(UnitKind.HEADS,), ratio=0.5) if cut.unit.name == name)
+    pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={name: [1, 3], "another unit": [0]})
+    before, after = (each.get_submodule(name) for each in (model, zoo.inside(pruned.model)))
+    table = "relative_position_bias.relative_position_bias_table"
 
-    assert pruned() is None
-
-
-def test_heads_go_as_wholes_and_their_number_is_kept_in_the_books():
-    model = zoo.swin()
-    cuts = cuts_of(model, kinds=(UnitKind.HEADS,), ratio=0.5)
-    pruned = prune_model(model, cuts, spec=zoo.SPEC)
-    attention = zoo.inside(pruned.model).swin.encoder.layers[1].blocks[0].attention
-    kept = pruned.keep["swin.encoder.layers.1.blocks.0.attention"]
-
-    assert (attention.num_attention_heads, attention.head_dim, attention.scaling) == (2, 16, 16**-0.5)
-    assert attention.q_proj.weight.shape == (32, 64)
-    table = attention.relative_position_bias.relative_position_bias_table
-    baseline = model.swin.encoder.layers[1].blocks[0].attention.relative_position_bias.relative_position_bias_table
-    assert torch.equal(table, baseline[:, kept])
+    assert pruned.keep == {name: [1, 3]}
+    assert (after.num_attention_heads, after.head_dim, after.scaling) == (2, 16, 16**-0.5)
+    assert torch.equal(after.q_proj.weight, before.q_proj.weight[[*range(16, 32), *range(48, 64)]])
+    assert torch.equal(after.get_parameter(table), before.get_parameter(table)[:, [1, 3]])
 
 
-def test_dtype_and_device_are_kept():
-    model = zoo.vit().double()
-    pruned = prune_model(model, cuts_of(model), spec=zoo.SPEC, images=IMAGES.double()).model
+def kept(indices):
+    """Return a cut that keeps two of four heads, and the indices that are chosen for it."""
 
-    assert {parameter.dtype for parameter in pruned.parameters()} == {torch.float64}
+    def cut(model):
+        (first, *_) = cuts_of(model, kinds=(UnitKind.HEADS,), ratio=0.5)
+        return {"cuts": [first], "keep": {first.unit.name: indices}}
 
-
-def test_the_same_seed_keeps_the_same_channels_and_another_does_not():
-    model = zoo.vit()
-    cuts = cuts_of(model)
-    first, again, other = (
-        prune_model(model, cuts, spec=zoo.SPEC, importance="random", seed=seed).keep for seed in (1, 1, 2)
-    )
-
-    assert first == again
-    assert first != other
+    return cut
 
 
-def test_channels_that_were_chosen_elsewhere_are_the_ones_that_are_kept():
-    model = zoo.vit()
-    cut = cuts_of(model, kinds=(UnitKind.HEADS,), ratio=0.5)[0]
-    pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={cut.unit.name: [1, 3], "another unit": [0]})
-
-    assert pruned.keep == {cut.unit.name: [1, 3]}
-    rows = zoo.inside(pruned.model).vit.layers[0].attention.q_proj.weight
-    assert torch.equal(rows, model.vit.layers[0].attention.q_proj.weight[[*range(16, 32), *range(48, 64)]])
-
-
-@pytest.mark.parametrize("kept", [[0], [1, 0], [1, 1], [0, 4], [-1, 0], None])
-def test_chosen_channels_that_are_not_what_the_cut_keeps_are_refused(kept):
-    model = zoo.vit()
-    cut = cuts_of(model, kinds=(UnitKind.HEADS,), ratio=0.5)[0]
-    keep = {} if kept is None else {cut.unit.name: kept}
-    with pytest.raises(PruningError, match=r"has to keep 2 different indices of 0 to 3, ascending"):
-        prune_model(model, [cut], spec=zoo.SPEC, keep=keep)
+def keeping(width):
+    return lambda model: {"cuts": [cuts_of(model, kinds=(UnitKind.MLP,))[0].model_copy(update={"keep": width})]}
 
 
 def infinite(model):
     with torch.no_grad():
         model.vit.layers[0].mlp.fc1.weight[0, 0] = math.inf
-    return cuts_of(model)
+    return {"cuts": cuts_of(model)}
 
 
-def keeping(width):
-    return lambda model: [cuts_of(model, kinds=(UnitKind.MLP,))[0].model_copy(update={"keep": width})]
+def overflowing(model):
+    with torch.no_grad():
+        model.classifier.weight.fill_(3e38)
+    return {"cuts": cuts_of(model)}
+
+
+class Forgetful(nn.Linear):
+    """A layer that computes something else once it is narrow."""
+
+    def forward(self, input):
+        return super().forward(input) * (1 if self.in_features == 256 else 2)
+
+
+def forgetful(model):
+    cuts = cuts_of(model, kinds=(UnitKind.MLP,))
+    model.vit.layers[0].mlp.fc2.__class__ = Forgetful
+    return {"cuts": cuts}
 
 
 @pytest.mark.parametrize(
-    ("cuts", "reason"),
+    ("given", "reason"),
     [
         (infinite, "'vit.layers.0.mlp.fc1.weight' holds values that aren't finite"),
-        (lambda _: cuts_of(zoo.deit()), "no unit 'deit.layers.0.attention' of width 4"),
-        (lambda model: cuts_of(model)[:1] * 2, "each once"),
+        (overflowing, "gives logits that aren't finite"),
+        (forgetful, "doesn't compute what the masked baseline does"),
+        (lambda _: {"cuts": cuts_of(zoo.deit())}, "failed with AttributeError .*; profile this model"),
+        (lambda model: {"cuts": cuts_of(model)[:1] * 2}, "each once"),
+        (lambda model: {"cuts": cuts_of(model), "images": torch.zeros(1, 3, 48, 48)}, "failed with ValueError"),
         *((keeping(width), f"'vit.layers.0.mlp' can't keep {width} of 256") for width in (0, 256, 300)),
+        *(
+            (kept(indices), "has to keep 2 different indices of 0 to 3, ascending")
+            for indices in ([], [0], [1, 0], [1, 1], [0, 4], [-1, 0])
+        ),
     ],
-    ids=["infinite weight", "another model", "twice", "nothing", "all", "more"],
 )
-def test_cuts_that_do_not_fit_the_model_are_refused(cuts, reason):
+def test_cuts_that_do_not_fit_the_model_are_refused_in_one_line(given, reason):
     model = zoo.vit()
-    with pytest.raises(PruningError, match=reason):
-        prune_model(model, cuts(model), spec=zoo.SPEC)
-
-
-def test_an_unknown_importance_is_answered_with_the_known_ones():
-    with pytest.raises(RequestError, match=r"'taylor'; choose one of l1, l2, random"):
-        prune_model(zoo.vit(), cuts_of(zoo.vit()), spec=zoo.SPEC, importance="taylor")
-
-
-def test_images_of_the_wrong_shape_fail_the_prune_in_one_line():
-    model = zoo.vit()
-    with pytest.raises(PruningError, match="failed with ValueError") as caught:
-        prune_model(model, cuts_of(model), spec=zoo.SPEC, images=torch.zeros(1, 3, 48, 48))
+    with pytest.raises(PruningError, match=reason) as caught:
+        prune_model(model, spec=zoo.SPEC, **given(model))
     assert "\n" not in str(caught.value)
 
 
@@ -165,32 +142,21 @@ def cut_out(model, cut, kept):
     return cut_units(model, [cut], {cut.unit.name: kept})
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "keep"),
-    [
-        (zoo.vit, UnitKind.MLP, 128),
-        (zoo.vit, UnitKind.HEADS, 2),
-        (zoo.swin, UnitKind.HEADS, 1),
-        (zoo.resnet, UnitKind.CONV_INNER, 16),
-        (FAMILIES["regnet_y"], UnitKind.CONV_INNER, 2),
-        (FAMILIES["efficientnet"], UnitKind.INVERTED_RESIDUAL, 32),
-        (FAMILIES["mobilenet_v1"], UnitKind.INVERTED_RESIDUAL, 32),
-        (FAMILIES["convnextv2"], UnitKind.MLP, 128),
-        (FAMILIES["dinov2_swiglu"], UnitKind.MLP, 96),
-        (FAMILIES["swinv2"], UnitKind.HEADS, 2),
-        (FAMILIES["data2vec"], UnitKind.HEADS, 2),
-    ],
+OFF_BY_ONE = (
+    *("vit", "swin", "resnet_bottleneck", "regnet_y", "efficientnet", "mobilenet_v1", "convnextv2", "dinov2_swiglu"),
+    *("swinv2", "data2vec"),
 )
-def test_channels_that_are_off_by_one_are_caught(make, kind, keep):
-    model = make()
-    cut = first_cut(model, kind, keep)
-    right, wrong = list(range(keep)), list(range(1, keep + 1))
 
-    assert error_of(model, cut_out(model, cut, right), cut, right) < 1e-6
-    error = error_of(model, cut_out(model, cut, wrong), cut, right)
-    assert error > 3 * MAX_MASK_ERROR
-    with pytest.raises(PruningError, match="doesn't compute what the masked baseline does"):
-        check_mask_error(error)
+
+@pytest.mark.parametrize("family", OFF_BY_ONE)
+def test_channels_that_are_off_by_one_are_caught(family):
+    model = FAMILIES[family]()
+    for unit in {unit.kind: unit for unit in units_of(model)[::-1]}.values():
+        cut = Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5)
+        right, wrong = list(range(cut.keep)), list(range(1, cut.keep + 1))
+
+        assert error_of(model, cut_out(model, cut, right), cut, right) < 1e-5
+        assert error_of(model, cut_out(model, cut, wrong), cut, right) > 3 * MAX_MASK_ERROR
 
 
 @pytest.mark.parametrize(
@@ -229,44 +195,46 @@ def test_masking_names_the_readers_alone_and_leaves_the_model():
         assert model.get_parameter(name).count_nonzero() == model.get_parameter(name).numel()
 
 
-def test_head_dims_cut_in_place_of_heads_run_scrambled_and_are_caught():
-    model = zoo.vit()
-    cut = first_cut(model, UnitKind.HEADS, 2)
-    wrong = copy.deepcopy(model)
-    attention = wrong.vit.layers[0].attention
-    half_of_every_head = [row for row in range(64) if row % 16 >= 8]
+def scrambled(model):
+    """The ViT with half of every head cut in place of half of the heads."""
+    model, half_of_every_head = copy.deepcopy(model), [row for row in range(64) if row % 16 >= 8]
+    attention = model.vit.layers[0].attention
     for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
         tp.prune_linear_out_channels(layer, half_of_every_head)
     tp.prune_linear_in_channels(attention.o_proj, half_of_every_head)
+    return model
 
-    assert error_of(model, wrong, cut, [0, 1]) > 3 * MAX_MASK_ERROR
+
+def shifted(model):
+    """The ResNet cut rightly, a norm's statistics in the wrong order."""
+    cut = first_cut(model, UnitKind.CONV_INNER, 16)
+    wrong = zoo.inside(cut_out(model, cut, list(range(16))))
+    norm = wrong.get_submodule(cut.unit.name.removesuffix("convolution") + "normalization")
+    norm.running_mean = norm.running_mean.roll(1)
+    return wrong
 
 
-def test_a_position_table_with_the_wrong_heads_is_caught():
-    model = zoo.swin()
-    cut = first_cut(model, UnitKind.HEADS, 1)
-    wrong = cut_out(model, cut, [1])
+def misplaced(model):
+    """The Swin with one of its first two heads, and the other's position table."""
+    wrong = cut_out(model, first_cut(model, UnitKind.HEADS, 1), [1])
     name = "swin.encoder.layers.0.blocks.0.attention.relative_position_bias"
     table = model.get_parameter(f"{name}.relative_position_bias_table")[:, :1].detach()
     wrong.get_submodule(name).relative_position_bias_table = nn.Parameter(table)
-
-    assert error_of(model, wrong, cut, [1]) > 3 * MAX_MASK_ERROR
-
-
-def test_a_batch_norm_with_the_wrong_statistics_is_caught():
-    model = zoo.resnet()
-    cut = first_cut(model, UnitKind.CONV_INNER, 16)
-    wrong = cut_out(model, cut, list(range(16)))
-    norm = zoo.inside(wrong).get_submodule(cut.unit.name.removesuffix("convolution") + "normalization")
-    norm.running_mean = norm.running_mean.roll(1)
-
-    assert error_of(model, wrong, cut, list(range(16))) > 3 * MAX_MASK_ERROR
+    return wrong
 
 
-@pytest.mark.parametrize("error", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_are_refused(error):
-    with pytest.raises(PruningError, match="aren't finite"):
-        check_mask_error(error)
+@pytest.mark.parametrize(
+    ("make", "wrong", "kind", "kept"),
+    [
+        (zoo.vit, scrambled, UnitKind.HEADS, [0, 1]),
+        (zoo.resnet, shifted, UnitKind.CONV_INNER, list(range(16))),
+        (zoo.swin, misplaced, UnitKind.HEADS, [1]),
+    ],
+)
+def test_surgery_that_runs_but_is_wrong_is_caught(make, wrong, kind, kept):
+    model = make()
+
+    assert error_of(model, wrong(model), first_cut(model, kind, len(kept)), kept) > 3 * MAX_MASK_ERROR
 
 
 def test_a_prune_that_saved_nothing_is_refused():
@@ -275,32 +243,22 @@ def test_a_prune_that_saved_nothing_is_refused():
         check_saving(model, copy.deepcopy(model), zoo.SPEC)
 
 
-def test_the_gate_leaves_both_models_as_they_were():
-    model = zoo.swin().train()
-    cut = first_cut(model, UnitKind.HEADS, 1)
-    pruned = cut_out(model, cut, [0])
-    with zoo.left_alone(model, pruned):
-        error_of(model, pruned, cut, [0])
-
-
 class Pair(nn.Module):
     """Two convolutions after a stem; what happens between them is the subject."""
 
     def __init__(self, between, first=None, width=32):
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, 2)
+        self.stem, self.head, self.between = nn.Conv2d(3, 8, 3, 2), nn.Linear(8, 5), between
         self.block = zoo.inside(nn.Module())
         self.block.first = first or nn.Conv2d(8, 32, 1)
         self.block.second = nn.Conv2d(width, 8, 1)
-        self.block.more = nn.ModuleList()
+        self.block.more = nn.Conv2d(32, 32, 1)
         self.block.scale = nn.Parameter(torch.rand(32, 1, 1))
-        self.head = nn.Linear(8, 5)
-        self.between = between
 
     def forward(self, pixel_values):
         x = self.stem(pixel_values)
         x = x + self.block.second(self.between(self.block, self.block.first(x)))
-        return type("Answer", (), {"logits": self.head(x.mean((2, 3)))})()
+        return SimpleNamespace(logits=self.head(x.mean((2, 3))))
 
 
 class Standardised(nn.Conv2d):
@@ -358,16 +316,13 @@ def test_channels_that_keep_apart_are_found_and_cut_exactly(between):
     assert prune_model(model, cuts, spec=zoo.SPEC).mask_error < 1e-5
 
 
-def test_a_layer_that_two_read_stays():
-    model = Pair(lambda block, x: x + 0 * block.more[0](x))
-    model.block.more.append(nn.Conv2d(32, 32, 1))
-
-    assert found(model).refusals["block.first"].startswith("residual_writer: ")
-    model.between = lambda block, x: x * block.more[0](x).mean()
-    assert found(model).refusals["block.first"].startswith("shared: 2 ")
-
-
-def test_a_convolution_that_uses_its_weights_in_its_own_way_stays():
-    units = found(Pair(lambda _, x: x, first=Standardised(8, 32, 1)))
-
-    assert units.refusals["block.first"] == "unsupported: mean uses its weights in its place"
+@pytest.mark.parametrize(
+    ("between", "first", "reason"),
+    [
+        (lambda block, x: x + 0 * block.more(x), None, "residual_writer: "),
+        (lambda block, x: x * block.more(x).mean(), None, "shared: 2 "),
+        (lambda _, x: x, Standardised(8, 32, 1), "unsupported: mean uses its weights in its place"),
+    ],
+)
+def test_a_layer_that_two_read_or_whose_weights_are_used_otherwise_stays(between, first, reason):
+    assert found(Pair(between, first)).refusals["block.first"].startswith(reason)
