@@ -20,10 +20,8 @@ from scipy import stats
 from sessions import entries, pool
 
 from profiling_agent.jobs.tasks import MODULES
-from profiling_agent.measure.race import SHORT, session_starter
-from profiling_agent.measure.session import run_session, worker_command
-from profiling_agent.measure.worker import WorkerSetup
-from profiling_agent.processes.child import Supervisor, can_fork, child_environment, fork_server
+from profiling_agent.measure.race import Conditions, Entries, run_one_session
+from profiling_agent.processes.child import can_fork, child_environment, fork_server
 
 # Of 30 sessions each, the lower end of a ratio of equal spreads is about 0.69.
 MAX_SLOWER, MIN_SPREAD = 1.05, 0.5

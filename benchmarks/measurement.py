@@ -21,10 +21,9 @@ from scipy import stats
 from sessions import Commands, entries
 
 from profiling_agent.jobs.tasks import MODULES
-from profiling_agent.measure.race import SHORT, run_sessions, session_starter
-from profiling_agent.measure.session import RaceSession, run_session, worker_command
-from profiling_agent.measure.statistics import score
-from profiling_agent.measure.worker import WorkerSetup
+from profiling_agent.measure.intervals import score
+from profiling_agent.measure.race import run_one_session, run_sessions
+from profiling_agent.measure.worker import worker_command
 from profiling_agent.processes.child import Supervisor, child_environment, fork_server
 from profiling_agent.schemas import NUM_SESSIONS
 

@@ -22,7 +22,7 @@ from benchmarks.paper.numbers import METHOD, ONNX, OURS, RECIPE, Family, Numbers
 from profiling_agent.api import Listener, complete, ignore
 from profiling_agent.data.images import PreparedImages
 from profiling_agent.errors import ProfilingAgentError, PruningError, QuantizationError
-from profiling_agent.graph.node import ProgressEvent
+from profiling_agent.graph.run import ProgressEvent
 from profiling_agent.jobs.measuring import answer
 from profiling_agent.jobs.runner import Jobs, job_key, read_profile
 from profiling_agent.jobs.tasks import prepared

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.jobs.check import check_device, probe_runtime
 from profiling_agent.jobs.runner import Jobs, scratch_jobs
-from profiling_agent.lib.io import cache_folder
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes, available_cores, cpu_quota, environment, find_gpu, total_bytes
 from profiling_agent.reporting.units import percent, size

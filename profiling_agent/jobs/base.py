@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field
 
-from profiling_agent.data.images import SplitImages
-from profiling_agent.data.prepared import PreparedImages, write_prepared
+from profiling_agent.data.images import PreparedImages, SplitImages, write_prepared
 from profiling_agent.lib.io import file_sha256, write_text
 from profiling_agent.lib.logs import Progress
 from profiling_agent.runtimes.artifact import PROCESSOR, RECIPE, Recipe, model_bytes, open_folder, processor_text

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from profiling_agent.data.images import SplitImages
-from profiling_agent.data.prepared import PreparedImages, iter_batches
+from profiling_agent.data.images import PreparedImages, SplitImages, iter_batches
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.jobs.base import HOUR, Find, JobContext, Task, complexity_of, prepared
 from profiling_agent.lib.io import cache_subfolder, read_record, write_text
 from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads, environment
-from profiling_agent.measure import predictions, race, throughput
+from profiling_agent.measure import predictions, race, worker
 from profiling_agent.processes.child import inherited
 from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.registry import ModelSession
@@ -55,7 +54,7 @@ class HeadlineTask(Task[Headline]):
         path = context.path(self.model)
         session = artifact.open_session(path, device=self.device, num_threads=available_threads())
         spec = context.recipe(self.model).input
-        return throughput.measure_headline(session, spec, batch_size=self.batch_size)
+        return worker.measure_headline(session, spec, batch_size=self.batch_size)
 
 
 class Profiled(Record):
@@ -95,8 +94,7 @@ class ProfileTask(Task[Profiled]):
     def run(self, context: JobContext) -> Profiled:
         """Profile the model; write profile.json and the chrome trace, and the latency table if requested."""
         from profiling_agent.lib.modules import random_batch
-        from profiling_agent.measure.latency_table import time_units
-        from profiling_agent.profiling.profile import profile_model
+        from profiling_agent.profiling.profile import profile_model, time_units
         from profiling_agent.runtimes.torch_artifact import load_skeleton
 
         path, trace = context.path(self.model), context.folder / "trace.json.gz"
@@ -140,7 +138,7 @@ class EvidenceTask(Task[Profiled]):
 
     def run(self, context: JobContext) -> Profiled:
         """Write the profile again, with the evidence on the model's units, or why there is none."""
-        from profiling_agent.measure.latency_table import LatencyTable
+        from profiling_agent.profiling.profile import LatencyTable
 
         (folder,) = context.folders("profile")
         profile = read_record(ModelProfile, folder / PROFILE)
@@ -255,7 +253,7 @@ class EvaluateTask(Task[Evaluated]):
             assert isinstance(session, TorchSession), "eager float32 is torch's"
             fuse_norms_(session.module, random_batch(recipe.input, 2))
         if (counts := recipe.counts) is None:
-            from profiling_agent.quantization.kinds import parameter_bytes
+            from profiling_agent.quantization.layers import parameter_bytes
 
             params, macs = complexity_of(path)
             held = parameter_bytes(context.load(self.model))
@@ -346,7 +344,7 @@ class MemoryTask(Task[MemoryUse]):
 
     def run(self, context: JobContext) -> MemoryUse:
         """Start such a process and read its memory."""
-        return throughput.memory_use(self.model, root=context.root, batch_size=self.batch_size, device=self.device)
+        return race.memory_use(self.model, root=context.root, batch_size=self.batch_size, device=self.device)
 
 
 class LayerTimes(Record):

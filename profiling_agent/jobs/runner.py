@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from profiling_agent import errors
-from profiling_agent.data.prepared import PIXELS
+from profiling_agent.data.images import PIXELS
 from profiling_agent.errors import AcquisitionError, KilledError, ProfilingAgentError, RunError
 from profiling_agent.jobs.base import PrepareTask, Task
 from profiling_agent.jobs.store import RESULT, TIMESHEET_FILE, Message, Order, Timesheet, artifacts_of

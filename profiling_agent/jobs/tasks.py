@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from profiling_agent.data.images import SplitImages, relabel_split
+from profiling_agent.data.images import SplitImages, iter_batches, processed_batches, relabel_split, shuffled_batches
 from profiling_agent.data.labels import choose_matching
-from profiling_agent.data.prepared import iter_batches, processed_batches, shuffled_batches
 from profiling_agent.errors import AcquisitionError, QuantizationError, RequestError
 from profiling_agent.jobs.base import (
     HOUR,
@@ -371,8 +370,7 @@ class RecoverTask(Task[RecoveredModel]):
         """Recover, judged on the images that compensation wasn't fitted to; save what was recovered."""
         from profiling_agent.lib.inference import quick_products
         from profiling_agent.lib.modules import device_of
-        from profiling_agent.pruning.compensation import Calibration
-        from profiling_agent.pruning.recovery import recover
+        from profiling_agent.pruning.compensation import Calibration, recover
 
         dense, pruned = (context.load(ref, self.device) for ref in (self.baseline, self.model))
         calibration = Calibration(
@@ -415,7 +413,7 @@ class TuneTask(Task[Tuned]):
     def run(self, context: JobContext) -> Tuned:
         """Measure what int8 costs the model, and each of its layers."""
         from profiling_agent.lib.inference import quick_products
-        from profiling_agent.quantization.sensitivity import measure_costs
+        from profiling_agent.quantization.quantize import measure_costs
 
         started, model = time.perf_counter(), context.load(self.model)
         images = (pixels for pixels, _ in iter_batches(context.images("calibration"), batch_size=self.batch_size))

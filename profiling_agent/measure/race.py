@@ -20,11 +20,11 @@ from profiling_agent.errors import ArtifactError, JobError, KilledError, Request
 from profiling_agent.lib import machine
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.logs import Progress, silent
-from profiling_agent.measure.session import RaceSession, SessionLimits, Timed, TimedProcess, run_session, worker_command
-from profiling_agent.measure.statistics import Score, detectable, latency_stats, score
-from profiling_agent.measure.worker import WorkerSetup
-from profiling_agent.processes.child import Supervisor
-from profiling_agent.runtimes.artifact import open_folder
+from profiling_agent.measure import intervals
+from profiling_agent.measure.worker import TimedProcess, WorkerSetup, gpu_free_bytes, gpu_runs, worker_command
+from profiling_agent.processes.child import Supervisor, child_environment, fork_server
+from profiling_agent.processes.machine_lock import machine_lock
+from profiling_agent.runtimes.artifact import RECIPE, model_bytes, named_folder, open_folder
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.schemas import ArtifactRef, Dropped, Race, RaceResult, Record, Variant
 

@@ -24,7 +24,7 @@ from profiling_agent.measure.intervals import latency_stats
 from profiling_agent.processes.child import Child, Parent, Supervisor, fork_server
 from profiling_agent.runtimes.artifact import open_folder, open_session
 from profiling_agent.runtimes.registry import Batch, ModelSession, noise_batch
-from profiling_agent.schemas import Energy, Record
+from profiling_agent.schemas import Energy, Headline, InputSpec, Record
 
 # A turn on a GPU has at least this duration and number of passes; of slow models as many passes as fit in the maximum.
 MIN_TURN_MS, MIN_GPU_RUNS, MAX_TURN_MS = 50.0, 20, 1000.0

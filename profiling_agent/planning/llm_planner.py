@@ -36,7 +36,7 @@ from profiling_agent.planning.digest import (
     unit_rows,
 )
 from profiling_agent.planning.rules import parse_plan
-from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
+from profiling_agent.prompts import render
 from profiling_agent.schemas import (
     PRUNING,
     QUANTIZATION,

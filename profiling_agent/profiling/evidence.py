@@ -45,9 +45,7 @@ class FoldedUnit:
     masks: Mapping[str, Tensor]
 
 
-def fold(
-    model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int], *, shifts: bool
-) -> FoldedUnit:
+def fold(model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int], *, shifts: bool) -> FoldedUnit:
     """Return the ridge regression of the consumer's inputs on the kept columns: W' = W_K + W_P C_PK (C_KK + ridge m I)^-1.
 
     `shifts` means that the outputs' means can be restored; otherwise C isn't centred (ThiNet, 2017; He et al., 2017).

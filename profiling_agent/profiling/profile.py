@@ -24,8 +24,9 @@ from profiling_agent.lib.costs import Complexity, activation_bytes, count_comple
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.modules import floating_dtype, has_bias, preserving_state, random_batch, watching
 from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.quantization.layers import parameter_bytes
-from profiling_agent.schemas import Headline, InputSpec, LayerProfile, ModelProfile, OperatorProfile
+from profiling_agent.schemas import OperatorProfile, Unit
 
 
 def profile_operators(

@@ -19,19 +19,9 @@ from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.io import read_json
 from profiling_agent.lib.logs import import_onnxruntime, muted, third_party_errors
 from profiling_agent.lib.machine import quota_threads
-from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, QuantizedLayer, Recipe
-from profiling_agent.runtimes.registry import (
-    INPUT,
-    MODULE,
-    OUTPUT,
-    Batch,
-    OperatorTime,
-    Runtime,
-    Source,
-    check_fixed_batch,
-    recommended,
-    timed,
-)
+from profiling_agent.runtimes import registry
+from profiling_agent.runtimes.artifact import ONNX, QuantizedLayer, Recipe
+from profiling_agent.runtimes.registry import INPUT, MODULE, OUTPUT, Batch, Source
 from profiling_agent.schemas import Deployment
 
 if TYPE_CHECKING:

@@ -15,8 +15,6 @@ from crashing_library import break_library
 from profiling_agent.cli.doctor import Finding, _check_device, check_cpu, check_memory, examine
 from profiling_agent.jobs.check import check_device
 from profiling_agent.jobs.runner import scratch_jobs
-from profiling_agent.lib.io import CACHE_VARIABLE
-from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import environment
 from profiling_agent.request import Request
 from profiling_agent.schemas import RUNTIMES

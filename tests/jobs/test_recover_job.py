@@ -5,7 +5,7 @@ import pytest
 import torch
 import zoo
 
-from profiling_agent.data.prepared import iter_batches
+from profiling_agent.data.images import iter_batches
 from profiling_agent.jobs.tasks import RecoverTask
 from profiling_agent.lib.modules import mean_kl
 from profiling_agent.pruning.prune import prune_model

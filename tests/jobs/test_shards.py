@@ -14,7 +14,7 @@ import sample_records
 import torch
 import zoo
 
-from profiling_agent.data.prepared import PIXELS, PreparedImages
+from profiling_agent.data.images import PIXELS, PreparedImages
 from profiling_agent.jobs.base import PrepareTask
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.tasks import DeployTask, Evaluated, EvaluateTask, LogitsTask, PruneTask

@@ -17,10 +17,14 @@ from scipy.stats import spearmanr
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.modules import following_norms, has_bias, random_batch
 from profiling_agent.profiling import evidence
-from profiling_agent.profiling.evidence import evidence_path, measure_sensitivity, read_evidence, store_evidence
+from profiling_agent.profiling.evidence import (
+    evidence_path,
+    measure_sensitivity,
+    read_evidence,
+    store_evidence,
+)
 from profiling_agent.profiling.profile import LatencyTable
-from profiling_agent.pruning.compensation import gather_moments
-from profiling_agent.pruning.criteria import order_by, predicted_kl
+from profiling_agent.pruning.criteria import gather_moments, order_with_kl
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Cut, Evidence

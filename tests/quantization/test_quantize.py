@@ -13,7 +13,7 @@ from quantization.asked import IMAGES, asked, calibration, torch_quantize_dynami
 from torch import nn
 
 from profiling_agent.errors import PlanError, QuantizationError
-from profiling_agent.jobs.handlers import model_check
+from profiling_agent.jobs import check
 from profiling_agent.lib.inference import Folded
 from profiling_agent.lib.modules import logits_of, relative_distance
 from profiling_agent.quantization.layers import (
@@ -268,9 +268,9 @@ def test_a_convolution_whose_border_has_a_name_is_compiled_in_int8(tmp_path: Pat
     model = FAMILIES["siglip"]()
     spec = spec_of(model)
     deployment = Deployment(runtime="inductor", scheme="static")
-    model_check.lay_out(model, tmp_path, spec=spec, processor=processor_of(spec), name="siglip")
+    check.lay_out(model, tmp_path, spec=spec, processor=processor_of(spec), name="siglip")
 
-    told = model_check.make(tmp_path, "whole", deployment, num_threads=1)
+    told = check.make(tmp_path, "whole", deployment, num_threads=1)
 
     assert told.refused == ""
     assert 0 < told.distance < 0.25
