@@ -5,7 +5,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
@@ -187,7 +187,7 @@ def profile(request: Request, *, json_: terminal.JsonOption = False) -> None:
 
 
 @contextmanager
-def _progress(stage: str) -> Iterator[Progress]:
+def _progress(stage: str) -> Generator[Progress]:
     with terminal.Display(terminal.errors) as display:
         yield display.stage(stage)
 
@@ -265,7 +265,8 @@ def approve(
 
 
 SOURCE = typer.Argument(parser=terminal.run_folder, metavar="RUN_OR_FOLDER", help="a run, or a saved model")
-SourceArgument, SourcesArgument = Annotated[Path, SOURCE], Annotated[list[Path], SOURCE]
+SourceArgument = Annotated[Path, SOURCE]
+SourcesArgument = Annotated[list[Path], SOURCE]
 DeviceOption = Annotated[Literal["cpu", "cuda"], typer.Option(help="where to measure")]
 
 
@@ -363,7 +364,7 @@ def export(
 
     The folder has the model, the labels, the images' preparation, and `run.py`, ten lines that print the class of an image.
     `onnx` takes models for ONNX Runtime and float32 models of torch, `openvino` models for OpenVINO, `hf` models of torch
-    without int8 layers whose layers were cut alike.
+    that are neither pruned nor int8.
 
     `profiling-agent export runs/my-run --output home`, then `python home/run.py image.png`
     """

@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 import fsspec
+from datasets import config as datasets_config
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.parquet.parquet import Parquet
 from huggingface_hub import DatasetCard, HfApi, hf_hub_download
@@ -179,7 +180,7 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
 def _open_repository(query: DataQuery, cache: Path) -> OpenedData:
     """Open a Hub repository at one commit, or the Hub's parquet copy of it if it needs a script."""
     name, revision, notes, api = query.dataset, query.dataset_revision, (), HfApi()
-    if datasets.config.HF_HUB_OFFLINE:
+    if datasets_config.HF_HUB_OFFLINE:
         setting = "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set"
         raise AcquisitionError(f"dataset {name!r} is no local folder, and the Hub can't be reached: {setting}")
     with hub_errors("dataset", name, revision):

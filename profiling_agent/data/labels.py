@@ -200,7 +200,7 @@ def _mislabelling_reason(predicted: Classes, true: Classes, matches: Sequence[La
     current, paired = np.mean(prediction[1::2] == label[1::2]), np.mean(prediction[1::2] == pairing[label[1::2]])
     if paired - current < MIN_GAIN:
         return None
-    old, new = next((classes[old], classes[pairing[old]]) for old in np.unique(label) if pairing[old] != old)
+    old, new = next((int(classes[old]), int(classes[pairing[old]])) for old in np.unique(label) if pairing[old] != old)
     label_of = {match.model_id: match.dataset_label[:MAX_QUOTED] for match in matches}
     name_of = {match.model_id: (match.model_label or "")[:MAX_QUOTED] for match in matches}
     return (

@@ -51,7 +51,7 @@ def _findings(model: nn.Module, processor: Any) -> Iterator[ShapeFinding]:
     size = getattr(config, "image_size", None)
     sizes = tuple(size) if isinstance(size, list | tuple) else (size, size)
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    for rule, source, shape in (
+    rules: tuple[tuple[str, str, tuple[Any, ...] | None], ...] = (
         ("from_processor", "image processor", _processor_shape(processor)),
         ("from_config", "model config", (getattr(config, "num_channels", 3), *sizes) if size is not None else None),
         (
@@ -59,7 +59,8 @@ def _findings(model: nn.Module, processor: Any) -> Iterator[ShapeFinding]:
             f"first convolution, at the usual {USUAL_SIZE}x{USUAL_SIZE}",
             (first.in_channels, USUAL_SIZE, USUAL_SIZE) if first else None,
         ),
-    ):
+    )
+    for rule, source, shape in rules:
         spec = refusal = None
         try:
             if shape is not None and len(shape) == 3:
@@ -137,7 +138,11 @@ def survey(model: nn.Module, processor: Any) -> ShapeFacts:
         text = f"{_format_shape(finding.shape)}, {outcome}" if finding.shape else "no answer"
         texts.append(f"{finding.rule}: {text}")
     settings: list[str] = []
-    for title, source in (("model config", getattr(model, "config", None)), ("image processor", processor)):
+    sources: tuple[tuple[str, Any], ...] = (
+        ("model config", getattr(model, "config", None)),
+        ("image processor", processor),
+    )
+    for title, source in sources:
         values: dict[str, Any] = source.to_dict() if hasattr(source, "to_dict") else {}
         named = [name for name in sorted(values) if any(part in name for part in KEYWORDS)]
         settings += [f"{title}: {name} = {values[name]!r}" for name in named[:MAX_SETTINGS]]

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
@@ -17,27 +17,33 @@ from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
 from pydantic import BaseModel
 
-import profiling_agent.graph.state  # noqa: F401 - defines the records that checkpoints hold
 from profiling_agent.errors import RunError
+from profiling_agent.graph.state import RunState
 from profiling_agent.lib.io import first_line, make_folders
-from profiling_agent.request import RUN_ID
+from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import Workspace, storage_errors
 
 
-def _our_kinds(*bases: type) -> Iterator[tuple[str, str]]:
-    """Yield module and name of all our classes below `bases`."""
-    for base in bases:
-        for kind in base.__subclasses__():
-            if kind.__module__.startswith("profiling_agent."):
-                yield kind.__module__, kind.__name__
-            yield from _our_kinds(kind)
+def _records_in(*annotations: Any) -> set[tuple[str, str]]:
+    """Return module and name of every record and enum in `annotations`, at any depth."""
+    found: set[tuple[str, str]] = set()
+    waiting = list(annotations)
+    while waiting:
+        kind = waiting.pop()
+        waiting += get_args(kind)
+        if isinstance(kind, type) and issubclass(kind, (BaseModel, enum.Enum)):
+            name = (kind.__module__, kind.__name__)
+            if name not in found and issubclass(kind, BaseModel):
+                waiting += [field.annotation for field in kind.model_fields.values()]
+            found.add(name)
+    return found
 
 
 class StrictSerializer(JsonPlusSerializer):
-    """Serializer that rebuilds our records only, never a pickle, and compresses: attempts repeat each other."""
+    """Serializer that rebuilds the records of a run's state only, never a pickle, and compresses: attempts repeat each other."""
 
     def __init__(self) -> None:
-        super().__init__(allowed_msgpack_modules=sorted(set(_our_kinds(BaseModel, enum.Enum))))
+        super().__init__(allowed_msgpack_modules=sorted(_records_in(Request, RunState)))
 
     def dumps_typed(self, obj: Any) -> tuple[str, bytes]:
         """Return the type of a value's encoding, and its compressed bytes."""
@@ -77,6 +83,12 @@ def open_saver(run_folder: Path, *, create: bool = True) -> Generator[SqliteSave
             raise RunError(f"the checkpoints {str(path)!r} are in use by another process: wait for it") from error
         advice = "delete the file and resume, finished jobs are kept"
         raise RunError(f"the checkpoints {str(path)!r} are damaged ({first_line(error)[:80]}): {advice}") from error
+
+
+def _delete_checkpoints(saver: SqliteSaver, condition: str, *parameters: str) -> None:
+    with saver.cursor() as cursor:
+        cursor.execute(f"DELETE FROM checkpoints WHERE {condition}", parameters)
+        cursor.execute("DELETE FROM writes WHERE checkpoint_id NOT IN (SELECT checkpoint_id FROM checkpoints)")
 
 
 def _in_thread(method: Callable[..., Any]) -> Any:
@@ -132,13 +144,28 @@ class RunSaver(BaseCheckpointSaver[str]):
         with self._open({"configurable": {"thread_id": thread_id}}) as saver:
             saver.delete_thread(thread_id)
 
+    def copy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
+        """Copy a thread's checkpoints to another thread, in place of its own."""
+        source, target = ({"configurable": {"thread_id": name}} for name in (source_thread_id, target_thread_id))
+        with self._open(source) as old, self._open(target, create=True) as new:
+            old.conn.backup(new.conn)
+            with new.cursor() as cursor:
+                for table in ("checkpoints", "writes"):
+                    cursor.execute(f"UPDATE {table} SET thread_id = ?", (target_thread_id,))
+
+    def prune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
+        """Delete the checkpoints of threads, with `keep_latest` all but the newest."""
+        newest = "SELECT max(checkpoint_id) FROM checkpoints GROUP BY checkpoint_ns"
+        for thread_id in thread_ids:
+            with self._open({"configurable": {"thread_id": thread_id}}) as saver:
+                _delete_checkpoints(saver, f"checkpoint_id NOT IN ({newest})" if strategy == "keep_latest" else "true")
+
     def delete_for_runs(self, run_ids: Sequence[str]) -> None:
         """Delete the checkpoints that LangGraph's runs of these ids wrote, in all threads, to roll them back."""
         found = "json_extract(CAST(metadata AS TEXT), '$.run_id') IN (SELECT value FROM json_each(?))"
         for path in self._runs.glob("*/checkpoints.sqlite"):
-            with open_saver(path.parent) as saver, saver.cursor() as cursor:
-                cursor.execute(f"DELETE FROM checkpoints WHERE {found}", (json.dumps([*run_ids]),))
-                cursor.execute("DELETE FROM writes WHERE checkpoint_id NOT IN (SELECT checkpoint_id FROM checkpoints)")
+            with open_saver(path.parent) as saver:
+                _delete_checkpoints(saver, found, json.dumps([*run_ids]))
 
     async def alist(self, *arguments: Any, **options: Any) -> AsyncIterator[CheckpointTuple]:
         """Yield checkpoints as `list` does."""
@@ -149,4 +176,7 @@ class RunSaver(BaseCheckpointSaver[str]):
     aput = _in_thread(put)
     aput_writes = _in_thread(put_writes)
     adelete_thread = _in_thread(delete_thread)
+    # LangGraph's server calls these to roll a run back, to copy a thread and to shorten its history.
     adelete_for_runs = _in_thread(delete_for_runs)
+    acopy_thread = _in_thread(copy_thread)
+    aprune = _in_thread(prune)

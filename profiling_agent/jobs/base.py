@@ -141,6 +141,8 @@ class JobContext:
         from profiling_agent.runtimes import torch_artifact
 
         folder = self.folder / "model"
+        if cuts is None:
+            cuts = torch_artifact.load_recipe(self.path(source)).cuts
         torch_artifact.save_derived(model.cpu(), self.path(source), folder, cuts=cuts)
         torch_artifact.load_module(folder)
         return self.ref(folder, "model")

@@ -225,7 +225,7 @@ class TinyTask(Task[Tiny]):
 
         side, folder, noise = 32, context.folder / "model", context.folder / "noise.parquet"
         device = torch.cuda.get_device_name() if resolve_device(self.device) == "cuda" else "the CPU"
-        sizes = {"image_size": side, "patch_size": 8, "hidden_size": 64, "intermediate_size": 256}
+        sizes: dict[str, Any] = {"image_size": side, "patch_size": 8, "hidden_size": 64, "intermediate_size": 256}
         model = ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)).eval()
         spec = InputSpec(channels=3, height=side, width=side, source="probe")
         processor = ViTImageProcessorPil(size={"height": side, "width": side})

@@ -111,7 +111,8 @@ class AcquireTask(SourceTask[Acquired]):
         loaded = self.load(context, device)
         check_processor(loaded.model, loaded.processor)
         query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
-        names = loaded.model.config.id2label
+        config: Any = loaded.model.config
+        names: dict[int, str] = config.id2label
         drawn = draw_splits(query, id2label=names, folder=context.folder, progress=context.progress)
         drawn = _choose_labels(drawn, loaded, context)
         if len(classes := np.unique(SplitImages(drawn.search.path).labels)) < 2:
@@ -180,7 +181,8 @@ class MatchLabelsTask(SourceTask[MatchedLabels]):
 
         loaded = self.load(context, "cpu")
         check_processor(loaded.model, loaded.processor)
-        names = loaded.model.config.id2label
+        config: Any = loaded.model.config
+        names: dict[int, str] = config.id2label
         query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
         split, matches = look_up_labels(query, id2label=names, progress=context.progress)
         return MatchedLabels(split=split, labels=matches, num_classes=len(names))
@@ -330,7 +332,7 @@ class PruneTask(Task[PrunedModel]):
                     progress=context.progress,
                 )
             model = compensated.model
-            effect = {
+            effect: dict[str, Any] = {
                 "kl": compensated.kl_after,
                 "kl_uncompensated": compensated.kl_before,
                 "compensation": compensated.steps,

@@ -64,7 +64,10 @@ def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
                 macs[calls[-1]] += formula(output, *args, **(kwargs or {}))
             return output
 
-    with watching(model, before=lambda name, _input: calls.append(name), after=lambda *_: calls.pop()), Products():
+    def leave(_name: str, _input: Any, _output: Any) -> None:
+        calls.pop()
+
+    with watching(model, before=lambda name, _input: calls.append(name), after=leave), Products():
         yield macs
 
 

@@ -62,8 +62,9 @@ def storage_problem(error: BaseException) -> str | None:
     if isinstance(error, sqlite3.Error):
         # The low byte of an extended code is the primary one.
         return STORAGE_PROBLEMS.get(SQLITE_ERRNO.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, 0))
-    is_system = isinstance(error, OSError) and not isinstance(error, FileRefusedError)
-    return STORAGE_PROBLEMS.get(error.errno or 0) if is_system else None
+    if isinstance(error, OSError) and not isinstance(error, FileRefusedError):
+        return STORAGE_PROBLEMS.get(error.errno or 0)
+    return None
 
 
 def expanded(text: str) -> Path:

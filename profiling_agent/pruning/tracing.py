@@ -249,10 +249,10 @@ class Trace(TorchFunctionMode):
         self._axes: dict[int, tuple[Tensor, Axis | None]] = {}
         self._running = 0
 
-    def _axis_of(self, tensor: Tensor) -> Axis | None:
+    def axis_of(self, tensor: Tensor) -> Axis | None:
         return self._axes.get(id(tensor), (tensor, None))[1]
 
-    def _put(self, tensor: Tensor, axis: Axis | None) -> None:
+    def put(self, tensor: Tensor, axis: Axis | None) -> None:
         self._axes[id(tensor)] = (tensor, axis)
 
     def __torch_function__(
@@ -262,7 +262,7 @@ class Trace(TorchFunctionMode):
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "an operation").strip("_")
         if not self._running and ((results := tensors(result)) or name == "setitem"):
-            operands = [(operand, self._axis_of(operand)) for operand in tensors((*args, *kwargs.values()))]
+            operands = [(operand, self.axis_of(operand)) for operand in tensors((*args, *kwargs.values()))]
             for operand, _ in operands:
                 if (owner := self._owners.get(id(operand))) is not None:
                     self.borrowed.setdefault(owner, name)
@@ -275,24 +275,24 @@ class Trace(TorchFunctionMode):
                 for _, lost_axis in traced:
                     lost_axis.space.block(name)
             for tensor in results:
-                self._put(tensor, new_axis)
+                self.put(tensor, new_axis)
         return result
 
-    def _enter(self, _name: str, _input: Any) -> None:
+    def enter(self, _name: str, _input: Any) -> None:
         # A layer is known as a whole, and what runs inside isn't traced.
         self._running += 1
 
-    def _leave(self, name: str, inputs: Tensor, output: Tensor) -> None:
+    def leave(self, name: str, inputs: Tensor, output: Tensor) -> None:
         self._running -= 1
         module = self._model.get_submodule(name)
         self.calls[module] += 1
-        axis = self._axis_of(inputs)
+        axis = self.axis_of(inputs)
         if axis is not None and inputs.shape[axis.dim] != axis.space.size:
             # The input was split before.
             axis.space.block("a layer that reads its parts as a whole")
             axis = None
         if isinstance(module, LAYERS):
-            self._put(output, self._through_layer(module, axis))
+            self.put(output, self._through_layer(module, axis))
             return
         if axis is not None:
             # Counted from the last; timm's response norms have an attribute for it.
@@ -301,7 +301,7 @@ class Trace(TorchFunctionMode):
                 axis.space.block("a norm across other dimensions")
             axis.space.inner.append(module)
             axis.space.mask_exact &= isinstance(module, _BatchNorm)
-        self._put(output, axis)
+        self.put(output, axis)
 
     def _through_layer(self, layer: nn.Linear | nn.Conv2d, axis: Axis | None) -> Axis:
         dim, groups = (-3, layer.groups) if isinstance(layer, nn.Conv2d) else (-1, 1)
@@ -355,10 +355,10 @@ def follow_channels(skeleton: nn.Module, spec: InputSpec) -> Trace:
     """
     image = blank_image(skeleton, spec)
     trace = Trace(skeleton)
-    trace._put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
+    trace.put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
     layers = [name for name, module in skeleton.named_modules() if _is_plain_layer(module)]
-    with torch.no_grad(), watching(skeleton, layers, before=trace._enter, after=trace._leave), trace:
+    with torch.no_grad(), watching(skeleton, layers, before=trace.enter, after=trace.leave), trace:
         logits = checked_logits(skeleton.eval(), image, UntraceableError)
-    if (axis := trace._axis_of(logits)) is not None:
+    if (axis := trace.axis_of(logits)) is not None:
         axis.space.is_logits = True
     return trace

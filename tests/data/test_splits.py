@@ -228,7 +228,9 @@ def test_an_order_is_the_same_wherever_the_classes_and_images_lie():
      ((3, 4), None, (3, 4)), ((64, 56), 100, "'test' has 120 usable images.*at most 60"),
      ((1, 0), None, "has 1 usable images"), ((0, 5), None, "has 5 usable images")],
 )  # fmt: skip
-def test_as_many_are_held_out_as_are_searched_on_and_at_most_four_times_as_many(there, asked, expected):
+def test_as_many_are_held_out_as_are_searched_on_and_at_most_four_times_as_many(
+    there: tuple[int, int], asked, expected
+):
     if isinstance(expected, tuple):
         assert evaluation_sizes(*there, asked, "test") == expected
     else:

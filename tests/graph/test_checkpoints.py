@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import shutil
 import sqlite3
 import warnings
@@ -31,11 +32,14 @@ from profiling_agent.planning.allocation import dry_run
 from profiling_agent.reporting.results import read_report
 from profiling_agent.schemas import (
     Approval,
+    Cut,
     Journal,
+    LayerCost,
     ModelProfile,
     Outcome,
     RecoveredModel,
     StopReason,
+    Tuned,
 )
 from profiling_agent.search.attempt import PreparedAttempt
 from profiling_agent.workspace import create_workspace
@@ -101,19 +105,46 @@ def tiny_graph(saver: RunSaver):
     return graph.compile(checkpointer=saver)
 
 
-def test_a_checkpoint_is_small_and_has_neither_the_report_nor_what_it_rests_on(finished: Path):
+def varied(record: Any, seed: int) -> Any:
+    """Return a record with other digits in its hashes and numbers: what was measured of another model compresses no better."""
+    digits = random.Random(seed)
+    text = re.sub("[0-9a-f](?=[0-9a-f]{4})", lambda _: digits.choice("123456789"), record.model_dump_json())
+    return type(record).model_validate_json(text)
+
+
+def of_full_size(journal: Journal) -> Journal:
+    """Return the journal of a run as it would be of a ViT-B/16: 24 units, 73 layers, 13 deployments, and 20 attempts."""
+    first, search = journal.attempts[0], journal.deployment_search
+    assert first.dry_run is not None
+    assert search is not None
+    unit, cuts, layers = first.dry_run.cuts[0].unit, list[Cut](), list[LayerCost]()
+    for number in range(24):
+        name = f"vit.encoder.layer.{number}"
+        names = {"name": name, "producers": (f"{name}.intermediate.dense",), "consumer": f"{name}.output.dense"}
+        cuts.append(varied(Cut(unit=unit.model_copy(update=names), keep=8, requested_ratio=0.123456789), number))
+    for number in range(73):
+        layers.append(varied(LayerCost(layer=f"vit.{number}.dense", kl=0.0123456789, macs_share=0.0123456789), number))
+    wide = first.model_copy(update={"dry_run": first.dry_run.model_copy(update={"cuts": tuple(cuts)})})
+    tuned = Tuned(layers=tuple(layers), kl=0.1, num_images=256, seconds=18.3)
+    options = [search.options[n % len(search.options)].model_copy(update={"tuned": tuned}) for n in range(13)]
+    searched = search.model_copy(update={"options": tuple(varied(option, n) for n, option in enumerate(options))})
+    attempts = tuple(varied(wide, number) for number in range(20))
+    return journal.model_copy(update={"attempts": attempts, "deployment_search": searched})
+
+
+def test_no_checkpoint_of_a_full_size_run_is_above_60_kb_and_none_has_its_report_or_what_it_rests_on(finished: Path):
     with open_saver(finished) as saver:
         newest = saver.get_tuple({"configurable": {"thread_id": finished.name, "checkpoint_ns": ""}})
     assert newest is not None
     values = newest.checkpoint["channel_values"]
-
     assert values["verdict"] == read_report(finished).verdict
     assert "report" not in values
     assert (finished / values["final"]).is_file()
-    # Attempts repeat each other, and are compressed.
-    record = values["journal"]
-    many = record.model_copy(update={"attempts": record.attempts * 10})
-    assert len(strict_serde().dumps_typed(many)[1]) < 2 * len(strict_serde().dumps_typed(record)[1]) < 60_000
+
+    full = {**newest.checkpoint, "channel_values": {**values, "journal": of_full_size(values["journal"])}}
+    size = len(strict_serde().dumps_typed(full)[1])
+    assert 10_000 < size < 60_000
+    assert round_trip(full) == full
 
 
 def turns(saver: RunSaver, thread: str) -> list[int | None]:
@@ -123,7 +154,7 @@ def turns(saver: RunSaver, thread: str) -> list[int | None]:
     return [state.values.get("turn") for state in states]
 
 
-def test_checkpoints_of_a_thread_lie_in_its_run_folder_and_studio_takes_a_cancelled_run_back(tmp_path: Path):
+def test_checkpoints_of_a_thread_lie_in_its_run_folder_and_studio_copies_shortens_and_takes_back(tmp_path: Path):
     saver = RunSaver(tmp_path)
     for run_id in ("kept", "cancelled"):
         config: Any = {"configurable": {"thread_id": "first"}, "metadata": {"run_id": run_id}}
@@ -135,9 +166,14 @@ def test_checkpoints_of_a_thread_lie_in_its_run_folder_and_studio_takes_a_cancel
     assert len(turns(saver, "first")) == 8
     asyncio.run(saver.adelete_for_runs(["cancelled"]))
     assert turns(saver, "first") == [3, 2, 1, None]
-    asyncio.run(saver.adelete_thread("first"))
+    asyncio.run(saver.acopy_thread("first", "copied"))
+    asyncio.run(saver.aprune(["first"]))
+    assert turns(saver, "first") == [3]
+    asyncio.run(saver.aprune(["first"], strategy="delete"))
     assert turns(saver, "first") == []
-    assert turns(saver, "other") == [3, 2, 1, None]
+    assert turns(saver, "copied") == [3, 2, 1, None]
+    asyncio.run(saver.adelete_thread("copied"))
+    assert turns(saver, "copied") == []
 
 
 def test_reading_an_unknown_thread_makes_no_folder_and_one_that_would_leave_it_is_refused(tmp_path: Path):

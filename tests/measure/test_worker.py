@@ -25,6 +25,7 @@ from profiling_agent.measure.worker import (
     warm,
     worker_command,
 )
+from profiling_agent.runtimes.registry import ModelSession
 from profiling_agent.runtimes.torch_session import TorchSession
 
 SETUP = WorkerSetup(batch_size=2, device="cpu", num_threads=1)
@@ -118,10 +119,8 @@ def test_a_fast_model_is_timed_as_often_as_helps_and_every_pass_is_counted():
     assert headline.peak_memory_bytes > 10**7
 
 
-class OnADevice:
+class OnADevice(ModelSession):
     """A session that runs on a device of its own."""
-
-    fixed_size: int | None = None
 
     def run(self, pixel_values):
         return pixel_values

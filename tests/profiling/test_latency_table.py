@@ -36,7 +36,7 @@ def drawn(times, waited=0.0):
 
 def test_the_median_of_a_widths_samples_counts():
     # By hand: 4 samples of 8 at 1000, 3 below, 1 far above; between the fourth and fifth it is 1000.
-    samples = {width: width * 1.0 for width in TIMED}
+    samples: dict[int, float | list[float]] = {width: width * 1.0 for width in TIMED}
     samples[512] = [990.0, 999.0, 1000.0, 1000.0, 1000.0, 1000.0, 1001.0, 90000.0]
     assert drawn(samples).of(UNIT) == 1000.0
 
@@ -92,7 +92,8 @@ def test_a_width_is_ruled_out_if_repeats_show_that_it_does_not_pay(num_enough, n
 
 
 def test_widths_are_compared_within_a_repeat():
-    samples, (slow, fast) = {width: width / 32.0 for width in TIMED}, (16.4, 15.6)
+    slow, fast = 16.4, 15.6
+    samples: dict[int, float | list[float]] = {width: width / 32.0 for width in TIMED}
     samples[512], samples[480] = [slow, fast] * 4, [slow, fast] * 4
     assert drawn(samples).saved(UNIT, 480) == 0.0
 
