@@ -250,9 +250,11 @@ class Trace(TorchFunctionMode):
         self._running = 0
 
     def axis_of(self, tensor: Tensor) -> Axis | None:
+        """Return the channel axis of a tensor; None if it has none."""
         return self._axes.get(id(tensor), (tensor, None))[1]
 
     def put(self, tensor: Tensor, axis: Axis | None) -> None:
+        """Note the channel axis of a tensor."""
         self._axes[id(tensor)] = (tensor, axis)
 
     def __torch_function__(
@@ -279,10 +281,11 @@ class Trace(TorchFunctionMode):
         return result
 
     def enter(self, _name: str, _input: Any) -> None:
-        # A layer is known as a whole, and what runs inside isn't traced.
+        """Begin a layer, which is known as a whole: what runs inside isn't traced."""
         self._running += 1
 
     def leave(self, name: str, inputs: Tensor, output: Tensor) -> None:
+        """End a layer: carry the channel axis of its input to its output."""
         self._running -= 1
         module = self._model.get_submodule(name)
         self.calls[module] += 1
