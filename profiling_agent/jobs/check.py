@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 from safetensors.numpy import load_file
 
+from profiling_agent import schemas
 from profiling_agent.data.images import write_rows
 from profiling_agent.errors import ArtifactError, JobError, PlanError, ProfilingAgentError, QuantizationError
 from profiling_agent.jobs.base import HOUR, LOGITS, LOGITS_FILE, JobContext, Task
@@ -22,20 +23,6 @@ from profiling_agent.lib.machine import available_threads
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.artifact import check_golden, model_bytes, open_session, read_golden
 from profiling_agent.runtimes.registry import noise_batch, reads_onnx, runtime
-from profiling_agent.schemas import (
-    ArtifactRef,
-    Cut,
-    Deployability,
-    Deployment,
-    Form,
-    InputSpec,
-    Prunable,
-    Record,
-    RuntimeName,
-    SplitInfo,
-    Unit,
-    by_cause,
-)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,13 +34,15 @@ WHOLE, PRUNED = "whole", "pruned"
 NUM_CALIBRATION, BATCH = 16, 8
 
 
-def cuts_of(units: Sequence[Unit], ratio: float) -> tuple[Cut, ...]:
+def cuts_of(units: Sequence[schemas.Unit], ratio: float) -> tuple[schemas.Cut, ...]:
     """Return a cut of about this share off every unit that can be cut so far."""
-    cuts = [Cut(unit=unit, keep=snap(unit, ratio), requested_ratio=ratio) for unit in units]
+    cuts = [schemas.Cut(unit=unit, keep=snap(unit, ratio), requested_ratio=ratio) for unit in units]
     return tuple(cut for cut in cuts if cut.keep < cut.unit.width)
 
 
-def lay_out(model: "nn.Module", folder: Path, *, spec: InputSpec, processor: object, name: str) -> Prunable:
+def lay_out(
+    model: "nn.Module", folder: Path, *, spec: schemas.InputSpec, processor: object, name: str
+) -> schemas.Prunable:
     """Save a classifier to `folder`/whole, and with a quarter cut off every unit to `folder`/pruned; return what can be cut.
 
     Without a unit there is no pruned one.
@@ -69,8 +58,8 @@ def lay_out(model: "nn.Module", folder: Path, *, spec: InputSpec, processor: obj
         pruned = prune_model(model, cuts, spec=spec).model
         num_left = sum(parameter.numel() for parameter in pruned.parameters())
         save_derived(pruned, folder / WHOLE, folder / PRUNED, cuts=cuts)
-    refusals = by_cause(result.refusals)
-    return Prunable(
+    refusals = schemas.by_cause(result.refusals)
+    return schemas.Prunable(
         architecture=type(model).__name__,
         input=spec,
         params=params,
@@ -82,7 +71,7 @@ def lay_out(model: "nn.Module", folder: Path, *, spec: InputSpec, processor: obj
     )
 
 
-def write_onnx(folder: Path, form: Form) -> str:
+def write_onnx(folder: Path, form: schemas.Form) -> str:
     """Export a form to ONNX, from which runtimes convert; return the error, or an empty string."""
     from profiling_agent.runtimes.onnx_export import export_onnx
     from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
@@ -94,14 +83,16 @@ def write_onnx(folder: Path, form: Form) -> str:
     return ""
 
 
-def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int | None = None) -> Deployability:
+def make(
+    folder: Path, form: schemas.Form, deployment: schemas.Deployment, *, num_threads: int | None = None
+) -> schemas.Deployability:
     """Make a deployment of a form, in a folder next to it; return its distance on the golden images, or the error."""
     import torch
 
     from profiling_agent.lib.modules import logits_of, relative_distance
     from profiling_agent.runtimes.torch_artifact import load_recipe, read_source, save_deployed
 
-    row = Deployability(form=form, deployment=deployment)
+    row = schemas.Deployability(form=form, deployment=deployment)
     model, onnx = folder / form, folder / f"{form}.onnx"
     images = noise_batch(load_recipe(model).input, NUM_CALIBRATION, seed=1)
     source = read_source(model, images, batch_size=BATCH, onnx=onnx if onnx.is_file() else None)
@@ -122,7 +113,7 @@ def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int |
     )
 
 
-def reopen(folder: Path, row: Deployability, *, num_threads: int | None = None) -> Deployability:
+def reopen(folder: Path, row: schemas.Deployability, *, num_threads: int | None = None) -> schemas.Deployability:
     """Reopen a deployment in another process than made it, and check its golden logits; return the row, or the error in it."""
     from profiling_agent.runtimes.torch_artifact import load_recipe
 
@@ -134,15 +125,15 @@ def reopen(folder: Path, row: Deployability, *, num_threads: int | None = None) 
     return row
 
 
-def deployment_folder(folder: Path, row: Deployability) -> Path:
+def deployment_folder(folder: Path, row: schemas.Deployability) -> Path:
     """Return the folder of a form's deployment."""
     return folder / f"{row.form}-{row.deployment.runtime}-{row.deployment.scheme}"
 
 
-class LookTask(ModelTask[Prunable]):
+class LookTask(ModelTask[schemas.Prunable]):
     """Load a model, and save it whole and with a quarter cut off every unit."""
 
-    def run(self, context: JobContext) -> Prunable:
+    def run(self, context: JobContext) -> schemas.Prunable:
         """Read a model and lay it out; AcquisitionError and ShapeUnresolvedError if it can't be read."""
         from profiling_agent.data.shape import check_processor, resolve_input_shape
 
@@ -152,16 +143,16 @@ class LookTask(ModelTask[Prunable]):
         return lay_out(loaded.model, folder, spec=spec, processor=loaded.processor, name=self.model)
 
 
-class TryTask(Task[Deployability]):
+class TryTask(Task[schemas.Deployability]):
     """Export a form of the model that LookTask saved, make its deployment of `row`, or reopen that."""
 
     isolated_timeout_s = HOUR / 4
     uses_runtimes = True
     isolated: bool = True
     step: Literal["export", "make", "reopen"]
-    row: Deployability
+    row: schemas.Deployability
 
-    def run(self, context: JobContext) -> Deployability:
+    def run(self, context: JobContext) -> schemas.Deployability:
         """Take the step; return how far it got, or why no further."""
         folder, row, threads = context.root / CHECK_FOLDER, self.row, available_threads()
         if self.step == "export":
@@ -171,23 +162,27 @@ class TryTask(Task[Deployability]):
         return reopen(folder, row, num_threads=threads)
 
 
-def deployable(jobs: Jobs, form: Form, runtimes: Sequence[RuntimeName]) -> Iterator[Deployability]:
+def deployable(
+    jobs: Jobs, form: schemas.Form, runtimes: Sequence[schemas.RuntimeName]
+) -> Iterator[schemas.Deployability]:
     """Deploy a form of LookTask's model in every scheme of these runtimes, and reopen each in another process; raise nothing."""
 
-    def try_step(step: Literal["export", "make", "reopen"], row: Deployability) -> Deployability:
+    def try_step(step: Literal["export", "make", "reopen"], row: schemas.Deployability) -> schemas.Deployability:
         try:
             return jobs.run(TryTask(step=step, row=row))
         except JobError as error:
             return row.model_copy(update={"refused": f"{'export' if step == 'export' else 'crashed'}: {error}"})
 
-    deployments = [Deployment(runtime=name, scheme=s) for name in runtimes for s in runtime(name).schemes("cpu")]
+    deployments = [
+        schemas.Deployment(runtime=name, scheme=s) for name in runtimes for s in runtime(name).schemes("cpu")
+    ]
     export_error = ""
     if any(map(reads_onnx, deployments)):
         jobs.progress(f"{form}: exporting to ONNX", 0, len(deployments))
-        export_error = try_step("export", Deployability(form=form, deployment=Deployment())).refused
+        export_error = try_step("export", schemas.Deployability(form=form, deployment=schemas.Deployment())).refused
     for number, deployment in enumerate(deployments):
         jobs.progress(f"{form}: {deployment.name}", number, len(deployments))
-        row = Deployability(form=form, deployment=deployment)
+        row = schemas.Deployability(form=form, deployment=deployment)
         if export_error and reads_onnx(deployment):
             yield row.model_copy(update={"refused": export_error})
             continue
@@ -201,11 +196,11 @@ NUM_IMAGES = 64
 STEPS = ("find", "profile", "prune", "evaluate")
 
 
-class Tiny(Record):
+class Tiny(schemas.Record):
     """A tiny model, images of noise, and the name of the device."""
 
-    model: ArtifactRef
-    images: SplitInfo
+    model: schemas.ArtifactRef
+    images: schemas.SplitInfo
     device: str
 
 
@@ -227,7 +222,7 @@ class TinyTask(Task[Tiny]):
         device = torch.cuda.get_device_name() if resolve_device(self.device) == "cuda" else "the CPU"
         sizes: dict[str, Any] = {"image_size": side, "patch_size": 8, "hidden_size": 64, "intermediate_size": 256}
         model = ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)).eval()
-        spec = InputSpec(channels=3, height=side, width=side, source="probe")
+        spec = schemas.InputSpec(channels=3, height=side, width=side, source="probe")
         processor = ViTImageProcessorPil(size={"height": side, "width": side})
         save_model(model, folder, spec=spec, processor=processor, base_model="probe")
         rng, images = np.random.default_rng(0), list[bytes]()
@@ -237,17 +232,17 @@ class TinyTask(Task[Tiny]):
             images.append(encoded.getvalue())
         write_rows(noise, ((image, 0) for image in images))
         file = context.ref(noise, "split")
-        split = SplitInfo(name="calibration", source_split="noise", num_images=NUM_IMAGES, file=file)
+        split = schemas.SplitInfo(name="calibration", source_split="noise", num_images=NUM_IMAGES, file=file)
         return Tiny(model=context.ref(folder, "model"), images=split, device=device)
 
 
-def probe_runtime(jobs: Jobs, name: RuntimeName) -> float:
+def probe_runtime(jobs: Jobs, name: schemas.RuntimeName) -> float:
     """Return the milliseconds of one image in a tiny model on a runtime.
 
     Raises:
         ProfilingAgentError: what prevents that, such as a crash.
     """
-    tiny, deployment = jobs.run(TinyTask(device="cpu")), Deployment(runtime=name)
+    tiny, deployment = jobs.run(TinyTask(device="cpu")), schemas.Deployment(runtime=name)
     onnx = jobs.run(ExportTask(model=tiny.model)).onnx if reads_onnx(deployment) else None
     deploy = DeployTask(
         isolated=True, model=tiny.model, deployment=deployment, calibration=tiny.images, onnx=onnx, batch_size=1
@@ -292,8 +287,8 @@ def _device_steps(jobs: Jobs, device: str) -> Iterator[str]:
         distance = max(distance, float(np.linalg.norm(logits - expected) / np.linalg.norm(expected)))
     if not distance <= MAX_DISTANCE:
         raise ArtifactError(f"logits are {distance:.2g} from the CPU's (relative), {MAX_DISTANCE:g} is allowed")
-    names, outcomes = list[RuntimeName](["eager", "graphed"]), list[str]()
-    deployments = [Deployment(runtime=name, scheme=s) for name in names for s in runtime(name).schemes(device)]
+    names, outcomes = list[schemas.RuntimeName](["eager", "graphed"]), list[str]()
+    deployments = [schemas.Deployment(runtime=name, scheme=s) for name in names for s in runtime(name).schemes(device)]
     for deployment in deployments[1:]:
         deploy = DeployTask(
             model=pruned.model, deployment=deployment, calibration=tiny.images, batch_size=size, device=device

@@ -19,37 +19,22 @@ from profiling_agent.measure import predictions, race, worker
 from profiling_agent.processes.child import inherited
 from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.registry import ModelSession
-from profiling_agent.schemas import (
-    ArtifactRef,
-    Deployment,
-    Evidence,
-    Footprint,
-    Headline,
-    MemoryUse,
-    ModelProfile,
-    Opening,
-    Predictions,
-    Race,
-    Record,
-    SplitInfo,
-    Variant,
-)
 
 PROFILE, WIDTHS = "profile.json", "widths.json"
 
 
-class HeadlineTask(Task[Headline]):
+class HeadlineTask(Task[schemas.Headline]):
     """Measure the latency and memory of a model in a process that does nothing else."""
 
     sets_torch = False
     isolated_timeout_s = HOUR / 2
     spawned = timed = uses_runtimes = True
     isolated: bool = True
-    model: ArtifactRef
+    model: schemas.ArtifactRef
     batch_size: int
     device: str
 
-    def run(self, context: JobContext) -> Headline:
+    def run(self, context: JobContext) -> schemas.Headline:
         """Time the model and its memory."""
         path = context.path(self.model)
         session = artifact.open_session(path, device=self.device, num_threads=available_threads())
@@ -57,10 +42,10 @@ class HeadlineTask(Task[Headline]):
         return worker.measure_headline(session, spec, batch_size=self.batch_size)
 
 
-class Profiled(Record):
+class Profiled(schemas.Record):
     """Reference to the full profile, and its totals."""
 
-    profile: ArtifactRef
+    profile: schemas.ArtifactRef
     params: int
     macs: int
     latency_ms: float
@@ -68,7 +53,7 @@ class Profiled(Record):
     forward_passes: int
 
 
-def _save_profile(profile: ModelProfile, context: JobContext) -> Profiled:
+def _save_profile(profile: schemas.ModelProfile, context: JobContext) -> Profiled:
     path = context.folder / PROFILE
     write_text(path, profile.model_dump_json(indent=1))
     return Profiled(
@@ -85,10 +70,10 @@ class ProfileTask(Task[Profiled]):
     """Time a model and its layers; with `times_widths` also each unit at each width."""
 
     timed = True
-    model: ArtifactRef
+    model: schemas.ArtifactRef
     batch_size: int
     device: str
-    headline: Headline
+    headline: schemas.Headline
     times_widths: bool = False
 
     def run(self, context: JobContext) -> Profiled:
@@ -122,11 +107,11 @@ class EvidenceTask(Task[Profiled]):
     """Add the KL divergence after pruning each unit to a profile; nothing is timed, so other jobs may run next to it."""
 
     passes = 100_000
-    model: ArtifactRef
+    model: schemas.ArtifactRef
     batch_size: int
     device: str
-    headline: Headline
-    calibration: SplitInfo
+    headline: schemas.Headline
+    calibration: schemas.SplitInfo
     seed: int = 0
     cache: bool = True
 
@@ -141,11 +126,13 @@ class EvidenceTask(Task[Profiled]):
         from profiling_agent.profiling.profile import LatencyTable
 
         (folder,) = context.folders("profile")
-        profile = read_record(ModelProfile, folder / PROFILE)
+        profile = read_record(schemas.ModelProfile, folder / PROFILE)
         evidence, note = self._evidence(context, profile, read_record(LatencyTable, folder / WIDTHS))
         return _save_profile(profile.model_copy(update={"evidence": evidence, "evidence_note": note}), context)
 
-    def _evidence(self, context: JobContext, profile: ModelProfile, table: Any) -> tuple[Evidence | None, str | None]:
+    def _evidence(
+        self, context: JobContext, profile: schemas.ModelProfile, table: Any
+    ) -> tuple[schemas.Evidence | None, str | None]:
         from profiling_agent.lib.inference import quick_products
         from profiling_agent.profiling import evidence as stored
 
@@ -180,17 +167,17 @@ class EvidenceTask(Task[Profiled]):
         return evidence, None
 
 
-class Evaluated(Record):
+class Evaluated(schemas.Record):
     """A model's predictions on a shard, and its footprint."""
 
-    footprint: Footprint
-    predictions: Predictions
+    footprint: schemas.Footprint
+    predictions: schemas.Predictions
 
 
 class _OpenedModel(NamedTuple):
     session: ModelSession
     recipe: artifact.Recipe
-    footprint: Footprint
+    footprint: schemas.Footprint
 
 
 class EvaluateTask(Task[Evaluated]):
@@ -202,8 +189,8 @@ class EvaluateTask(Task[Evaluated]):
 
     sets_torch = False
     uses_runtimes = True
-    model: ArtifactRef
-    split: SplitInfo
+    model: schemas.ArtifactRef
+    split: schemas.SplitInfo
     shard: int = Field(ge=0)
     batch_size: int
     device: str
@@ -233,7 +220,7 @@ class EvaluateTask(Task[Evaluated]):
             artifact.check_golden(opened.session.run, path, opened.recipe)
         out = context.folder / "predictions.safetensors"
         predictions.write_predictions(out, answers)
-        result = Predictions(
+        result = schemas.Predictions(
             split=self.split.name,
             num_images=len(answers.true),
             num_correct=int(answers.right.sum()),
@@ -245,7 +232,7 @@ class EvaluateTask(Task[Evaluated]):
         path = context.path(self.model)
         recipe = artifact.open_folder(path, verify=True)
         session = artifact.open_session(path, device=self.device, num_threads=available_threads())
-        if recipe.deployment == Deployment() and self.device == "cpu":
+        if recipe.deployment == schemas.Deployment() and self.device == "cpu":
             from profiling_agent.lib.inference import fuse_norms_
             from profiling_agent.lib.modules import random_batch
             from profiling_agent.runtimes.torch_session import TorchSession
@@ -258,7 +245,7 @@ class EvaluateTask(Task[Evaluated]):
             params, macs = complexity_of(path)
             held = parameter_bytes(context.load(self.model))
             counts = artifact.ParentCounts(params=params, macs=macs, parameter_bytes=held)
-        footprint = Footprint(**counts.model_dump(), size_bytes=artifact.model_bytes(path))
+        footprint = schemas.Footprint(**counts.model_dump(), size_bytes=artifact.model_bytes(path))
         return _OpenedModel(session, recipe, footprint)
 
 
@@ -274,16 +261,16 @@ def answer(session: ModelSession, images: PreparedImages, batch_size: int, progr
     return predictions.concatenate(answers)
 
 
-class OpenHeldoutTask(Task[Opening]):
+class OpenHeldoutTask(Task[schemas.Opening]):
     """Record that a candidate, made of the baseline, is tested on held-out images; a resumed run records it once."""
 
     sets_torch = False
-    baseline: ArtifactRef
-    candidate: ArtifactRef
-    heldout: SplitInfo
+    baseline: schemas.ArtifactRef
+    candidate: schemas.ArtifactRef
+    heldout: schemas.SplitInfo
     fresh: str | None = None
 
-    def run(self, context: JobContext) -> Opening:
+    def run(self, context: JobContext) -> schemas.Opening:
         """Write it into the user's ledger."""
         baseline = context.recipe(self.baseline)
         images = SplitImages(context.path(self.heldout.file))
@@ -292,19 +279,19 @@ class OpenHeldoutTask(Task[Opening]):
         return predictions.note_opening(weights, self.candidate.sha256, encoded, self.fresh)
 
 
-class RaceTask(Task[Race]):
+class RaceTask(Task[schemas.Race]):
     """Time models in turns in one session, to choose among them; the first is the baseline."""
 
     sets_torch = False
     timed = uses_runtimes = True
     isolated: bool = True
-    entries: tuple[tuple[Variant, ArtifactRef], ...]
+    entries: tuple[tuple[schemas.Variant, schemas.ArtifactRef], ...]
     batch_size: int
     device: str
     seed: int
     pass_s: float = Field(default=0.0, ge=0, description="what the baseline takes for a batch: a hang takes far longer")
 
-    def run(self, context: JobContext) -> Race:
+    def run(self, context: JobContext) -> schemas.Race:
         """Let the models take turns."""
         return race.race_once(self.entries, self._conditions(context), progress=context.progress)
 
@@ -325,29 +312,29 @@ class SessionTask(RaceTask):
     number: int
     reads_memory: bool
 
-    def run(self, context: JobContext) -> Race:
+    def run(self, context: JobContext) -> schemas.Race:
         """Hold one session of an estimate."""
         conditions = self._conditions(context, reads_memory=self.reads_memory)
         return race.run_one_session(self.entries, conditions, self.number, progress=context.progress)
 
 
-class MemoryTask(Task[MemoryUse]):
+class MemoryTask(Task[schemas.MemoryUse]):
     """Measure the peak memory of a process that only loads and runs a model."""
 
     sets_torch = False
     isolated_timeout_s = HOUR / 2
     uses_runtimes = True
     isolated: bool = True
-    model: ArtifactRef
+    model: schemas.ArtifactRef
     batch_size: int
     device: str = "cpu"
 
-    def run(self, context: JobContext) -> MemoryUse:
+    def run(self, context: JobContext) -> schemas.MemoryUse:
         """Start such a process and read its memory."""
         return race.memory_use(self.model, root=context.root, batch_size=self.batch_size, device=self.device)
 
 
-class LayerTimes(Record):
+class LayerTimes(schemas.Record):
     """Milliseconds of each layer of a deployed model in a pass over a batch, by its name in the model."""
 
     layers: dict[str, float]
@@ -359,8 +346,8 @@ class LayerTimesTask(Task[LayerTimes]):
     sets_torch = False
     timed = uses_runtimes = True
     isolated: bool = True
-    model: ArtifactRef
-    onnx: ArtifactRef | None = None
+    model: schemas.ArtifactRef
+    onnx: schemas.ArtifactRef | None = None
     batch_size: int
 
     def run(self, context: JobContext) -> LayerTimes:

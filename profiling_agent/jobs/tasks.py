@@ -28,23 +28,6 @@ from profiling_agent.lib.io import write_bytes
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.measure.predictions import answers_of
 from profiling_agent.runtimes import artifact
-from profiling_agent.schemas import (
-    Acquired,
-    ArtifactRef,
-    Cut,
-    DeployedModel,
-    Deployment,
-    InputSpec,
-    LabelMatch,
-    MatchBy,
-    ModelSource,
-    PrunedModel,
-    Record,
-    RecoveredModel,
-    ShapeFacts,
-    SplitInfo,
-    Tuned,
-)
 
 if TYPE_CHECKING:
     from profiling_agent.data.models import LoadedModel
@@ -85,10 +68,10 @@ class SourceTask(ModelTask[ResultT]):
     split: str | None = None
     image_column: str | None = None
     label_column: str | None = None
-    label_match: MatchBy = "auto"
+    label_match: schemas.MatchBy = "auto"
 
 
-class AcquireTask(SourceTask[Acquired]):
+class AcquireTask(SourceTask[schemas.Acquired]):
     """Check that the model can be loaded, and draw the images."""
 
     device: Device = "auto"
@@ -96,7 +79,7 @@ class AcquireTask(SourceTask[Acquired]):
     num_recovery: int = 0
     seed: int = 0
 
-    def run(self, context: JobContext) -> Acquired:
+    def run(self, context: JobContext) -> schemas.Acquired:
         """Check the model, draw the images."""
         import torch
 
@@ -129,12 +112,12 @@ class AcquireTask(SourceTask[Acquired]):
             if (split := getattr(drawn, name)) is not None:
                 fields = {"name": name, "file": context.ref(split.path, "split"), "source_split": split.source_split}
                 fields |= {"num_images": split.num_images, "num_skipped": split.num_skipped}
-                splits[name] = SplitInfo.model_validate(fields)
-        source = ModelSource(
+                splits[name] = schemas.SplitInfo.model_validate(fields)
+        source = schemas.ModelSource(
             name=loaded.source, revision=loaded.revision, architecture=loaded.architecture, device=device
         )
         notes = (*notes, *([note] if note else []))
-        return Acquired(source=source, labels=drawn.labels, notes=notes, **splits)
+        return schemas.Acquired(source=source, labels=drawn.labels, notes=notes, **splits)
 
 
 def _choose_labels(drawn: "DrawnSplits", loaded: "LoadedModel", context: JobContext) -> "DrawnSplits":
@@ -162,11 +145,11 @@ def _choose_labels(drawn: "DrawnSplits", loaded: "LoadedModel", context: JobCont
     return replace(drawn, matchings=(chosen,), notes=(note, *drawn.notes))
 
 
-class MatchedLabels(Record):
+class MatchedLabels(schemas.Record):
     """Match of a data set's labels with a model's classes, and the split that would be evaluated on."""
 
     split: str
-    labels: tuple[LabelMatch, ...]
+    labels: tuple[schemas.LabelMatch, ...]
     num_classes: int
 
 
@@ -188,11 +171,11 @@ class MatchLabelsTask(SourceTask[MatchedLabels]):
         return MatchedLabels(split=split, labels=matches, num_classes=len(names))
 
 
-class ResolvedShape(Record):
+class ResolvedShape(schemas.Record):
     """The model's input shape, verified by a forward pass, and the baseline saved as an artifact of ours."""
 
-    input: InputSpec
-    baseline: ArtifactRef
+    input: schemas.InputSpec
+    baseline: schemas.ArtifactRef
     device: str
 
 
@@ -200,7 +183,7 @@ class ResolveShapeTask(ModelTask[ResolvedShape]):
     """Find the input shape of a model, or verify the `stated` one, and save the model with it."""
 
     device: Device = "auto"
-    stated: InputSpec | None = None
+    stated: schemas.InputSpec | None = None
 
     def run(self, context: JobContext) -> ResolvedShape:
         """Find the input shape; save the baseline with it."""
@@ -218,12 +201,12 @@ class ResolveShapeTask(ModelTask[ResolvedShape]):
         return ResolvedShape(input=spec, baseline=context.ref(folder, "model"), device=resolve_device(self.device))
 
 
-class SurveyShapeTask(ModelTask[ShapeFacts]):
+class SurveyShapeTask(ModelTask[schemas.ShapeFacts]):
     """Apply every rule for a model's input shape, and verify each result by the model."""
 
     device: Device = "auto"
 
-    def run(self, context: JobContext) -> ShapeFacts:
+    def run(self, context: JobContext) -> schemas.ShapeFacts:
         """Gather what is known of the input shape."""
         from profiling_agent.data.shape import survey
 
@@ -231,7 +214,7 @@ class SurveyShapeTask(ModelTask[ShapeFacts]):
         return survey(loaded.model, loaded.processor)
 
 
-class SavedLogits(Record):
+class SavedLogits(schemas.Record):
     """Logits, float32 (images, classes), in `logits.safetensors` of the job's folder."""
 
     num_images: int
@@ -244,8 +227,8 @@ class LogitsTask(Task[SavedLogits]):
     comparison, so that equal models have equal logits.
     """
 
-    model: ArtifactRef
-    split: SplitInfo
+    model: schemas.ArtifactRef
+    split: schemas.SplitInfo
     batch_size: int
     device: str = "cpu"
     judged: bool = False
@@ -279,23 +262,23 @@ class LogitsTask(Task[SavedLogits]):
         return SavedLogits(num_images=len(stacked))
 
 
-def reference_logits(task: Any, model: ArtifactRef, **which: Any) -> tuple[LogitsTask, ...]:
+def reference_logits(task: Any, model: schemas.ArtifactRef, **which: Any) -> tuple[LogitsTask, ...]:
     """Return the job that computes a model's logits on the calibration images as `task` reads them, if there are any."""
     images = task.calibration
     logits = LogitsTask(model=model, split=images, batch_size=task.batch_size, device=task.device, **which)
     return (logits,) if images.num_images else ()
 
 
-class PruneTask(Task[PrunedModel]):
+class PruneTask(Task[schemas.PrunedModel]):
     """Cut units of the unpruned model, and by default compensate without training.
 
     `keep` has the kept channels or heads by unit name; for other units the weights decide.
     """
 
-    baseline: ArtifactRef
-    cuts: tuple[Cut, ...]
+    baseline: schemas.ArtifactRef
+    cuts: tuple[schemas.Cut, ...]
     keep: dict[str, tuple[int, ...]] = Field(default_factory=dict)
-    calibration: SplitInfo
+    calibration: schemas.SplitInfo
     seed: int
     compensate: bool = True
     batch_size: int = 32
@@ -308,7 +291,7 @@ class PruneTask(Task[PrunedModel]):
             "logits": reference_logits(self, self.baseline, judged=True) if self.compensate else (),
         }
 
-    def run(self, context: JobContext) -> PrunedModel:
+    def run(self, context: JobContext) -> schemas.PrunedModel:
         """Cut the units, pass the gates, compensate, save the candidate."""
         from profiling_agent.lib.inference import quick_products
         from profiling_agent.pruning.compensation import compensate
@@ -339,10 +322,10 @@ class PruneTask(Task[PrunedModel]):
                 "compensation_note": compensated.note,
             }
         saved = context.save_derived(model, self.baseline, cuts=self.cuts)
-        return PrunedModel(model=saved, cuts=self.cuts, mask_error=pruned.mask_error, **effect)
+        return schemas.PrunedModel(model=saved, cuts=self.cuts, mask_error=pruned.mask_error, **effect)
 
 
-class RecoverTask(Task[RecoveredModel]):
+class RecoverTask(Task[schemas.RecoveredModel]):
     """Train a pruned float32 model to match the unpruned one's logits, judged on calibration images.
 
     `batch_size` is for training and isn't the request's: with a batch of 1 or 4096 the learning rate would be wrong.
@@ -351,10 +334,10 @@ class RecoverTask(Task[RecoveredModel]):
     # A hundred epochs may take a day.
     timeout_s = 24 * HOUR
     passes = 1_000_000
-    model: ArtifactRef
-    baseline: ArtifactRef
-    recovery: SplitInfo
-    calibration: SplitInfo
+    model: schemas.ArtifactRef
+    baseline: schemas.ArtifactRef
+    recovery: schemas.SplitInfo
+    calibration: schemas.SplitInfo
     epochs: int
     seed: int
     batch_size: int = 32
@@ -368,7 +351,7 @@ class RecoverTask(Task[RecoveredModel]):
             "logits": reference_logits(self, self.baseline, judged=True),
         }
 
-    def run(self, context: JobContext) -> RecoveredModel:
+    def run(self, context: JobContext) -> schemas.RecoveredModel:
         """Recover, judged on the images that compensation wasn't fitted to; save what was recovered."""
         from profiling_agent.lib.inference import quick_products
         from profiling_agent.lib.modules import device_of
@@ -390,7 +373,7 @@ class RecoverTask(Task[RecoveredModel]):
                 expected=context.logits(),
                 progress=context.progress,
             )
-        return RecoveredModel(
+        return schemas.RecoveredModel(
             model=self.model if recovered.model is pruned else context.save_derived(recovered.model, self.model),
             epochs_run=recovered.epochs_run,
             kl_before=recovered.kl_before,
@@ -399,12 +382,12 @@ class RecoverTask(Task[RecoveredModel]):
         )
 
 
-class TuneTask(Task[Tuned]):
+class TuneTask(Task[schemas.Tuned]):
     """Measure the KL of quantizing all layers to int8, and each by itself, on calibration images."""
 
-    model: ArtifactRef
+    model: schemas.ArtifactRef
     scheme: Literal["dynamic", "static"]
-    calibration: SplitInfo
+    calibration: schemas.SplitInfo
     latency_shares: dict[str, float] = Field(default_factory=dict, description="of the layers' time, by layer name")
     batch_size: int = 32
 
@@ -412,7 +395,7 @@ class TuneTask(Task[Tuned]):
         """Return the jobs that prepare the calibration images."""
         return {"calibration": prepared(self.calibration, find(self.model))}
 
-    def run(self, context: JobContext) -> Tuned:
+    def run(self, context: JobContext) -> schemas.Tuned:
         """Measure what int8 costs the model, and each of its layers."""
         from profiling_agent.lib.inference import quick_products
         from profiling_agent.quantization.quantize import measure_costs
@@ -423,13 +406,13 @@ class TuneTask(Task[Tuned]):
             kl, layers, num_images = measure_costs(
                 model, images, self.scheme, self.latency_shares, progress=context.progress
             )
-        return Tuned(layers=layers, kl=kl, num_images=num_images, seconds=time.perf_counter() - started)
+        return schemas.Tuned(layers=layers, kl=kl, num_images=num_images, seconds=time.perf_counter() - started)
 
 
-class Exported(Record):
+class Exported(schemas.Record):
     """A float32 model as one ONNX file."""
 
-    onnx: ArtifactRef
+    onnx: schemas.ArtifactRef
     distance: float
 
 
@@ -439,7 +422,7 @@ class ExportTask(Task[Exported]):
     isolated_timeout_s = HOUR / 2
     uses_runtimes = True
     isolated: bool = True
-    model: ArtifactRef
+    model: schemas.ArtifactRef
 
     def run(self, context: JobContext) -> Exported:
         """Write a float32 model as ONNX."""
@@ -450,15 +433,17 @@ class ExportTask(Task[Exported]):
         return Exported(onnx=context.ref(path, "onnx"), distance=distance)
 
 
-class DeployTask(Task[DeployedModel]):
+class DeployTask(Task[schemas.DeployedModel]):
     """Make one deployment of a float32 model; isolate any but eager torch: converters crash and hang."""
 
     isolated_timeout_s = HOUR / 2
     uses_runtimes = True
-    model: ArtifactRef
-    deployment: Deployment
-    calibration: SplitInfo
-    onnx: ArtifactRef | None = Field(default=None, description="the model as ONNX, for the runtimes that read it")
+    model: schemas.ArtifactRef
+    deployment: schemas.Deployment
+    calibration: schemas.SplitInfo
+    onnx: schemas.ArtifactRef | None = Field(
+        default=None, description="the model as ONNX, for the runtimes that read it"
+    )
     batch_size: int
     device: str = "cpu"
 
@@ -469,7 +454,7 @@ class DeployTask(Task[DeployedModel]):
             "logits": reference_logits(self, self.model, num_images=MAX_COMPARED),
         }
 
-    def run(self, context: JobContext) -> DeployedModel:
+    def run(self, context: JobContext) -> schemas.DeployedModel:
         """Bring a float32 model into a deployment, save it, open it again, and see how far it is from its parent."""
         import torch
 
@@ -497,7 +482,7 @@ class DeployTask(Task[DeployedModel]):
         if not logits.isfinite().all():
             raise QuantizationError("on calibration images the logits aren't finite in this deployment: leave it out")
         artifact.check_golden(session.run, folder, recipe)
-        return DeployedModel(
+        return schemas.DeployedModel(
             model=context.ref(folder, "model"),
             deployment=self.deployment,
             layers=tuple(layer.name for layer in recipe.quantized),

@@ -119,11 +119,11 @@ class Supervisor:
         Raises:
             KilledError: the supervisor is gone, or the system has no room for another process.
         """
-        spawned = spawned or not can_fork()
-        if (started := self._request(stderr, SPAWN if spawned else FORK)) is None and self._process is not None:
+        started = self._request(stderr, FORK if can_fork() and not spawned else SPAWN)
+        if started is None and (process := self._process) is not None:
             # It was killed, maybe by what it imports to fork.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(POLL_S)
+                process.wait(POLL_S)
             started = self._request(stderr, SPAWN)
         if started is None:
             raise KilledError("no child process could be started: resume")
