@@ -53,21 +53,21 @@ MAX_STREAMED_LABELS = 2000
 
 
 class DataQuery(Record):
-    """A labelled image data set, the requested split and columns, and the number of images to draw."""
+    """A labelled image data set (Hub id, local folder, or reference:digits), the requested split and columns, and sizes.
 
-    dataset: str = Field(min_length=1, description="Hub id, local folder, or reference:digits")
+    `num_samples` images are searched on, by default half of the split and at most 2000; `num_recovery` are the most images of the
+    train split to recover with.
+    """
+
+    dataset: str = Field(min_length=1)
     dataset_config: str | None = None
     dataset_revision: str | None = None
-    split: str | None = Field(default=None, description="split to evaluate on")
+    split: str | None = None
     image_column: str | None = None
     label_column: str | None = None
     label_match: MatchBy = "auto"
-    num_samples: int | None = Field(
-        default=None, ge=1, description="images to search on; by default half, at most 2000"
-    )
-    num_recovery: int = Field(
-        default=0, ge=0, description="most images of the train split to recover with; 0 draws none"
-    )
+    num_samples: int | None = Field(default=None, ge=1)
+    num_recovery: int = Field(default=0, ge=0)
     seed: int = Field(default=0, ge=0, lt=2**32)
 
 

@@ -274,10 +274,10 @@ def _match_by_order(
     classes = [id2label[offset + position] for position in positions]
     # Libraries write LABEL_3, or 3, for class 3 of a model without names.
     is_unnamed = offset == 0 and [_parse_number(name) for name in classes] == positions
-    for label_names, class_names in ((labels, classes), ([*map(_normalise, labels)], [*map(_normalise, classes)])):
-        is_permuted = label_names != class_names and set(label_names) == set(class_names)
-        if is_permuted and not is_unnamed and len(set(label_names)) == len(labels):
-            return {}
+    names, class_names = [*map(_normalise, labels)], [*map(_normalise, classes)]
+    is_permuted = names != class_names and set(names) == set(class_names) and len(set(names)) == len(names)
+    if is_permuted and not is_unnamed:
+        return {}
     numbers = [number for label in labels if (number := _parse_number(label)) is not None]
     is_numbered = sorted(numbers) == positions
     is_offset_known = offset == 0 or BACKGROUND in _synonyms(id2label[0])

@@ -58,15 +58,9 @@ def test_half_precision_weights_are_loaded_as_float32_and_that_is_noted(tmp_path
     assert f"the weights are stored in torch.{name}: the baseline" in (loaded.note or "")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("{folder}t", "did you mean 'vit'?"),
-        ("not a model", "no public Hub id"),
-    ],
-)
-def test_what_is_no_model_is_one_line(folder, name, text):
-    assert text in refusal(name.format(folder=folder))
+def test_what_is_no_model_is_one_line(folder):
+    assert "did you mean 'vit'?" in refusal(f"{folder}t")
+    assert "no public Hub id" in refusal("not a model")
 
 
 @pytest.mark.parametrize(
