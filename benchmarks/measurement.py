@@ -11,7 +11,6 @@ intervals say: the mean of all should lie in nine of ten. Run it on a quiet mach
 import os
 import tempfile
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +48,10 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Return one row for each of `num` comparisons, whose processes are copies where there is a server, as a run's are."""
     rows: list[dict[str, Any]] = []
-    commands = Commands(
-        root=folder.parent, batch_size=batch_size, commands=[worker_command(folder), copy], server=server
-    )
-    models = entries([folder.name] * 2)
+    models, both = entries([""] * 2), [worker_command(folder), copy]
     for number in range(num):
-        seeded = replace(commands, seed=1000 * number)
-        sessions, _ = run_sessions(
-            lambda session, seeded=seeded: run_one_session(models, seeded, session), NUM_SESSIONS
-        )
+        track = Commands(commands=both, batch_size=batch_size, seed=1000 * number, server=server)
+        sessions, _ = run_sessions(lambda session, track=track: run_one_session(models, track, session), NUM_SESSIONS)
         logs = [np.log(race.results[1].turns[0]) for race in sessions]
         found = score(logs)
         said = "slower" if found.is_shown_slower else "faster" if found.is_shown_faster else "equal"

@@ -17,6 +17,7 @@ from checks import Estimate, stamped
 from profiling_agent.lib.machine import available_bytes
 from profiling_agent.measure import race as races
 from profiling_agent.measure.intervals import score_over_sessions
+from profiling_agent.measure.worker import TimedProcess, WorkerSetup
 from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Race, RaceResult, Variant
 
 
@@ -48,9 +49,10 @@ class Commands(races.Conditions):
     commands: Sequence[Sequence[str]]
     root: Path = Path()
 
-    def command(self, model: ArtifactRef) -> Sequence[str]:
-        """Return the command at the model's place."""
-        return self.commands[int(model.sha256)]
+    def process(self, model: ArtifactRef) -> TimedProcess:
+        """Start the command at the model's place."""
+        setup = WorkerSetup(batch_size=self.batch_size, device=self.device)
+        return TimedProcess(self.commands[int(model.sha256)], setup, server=self.server)
 
 
 @dataclass

@@ -73,17 +73,15 @@ FIRST_SHARE = 0.8
 
 
 class _Test(Record):
-    """A test of a candidate on images, as their joined digits; `fresh` is the reason not to count earlier tests, if any was given."""
+    """A test of a candidate on images, as their joined digits; `fresh` is a user's reason not to count earlier tests."""
 
     candidate: str
     images: str
     fresh: str | None = None
 
-    def overlaps(self, other: "_Test") -> bool:
-        digits = (
-            {test.images[at : at + DIGITS] for at in range(0, len(test.images), DIGITS)} for test in (self, other)
-        )
-        return not set.isdisjoint(*digits)
+    @property
+    def image_ids(self) -> set[str]:
+        return {self.images[start : start + DIGITS] for start in range(0, len(self.images), DIGITS)}
 
 
 class _Line(Record):
@@ -105,10 +103,9 @@ def share(number: int) -> float:
 def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str | None = None) -> Opening:
     """Record the test of a candidate, made of the model with this hash, on encoded images; return its number.
 
-    Testing candidate after candidate on the same images until one passes will see one pass: of those that lose exactly what is
-    allowed, 5% in one run and 34% in twenty. So every test gets a share of the error allowed to all of them together. Only
-    tests that share an image with this one count; the same test again isn't another one. `fresh` is the reason not to count
-    earlier tests. If no ledger can be kept, the opening's note says why, and the run goes on.
+    Candidates that lose exactly what is allowed pass a test in 5% of cases, and one of twenty tests in 34%: so every test gets
+    a share of the error allowed to all. Only tests that share an image with this one count; the same test again isn't another
+    one. If no ledger can be kept, the opening's note says why, and the run goes on.
     """
     digits = "".join(sorted({hashlib.sha256(image).hexdigest()[:DIGITS] for image in images}))
     test, place, advice = _Test(candidate=candidate, images=digits, fresh=fresh), "", ""
@@ -126,7 +123,7 @@ def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str
             # Earlier tests count from the last that was fresh.
             start = max((index for index, earlier in enumerate(tests) if earlier.fresh is not None), default=0)
             counted = tests[start:] if fresh is None else []
-            others = [(each.candidate, each.images) for each in counted if each.overlaps(test)]
+            others = [(each.candidate, each.images) for each in counted if each.image_ids & test.image_ids]
             is_known = (candidate, digits) in others
             if not is_known:
                 io.append_line(path, _Line(tests=(test,)).model_dump_json())

@@ -69,19 +69,15 @@ class Conditions:
     seconds_per_model: float = 1.0
     memory_bytes: int | None = None
 
-    def command(self, model: ArtifactRef) -> Sequence[str]:
-        """Return the call that times a model in a child process."""
-        return worker_command(self.root / model.path)
-
     def process(self, model: ArtifactRef) -> TimedProcess:
         """Start the process of a model."""
         setup = WorkerSetup(batch_size=self.batch_size, device=self.device, enqueued=self.enqueued)
-        server = None
+        folder, server = self.root / model.path, None
         # A model that can't be opened fails in its process.
         with suppress(ArtifactError):
-            if self.server and runtime(open_folder(self.root / model.path, verify=False).deployment.runtime).is_torch:
+            if self.server is not None and runtime(open_folder(folder, verify=False).deployment.runtime).is_torch:
                 server = self.server
-        return TimedProcess(self.command(model), setup, server=server, pass_s=self.pass_s)
+        return TimedProcess(worker_command(folder), setup, server=server, pass_s=self.pass_s)
 
 
 @dataclass
@@ -101,6 +97,10 @@ class _Session:
     lost: dict[int, JobError] = field(default_factory=dict[int, JobError])
     waiting: tuple[int, ...] = ()
     num_repeats: int = 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(note for process in self.processes.values() for note in process.notes)
 
     def run(self, places: Sequence[int], seed: int, progress: Progress) -> dict[int, RaceResult]:
         """Return the results of the models at `places`, of which 0 is the baseline; JobError as `_drop`."""
@@ -214,12 +214,13 @@ def _race_result(
     )
 
 
-def _race(results: Sequence[RaceResult], notes: Sequence[str], **fields: Any) -> Race:
+def _race(results: Sequence[RaceResult], parts: Sequence[_Session] | Sequence[Race], **fields: Any) -> Race:
     # By how much of its time one of two equal models would have to differ to be told apart: half a 95% interval, in the median.
     halves = [math.sqrt(result.speedup_high / result.speedup_low) - 1 for result in results[1:]]
     return Race(
         results=tuple(results),
-        notes=tuple(dict.fromkeys(notes)),
+        num_repeats=sum(part.num_repeats for part in parts),
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
         detectable=float(np.median(halves)) if halves else 0.0,
         **fields,
     )
@@ -235,8 +236,7 @@ def race_once(entries: Entries, conditions: Conditions, *, progress: Progress = 
         JobError: the baseline crashed or hung; with its last output.
     """
     # Of the baseline, which takes part in all, only the first part counts.
-    results, lost = dict[int, RaceResult](), dict[int, JobError]()
-    notes, num_repeats = list[str](), 0
+    results, lost, parts = dict[int, RaceResult](), dict[int, JobError](), list[_Session]()
     waiting, retried = tuple(range(1, len(entries))), set[int]()
     while True:
         session = _Session(entries, conditions, chooses=True)
@@ -247,9 +247,8 @@ def race_once(entries: Entries, conditions: Conditions, *, progress: Progress = 
             if retried.isdisjoint(waiting):
                 raise
             break
-        lost, num_repeats = session.lost | lost, num_repeats + session.num_repeats
-        notes += [note for process in session.processes.values() for note in process.notes]
-        waiting = session.waiting
+        parts.append(session)
+        lost, waiting = session.lost | lost, session.waiting
         if not waiting:
             killed = {index for index, error in lost.items() if isinstance(error, KilledError)}
             waiting, retried = tuple(sorted(killed - retried)), retried | killed
@@ -261,7 +260,7 @@ def race_once(entries: Entries, conditions: Conditions, *, progress: Progress = 
         if index not in results
     ]
     ordered = [results[index] for index in sorted(results)]
-    return _race(ordered, notes, num_repeats=num_repeats, num_sessions=1, dropped=tuple(dropped))
+    return _race(ordered, parts, num_sessions=1, dropped=tuple(dropped))
 
 
 def run_one_session(entries: Entries, conditions: Conditions, number: int, *, progress: Progress = silent) -> Race:
@@ -272,8 +271,7 @@ def run_one_session(entries: Entries, conditions: Conditions, number: int, *, pr
     """
     session = _Session(entries, conditions, chooses=False)
     results = session.run(range(len(entries)), conditions.seed + number, progress)
-    notes = [note for process in session.processes.values() for note in process.notes]
-    return _race(list(results.values()), notes, num_repeats=session.num_repeats, num_sessions=1)
+    return _race(list(results.values()), [session], num_sessions=1)
 
 
 # A process may be killed from outside; repeated deaths are no accident. A session whose baseline takes MAX_SLOWDOWN times as
@@ -342,8 +340,7 @@ def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
         )
         for rows in zip(*(race.results for race in sessions), strict=True)
     ]
-    notes, num_repeats = [note for race in sessions for note in race.notes], sum(race.num_repeats for race in sessions)
-    return _race(results, notes, num_repeats=num_repeats, num_sessions=len(sessions), void=tuple(void))
+    return _race(results, sessions, num_sessions=len(sessions), void=tuple(void))
 
 
 def compare(own: RaceResult, other: RaceResult) -> intervals.Score:

@@ -1,7 +1,6 @@
 """Evidence on units: KL divergence after pruning each one, predicted to second order, measured at two widths, and cached.
 
-A forward and a backward pass predict the cost of each unit at every width; two widths are measured. The measure is the KL
-divergence to the unpruned model, with a prune's compensation included: paired, smooth and free of labels, whereas accuracy on
+The KL divergence to the unpruned model, with a prune's compensation included, is paired, smooth and free of labels; accuracy on
 as many images would be noise (docs/facts.md, "KL, not accuracy"). Second runs usually change only the contract, and evidence
 costs them most: the user's cache stores it, in a file named by all that the evidence depends on.
 """
@@ -120,7 +119,7 @@ def measure_sensitivity(
     started = time.perf_counter()
     weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     calibration = compensation.Calibration(batches=batches, device=device_of(model), dtype=weight.dtype)
-    orders, folds, norms = dict[str, Elimination](), dict[str, dict[int, FoldedUnit]](), dict[str, str]()
+    orders, folds = dict[str, Elimination](), dict[str, dict[int, FoldedUnit]]()
     with preserving_state(model), torch.no_grad():
         model.eval()
         min_images = compensation.MIN_IMAGES
@@ -145,10 +144,9 @@ def measure_sensitivity(
                 by = best_for(unit.kind) if criterion == "auto" else criterion
                 order = orders[unit.name] = order_with_kl(model, unit, of_unit, by, seed=seed)
                 shifts = unit.consumer in norms or has_bias(model.get_submodule(unit.consumer))
-                measured_widths = spread_evenly(aligned_widths(unit.width, unit.step)[::-1], NUM_MEASURED)
                 folds[unit.name] = {
                     keep: fold(model, unit, of_unit, sorted(order.order[unit.width - keep :]), shifts=shifts)
-                    for keep in measured_widths
+                    for keep in spread_evenly(aligned_widths(unit.width, unit.step)[::-1], NUM_MEASURED)
                 }
         except compensation.SingularError as error:
             raise PruningError(f"what layers read varies too little beside its mean to be measured: {error}") from error
@@ -182,19 +180,19 @@ def measure_sensitivity(
 def _unit_evidence(unit: Unit, order: Elimination, measured: Mapping[int, float]) -> UnitEvidence:
     predicted = {keep: order.loss[unit.width - keep] for keep in aligned_widths(unit.width, unit.step)[::-1]}
     kls = interpolate_kl(measured, predicted)
-    cuts = [Cut(unit=unit, keep=keep, requested_ratio=1 - keep / unit.width) for keep in predicted]
-    options = tuple(
-        WidthOption(
-            keep=cut.keep,
+    options: list[WidthOption] = []
+    for keep, predicted_kl in predicted.items():
+        cut = Cut(unit=unit, keep=keep, requested_ratio=1 - keep / unit.width)
+        option = WidthOption(
+            keep=keep,
             params_saved=cut.params_saved,
             macs_saved=cut.macs_saved,
-            predicted_kl=predicted[cut.keep],
-            kl=kls[cut.keep],
-            measured=cut.keep in measured,
+            predicted_kl=predicted_kl,
+            kl=kls[keep],
+            measured=keep in measured,
         )
-        for cut in cuts
-    )
-    return UnitEvidence(unit=unit.name, order=order.order, options=options)
+        options.append(option)
+    return UnitEvidence(unit=unit.name, order=order.order, options=tuple(options))
 
 
 def interpolate_kl(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:
@@ -208,12 +206,9 @@ def interpolate_kl(measured: Mapping[int, float], predicted: Mapping[int, float]
     ys = np.maximum.accumulate([0.0, *(measured[keep] for keep in widest_first)])
     # Of widths with one prediction the widest counts.
     xs, firsts = np.unique(xs, return_index=True)
-    keeps = sorted(predicted, reverse=True)
-    kls = [
-        max(measured[keep], 0.0) if keep in measured else float(np.interp(predicted[keep], xs, ys[firsts]))
-        for keep in keeps
-    ]
-    return dict(zip(keeps, np.maximum.accumulate(kls).tolist(), strict=True))
+    drawn = {keep: float(np.interp(predicted[keep], xs, ys[firsts])) for keep in sorted(predicted, reverse=True)}
+    kls = [max(measured[keep], 0.0) if keep in measured else kl for keep, kl in drawn.items()]
+    return dict(zip(drawn, np.maximum.accumulate(kls).tolist(), strict=True))
 
 
 def with_latencies(evidence: Evidence, units: Sequence[Unit], table: LatencyTable) -> Evidence:

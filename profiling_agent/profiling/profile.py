@@ -34,9 +34,9 @@ def profile_operators(
 ) -> tuple[tuple[OperatorProfile, ...], float | None]:
     """Return the operators of a pass by input shape, most own time first, and the pass's kernel time on CUDA in ms.
 
-    Times come from `passes` passes without stacks, which would slow them; one more pass with stacks gives the chrome trace at
-    `trace_path`, gzipped if it ends in .gz. If `passes` is 1, for models so slow that stacks hardly matter, that pass is the
-    only one and gives the times too. Memory is what an operator allocates minus what it frees. A CUDA batch adds CUDA times.
+    Times come from `passes` passes without stacks, which would slow them; a pass with stacks gives the chrome trace at
+    `trace_path`, gzipped if it ends in .gz, and if `passes` is 1 the times too. Memory is what an operator allocates minus what
+    it frees. A CUDA batch adds CUDA times.
     """
     with_stacks = _run_profiler(model, batch, passes=1, with_stack=True)
     timed = with_stacks if passes == 1 else _run_profiler(model, batch, passes=passes, with_stack=False)
@@ -98,10 +98,8 @@ def profile_model(  # noqa: PLR0913 (each is a separate input of the profile)
     """Return the profile of `model`, which lies on `device`; the model is unchanged.
 
     `skeleton` is an fp32 model of the same architecture and widths, needed if `model` is quantized: parameters, MACs and units
-    are counted on it, because quantized operators have no formulas; times and activations are those of `model`. There is a row
-    for every module that owns parameters, multiplies, or runs, named as in `model`. The chrome trace is written to
-    `trace_path`; the profile's own `trace` stays None. At most 60 forward passes are run, those of `headline` included; fewer
-    if `headline` shows that a pass is slow.
+    are counted on it. There is a row for every module that owns parameters, multiplies, or runs. The chrome trace is written to
+    `trace_path`; the profile's own `trace` stays None. At most 60 forward passes are run, those of `headline` included.
 
     Raises:
         RequestError: the model doesn't run on `spec`.
