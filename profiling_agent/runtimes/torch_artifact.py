@@ -203,8 +203,7 @@ def save_model(
         return images.numpy(), modules.logits_of(model, images.float()).numpy()
 
     description = Recipe(
-        # No path of this machine, here and in the config.
-        base_model=base_model if base_revision else Path(base_model).name or base_model,
+        base_model=base_model,
         base_revision=base_revision,
         architecture=type(model).__name__,
         config=config_of(model),
@@ -269,6 +268,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     config: Any = model.config
     # A timm config has the names only as a list, which only transformers' reading of a config.json understands.
     written = parse_json(config.to_json_string(use_diff=False))
+    # A path of this machine.
     written.pop("_name_or_path", None)
     names = {str(index): name for index, name in config.id2label.items()}
     return written | {"architectures": [type(model).__name__], "id2label": names}
