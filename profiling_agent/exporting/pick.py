@@ -8,8 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from pydantic import Field
-
 from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.lib.io import DocumentError, expanded, file_sha256, inside, read_record
 from profiling_agent.reporting.report import RunReport, VariantRow
@@ -32,9 +30,9 @@ class ExportManifest(Record):
     architecture: str
     deployment: Deployment
     input: InputSpec
-    batch_size: int | None = Field(description="the only number of images that it takes at a time; null for any")
-    libraries: dict[str, str] = Field(description="versions that it was made and tried with")
-    files: dict[str, str] = Field(description="sha256 of every other file, the card aside")
+    batch_size: int | None  # the only number of images that it takes at a time; null for any
+    libraries: dict[str, str]  # versions that it was made and tried with
+    files: dict[str, str]  # sha256 of every other file, the card aside
 
 
 def read_exported(folder: Path) -> ExportManifest:
@@ -99,10 +97,10 @@ class RunCandidate(Record):
     evaluation: Evaluation
     race_result: RaceResult | None
     terms: tuple[Term, ...]
-    unmeasured: tuple[str, ...] = Field(default=(), description="terms of the contract of which nothing was measured")
-    is_judged: bool = Field(description="whether it is what the run returned, with held-out images and a verdict")
-    is_on_front: bool = Field(description="whether no other is as accurate, as fast and as small, and better in one")
-    notes: tuple[str, ...] = Field(default=(), description="what the held-out images said against it")
+    unmeasured: tuple[str, ...] = ()  # terms of the contract of which nothing was measured
+    is_judged: bool  # whether it is what the run returned, with held-out images and a verdict
+    is_on_front: bool  # whether no other is as accurate, as fast and as small, and better in one
+    notes: tuple[str, ...] = ()  # what the held-out images said against it
 
     @property
     def name(self) -> str:

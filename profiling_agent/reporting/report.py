@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from profiling_agent.errors import PlanError
 from profiling_agent.jobs.tasks import Profiled
@@ -46,7 +46,7 @@ class Summary(Record):
     """One model in one line; `top1` is measured on the held-out images."""
 
     variant: Variant
-    deployment: Deployment = Field(default=Deployment(), description="what executes it")
+    deployment: Deployment = Deployment()  # what executes it
     attempt: int | None = None
     top1: float
     num_images: int
@@ -107,30 +107,26 @@ class RunReport(Record):
     verdict: Verdict
     goal: Goal
     stopped: StopReason
-    planned_by: str = Field(default="", description="who planned, and why")
-    spent: Spent | None = Field(default=None, description="what was asked of a language model")
-    decisions: tuple[Decided, ...] = Field(default=(), description="what a person decided of the plans")
-    deployment_search: DeploymentSearch | None = Field(
-        default=None, description="the deployments that the unpruned model was tried in"
-    )
+    planned_by: str = ""  # who planned, and why
+    spent: Spent | None = None  # what was asked of a language model
+    decisions: tuple[Decided, ...] = ()  # what a person decided of the plans
+    deployment_search: DeploymentSearch | None = None  # the deployments that the unpruned model was tried in
     baseline: Summary
     best: Summary
-    heldout: Evaluation = Field(description="the returned model on the held-out images")
+    heldout: Evaluation  # the returned model on the held-out images
     variants: tuple[VariantRow, ...]
-    screening: Race | None = Field(default=None, description="the session that it was chosen by")
-    race: Race | None = Field(default=None, description="the sessions that the returned model was timed in")
+    screening: Race | None = None  # the session that it was chosen by
+    race: Race | None = None  # the sessions that the returned model was timed in
     attempts: tuple[Attempt, ...]
-    kept_beside: str | None = Field(default=None, description="a candidate that failed on the held-out images")
+    kept_beside: str | None = None  # a candidate that failed on the held-out images
     notes: tuple[str, ...]
     acquired: Acquired
     input: InputSpec
     profiles: dict[str, Profiled]
     layers: tuple[LayerGroup, ...]
-    on_gpu: tuple[str, ...] = Field(
-        default=(), description="what a pass leaves of the GPU, and its energy; empty on the CPU"
-    )
+    on_gpu: tuple[str, ...] = ()  # what a pass leaves of the GPU, and its energy; empty on the CPU
     sensitivity: tuple[Sensitivity, ...] = ()
-    times: tuple[TimeRow, ...] = Field(default=(), description="where the run's time went, most first")
+    times: tuple[TimeRow, ...] = ()  # where the run's time went, most first
     artifacts: dict[str, str]
     request: Request
     environment: Environment
