@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -32,19 +32,7 @@ from profiling_agent.lib.logs import SETTINGS_LOCK, quiet, third_party_errors
 from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
-from profiling_agent.runtimes.artifact import (
-    CARD,
-    ONNX,
-    Recipe,
-    appearing,
-    card_head,
-    check_golden,
-    golden_distance,
-    named_folder,
-    open_folder,
-    open_session,
-    text_templates,
-)
+from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.runtimes.torch_artifact import HALVES, config_of, load_module, load_processor, load_skeleton
@@ -64,53 +52,42 @@ def preprocessing_of(processor: Any, spec: InputSpec) -> dict[str, Any] | None:
     `resize`: height and width, the length of the shorter edge, or None; `crop`: height and width of the middle that is kept, or None.
     """
 
-    def prepare_with(image: Image.Image) -> NDArray[Any]:
-        return np.asarray(processor(images=[image], return_tensors="pt")["pixel_values"])
+    def prepared(image: Image.Image) -> NDArray[np.float64]:
+        return np.asarray(processor(images=[image], return_tensors="pt")["pixel_values"], np.float64)
 
-    scaling = _measure_scaling(prepare_with, spec) if spec.channels == 3 else None
-    if scaling is None:
+    if spec.channels != 3:
         return None
-    rng = np.random.default_rng(0)
-    sizes = [(max(2, round(spec.height * high)), max(2, round(spec.width * wide))) for high, wide in PROBE_SCALES]
-    probes = [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
-    expected = [prepare_with(probe) for probe in probes]
-    for guess in _guesses(processor.to_dict(), spec):
-        how = guess | scaling
-        if all(_is_close(prepare([probe], how), target) for probe, target in zip(probes, expected, strict=True)):
-            return how
-    return None
-
-
-def _is_close(actual: NDArray[Any], expected: NDArray[Any]) -> bool:
-    return actual.shape == expected.shape and bool(np.abs(actual - expected).max() <= TOLERANCE)
-
-
-def _measure_scaling(prepare_with: Callable[[Image.Image], NDArray[Any]], spec: InputSpec) -> dict[str, Any] | None:
-    """Return order, mean and std of the channels, measured on black, white and red, or None if it isn't plain scaling."""
     colors = ((0, 0, 0), (255, 255, 255), (255, 0, 0))
-    prepared = [prepare_with(Image.new("RGB", (spec.width, spec.height), color))[0] for color in colors]
-    if prepared[0].shape != spec.batch(1)[1:]:
+    plain = [prepared(Image.new("RGB", (spec.width, spec.height), color)) for color in colors]
+    if plain[0].shape != spec.batch(1):
         return None
-    black, white, red = (image[:, spec.height // 2, spec.width // 2].astype(np.float64) for image in prepared)
+    black, white, red = (images[0, :, spec.height // 2, spec.width // 2] for images in plain)
     gain = white - black
     if not (np.isfinite(gain).all() and (gain > 0).all()):
         return None
     # Seven digits are what float32 has; adding zero removes its sign.
     mean, std = (tuple(float(f"{value:.7g}") + 0.0 for value in values) for values in (-black / gain, 1 / gain))
-    return {"channels": "BGR" if (red - black > gain / 2)[2] else "RGB", "mean": mean, "std": std}
+    scaling = {"channels": "BGR" if (red - black > gain / 2)[2] else "RGB", "mean": mean, "std": std}
+    rng = np.random.default_rng(0)
+    sizes = [(max(2, round(spec.height * high)), max(2, round(spec.width * wide))) for high, wide in PROBE_SCALES]
+    probes = [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+    expected = [prepared(probe) for probe in probes]
 
+    def reproduces(how: dict[str, Any]) -> bool:
+        results = ((prepare([probe], how), target) for probe, target in zip(probes, expected, strict=True))
+        return all(a.shape == b.shape and bool(np.abs(a - b).max() <= TOLERANCE) for a, b in results)
 
-def _guesses(settings: dict[str, Any], spec: InputSpec) -> Generator[dict[str, Any]]:
-    """Yield ways to resize and crop by a processor's settings, which the test images tell apart."""
-    sizes = [settings.get(name) or {} for name in ("size", "crop_size")]
-    resized, crop = ((size["height"], size["width"]) if size.get("height") else None for size in sizes)
-    length = sizes[0].get("shortest_edge") or min(spec.height, spec.width)
-    cropped = int(length / (settings.get("crop_pct") or 1.0))
-    names = {int(number): name for name, number in RESAMPLE.items()}
-    resample = names.get(settings.get("resample") or 0, "bilinear")
-    for resize in dict.fromkeys((None, resized, length, cropped, int(OVER_CROP * length), (length, length))):
-        for center in dict.fromkeys((None, crop, (spec.height, spec.width))):
-            yield {"resize": resize, "resample": resample, "crop": center}
+    # What the settings may mean; the test images tell them apart.
+    settings = processor.to_dict()
+    given = [settings.get(name) or {} for name in ("size", "crop_size")]
+    resized, crop = ((size["height"], size["width"]) if size.get("height") else None for size in given)
+    length = given[0].get("shortest_edge") or min(spec.height, spec.width)
+    cropped, names = int(length / (settings.get("crop_pct") or 1.0)), {int(n): name for name, n in RESAMPLE.items()}
+    resizes = dict.fromkeys((None, resized, length, cropped, int(OVER_CROP * length), (length, length)))
+    crops = dict.fromkeys((None, crop, (spec.height, spec.width)))
+    resample = {"resample": names.get(settings.get("resample") or 0, "bilinear")}
+    guesses = ({"resize": r, "crop": c} | resample | scaling for r, c in itertools.product(resizes, crops))
+    return next(filter(reproduces, guesses), None)
 
 
 FORMATS = ("onnx", "openvino", "hf")
@@ -136,8 +113,8 @@ def export(source: Path, format_: str | None, output: Path, *, batch_size: int |
     """
     if format_ is not None and format_ not in FORMATS:
         raise RequestError(f"there is no format {format_!r}: choose one of {', '.join(FORMATS)}")
-    folder = named_folder(model_folder(source))
-    recipe = open_folder(folder, verify=True)
+    folder = artifact.named_folder(model_folder(source))
+    recipe = artifact.open_folder(folder, verify=True)
     executor = runtime(recipe.deployment.runtime)
     format_ = format_ or executor.graph_format or "hf"
     if batch_size is not None and (format_ != "onnx" or not executor.is_torch):
@@ -153,38 +130,37 @@ def export(source: Path, format_: str | None, output: Path, *, batch_size: int |
     return f"wrote {output}; {summary}. Run it without profiling-agent: python {output / SCRIPT} image.png"
 
 
-def _refusal(recipe: Recipe, format_: str) -> str | None:
+def _refusal(recipe: artifact.Recipe, format_: str) -> str | None:
     """Return why a format can't hold a deployment and what to do, or None if it can."""
     executor = runtime(recipe.deployment.runtime)
     graph = executor.graph_format
-    if executor.is_torch:
-        if any(layer.dtype == "qint8" or layer.kind == "rowwise" for layer in recipe.quantized):
-            return (
-                f"and no export format holds quantized layers of torch: {PICK}, or run it with `profiling_agent.load`"
-            )
-        if format_ == "openvino":
-            return f"and only models for OpenVINO are exported to openvino: use --format onnx or hf, or {PICK}"
-        if format_ == "onnx" and (recipe.quantized or recipe.deployment.scheme != "float32"):
-            return f"and an export to onnx has to be float32: use --format hf, or {PICK}"
-    elif graph is None:
-        return f"and no export format holds its graph: {PICK}"
-    elif format_ != graph:
-        return f"whose graph has only one format: use --format {graph}, or {PICK}"
+    if not executor.is_torch:
+        if graph is None:
+            return f"and no export format holds its graph: {PICK}"
+        return None if format_ == graph else f"whose graph has only one format: use --format {graph}, or {PICK}"
+    if any(layer.dtype == "qint8" or layer.kind == "rowwise" for layer in recipe.quantized):
+        return f"and no export format holds quantized layers of torch: {PICK}, or run it with `profiling_agent.load`"
+    if format_ == "openvino":
+        return f"and only models for OpenVINO are exported to openvino: use --format onnx or hf, or {PICK}"
+    if format_ == "onnx" and (recipe.quantized or recipe.deployment.scheme != "float32"):
+        return f"and an export to onnx has to be float32: use --format hf, or {PICK}"
     return None
 
 
 def _write_graph(
-    folder: Path, recipe: Recipe, format_: str, temporary: Path, batch_size: int | None
+    folder: Path, recipe: artifact.Recipe, format_: str, temporary: Path, batch_size: int | None
 ) -> tuple[str, int | None]:
     """Write graph, labels, preprocessing and script; return what was checked and the fixed batch size."""
     spec, label_names, processor = recipe.input, recipe.config["id2label"], load_processor(folder)
     executor = runtime(recipe.deployment.runtime)
     if executor.is_torch:
-        distance = export_onnx(load_module(folder), temporary / ONNX, spec=spec, batch_size=batch_size, is_bare=True)
+        distance = export_onnx(
+            load_module(folder), temporary / artifact.ONNX, spec=spec, batch_size=batch_size, is_bare=True
+        )
         summary = f"ONNX Runtime's logits are {distance:.1g} from torch's (relative)"
     else:
-        session = open_session(folder)
-        check_golden(session.run, folder, recipe)
+        session = artifact.open_session(folder)
+        artifact.check_golden(session.run, folder, recipe)
         summary, batch_size = "it gives the saved model's logits", session.fixed_size
         if instructions := executor.needed_instructions(recipe.quantized):
             summary += f" here; on a processor without {' or '.join(instructions)} its int8 sums may saturate"
@@ -212,30 +188,26 @@ def _write_graph(
     return summary, batch_size
 
 
-def _write_hf(folder: Path, recipe: Recipe, temporary: Path) -> str:
+def _write_hf(folder: Path, recipe: artifact.Recipe, temporary: Path) -> str:
     """Write a Hugging Face model; a model with half-precision layers in half precision as a whole, if its logits allow it."""
-    scheme = recipe.deployment.scheme
-    half = HALVES.get(scheme)
+    half = HALVES.get(recipe.deployment.scheme)
+    model, processor = load_skeleton(folder) if half else load_module(folder), load_processor(folder)
+    plain, golden = temporary / "plain", folder if half else None
     reason = save_plain(
-        load_skeleton(folder) if half else load_module(folder),
-        temporary / "plain",
-        spec=recipe.input,
-        processor=load_processor(folder),
-        cuts=recipe.cuts,
-        half=half,
-        saved=folder,
+        model, plain, spec=recipe.input, processor=processor, cuts=recipe.cuts, half=half, golden_of=golden
     )
     if reason:
         hint = PICK if half else "use --format onnx"
         raise ArtifactError(f"{str(folder)!r} is no ordinary Hugging Face model: {reason}; {hint}")
-    for path in (temporary / "plain").iterdir():
+    for path in plain.iterdir():
         path.rename(temporary / path.name)
-    (temporary / "plain").rmdir()
+    plain.rmdir()
     write_text(temporary / SCRIPT, _render("run.py.jinja", format="hf"))
-    return f"from_pretrained loads it{f', in {scheme} as a whole' if half else ''}, with the saved model's logits"
+    whole = f", in {recipe.deployment.scheme} as a whole" if half else ""
+    return f"from_pretrained loads it{whole}, with the saved model's logits"
 
 
-def _write_card(folder: Path, recipe: Recipe, format_: str, temporary: Path, batch_size: int | None) -> None:
+def _write_card(folder: Path, recipe: artifact.Recipe, format_: str, temporary: Path, batch_size: int | None) -> None:
     manifest = ExportManifest(
         base_model=recipe.base_model,
         base_revision=recipe.base_revision,
@@ -265,15 +237,17 @@ def _write_card(folder: Path, recipe: Recipe, format_: str, temporary: Path, bat
         runtime=recipe.deployment.runtime,
     )
     labels_file = "`config.json`." if format_ == "hf" else f"`{LABELS}`."
-    card = ModelCard(f"{card_head(folder).replace('`recipe.json`.', labels_file)}{usage}", ignore_metadata_errors=True)
+    card = ModelCard(
+        f"{artifact.card_head(folder).replace('`recipe.json`.', labels_file)}{usage}", ignore_metadata_errors=True
+    )
     metadata: Any = card.data
     # The Hub has its own name for the library.
     metadata.library_name = "transformers" if format_ == "hf" else format_
-    write_text(temporary / CARD, str(card))
+    write_text(temporary / artifact.CARD, str(card))
 
 
 def _render(template: str, **values: Any) -> str:
-    return text_templates("profiling_agent.exporting").get_template(template).render(values)
+    return artifact.text_templates("profiling_agent.exporting").get_template(template).render(values)
 
 
 # Parts of field names over all model families; trying finds the field that counts.
@@ -295,13 +269,13 @@ def save_plain(
     processor: Any,
     cuts: Sequence[Cut] = (),
     half: torch.dtype | None = None,
-    saved: Path | None = None,
+    golden_of: Path | None = None,
 ) -> str | None:
     """Write `model` so that `AutoModelForImageClassification.from_pretrained(folder)` loads it; None if written.
 
     If no config can express the cuts, nothing is written and the reason is returned as a phrase. The folder appears complete or
-    not at all, after it was loaded and gave the model's logits for two images. With `half` the whole model is in that precision;
-    `model` then has the weights of the one in `saved`, of which only layers are in it, and whose golden logits count.
+    not at all, after it was loaded and gave the model's logits for two images. `half` is the precision of the whole model; the
+    loaded model then has to give the golden logits of the saved model in `golden_of`.
 
     Raises:
         ArtifactError: `folder` exists, transformers can't write and load the model, or the loaded model's logits are more than
@@ -321,19 +295,21 @@ def save_plain(
         return ArtifactError(f"transformers can't write and load the model ({cause}): deploy the saved folder instead")
 
     # While loading, transformers disables initialisers in all threads.
-    with appearing(folder) as temporary, quiet(), SETTINGS_LOCK:
+    with artifact.appearing(folder) as temporary, quiet(), SETTINGS_LOCK:
         with third_party_errors(refuse):
             plain_model.save_pretrained(temporary)
             processor.save_pretrained(temporary)
             loaded: Any = AutoModelForImageClassification.from_pretrained(
                 temporary, local_files_only=True, trust_remote_code=False, use_safetensors=True
             )
-        if half is None or saved is None:
+        if golden_of is None:
             batch, tolerance = random_batch(spec, 2), SAME_TOLERANCE
             distance = relative_distance(logits_of(loaded, batch), logits_of(model, batch))
         else:
             tolerance = HALF_TOLERANCE
-            distance = golden_distance(lambda images: logits_of(loaded, torch.from_numpy(images)).numpy(), saved)
+            distance = artifact.golden_distance(
+                lambda images: logits_of(loaded, torch.from_numpy(images)).numpy(), golden_of
+            )
         # `not <=` so that a NaN fails.
         if not distance <= tolerance:
             raise ArtifactError(
