@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from pydantic import model_validator
 
+from profiling_agent import schemas
 from profiling_agent.errors import PlanError
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.lib.layer_names import matching_names
@@ -13,40 +14,16 @@ from profiling_agent.lib.machine import environment
 from profiling_agent.planning.digest import launch_text
 from profiling_agent.reporting.units import count, percent
 from profiling_agent.request import Request, without_retired
-from profiling_agent.schemas import (
-    Acquired,
-    Attempt,
-    Cut,
-    Decided,
-    Deployment,
-    DeploymentSearch,
-    Environment,
-    Evaluation,
-    Goal,
-    InputSpec,
-    ModelProfile,
-    Plan,
-    Race,
-    RaceResult,
-    Record,
-    Spent,
-    StopReason,
-    UnitKind,
-    Variant,
-    Verdict,
-    WidthOption,
-    nearest_option,
-)
 from profiling_agent.search.deadline import EFFORTS
 from profiling_agent.search.finalize import FinalChoice
 from profiling_agent.workspace import REPORT_VERSION
 
 
-class Summary(Record):
+class Summary(schemas.Record):
     """One model in one line; `top1` is measured on the held-out images."""
 
-    variant: Variant
-    deployment: Deployment = Deployment()  # what executes it
+    variant: schemas.Variant
+    deployment: schemas.Deployment = schemas.Deployment()  # what executes it
     attempt: int | None = None
     top1: float
     num_images: int
@@ -58,14 +35,14 @@ class Summary(Record):
     peak_memory_bytes: int
 
 
-class VariantRow(Record):
+class VariantRow(schemas.Record):
     """One variant of pruning and quantization on the search images, raced in its own sessions or in the screening session."""
 
-    evaluation: Evaluation
-    race_result: RaceResult | None = None
+    evaluation: schemas.Evaluation
+    race_result: schemas.RaceResult | None = None
 
 
-class LayerGroup(Record):
+class LayerGroup(schemas.Record):
     """Sums over repeated layers, before and after; milliseconds are those of the profiling pass."""
 
     name: str
@@ -77,20 +54,20 @@ class LayerGroup(Record):
     latency_after_ms: float
 
 
-class Sensitivity(Record):
+class Sensitivity(schemas.Record):
     """Expected cost and saving of cutting one unit of the baseline alone to each width."""
 
     unit: str
-    kind: UnitKind
+    kind: schemas.UnitKind
     width: int
-    options: tuple[WidthOption, ...]
+    options: tuple[schemas.WidthOption, ...]
 
-    def at(self, share: float) -> WidthOption:
+    def at(self, share: float) -> schemas.WidthOption:
         """Return the option whose kept share of the width is nearest to `share`."""
-        return nearest_option(self.options, self.width, share)
+        return schemas.nearest_option(self.options, self.width, share)
 
 
-class TimeRow(Record):
+class TimeRow(schemas.Record):
     """Total time of the jobs of one kind; `passes` is that in passes of the baseline, eager float32 on one image."""
 
     kind: str
@@ -99,29 +76,29 @@ class TimeRow(Record):
     passes: float
 
 
-class RunReport(Record):
+class RunReport(schemas.Record):
     """Contents of `report.json`."""
 
     schema_version: int = REPORT_VERSION
     run_id: str
-    verdict: Verdict
-    goal: Goal
-    stopped: StopReason
+    verdict: schemas.Verdict
+    goal: schemas.Goal
+    stopped: schemas.StopReason
     planned_by: str = ""  # who planned, and why
-    spent: Spent | None = None  # what was asked of a language model
-    decisions: tuple[Decided, ...] = ()  # what a person decided of the plans
-    deployment_search: DeploymentSearch | None = None  # the deployments that the unpruned model was tried in
+    spent: schemas.Spent | None = None  # what was asked of a language model
+    decisions: tuple[schemas.Decided, ...] = ()  # what a person decided of the plans
+    deployment_search: schemas.DeploymentSearch | None = None  # the deployments that the unpruned model was tried in
     baseline: Summary
     best: Summary
-    heldout: Evaluation  # the returned model on the held-out images
+    heldout: schemas.Evaluation  # the returned model on the held-out images
     variants: tuple[VariantRow, ...]
-    screening: Race | None = None  # the session that it was chosen by
-    race: Race | None = None  # the sessions that the returned model was timed in
-    attempts: tuple[Attempt, ...]
+    screening: schemas.Race | None = None  # the session that it was chosen by
+    race: schemas.Race | None = None  # the sessions that the returned model was timed in
+    attempts: tuple[schemas.Attempt, ...]
     kept_beside: str | None = None  # a candidate that failed on the held-out images
     notes: tuple[str, ...]
-    acquired: Acquired
-    input: InputSpec
+    acquired: schemas.Acquired
+    input: schemas.InputSpec
     profiles: dict[str, Profiled]
     layers: tuple[LayerGroup, ...]
     on_gpu: tuple[str, ...] = ()  # what a pass leaves of the GPU, and its energy; empty on the CPU
@@ -129,14 +106,14 @@ class RunReport(Record):
     times: tuple[TimeRow, ...] = ()  # where the run's time went, most first
     artifacts: dict[str, str]
     request: Request
-    environment: Environment
+    environment: schemas.Environment
 
     _drop_retired = model_validator(mode="before")(without_retired)
 
     @property
     def judged(self) -> str:
         """Return the model that the contract was measured on: the returned one, or a candidate that held-out images refused."""
-        is_refused = self.kept_beside is not None and self.best.variant is Variant.BASELINE
+        is_refused = self.kept_beside is not None and self.best.variant is schemas.Variant.BASELINE
         return "the candidate that held-out images refused, kept beside" if is_refused else "the returned model"
 
     @property
@@ -148,12 +125,12 @@ class RunReport(Record):
         return f"About {number:,} held-out images would certify it{f'; there are {total:,}' if number > total else ''}."
 
     @property
-    def race_result(self) -> RaceResult | None:
+    def race_result(self) -> schemas.RaceResult | None:
         """Return the race result of the returned model, or None if it was not timed."""
         return next((row.race_result for row in self.variants if row.evaluation.model == self.heldout.model), None)
 
 
-def evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
+def evidence_notes(profile: schemas.ModelProfile) -> tuple[str, ...]:
     """Return warnings on the evidence: that there is none, or that a busy machine timed it."""
     if profile.evidence_note is not None:
         return (f"no sensitivity was measured, so ratios are uniform: {profile.evidence_note}",)
@@ -166,7 +143,7 @@ def evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
     )
 
 
-def gpu_lines(profiles: Mapping[str, ModelProfile]) -> tuple[str, ...]:
+def gpu_lines(profiles: Mapping[str, schemas.ModelProfile]) -> tuple[str, ...]:
     """Return how far launches bound each model on a GPU, and the energy of an image; empty on the CPU."""
     lines: list[str] = []
     for name, profile in profiles.items():
@@ -182,16 +159,16 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
     request: Request,
     final: FinalChoice,
     *,
-    acquired: Acquired,
-    input: InputSpec,
-    deployment_search: DeploymentSearch | None,
+    acquired: schemas.Acquired,
+    input: schemas.InputSpec,
+    deployment_search: schemas.DeploymentSearch | None,
     peak_memory_bytes: tuple[int, int],
-    attempts: tuple[Attempt, ...],
-    stopped: StopReason,
+    attempts: tuple[schemas.Attempt, ...],
+    stopped: schemas.StopReason,
     planned_by: str,
-    spent: Spent | None,
-    decisions: tuple[Decided, ...],
-    profiles: Mapping[str, tuple[Profiled, ModelProfile]],
+    spent: schemas.Spent | None,
+    decisions: tuple[schemas.Decided, ...],
+    profiles: Mapping[str, tuple[Profiled, schemas.ModelProfile]],
     times: Mapping[str, tuple[int, float]],
 ) -> RunReport:
     """Build the report of a run from its final choice and what each stage found.
@@ -211,7 +188,7 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
         for number, row in enumerate(final.variants)
     }
 
-    def summarise(evaluation: Evaluation, profiled: Profiled, peak_bytes: int, attempt: int | None) -> Summary:
+    def summarise(evaluation: schemas.Evaluation, profiled: Profiled, peak_bytes: int, attempt: int | None) -> Summary:
         # Latency is that of the race, else that of the model's own process.
         result = results.get(evaluation.model.sha256)
         return Summary(
@@ -272,7 +249,7 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
     )
 
 
-def _compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGroup, ...]:
+def _compare_layers(before: schemas.ModelProfile, after: schemas.ModelProfile) -> tuple[LayerGroup, ...]:
     """Return the layers of both profiles, merged if only their index differs; most MACs first."""
     names = [name for name in LayerGroup.model_fields if name != "name"]
     totals: defaultdict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(names, 0.0))
@@ -301,7 +278,7 @@ def omissions(report: RunReport) -> tuple[str, ...]:
     cases = (
         (bool(untried), f"deployments that were not tried: {untried}"),
         (bool(unmeasured), f"deployments that were made and not measured: {unmeasured}"),
-        (report.stopped is StopReason.TIME_SPENT, f"plans: {plans} were measured"),
+        (report.stopped is schemas.StopReason.TIME_SPENT, f"plans: {plans} were measured"),
         (is_cut, f"held-out images: {num_seen:,} of {num_all:,} were looked at"),
     )
     return tuple(text for applies, text in cases if applies)
@@ -345,7 +322,7 @@ MAX_FACTOR = 2.0
 MIN_NATS, MIN_SHARE = 1e-4, 0.02
 
 
-class ForecastCheck(Record):
+class ForecastCheck(schemas.Record):
     """Predicted and measured value of one quantity of an attempt."""
 
     what: str
@@ -354,7 +331,7 @@ class ForecastCheck(Record):
     is_off: bool
 
 
-class Choice(Record):
+class Choice(schemas.Record):
     """Width of one unit before and after, and the reason."""
 
     unit: str
@@ -369,7 +346,7 @@ def is_off(predicted: float, measured: float, floor: float) -> bool:
     return larger > floor and larger > MAX_FACTOR * max(smaller, 0.0)
 
 
-def predictions(attempt: Attempt, report: RunReport) -> tuple[ForecastCheck, ...]:
+def predictions(attempt: schemas.Attempt, report: RunReport) -> tuple[ForecastCheck, ...]:
     """Return what was predicted of an attempt next to what was measured; empty if it was not pruned."""
     dry_run, rows = attempt.dry_run, list[ForecastCheck]()
     if dry_run is None or attempt.pruned_model is None:
@@ -393,13 +370,13 @@ def predictions(attempt: Attempt, report: RunReport) -> tuple[ForecastCheck, ...
     return tuple(rows)
 
 
-def final_attempt(report: RunReport) -> Attempt | None:
+def final_attempt(report: RunReport) -> schemas.Attempt | None:
     """Return the attempt that the returned model came from, else the last one, or None without attempts."""
     chosen = next((attempt for attempt in report.attempts if attempt.number == report.best.attempt), None)
     return chosen or (report.attempts[-1] if report.attempts else None)
 
 
-def unit_decisions(report: RunReport, attempt: Attempt) -> tuple[Choice, ...]:
+def unit_decisions(report: RunReport, attempt: schemas.Attempt) -> tuple[Choice, ...]:
     """Return what an attempt did to each unit that could be cut, and why, in the model's order."""
     cuts = {cut.unit.name: cut for cut in attempt.dry_run.cuts} if attempt.dry_run else {}
     sensitivities = {row.unit: row for row in report.sensitivity}
@@ -412,7 +389,7 @@ def unit_decisions(report: RunReport, attempt: Attempt) -> tuple[Choice, ...]:
     return tuple(result)
 
 
-def _cut_reason(cut: Cut, row: Sensitivity | None, plan: Plan) -> str:
+def _cut_reason(cut: schemas.Cut, row: Sensitivity | None, plan: schemas.Plan) -> str:
     cost = _format_cost(row, cut.keep) if row else ""
     for rec in plan.pruning:
         if _matches(rec.layer, (cut.unit.name, *cut.unit.members)):
@@ -421,7 +398,7 @@ def _cut_reason(cut: Cut, row: Sensitivity | None, plan: Plan) -> str:
     return f"the allocator's choice{f': {cost}' if cost else ''}"
 
 
-def _uncut_reason(name: str, row: Sensitivity | None, attempt: Attempt) -> str:
+def _uncut_reason(name: str, row: Sensitivity | None, attempt: schemas.Attempt) -> str:
     for note in attempt.dry_run.notes if attempt.dry_run else ():
         if repr(name) in note:
             return note
