@@ -286,33 +286,26 @@ def omissions(report: RunReport) -> tuple[str, ...]:
 
 def differences(reports: Mapping[str, RunReport]) -> tuple[str, ...]:
     """Return a line for each difference that makes the runs' times incomparable; empty if there is none."""
+    environments = {name: report.environment for name, report in reports.items()}
+    # All that times depend on, except software.
+    machines = {
+        name: f"{here.machine} ({', '.join(here.cpu_flags) or 'no vector extensions of note'}; {here.system}, {here.device})"
+        for name, here in environments.items()
+    }
+    other = "runs of different machines, whose times and speed-ups aren't compared"
+    compared = [
+        (other, machines, "; race their models on one of them (profiling-agent race)"),
+        ("times are of batches of different sizes", {n: f"{r.request.batch_size}" for n, r in reports.items()}, ""),
+    ]
+    for library in sorted({library for here in environments.values() for library in here.versions}):
+        versions = {name: here.versions.get(library, "none") for name, here in environments.items()}
+        compared.append((f"times are of different versions of {library}", versions, ""))
     lines: list[str] = []
-
-    def compare(what: str, value_of: Callable[[RunReport], str], advice: str = "") -> None:
-        runs: defaultdict[str, list[str]] = defaultdict(list)
-        for name, report in reports.items():
-            runs[value_of(report)].append(name)
+    for what, values, advice in compared:
+        runs = {value: [name for name in values if values[name] == value] for value in values.values()}
         if len(runs) > 1:
-            values = "; ".join(f"{', '.join(names)}: {value}" for value, names in runs.items())
-            lines.append(f"{what}: {values}{advice}")
-
-    def machine(report: RunReport) -> str:
-        # All that times depend on, except software.
-        here = report.environment
-        flags = ", ".join(here.cpu_flags) or "no vector extensions of note"
-        return f"{here.machine} ({flags}; {here.system}, {here.device})"
-
-    compare(
-        "runs of different machines, whose times and speed-ups aren't compared",
-        machine,
-        "; race their models on one of them (profiling-agent race)",
-    )
-    compare("times are of batches of different sizes", lambda report: f"{report.request.batch_size}")
-    for library in sorted({library for report in reports.values() for library in report.environment.versions}):
-        compare(
-            f"times are of different versions of {library}",
-            lambda report, library=library: report.environment.versions.get(library, "none"),
-        )
+            text = "; ".join(f"{', '.join(names)}: {value}" for value, names in runs.items())
+            lines.append(f"{what}: {text}{advice}")
     return tuple(lines)
 
 
@@ -384,13 +377,15 @@ def unit_decisions(report: RunReport, attempt: schemas.Attempt) -> tuple[Choice,
     for name in dict.fromkeys([*sensitivities, *cuts]):
         cut, row = cuts.get(name), sensitivities.get(name)
         width = cut.unit.width if cut else sensitivities[name].width
-        reason = _cut_reason(cut, row, attempt.plan) if cut else _uncut_reason(name, row, attempt)
+        keep = cut.keep if cut else max((option.keep for option in row.options), default=width) if row else width
+        option = row.at(keep / width) if row else None
+        cost = f"{option.kl:.2g} nats alone for {count(option.params_saved)} params at {option.keep}" if option else ""
+        reason = _cut_reason(cut, cost, attempt.plan) if cut else _uncut_reason(name, cost, attempt)
         result.append(Choice(unit=name, width=width, kept=cut.keep if cut else width, reason=reason))
     return tuple(result)
 
 
-def _cut_reason(cut: schemas.Cut, row: Sensitivity | None, plan: schemas.Plan) -> str:
-    cost = _format_cost(row, cut.keep) if row else ""
+def _cut_reason(cut: schemas.Cut, cost: str, plan: schemas.Plan) -> str:
     for rec in plan.pruning:
         if _matches(rec.layer, (cut.unit.name, *cut.unit.members)):
             justification = f": {rec.justification}" if rec.justification else ""
@@ -398,23 +393,16 @@ def _cut_reason(cut: schemas.Cut, row: Sensitivity | None, plan: schemas.Plan) -
     return f"the allocator's choice{f': {cost}' if cost else ''}"
 
 
-def _uncut_reason(name: str, row: Sensitivity | None, attempt: schemas.Attempt) -> str:
+def _uncut_reason(name: str, cost: str, attempt: schemas.Attempt) -> str:
     for note in attempt.dry_run.notes if attempt.dry_run else ():
         if repr(name) in note:
             return note
     for cap in attempt.plan.caps:
         if cap.max_ratio == 0 and _matches(cap.layer, (name,)):
             return f"the plan leaves {cap.layer!r} alone"
-    if row is None:
-        return "there is no evidence on it"
     if attempt.plan.target is None:
         return "the plan doesn't name it"
-    return f"the same is saved for less elsewhere: {_format_cost(row, max(option.keep for option in row.options))}"
-
-
-def _format_cost(row: Sensitivity, keep: int) -> str:
-    option = row.at(keep / row.width)
-    return f"{option.kl:.2g} nats alone for {count(option.params_saved)} params at {option.keep}"
+    return f"the same is saved for less elsewhere: {cost}"
 
 
 def _matches(pattern: str, names: tuple[str, ...]) -> bool:
