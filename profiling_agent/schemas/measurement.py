@@ -170,6 +170,12 @@ class Gpu(Record):
         """Return name, compute capability and memory."""
         return f"{self.name} (compute capability {self.compute_capability}, {self.memory_bytes / 2**30:.0f} GiB)"
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """Return the known versions of driver, CUDA and cuDNN."""
+        versions = {"NVIDIA driver": self.driver, "CUDA": self.cuda, "cuDNN": self.cudnn}
+        return {name: version for name, version in versions.items() if version}
+
 
 class Environment(Record):
     """The machine, the software and the device of the measurements."""
@@ -195,9 +201,7 @@ class Environment(Record):
     @property
     def versions(self) -> dict[str, str]:
         """Return the versions of all libraries and runtimes and, on a GPU, of its driver."""
-        gpu = self.gpu
-        drivers = {"NVIDIA driver": gpu.driver, "CUDA": gpu.cuda, "cuDNN": gpu.cudnn} if gpu else {}
-        return self.libraries | self.runtimes | {name: version for name, version in drivers.items() if version}
+        return self.libraries | self.runtimes | (self.gpu.versions if self.gpu else {})
 
 
 class Throughput(Record):
