@@ -6,7 +6,6 @@ tried on images: the first that prepares all of them as the processor does is us
 
 import json
 import shutil
-from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,6 @@ from profiling_agent.lib.logs import SETTINGS_LOCK, quiet, third_party_errors
 from profiling_agent.lib.modules import logits_of
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
-from profiling_agent.runtimes.artifact import (
-    CARD,
-    ONNX,
-    Recipe,
-    card_head,
-    check_golden,
-    golden_distance,
-    named_folder,
-    open_folder,
-    open_session,
-    text_templates,
-)
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.runtimes.torch_artifact import HALVES, load_module, load_processor, load_skeleton
@@ -59,53 +46,42 @@ def preprocessing_of(processor: Any, spec: InputSpec) -> dict[str, Any] | None:
     `resize`: height and width, the length of the shorter edge, or None; `crop`: height and width of the middle that is kept, or None.
     """
 
-    def prepare_with(image: Image.Image) -> NDArray[Any]:
-        return np.asarray(processor(images=[image], return_tensors="pt")["pixel_values"])
+    def prepared(image: Image.Image) -> NDArray[np.float64]:
+        return np.asarray(processor(images=[image], return_tensors="pt")["pixel_values"], np.float64)
 
-    scaling = _measure_scaling(prepare_with, spec) if spec.channels == 3 else None
-    if scaling is None:
+    if spec.channels != 3:
         return None
-    rng = np.random.default_rng(0)
-    sizes = [(max(2, round(spec.height * high)), max(2, round(spec.width * wide))) for high, wide in PROBE_SCALES]
-    probes = [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
-    expected = [prepare_with(probe) for probe in probes]
-    for guess in _guesses(processor.to_dict(), spec):
-        how = guess | scaling
-        if all(_is_close(prepare([probe], how), target) for probe, target in zip(probes, expected, strict=True)):
-            return how
-    return None
-
-
-def _is_close(actual: NDArray[Any], expected: NDArray[Any]) -> bool:
-    return actual.shape == expected.shape and bool(np.abs(actual - expected).max() <= TOLERANCE)
-
-
-def _measure_scaling(prepare_with: Callable[[Image.Image], NDArray[Any]], spec: InputSpec) -> dict[str, Any] | None:
-    """Return order, mean and std of the channels, measured on black, white and red, or None if it isn't plain scaling."""
     colors = ((0, 0, 0), (255, 255, 255), (255, 0, 0))
-    prepared = [prepare_with(Image.new("RGB", (spec.width, spec.height), color))[0] for color in colors]
-    if prepared[0].shape != spec.batch(1)[1:]:
+    plain = [prepared(Image.new("RGB", (spec.width, spec.height), color)) for color in colors]
+    if plain[0].shape != spec.batch(1):
         return None
-    black, white, red = (image[:, spec.height // 2, spec.width // 2].astype(np.float64) for image in prepared)
+    black, white, red = (images[0, :, spec.height // 2, spec.width // 2] for images in plain)
     gain = white - black
     if not (np.isfinite(gain).all() and (gain > 0).all()):
         return None
     # Seven digits are what float32 has; adding zero removes its sign.
     mean, std = (tuple(float(f"{value:.7g}") + 0.0 for value in values) for values in (-black / gain, 1 / gain))
-    return {"channels": "BGR" if (red - black > gain / 2)[2] else "RGB", "mean": mean, "std": std}
+    scaling = {"channels": "BGR" if (red - black > gain / 2)[2] else "RGB", "mean": mean, "std": std}
+    rng = np.random.default_rng(0)
+    sizes = [(max(2, round(spec.height * high)), max(2, round(spec.width * wide))) for high, wide in PROBE_SCALES]
+    probes = [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+    expected = [prepared(probe) for probe in probes]
 
+    def reproduces(how: dict[str, Any]) -> bool:
+        results = ((prepare([probe], how), target) for probe, target in zip(probes, expected, strict=True))
+        return all(a.shape == b.shape and bool(np.abs(a - b).max() <= TOLERANCE) for a, b in results)
 
-def _guesses(settings: dict[str, Any], spec: InputSpec) -> Generator[dict[str, Any]]:
-    """Yield ways to resize and crop by a processor's settings, which the test images tell apart."""
-    sizes = [settings.get(name) or {} for name in ("size", "crop_size")]
-    resized, crop = ((size["height"], size["width"]) if size.get("height") else None for size in sizes)
-    length = sizes[0].get("shortest_edge") or min(spec.height, spec.width)
-    cropped = int(length / (settings.get("crop_pct") or 1.0))
-    names = {int(number): name for name, number in RESAMPLE.items()}
-    resample = names.get(settings.get("resample") or 0, "bilinear")
-    for resize in dict.fromkeys((None, resized, length, cropped, int(OVER_CROP * length), (length, length))):
-        for center in dict.fromkeys((None, crop, (spec.height, spec.width))):
-            yield {"resize": resize, "resample": resample, "crop": center}
+    # What the settings may mean; the test images tell them apart.
+    settings = processor.to_dict()
+    given = [settings.get(name) or {} for name in ("size", "crop_size")]
+    resized, crop = ((size["height"], size["width"]) if size.get("height") else None for size in given)
+    length = given[0].get("shortest_edge") or min(spec.height, spec.width)
+    cropped, names = int(length / (settings.get("crop_pct") or 1.0)), {int(n): name for name, n in RESAMPLE.items()}
+    resizes = dict.fromkeys((None, resized, length, cropped, int(OVER_CROP * length), (length, length)))
+    crops = dict.fromkeys((None, crop, (spec.height, spec.width)))
+    resample = {"resample": names.get(settings.get("resample") or 0, "bilinear")}
+    guesses = ({"resize": r, "crop": c} | resample | scaling for r, c in itertools.product(resizes, crops))
+    return next(filter(reproduces, guesses), None)
 
 
 FORMATS = ("onnx", "openvino", "hf")
@@ -131,8 +107,8 @@ def export(source: Path, format_: str | None, output: Path, *, batch_size: int |
     """
     if format_ is not None and format_ not in FORMATS:
         raise RequestError(f"there is no format {format_!r}: choose one of {', '.join(FORMATS)}")
-    folder = named_folder(model_folder(source))
-    recipe = open_folder(folder, verify=True)
+    folder = artifact.named_folder(model_folder(source))
+    recipe = artifact.open_folder(folder, verify=True)
     executor = runtime(recipe.deployment.runtime)
     is_pruned_float32 = bool(recipe.cuts) and recipe.deployment.scheme == "float32"
     format_ = format_ or executor.graph_format or ("onnx" if is_pruned_float32 else "hf")
@@ -149,38 +125,37 @@ def export(source: Path, format_: str | None, output: Path, *, batch_size: int |
     return f"wrote {output}; {summary}. Run it without profiling-agent: python {output / SCRIPT} image.png"
 
 
-def _refusal(recipe: Recipe, format_: str) -> str | None:
+def _refusal(recipe: artifact.Recipe, format_: str) -> str | None:
     """Return why a format can't hold a deployment and what to do, or None if it can."""
     executor = runtime(recipe.deployment.runtime)
     graph = executor.graph_format
-    if executor.is_torch:
-        if any(layer.dtype == "qint8" or layer.kind == "rowwise" for layer in recipe.quantized):
-            return (
-                f"and no export format holds quantized layers of torch: {PICK}, or run it with `profiling_agent.load`"
-            )
-        if format_ == "openvino":
-            return f"and only models for OpenVINO are exported to openvino: use --format onnx or hf, or {PICK}"
-        if format_ == "onnx" and (recipe.quantized or recipe.deployment.scheme != "float32"):
-            return f"and an export to onnx has to be float32: use --format hf, or {PICK}"
-    elif graph is None:
-        return f"and no export format holds its graph: {PICK}"
-    elif format_ != graph:
-        return f"whose graph has only one format: use --format {graph}, or {PICK}"
+    if not executor.is_torch:
+        if graph is None:
+            return f"and no export format holds its graph: {PICK}"
+        return None if format_ == graph else f"whose graph has only one format: use --format {graph}, or {PICK}"
+    if any(layer.dtype == "qint8" or layer.kind == "rowwise" for layer in recipe.quantized):
+        return f"and no export format holds quantized layers of torch: {PICK}, or run it with `profiling_agent.load`"
+    if format_ == "openvino":
+        return f"and only models for OpenVINO are exported to openvino: use --format onnx or hf, or {PICK}"
+    if format_ == "onnx" and (recipe.quantized or recipe.deployment.scheme != "float32"):
+        return f"and an export to onnx has to be float32: use --format hf, or {PICK}"
     return None
 
 
 def _write_graph(
-    folder: Path, recipe: Recipe, format_: str, temporary: Path, batch_size: int | None
+    folder: Path, recipe: artifact.Recipe, format_: str, temporary: Path, batch_size: int | None
 ) -> tuple[str, int | None]:
     """Write graph, labels, preprocessing and script; return what was checked and the fixed batch size."""
     spec, label_names, processor = recipe.input, recipe.config["id2label"], load_processor(folder)
     executor = runtime(recipe.deployment.runtime)
     if executor.is_torch:
-        distance = export_onnx(load_module(folder), temporary / ONNX, spec=spec, batch_size=batch_size, is_bare=True)
+        distance = export_onnx(
+            load_module(folder), temporary / artifact.ONNX, spec=spec, batch_size=batch_size, is_bare=True
+        )
         summary = f"ONNX Runtime's logits are {distance:.1g} from torch's (relative)"
     else:
-        session = open_session(folder)
-        check_golden(session.run, folder, recipe)
+        session = artifact.open_session(folder)
+        artifact.check_golden(session.run, folder, recipe)
         summary, batch_size = "it gives the saved model's logits", session.fixed_size
         if instructions := executor.needed_instructions(recipe.quantized):
             summary += f" here; on a processor without {' or '.join(instructions)} its int8 sums may saturate"
@@ -208,7 +183,7 @@ def _write_graph(
     return summary, batch_size
 
 
-def _write_hf(folder: Path, recipe: Recipe, temporary: Path) -> str:
+def _write_hf(folder: Path, recipe: artifact.Recipe, temporary: Path) -> str:
     """Write a Hugging Face model; one with half-precision layers is written in half precision as a whole."""
     scheme = recipe.deployment.scheme
     half = HALVES.get(scheme)
@@ -227,7 +202,7 @@ def _write_hf(folder: Path, recipe: Recipe, temporary: Path) -> str:
         loaded: Any = AutoModelForImageClassification.from_pretrained(
             temporary, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
-    distance = golden_distance(lambda images: logits_of(loaded, torch.from_numpy(images)).numpy(), folder)
+    distance = artifact.golden_distance(lambda images: logits_of(loaded, torch.from_numpy(images)).numpy(), folder)
     tolerance = HALF_TOLERANCE if half else SAME_TOLERANCE
     # `not <=` so that a NaN fails.
     if not distance <= tolerance:
@@ -236,10 +211,11 @@ def _write_hf(folder: Path, recipe: Recipe, temporary: Path) -> str:
             f"{tolerance:g} is allowed: run it with `profiling_agent.load`, or {PICK}"
         )
     write_text(temporary / SCRIPT, _render("run.py.jinja", format="hf"))
-    return f"from_pretrained loads it{f', in {scheme} as a whole' if half else ''}, with the saved model's logits"
+    whole = f", in {recipe.deployment.scheme} as a whole" if half else ""
+    return f"from_pretrained loads it{whole}, with the saved model's logits"
 
 
-def _write_card(folder: Path, recipe: Recipe, format_: str, temporary: Path, batch_size: int | None) -> None:
+def _write_card(folder: Path, recipe: artifact.Recipe, format_: str, temporary: Path, batch_size: int | None) -> None:
     manifest = ExportManifest(
         base_model=recipe.base_model,
         base_revision=recipe.base_revision,
@@ -269,12 +245,14 @@ def _write_card(folder: Path, recipe: Recipe, format_: str, temporary: Path, bat
         runtime=recipe.deployment.runtime,
     )
     labels_file = "`config.json`." if format_ == "hf" else f"`{LABELS}`."
-    card = ModelCard(f"{card_head(folder).replace('`recipe.json`.', labels_file)}{usage}", ignore_metadata_errors=True)
+    card = ModelCard(
+        f"{artifact.card_head(folder).replace('`recipe.json`.', labels_file)}{usage}", ignore_metadata_errors=True
+    )
     metadata: Any = card.data
     # The Hub has its own name for the library.
     metadata.library_name = "transformers" if format_ == "hf" else format_
-    write_text(temporary / CARD, str(card))
+    write_text(temporary / artifact.CARD, str(card))
 
 
 def _render(template: str, **values: Any) -> str:
-    return text_templates("profiling_agent.exporting").get_template(template).render(values)
+    return artifact.text_templates("profiling_agent.exporting").get_template(template).render(values)

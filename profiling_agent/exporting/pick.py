@@ -8,8 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from pydantic import Field
-
 from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.lib.io import DocumentError, expanded, file_sha256, inside, read_record
 from profiling_agent.reporting.report import RunReport, VariantRow
@@ -32,9 +30,9 @@ class ExportManifest(Record):
     architecture: str
     deployment: Deployment
     input: InputSpec
-    batch_size: int | None = Field(description="the only number of images that it takes at a time; null for any")
-    libraries: dict[str, str] = Field(description="versions that it was made and tried with")
-    files: dict[str, str] = Field(description="sha256 of every other file, the card aside")
+    batch_size: int | None  # the only number of images that it takes at a time; null for any
+    libraries: dict[str, str]  # versions that it was made and tried with
+    files: dict[str, str]  # sha256 of every other file, the card aside
 
 
 def read_exported(folder: Path) -> ExportManifest:
@@ -99,10 +97,10 @@ class RunCandidate(Record):
     evaluation: Evaluation
     race_result: RaceResult | None
     terms: tuple[Term, ...]
-    unmeasured: tuple[str, ...] = Field(default=(), description="terms of the contract of which nothing was measured")
-    is_judged: bool = Field(description="whether it is what the run returned, with held-out images and a verdict")
-    is_on_front: bool = Field(description="whether no other is as accurate, as fast and as small, and better in one")
-    notes: tuple[str, ...] = Field(default=(), description="what the held-out images said against it")
+    unmeasured: tuple[str, ...] = ()  # terms of the contract of which nothing was measured
+    is_judged: bool  # whether it is what the run returned, with held-out images and a verdict
+    is_on_front: bool  # whether no other is as accurate, as fast and as small, and better in one
+    notes: tuple[str, ...] = ()  # what the held-out images said against it
 
     @property
     def name(self) -> str:
@@ -129,7 +127,7 @@ def candidates(run: str | Path) -> tuple[RunCandidate, ...]:
 def candidates_of(report: RunReport) -> tuple[RunCandidate, ...]:
     """Return the candidates of a report."""
     rows, result = report.variants, list[RunCandidate]()
-    # Of each the accuracy, the speed and the size, all the larger the better.
+    # Accuracy, speed and size of each, all the larger the better.
     merits = [
         (
             -(row.evaluation.drop.drop if row.evaluation.drop else 0.0),
@@ -138,24 +136,24 @@ def candidates_of(report: RunReport) -> tuple[RunCandidate, ...]:
         )
         for row in rows
     ]
-    for number, row in enumerate(rows):
-        is_judged = row.evaluation.model == report.heldout.model
+    for number, (row, mine) in enumerate(zip(rows, merits, strict=True)):
+        evaluation = row.evaluation
+        is_judged = evaluation.model == report.heldout.model
         terms, unmeasured = _terms(row, rows[0], report.goal)
-        if is_judged and row.evaluation.variant is not Variant.BASELINE:
+        if is_judged and evaluation.variant is not Variant.BASELINE:
             terms, unmeasured = report.verdict.terms, ()
-        mine = merits[number]
-        is_dominated = any(
+        is_on_front = not any(
             other != mine and all(theirs >= own for theirs, own in zip(other, mine, strict=True)) for other in merits
         )
         candidate = RunCandidate(
             number=number,
-            evaluation=row.evaluation,
+            evaluation=evaluation,
             race_result=row.race_result,
             terms=terms,
             unmeasured=unmeasured,
             is_judged=is_judged,
-            is_on_front=not is_dominated,
-            notes=_refusals(report, row.evaluation),
+            is_on_front=is_on_front,
+            notes=_refusals(report, evaluation),
         )
         result.append(candidate)
     return tuple(result)
@@ -165,23 +163,21 @@ def _terms(row: VariantRow, baseline: VariantRow, goal: Goal) -> tuple[tuple[Ter
     """Return the terms that search images, one race and file sizes measure, and the names of the others."""
     evaluation, race, base_race = row.evaluation, row.race_result, baseline.race_result
     lost, bytes_ratio = evaluation.drop.drop if evaluation.drop else 0.0, size_ratio(evaluation, baseline.evaluation)
-    keeps = evaluation.drop is None or keeps_accuracy(evaluation, goal)
-    speed, memory = race.speedup if race else None, None
+    speed, memory, limit = race.speedup if race else None, None, goal.max_memory_ratio
     if race and base_race and race.peak_bytes and base_race.peak_bytes:
         memory = median(race.peak_bytes) / median(base_race.peak_bytes)
-    terms: list[tuple[Any, float, float | None, bool]] = [
-        ("accuracy", goal.max_accuracy_drop, lost, keeps),
-        ("speed", goal.min_speedup, speed, speed is not None and speed >= goal.min_speedup),
+    rows: list[tuple[Any, float | None, float | None, bool]] = [
+        ("accuracy", goal.max_accuracy_drop, lost, evaluation.drop is None or keeps_accuracy(evaluation, goal)),
+        ("speed", goal.min_speedup, speed, (speed or 0.0) >= goal.min_speedup),
         ("size", goal.max_size_ratio, bytes_ratio, goal.allows_size(bytes_ratio)),
+        ("memory", limit, memory, limit is not None and memory is not None and memory <= limit),
     ]
-    if (allowed := goal.max_memory_ratio) is not None:
-        terms.append(("memory", allowed, memory, memory is not None and memory <= allowed))
-    measured = [
-        Term(name=name, required=required, measured=value, holds=holds)
-        for name, required, value, holds in terms
-        if value is not None
+    terms = [
+        Term(name=name, required=required, measured=measured, holds=holds)
+        for name, required, measured, holds in rows
+        if required is not None and measured is not None
     ]
-    return tuple(measured), tuple(name for name, _, value, _ in terms if value is None)
+    return tuple(terms), tuple(name for name, required, value, _ in rows if required is not None and value is None)
 
 
 def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
@@ -191,14 +187,9 @@ def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
     made_by = {each.deployed.model: f"attempt {each.number} (" for each in reversed(report.attempts) if each.deployed}
     # The run doesn't note the attempt of a model in another deployment than it was judged in.
     default = "quantized (" if evaluation.variant is Variant.QUANTIZED else "attempt "
-    beginning = made_by.get(evaluation.model, default)
-    return tuple(
-        f"the run says: {note}"
-        for note in report.notes
-        if note.startswith(beginning)
-        and f"({evaluation.deployment.name}) " in note
-        and note.endswith("and was refused")
-    )
+    beginning, name = made_by.get(evaluation.model, default), f"({evaluation.deployment.name}) "
+    notes = (note for note in report.notes if note.startswith(beginning) and note.endswith("and was refused"))
+    return tuple(f"the run says: {note}" for note in notes if name in note)
 
 
 def find_candidate(candidate: str, available: Sequence[RunCandidate]) -> RunCandidate:
@@ -207,11 +198,8 @@ def find_candidate(candidate: str, available: Sequence[RunCandidate]) -> RunCand
     Raises:
         RequestError: no candidate matches, or several do.
     """
-    matches = [
-        option
-        for option in available
-        if candidate in (str(option.number), option.name, option.evaluation.deployment.name)
-    ]
+    names = [(str(option.number), option.name, option.evaluation.deployment.name) for option in available]
+    matches = [option for option, known in zip(available, names, strict=True) if candidate in known]
     if len(matches) == 1:
         return matches[0]
     choices = ", ".join(f"{option.number} {option.name}" for option in (matches or available))
@@ -256,15 +244,14 @@ def _write_card(folder: Path, report: RunReport, picked: RunCandidate) -> None:
         ("on disk", size(before.size_bytes), size(after.size_bytes)),
     )
     notes = [f"Top-1 lost on search images: {drop(chosen.drop)}."] if chosen.drop else []
-    if picked.race_result:
-        sessions = "" if len(picked.race_result.turns) > 1 else ", in the one session that chose"
-        notes.append(f"Times as fast as the baseline in eager float32: {speedup(picked.race_result)}{sessions}.")
-    else:
+    if (race := picked.race_result) is None:
         notes.append("How fast it is was not measured.")
+    else:
+        sessions = "" if len(race.turns) > 1 else ", in the one session that chose"
+        notes.append(f"Times as fast as the baseline in eager float32: {speedup(race)}{sessions}.")
     if chosen.variant is not Variant.BASELINE:
-        notes.append(
-            "It was never judged on held-out images: the best of many on search images is worse than it looks."
-        )
+        caution = "the best of many on search images is worse than it looks"
+        notes.append(f"It was never judged on held-out images: {caution}.")
     notes += [f"{note[0].upper()}{note[1:]}." for note in picked.notes]
     notes.append(f"Measured on {env.machine}, {env.system}, device {report.acquired.source.device}.")
     write_card(folder, tuple(CardRow(name=name, before=old, after=new) for name, old, new in rows), notes)

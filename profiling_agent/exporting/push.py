@@ -4,7 +4,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo, constants, get_token
+from huggingface_hub import HfApi, ModelCard, ModelInfo, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -45,11 +45,10 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
         raise RequestError(f"a push to the Hub needs a token, and there is none: {LOGIN}")
     if "/" not in repo_id:
         raise RequestError(f"{repo_id!r} names no owner: give the repository as owner/name")
-    if (folder / MANIFEST).is_file():
-        origin, document = read_exported(folder), MANIFEST
-    else:
-        origin, document = open_folder(folder, verify=True), RECIPE
-    api, existing = HfApi(token=token), None
+    is_exported = (folder / MANIFEST).is_file()
+    origin = read_exported(folder) if is_exported else open_folder(folder, verify=True)
+    names = sorted((MANIFEST if is_exported else RECIPE, *origin.files))
+    api = HfApi(token=token)
     disable_progress_bars()
 
     def refuse(message: str) -> RequestError:
@@ -57,27 +56,31 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
         return RequestError(f"{problem}: check the name, the network and that your token may write there; {LOGIN}")
 
     with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch, third_party_errors(refuse):
-        with suppress(RepositoryNotFoundError):
+        upload = Path(scratch) / "upload"
+        upload.mkdir()
+        try:
             existing = api.model_info(repo_id)
+        except RepositoryNotFoundError:
+            existing = None
         if existing and private and not existing.private:
             raise RequestError(
                 f"{repo_id!r} exists on the Hub and is public: make it private there, or leave --private out"
             )
-        previous = _pushed_files(api, existing, Path(scratch), update=update) if existing else set[str]()
-        card = Path(scratch) / CARD
-        write_text(card, _licensed_card(api, read_card(folder), origin.base_model, origin.base_revision))
-        # Weights go up from where they lie: the system's temporary folder may be too small for a copy.
-        files = {name: folder / name for name in sorted((document, *origin.files))} | {CARD: card}
+        previous = _pushed_files(api, existing, Path(scratch), update=update) if existing else None
+        write_text(upload / CARD, _licensed_card(api, read_card(folder), origin.base_model, origin.base_revision))
+        # Links, because the system's temporary folder may be too small for a copy of the weights.
+        for name in names:
+            (upload / name).symlink_to((folder / name).resolve())
         if existing is None:
             api.create_repo(repo_id, private=private or None)
-        additions = [CommitOperationAdd(name, path) for name, path in files.items()]
-        deletions = [CommitOperationDelete(name) for name in sorted(previous - files.keys())]
         message = "A model by profiling-agent"
-        commit = api.create_commit(repo_id, [*additions, *deletions], commit_message=message, revision="main")
-    return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=commit.oid, files=tuple(files))
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=upload, commit_message=message, delete_patterns=previous, revision="main"
+        )
+    return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=commit.oid, files=(*names, CARD))
 
 
-def _pushed_files(api: HfApi, existing: ModelInfo, scratch: Path, *, update: bool) -> set[str]:
+def _pushed_files(api: HfApi, existing: ModelInfo, scratch: Path, *, update: bool) -> list[str]:
     """Return the files of a repository that earlier pushes put there, as its recipe or manifest names them.
 
     Raises:
@@ -94,7 +97,7 @@ def _pushed_files(api: HfApi, existing: ModelInfo, scratch: Path, *, update: boo
         raise RequestError(f"{contents}, which were not pushed by profiling-agent: push to another name")
     if files and not update:
         raise RequestError(f"{contents}: push to another name, or replace them with --update (earlier commits stay)")
-    return pushed
+    return sorted(pushed)
 
 
 def _licensed_card(api: HfApi, text: str, base: str, revision: str | None) -> str:

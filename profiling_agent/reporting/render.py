@@ -31,8 +31,7 @@ Points = list[tuple[float, float, str]]
 def charts(report: RunReport) -> dict[str, str]:
     """Return each chart as HTML by its name; a chart without data is left out."""
     figures = {
-        "speed": _against_speed(report),
-        "size": _against_size(report),
+        **_accuracy_charts(report),
         "time": _by_group(report, "Where the time goes", "milliseconds, as profiled", "latency_ms", "latency_after_ms"),
         "memory": _by_group(report, "Where the parameters are", "parameters", "params", "params_after"),
         "sensitivity": _sensitivity(report),
@@ -68,20 +67,16 @@ def _new_figure(title: str, x: str, y: str, height: int = 380) -> go.Figure:
     return figure
 
 
-def _top1(evaluation: Evaluation, report: RunReport) -> float:
-    """Return the baseline's accuracy less the drop, because not all models were measured on the same images."""
-    return report.variants[0].evaluation.top1 - (evaluation.drop.drop if evaluation.drop else 0.0)
-
-
 def _front(report: RunReport, title: str, x: str, series: Sequence[tuple[str, Points, dict[str, Any]]]) -> go.Figure:
     """Return top-1 on the search images against `x`, of several series, with the accuracy floor and the Pareto front."""
     figure = _new_figure(title, x, "top-1, search images")
     for name, points, marker in series:
         if points:
+            xs, ys, texts = zip(*points, strict=True)
             figure.add_scatter(
-                x=[x for x, _, _ in points],
-                y=[y for _, y, _ in points],
-                text=[_inert_label(text) for _, _, text in points],
+                x=xs,
+                y=ys,
+                text=[_inert_label(text) for text in texts],
                 name=name,
                 mode="markers",
                 marker={"size": 11, "line": {"width": 1, "color": "white"}} | marker,
@@ -100,45 +95,46 @@ def _front(report: RunReport, title: str, x: str, series: Sequence[tuple[str, Po
     return figure
 
 
-def _against_speed(report: RunReport) -> go.Figure | None:
-    """Return top-1 against milliseconds a batch of all raced models, or None without a raced baseline."""
+def _accuracy_charts(report: RunReport) -> dict[str, go.Figure | None]:
+    """Return top-1 against milliseconds a batch, None without a raced baseline, and against bytes on disk."""
+    rows = [row.evaluation for row in report.variants]
     base = next((row.race_result for row in report.variants if row.race_result and row.race_result.speedup == 1), None)
-    if base is None:
-        return None
 
-    def points(rows: Any, label: str) -> Points:
+    def top1(evaluation: Evaluation) -> float:
+        # Not all models were measured on the same images.
+        return rows[0].top1 - (evaluation.drop.drop if evaluation.drop else 0.0)
+
+    def timed(entries: Any, label: str) -> Points:
         return [
             (
-                base.latency.median_ms / row.race_result.speedup,
-                _top1(row.evaluation, report),
-                f"{label or row.evaluation.variant}, {row.evaluation.deployment.name}",
+                base.latency.median_ms / entry.race_result.speedup,
+                top1(entry.evaluation),
+                f"{label or entry.evaluation.variant}, {entry.evaluation.deployment.name}",
             )
-            for row in rows
-            if row.race_result and row.evaluation
+            for entry in entries
+            if base and entry.race_result and entry.evaluation
         ]
 
+    def sized(evaluation: Evaluation, text: str) -> tuple[float, float, str]:
+        return evaluation.footprint.size_bytes / 1e6, top1(evaluation), text
+
     options = report.deployment_search.options if report.deployment_search else ()
-    series = (
-        ("baseline, other deployments", points(options, "baseline"), {"color": SECOND, "symbol": "diamond"}),
-        ("raced", points(report.variants, ""), {"color": ACCENT}),
+    by_time = (
+        ("baseline, other deployments", timed(options, "baseline"), {"color": SECOND, "symbol": "diamond"}),
+        ("raced", timed(report.variants, ""), {"color": ACCENT}),
     )
-    return _front(report, "Accuracy against latency", "milliseconds a batch", series)
-
-
-def _against_size(report: RunReport) -> go.Figure:
-    def point(evaluation: Evaluation, text: str) -> tuple[float, float, str]:
-        return evaluation.footprint.size_bytes / 1e6, _top1(evaluation, report), text
-
-    rows = [row.evaluation for row in report.variants]
-    variants = [point(row, f"{row.variant}, {row.deployment.name}") for row in rows]
     attempts = [
-        point(attempt.deployed, f"attempt {attempt.number}: {attempt.reason[:60]}")
+        sized(attempt.deployed, f"attempt {attempt.number}: {attempt.reason[:60]}")
         for attempt in report.attempts
         if attempt.deployed
     ]
+    variants = [sized(row, f"{row.variant}, {row.deployment.name}") for row in rows]
     open_circle = {"color": MUTED, "symbol": "circle-open", "line": {"width": 2, "color": MUTED}}
-    series = (("attempts", attempts, open_circle), ("variants", variants, {"color": ACCENT}))
-    return _front(report, "Accuracy against size", "MB on disk", series)
+    by_size = (("attempts", attempts, open_circle), ("variants", variants, {"color": ACCENT}))
+    return {
+        "speed": _front(report, "Accuracy against latency", "milliseconds a batch", by_time) if base else None,
+        "size": _front(report, "Accuracy against size", "MB on disk", by_size),
+    }
 
 
 def _by_group(report: RunReport, title: str, label: str, before: str, after: str) -> go.Figure | None:
@@ -216,9 +212,8 @@ def cell(text: object) -> str:
 def _templates(**options: Any) -> Environment:
     loader = PackageLoader("profiling_agent.reporting", "")
     jinja = Environment(loader=loader, undefined=StrictUndefined, **options)
-    filters: dict[str, Any] = {"prose": prose, "cell": cell, "predictions": predictions, "omissions": omissions}
-    jinja.filters.update(FORMATS)
-    jinja.filters.update(filters)
+    own: dict[str, Any] = {"prose": prose, "cell": cell, "predictions": predictions, "omissions": omissions}
+    jinja.filters.update(FORMATS | own)
     return jinja
 
 

@@ -4,8 +4,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from profiling_agent import schemas
 from profiling_agent.errors import PlanError
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.lib.layer_names import matching_names
@@ -13,40 +14,16 @@ from profiling_agent.lib.machine import environment
 from profiling_agent.planning.digest import launch_text
 from profiling_agent.reporting.units import count, percent
 from profiling_agent.request import Request, without_retired
-from profiling_agent.schemas import (
-    Acquired,
-    Attempt,
-    Cut,
-    Decided,
-    Deployment,
-    DeploymentSearch,
-    Environment,
-    Evaluation,
-    Goal,
-    InputSpec,
-    ModelProfile,
-    Plan,
-    Race,
-    RaceResult,
-    Record,
-    Spent,
-    StopReason,
-    UnitKind,
-    Variant,
-    Verdict,
-    WidthOption,
-    nearest_option,
-)
 from profiling_agent.search.deadline import EFFORTS
 from profiling_agent.search.finalize import FinalChoice
 from profiling_agent.workspace import REPORT_VERSION
 
 
-class Summary(Record):
+class Summary(schemas.Record):
     """One model in one line; `top1` is measured on the held-out images."""
 
-    variant: Variant
-    deployment: Deployment = Field(default=Deployment(), description="what executes it")
+    variant: schemas.Variant
+    deployment: schemas.Deployment = schemas.Deployment()  # what executes it
     attempt: int | None = None
     top1: float
     num_images: int
@@ -58,14 +35,14 @@ class Summary(Record):
     peak_memory_bytes: int
 
 
-class VariantRow(Record):
+class VariantRow(schemas.Record):
     """One variant of pruning and quantization on the search images, raced in its own sessions or in the screening session."""
 
-    evaluation: Evaluation
-    race_result: RaceResult | None = None
+    evaluation: schemas.Evaluation
+    race_result: schemas.RaceResult | None = None
 
 
-class LayerGroup(Record):
+class LayerGroup(schemas.Record):
     """Sums over repeated layers, before and after; milliseconds are those of the profiling pass."""
 
     name: str
@@ -77,20 +54,20 @@ class LayerGroup(Record):
     latency_after_ms: float
 
 
-class Sensitivity(Record):
+class Sensitivity(schemas.Record):
     """Expected cost and saving of cutting one unit of the baseline alone to each width."""
 
     unit: str
-    kind: UnitKind
+    kind: schemas.UnitKind
     width: int
-    options: tuple[WidthOption, ...]
+    options: tuple[schemas.WidthOption, ...]
 
-    def at(self, share: float) -> WidthOption:
+    def at(self, share: float) -> schemas.WidthOption:
         """Return the option whose kept share of the width is nearest to `share`."""
-        return nearest_option(self.options, self.width, share)
+        return schemas.nearest_option(self.options, self.width, share)
 
 
-class TimeRow(Record):
+class TimeRow(schemas.Record):
     """Total time of the jobs of one kind; `passes` is that in passes of the baseline, eager float32 on one image."""
 
     kind: str
@@ -99,48 +76,44 @@ class TimeRow(Record):
     passes: float
 
 
-class RunReport(Record):
+class RunReport(schemas.Record):
     """Contents of `report.json`."""
 
     schema_version: int = REPORT_VERSION
     run_id: str
-    verdict: Verdict
-    goal: Goal
-    stopped: StopReason
-    planned_by: str = Field(default="", description="who planned, and why")
-    spent: Spent | None = Field(default=None, description="what was asked of a language model")
-    decisions: tuple[Decided, ...] = Field(default=(), description="what a person decided of the plans")
-    deployment_search: DeploymentSearch | None = Field(
-        default=None, description="the deployments that the unpruned model was tried in"
-    )
+    verdict: schemas.Verdict
+    goal: schemas.Goal
+    stopped: schemas.StopReason
+    planned_by: str = ""  # who planned, and why
+    spent: schemas.Spent | None = None  # what was asked of a language model
+    decisions: tuple[schemas.Decided, ...] = ()  # what a person decided of the plans
+    deployment_search: schemas.DeploymentSearch | None = None  # the deployments that the unpruned model was tried in
     baseline: Summary
     best: Summary
-    heldout: Evaluation = Field(description="the returned model on the held-out images")
+    heldout: schemas.Evaluation  # the returned model on the held-out images
     variants: tuple[VariantRow, ...]
-    screening: Race | None = Field(default=None, description="the session that it was chosen by")
-    race: Race | None = Field(default=None, description="the sessions that the returned model was timed in")
-    attempts: tuple[Attempt, ...]
-    kept_beside: str | None = Field(default=None, description="a candidate that failed on the held-out images")
+    screening: schemas.Race | None = None  # the session that it was chosen by
+    race: schemas.Race | None = None  # the sessions that the returned model was timed in
+    attempts: tuple[schemas.Attempt, ...]
+    kept_beside: str | None = None  # a candidate that failed on the held-out images
     notes: tuple[str, ...]
-    acquired: Acquired
-    input: InputSpec
+    acquired: schemas.Acquired
+    input: schemas.InputSpec
     profiles: dict[str, Profiled]
     layers: tuple[LayerGroup, ...]
-    on_gpu: tuple[str, ...] = Field(
-        default=(), description="what a pass leaves of the GPU, and its energy; empty on the CPU"
-    )
+    on_gpu: tuple[str, ...] = ()  # what a pass leaves of the GPU, and its energy; empty on the CPU
     sensitivity: tuple[Sensitivity, ...] = ()
-    times: tuple[TimeRow, ...] = Field(default=(), description="where the run's time went, most first")
+    times: tuple[TimeRow, ...] = ()  # where the run's time went, most first
     artifacts: dict[str, str]
     request: Request
-    environment: Environment
+    environment: schemas.Environment
 
     _drop_retired = model_validator(mode="before")(without_retired)
 
     @property
     def judged(self) -> str:
         """Return the model that the contract was measured on: the returned one, or a candidate that held-out images refused."""
-        is_refused = self.kept_beside is not None and self.best.variant is Variant.BASELINE
+        is_refused = self.kept_beside is not None and self.best.variant is schemas.Variant.BASELINE
         return "the candidate that held-out images refused, kept beside" if is_refused else "the returned model"
 
     @property
@@ -152,12 +125,12 @@ class RunReport(Record):
         return f"About {number:,} held-out images would certify it{f'; there are {total:,}' if number > total else ''}."
 
     @property
-    def race_result(self) -> RaceResult | None:
+    def race_result(self) -> schemas.RaceResult | None:
         """Return the race result of the returned model, or None if it was not timed."""
         return next((row.race_result for row in self.variants if row.evaluation.model == self.heldout.model), None)
 
 
-def evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
+def evidence_notes(profile: schemas.ModelProfile) -> tuple[str, ...]:
     """Return warnings on the evidence: that there is none, or that a busy machine timed it."""
     if profile.evidence_note is not None:
         return (f"no sensitivity was measured, so ratios are uniform: {profile.evidence_note}",)
@@ -170,7 +143,7 @@ def evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
     )
 
 
-def gpu_lines(profiles: Mapping[str, ModelProfile]) -> tuple[str, ...]:
+def gpu_lines(profiles: Mapping[str, schemas.ModelProfile]) -> tuple[str, ...]:
     """Return how far launches bound each model on a GPU, and the energy of an image; empty on the CPU."""
     lines: list[str] = []
     for name, profile in profiles.items():
@@ -186,16 +159,16 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
     request: Request,
     final: FinalChoice,
     *,
-    acquired: Acquired,
-    input: InputSpec,
-    deployment_search: DeploymentSearch | None,
+    acquired: schemas.Acquired,
+    input: schemas.InputSpec,
+    deployment_search: schemas.DeploymentSearch | None,
     peak_memory_bytes: tuple[int, int],
-    attempts: tuple[Attempt, ...],
-    stopped: StopReason,
+    attempts: tuple[schemas.Attempt, ...],
+    stopped: schemas.StopReason,
     planned_by: str,
-    spent: Spent | None,
-    decisions: tuple[Decided, ...],
-    profiles: Mapping[str, tuple[Profiled, ModelProfile]],
+    spent: schemas.Spent | None,
+    decisions: tuple[schemas.Decided, ...],
+    profiles: Mapping[str, tuple[Profiled, schemas.ModelProfile]],
     times: Mapping[str, tuple[int, float]],
 ) -> RunReport:
     """Build the report of a run from its final choice and what each stage found.
@@ -215,7 +188,7 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
         for number, row in enumerate(final.variants)
     }
 
-    def summarise(evaluation: Evaluation, profiled: Profiled, peak_bytes: int, attempt: int | None) -> Summary:
+    def summarise(evaluation: schemas.Evaluation, profiled: Profiled, peak_bytes: int, attempt: int | None) -> Summary:
         # Latency is that of the race, else that of the model's own process.
         result = results.get(evaluation.model.sha256)
         return Summary(
@@ -276,7 +249,7 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
     )
 
 
-def _compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGroup, ...]:
+def _compare_layers(before: schemas.ModelProfile, after: schemas.ModelProfile) -> tuple[LayerGroup, ...]:
     """Return the layers of both profiles, merged if only their index differs; most MACs first."""
     names = [name for name in LayerGroup.model_fields if name != "name"]
     totals: defaultdict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(names, 0.0))
@@ -305,7 +278,7 @@ def omissions(report: RunReport) -> tuple[str, ...]:
     cases = (
         (bool(untried), f"deployments that were not tried: {untried}"),
         (bool(unmeasured), f"deployments that were made and not measured: {unmeasured}"),
-        (report.stopped is StopReason.TIME_SPENT, f"plans: {plans} were measured"),
+        (report.stopped is schemas.StopReason.TIME_SPENT, f"plans: {plans} were measured"),
         (is_cut, f"held-out images: {num_seen:,} of {num_all:,} were looked at"),
     )
     return tuple(text for applies, text in cases if applies)
@@ -313,33 +286,26 @@ def omissions(report: RunReport) -> tuple[str, ...]:
 
 def differences(reports: Mapping[str, RunReport]) -> tuple[str, ...]:
     """Return a line for each difference that makes the runs' times incomparable; empty if there is none."""
+    environments = {name: report.environment for name, report in reports.items()}
+    # All that times depend on, except software.
+    machines = {
+        name: f"{here.machine} ({', '.join(here.cpu_flags) or 'no vector extensions of note'}; {here.system}, {here.device})"
+        for name, here in environments.items()
+    }
+    other = "runs of different machines, whose times and speed-ups aren't compared"
+    compared = [
+        (other, machines, "; race their models on one of them (profiling-agent race)"),
+        ("times are of batches of different sizes", {n: f"{r.request.batch_size}" for n, r in reports.items()}, ""),
+    ]
+    for library in sorted({library for here in environments.values() for library in here.versions}):
+        versions = {name: here.versions.get(library, "none") for name, here in environments.items()}
+        compared.append((f"times are of different versions of {library}", versions, ""))
     lines: list[str] = []
-
-    def compare(what: str, value_of: Callable[[RunReport], str], advice: str = "") -> None:
-        runs: defaultdict[str, list[str]] = defaultdict(list)
-        for name, report in reports.items():
-            runs[value_of(report)].append(name)
+    for what, values, advice in compared:
+        runs = {value: [name for name in values if values[name] == value] for value in values.values()}
         if len(runs) > 1:
-            values = "; ".join(f"{', '.join(names)}: {value}" for value, names in runs.items())
-            lines.append(f"{what}: {values}{advice}")
-
-    def machine(report: RunReport) -> str:
-        # All that times depend on, except software.
-        here = report.environment
-        flags = ", ".join(here.cpu_flags) or "no vector extensions of note"
-        return f"{here.machine} ({flags}; {here.system}, {here.device})"
-
-    compare(
-        "runs of different machines, whose times and speed-ups aren't compared",
-        machine,
-        "; race their models on one of them (profiling-agent race)",
-    )
-    compare("times are of batches of different sizes", lambda report: f"{report.request.batch_size}")
-    for library in sorted({library for report in reports.values() for library in report.environment.versions}):
-        compare(
-            f"times are of different versions of {library}",
-            lambda report, library=library: report.environment.versions.get(library, "none"),
-        )
+            text = "; ".join(f"{', '.join(names)}: {value}" for value, names in runs.items())
+            lines.append(f"{what}: {text}{advice}")
     return tuple(lines)
 
 
@@ -349,7 +315,7 @@ MAX_FACTOR = 2.0
 MIN_NATS, MIN_SHARE = 1e-4, 0.02
 
 
-class ForecastCheck(Record):
+class ForecastCheck(schemas.Record):
     """Predicted and measured value of one quantity of an attempt."""
 
     what: str
@@ -358,7 +324,7 @@ class ForecastCheck(Record):
     is_off: bool
 
 
-class Choice(Record):
+class Choice(schemas.Record):
     """Width of one unit before and after, and the reason."""
 
     unit: str
@@ -373,7 +339,7 @@ def is_off(predicted: float, measured: float, floor: float) -> bool:
     return larger > floor and larger > MAX_FACTOR * max(smaller, 0.0)
 
 
-def predictions(attempt: Attempt, report: RunReport) -> tuple[ForecastCheck, ...]:
+def predictions(attempt: schemas.Attempt, report: RunReport) -> tuple[ForecastCheck, ...]:
     """Return what was predicted of an attempt next to what was measured; empty if it was not pruned."""
     dry_run, rows = attempt.dry_run, list[ForecastCheck]()
     if dry_run is None or attempt.pruned_model is None:
@@ -397,13 +363,13 @@ def predictions(attempt: Attempt, report: RunReport) -> tuple[ForecastCheck, ...
     return tuple(rows)
 
 
-def final_attempt(report: RunReport) -> Attempt | None:
+def final_attempt(report: RunReport) -> schemas.Attempt | None:
     """Return the attempt that the returned model came from, else the last one, or None without attempts."""
     chosen = next((attempt for attempt in report.attempts if attempt.number == report.best.attempt), None)
     return chosen or (report.attempts[-1] if report.attempts else None)
 
 
-def unit_decisions(report: RunReport, attempt: Attempt) -> tuple[Choice, ...]:
+def unit_decisions(report: RunReport, attempt: schemas.Attempt) -> tuple[Choice, ...]:
     """Return what an attempt did to each unit that could be cut, and why, in the model's order."""
     cuts = {cut.unit.name: cut for cut in attempt.dry_run.cuts} if attempt.dry_run else {}
     sensitivities = {row.unit: row for row in report.sensitivity}
@@ -411,13 +377,15 @@ def unit_decisions(report: RunReport, attempt: Attempt) -> tuple[Choice, ...]:
     for name in dict.fromkeys([*sensitivities, *cuts]):
         cut, row = cuts.get(name), sensitivities.get(name)
         width = cut.unit.width if cut else sensitivities[name].width
-        reason = _cut_reason(cut, row, attempt.plan) if cut else _uncut_reason(name, row, attempt)
+        keep = cut.keep if cut else max((option.keep for option in row.options), default=width) if row else width
+        option = row.at(keep / width) if row else None
+        cost = f"{option.kl:.2g} nats alone for {count(option.params_saved)} params at {option.keep}" if option else ""
+        reason = _cut_reason(cut, cost, attempt.plan) if cut else _uncut_reason(name, cost, attempt)
         result.append(Choice(unit=name, width=width, kept=cut.keep if cut else width, reason=reason))
     return tuple(result)
 
 
-def _cut_reason(cut: Cut, row: Sensitivity | None, plan: Plan) -> str:
-    cost = _format_cost(row, cut.keep) if row else ""
+def _cut_reason(cut: schemas.Cut, cost: str, plan: schemas.Plan) -> str:
     for rec in plan.pruning:
         if _matches(rec.layer, (cut.unit.name, *cut.unit.members)):
             justification = f": {rec.justification}" if rec.justification else ""
@@ -425,23 +393,16 @@ def _cut_reason(cut: Cut, row: Sensitivity | None, plan: Plan) -> str:
     return f"the allocator's choice{f': {cost}' if cost else ''}"
 
 
-def _uncut_reason(name: str, row: Sensitivity | None, attempt: Attempt) -> str:
+def _uncut_reason(name: str, cost: str, attempt: schemas.Attempt) -> str:
     for note in attempt.dry_run.notes if attempt.dry_run else ():
         if repr(name) in note:
             return note
     for cap in attempt.plan.caps:
         if cap.max_ratio == 0 and _matches(cap.layer, (name,)):
             return f"the plan leaves {cap.layer!r} alone"
-    if row is None:
-        return "there is no evidence on it"
     if attempt.plan.target is None:
         return "the plan doesn't name it"
-    return f"the same is saved for less elsewhere: {_format_cost(row, max(option.keep for option in row.options))}"
-
-
-def _format_cost(row: Sensitivity, keep: int) -> str:
-    option = row.at(keep / row.width)
-    return f"{option.kl:.2g} nats alone for {count(option.params_saved)} params at {option.keep}"
+    return f"the same is saved for less elsewhere: {cost}"
 
 
 def _matches(pattern: str, names: tuple[str, ...]) -> bool:

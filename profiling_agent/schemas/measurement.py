@@ -66,9 +66,9 @@ class AccuracyDrop(Record):
     drop: float
     low: float
     high: float
-    p_value: float = Field(description="that both are equally good: exact McNemar test, or sequential test")
-    num_lost: int = Field(description="images that only the baseline gets right")
-    num_gained: int = Field(description="images that only the candidate gets right")
+    p_value: float  # that both are equally good: exact McNemar test, or sequential test
+    num_lost: int  # images that only the baseline gets right
+    num_gained: int  # images that only the candidate gets right
     num_images: int
     num_looks: int = Field(default=1, ge=1, description="times that it was decided whether to look at more images")
 
@@ -82,7 +82,7 @@ class Opening(Record):
     number: int = Field(ge=1)
     share: float
     fresh: str | None = None
-    note: str | None = Field(default=None, description="why openings before could not be counted")
+    note: str | None = None  # why openings before could not be counted
 
 
 class Evaluation(Record):
@@ -90,10 +90,10 @@ class Evaluation(Record):
 
     variant: Variant
     model: ArtifactRef
-    deployment: Deployment = Field(default=Deployment(), description="what executes it")
+    deployment: Deployment = Deployment()  # what executes it
     footprint: Footprint
     predictions: Predictions
-    drop: AccuracyDrop | None = Field(default=None, description="against the baseline; None for the baseline itself")
+    drop: AccuracyDrop | None = None  # against the baseline; None for the baseline itself
 
     @property
     def top1(self) -> float:
@@ -110,13 +110,8 @@ class RaceResult(Record):
     speedup: float
     speedup_low: float
     speedup_high: float
-    turns: tuple[tuple[float, ...], ...] = Field(
-        default=(), description="of each session, the baseline's time over its own at each of its turns"
-    )
-    peak_bytes: tuple[int, ...] = Field(
-        default=(),
-        description="of each session, the most its process held resident; empty where nobody asked, or the system can't tell",
-    )
+    turns: tuple[tuple[float, ...], ...] = ()  # of each session, the baseline's time over its own at each of its turns
+    peak_bytes: tuple[int, ...] = ()  # peak resident memory in each session; empty if not measured
 
     @property
     def by_session(self) -> tuple[float, ...]:
@@ -143,23 +138,17 @@ class Race(Record):
     num_repeats: int
     num_sessions: int
     dropped: tuple[Dropped, ...] = ()
-    void: tuple[str, ...] = Field(
-        default=(), description="sessions that don't count, and why: a process died, or the baseline was slow"
-    )
-    unsteady: str | None = Field(
-        default=None, description="why the machine was too noisy for the times to show anything"
-    )
-    notes: tuple[str, ...] = Field(default=(), description="of the GPU: turns measured again, other processes on it")
-    detectable: float = Field(
-        default=0.0, description="two equal models would have been told apart if one were slower by this share"
-    )
+    void: tuple[str, ...] = ()  # sessions that don't count, and why: a process died, or the baseline was slow
+    unsteady: str | None = None  # why the machine was too noisy for the times to show anything
+    notes: tuple[str, ...] = ()  # of the GPU: turns measured again, other processes on it
+    detectable: float = 0.0  # two equal models would have been told apart if one were slower by this share
 
     def result_of(self, model: ArtifactRef) -> RaceResult:
         """Return the race result of `model`; LookupError if it dropped out or took no part."""
-        for race_result in self.results:
-            if race_result.model.sha256 == model.sha256:
-                return race_result
-        raise LookupError(f"{model.path!r} has no race result in this race")
+        result = next((result for result in self.results if result.model.sha256 == model.sha256), None)
+        if result is None:
+            raise LookupError(f"{model.path!r} has no race result in this race")
+        return result
 
     def reason(self, model: ArtifactRef) -> str | None:
         """Return why `model` dropped out, or None if it didn't."""
@@ -179,8 +168,7 @@ class Gpu(Record):
     @property
     def hardware(self) -> str:
         """Return name, compute capability and memory."""
-        memory_gib = self.memory_bytes / 2**30
-        return f"{self.name} (compute capability {self.compute_capability}, {memory_gib:.0f} GiB)"
+        return f"{self.name} (compute capability {self.compute_capability}, {self.memory_bytes / 2**30:.0f} GiB)"
 
     @property
     def versions(self) -> dict[str, str]:
@@ -200,9 +188,9 @@ class Environment(Record):
     device: str
     python: str
     libraries: dict[str, str]
-    runtimes: dict[str, str] = Field(description="libraries that execute models and need not be installed")
+    runtimes: dict[str, str]  # libraries that execute models and need not be installed
     code_version: str
-    gpu: Gpu | None = Field(default=None, description="that of the device; None on the CPU")
+    gpu: Gpu | None = None  # that of the device; None on the CPU
 
     @property
     def machine(self) -> str:
@@ -257,9 +245,9 @@ class Prunable(Record):
     params: int
     units: Mapping[str, int]
     refused: Mapping[str, int]
-    absent: Mapping[str, str] = Field(description="kinds that it has layers and no unit of, each with the reason")
-    examples: Mapping[str, str] = Field(description='by the code: "layer: reason"')
-    cut_share: float = Field(description="of the params, that a quarter off every unit takes")
+    absent: Mapping[str, str]  # kinds that it has layers and no unit of, each with the reason
+    examples: Mapping[str, str]  # by the code: "layer: reason"
+    cut_share: float  # of the params, that a quarter off every unit takes
 
 
 class Deployability(Record):
@@ -267,7 +255,7 @@ class Deployability(Record):
 
     form: Form
     deployment: Deployment
-    num_layers: int = Field(default=0, description="layers that aren't float32 any more")
-    size_ratio: float = Field(default=0.0, description="of the float32 folder's bytes")
-    distance: float = Field(default=0.0, description="||logits - float32 logits|| / ||float32 logits|| on noise")
-    refused: str = Field(default="", description='"code: layer and cause"; empty where it works')
+    num_layers: int = 0  # layers that aren't float32 any more
+    size_ratio: float = 0.0  # of the float32 folder's bytes
+    distance: float = 0.0  # ||logits - float32 logits|| / ||float32 logits|| on noise
+    refused: str = ""  # "code: layer and cause"; empty where it works

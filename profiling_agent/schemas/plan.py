@@ -190,9 +190,9 @@ class DryRun(Record):
     cuts: tuple[Cut, ...]
     params: int
     macs: int
-    kl: float | None = Field(default=None, description="sum of the evidence's KL divergences, nats")
-    latency_saved: float | None = Field(default=None, description="share of the layers' time, by the latency table")
-    notes: tuple[str, ...] = Field(default=(), description="hits that were left alone, each with the reason")
+    kl: float | None = None  # sum of the evidence's KL divergences, nats
+    latency_saved: float | None = None  # share of the layers' time, by the latency table
+    notes: tuple[str, ...] = ()  # hits that were left alone, each with the reason
 
     @property
     def widths(self) -> tuple[tuple[str, int], ...]:
@@ -205,13 +205,11 @@ class PrunedModel(Record):
 
     model: ArtifactRef
     cuts: tuple[Cut, ...]
-    mask_error: float = Field(description="largest logit difference to the masked baseline, relative to its norm")
-    kl: float | None = Field(
-        default=None, description="KL divergence to the unpruned model on calibration images, nats"
-    )
-    kl_uncompensated: float | None = Field(default=None, description="the same before compensation, nats")
-    compensation: tuple[str, ...] = Field(default=(), description="the steps that lowered it, in their order")
-    compensation_note: str | None = Field(default=None, description="why no step was tried")
+    mask_error: float  # largest logit difference to the masked baseline, relative to its norm
+    kl: float | None = None  # KL divergence to the unpruned model on calibration images, nats
+    kl_uncompensated: float | None = None  # the same before compensation, nats
+    compensation: tuple[str, ...] = ()  # the steps that lowered it, in their order
+    compensation_note: str | None = None  # why no step was tried
 
 
 class RecoveredModel(Record):
@@ -224,8 +222,8 @@ class RecoveredModel(Record):
     epochs_run: int
     kl_before: float
     kl_after: float
-    stopped: str = Field(description="why there were no more epochs")
-    note: str | None = Field(default=None, description="why training began anew although a checkpoint was there")
+    stopped: str  # why there were no more epochs
+    note: str | None = None  # why training began anew although a checkpoint was there
 
 
 RuntimeName = Literal["eager", "graphed", "inductor", "onnxruntime", "openvino"]
@@ -253,30 +251,28 @@ class DeployedModel(Record):
 
     model: ArtifactRef
     deployment: Deployment
-    layers: tuple[str, ...] = Field(description="the layers that aren't float32 any more")
-    distance: float = Field(description="||logits - float32 logits|| / ||float32 logits|| on calibration images")
-    kl: float = Field(description="KL divergence to the float32 parent on calibration images, nats")
-    seconds: float = Field(description="what the conversion took")
+    layers: tuple[str, ...]  # the layers that aren't float32 any more
+    distance: float  # ||logits - float32 logits|| / ||float32 logits|| on calibration images
+    kl: float  # KL divergence to the float32 parent on calibration images, nats
+    seconds: float  # what the conversion took
 
 
 class LayerCost(Record):
     """What quantizing only one layer costs, and the layer's share of the time and the params."""
 
     layer: str
-    kl: float = Field(description="KL divergence to the float32 model with this layer alone quantized, nats")
+    kl: float  # KL divergence to the float32 model with this layer alone quantized, nats
     macs_share: float
     params_share: float = 0.0
-    latency_share: float | None = Field(default=None, description="of the layers' time in the profiling pass")
-    kept: bool = Field(
-        default=False, description="left in float by the rules: it costs most for least time and fewest bytes"
-    )
+    latency_share: float | None = None  # of the layers' time in the profiling pass
+    kept: bool = False  # left in float by the rules: it costs most for least time and fewest bytes
 
 
 class Tuned(Record):
     """What int8 costs a float32 model, and each of its layers; `layers` is empty if the whole costs next to nothing."""
 
     layers: tuple[LayerCost, ...] = ()
-    kl: float = Field(description="all layers quantized, nats")
+    kl: float  # all layers quantized, nats
     num_images: int
     seconds: float
 
@@ -351,18 +347,18 @@ class ApprovalQuestion(Record):
     """A plan that awaits a person's approval, and its dry run; nothing of it is done yet."""
 
     run_id: str
-    attempt: int = Field(description="the attempt that it would become")
+    attempt: int  # the attempt that it would become
     proposed_by: str
     reason: str = ""
     plan: Plan
     cuts: tuple[UnitCut, ...]
-    params_saved: float = Field(description="fraction of the model's")
-    macs_saved: float = Field(description="fraction of the model's")
-    latency_saved: float | None = Field(description="fraction of the layers' time, by the latency table")
-    kl: float | None = Field(description="nats")
+    params_saved: float  # fraction of the model's
+    macs_saved: float  # fraction of the model's
+    latency_saved: float | None  # fraction of the layers' time, by the latency table
+    kl: float | None  # nats
     notes: tuple[str, ...] = ()
     choices: tuple[str, ...] = get_args(Decision)
-    problem: str | None = Field(default=None, description="why the last answer could not be taken")
+    problem: str | None = None  # why the last answer could not be taken
 
 
 class Decided(Record):

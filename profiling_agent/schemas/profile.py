@@ -76,7 +76,7 @@ class SplitInfo(Record):
     name: Literal["calibration", "search", "heldout", "recovery"]
     source_split: str
     num_images: int
-    num_skipped: int = Field(default=0, description="images that could not be decoded")
+    num_skipped: int = 0  # images that could not be decoded
     file: ArtifactRef
 
     def shards(self, images: range | None = None) -> range:
@@ -94,7 +94,7 @@ class SplitInfo(Record):
     def rows(self, shard: int) -> range:
         """Return a shard's images: 512, or the rest in the last one; ValueError if there is no such shard."""
         if shard not in self.shards():
-            raise ValueError(f"there is no shard {shard} of {self.num_images} images in shards of {SHARD}")
+            raise ValueError(f"there is no shard {shard} of {self.num_images} images")
         return range(shard * SHARD, min((shard + 1) * SHARD, self.num_images))
 
 
@@ -114,10 +114,10 @@ class Acquired(Record):
     calibration: SplitInfo
     search: SplitInfo
     heldout: SplitInfo
-    recovery: SplitInfo | None = Field(default=None, description="train images, where pruned models are trained again")
+    recovery: SplitInfo | None = None  # train images, where pruned models are trained again
     labels: tuple[LabelMatch, ...]
     notes: tuple[str, ...] = ()
-    doubt: str | None = Field(default=None, description="why the baseline's answers prove nothing about accuracy")
+    doubt: str | None = None  # why the baseline's answers prove nothing about accuracy
 
 
 class WidthOption(Record):
@@ -126,11 +126,9 @@ class WidthOption(Record):
     keep: int
     params_saved: int
     macs_saved: int
-    latency_saved_ms: float | None = Field(
-        default=None, description="by the latency table, for one batch; 0 if shown not to pay"
-    )
-    predicted_kl: float = Field(description="second-order estimate from one forward and one backward pass")
-    kl: float = Field(description="measured, or drawn through the measured widths along predicted_kl")
+    latency_saved_ms: float | None = None  # by the latency table, for one batch; 0 if shown not to pay
+    predicted_kl: float  # second-order estimate from one forward and one backward pass
+    kl: float  # measured, or drawn through the measured widths along predicted_kl
     measured: bool
 
 
@@ -143,8 +141,8 @@ class UnitEvidence(Record):
     """A unit's options, widest first, and its channels or heads in the order of removal."""
 
     unit: str
-    latency_ms: float | None = Field(default=None, description="unpruned, by the latency table, for one batch")
-    is_unsteady: bool = Field(default=False, description="whether the machine was too busy to time it well")
+    latency_ms: float | None = None  # unpruned, by the latency table, for one batch
+    is_unsteady: bool = False  # whether the machine was too busy to time it well
     order: tuple[int, ...]
     options: tuple[WidthOption, ...]
 
@@ -195,7 +193,7 @@ class Headline(Record):
     latency: LatencyStats
     peak_memory_bytes: int
     forward_passes: int
-    energy: Energy | None = Field(default=None, description="of a GPU whose driver counts it")
+    energy: Energy | None = None  # of a GPU whose driver counts it
 
     @property
     def pass_s(self) -> float:
@@ -259,19 +257,14 @@ class Unit(Record):
     step: int = Field(gt=0, description="kept widths are multiples of this")
     params_per_channel: int
     macs_per_channel: int
-    inner: tuple[str, ...] = Field(
-        default=(), description="modules on the way to the consumer that lose the same channels, as norms"
-    )
-    side_readers: tuple[str, ...] = Field(
-        default=(), description="layers beside the consumer that read the channels, as a squeeze-and-excitation's first"
-    )
+    inner: tuple[str, ...] = ()  # modules on the way to the consumer that lose the same channels, as norms
+    # Other layers that read the channels, such as the first of a squeeze-and-excitation.
+    side_readers: tuple[str, ...] = ()
     stacks: int = Field(
         default=1, gt=0, description="equal parts of each producer's rows, as 3 where one layer makes q, k and v"
     )
-    mask_exact: bool = Field(
-        default=True,
-        description="false where a norm mixes channels, so that readers that ignore a channel don't make it gone",
-    )
+    # False where a norm mixes channels, so that readers that ignore a channel don't make it gone.
+    mask_exact: bool = True
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -304,19 +297,17 @@ class ModelProfile(Record):
     device: str
     params: int
     macs: int
-    parameter_bytes: int = Field(description="parameters and buffers as held in memory, packed int8 counted")
-    size_bytes: int = Field(description="bytes on disk")
+    parameter_bytes: int  # parameters and buffers as held in memory, packed int8 counted
+    size_bytes: int  # bytes on disk
     headline: Headline
     layers: tuple[LayerProfile, ...]
     operators: tuple[OperatorProfile, ...]
     units: tuple[Unit, ...]
-    refusals: dict[str, str] = Field(description="layers that can't be pruned, each with the reason")
-    absent: dict[str, str] = Field(default={}, description="kinds of which nothing can be pruned, each with the reason")
-    launch_bound_share: float | None = Field(
-        default=None, description="share of a pass in which no kernel runs on the GPU; None on the CPU"
-    )
-    evidence: Evidence | None = Field(default=None, description="of the units, where calibration images were given")
-    evidence_note: str | None = Field(default=None, description="why there is no evidence, or less than usual")
+    refusals: dict[str, str]  # layers that can't be pruned, each with the reason
+    absent: dict[str, str] = Field(default={})  # kinds of which nothing can be pruned, each with the reason
+    launch_bound_share: float | None = None  # share of a pass in which no kernel runs on the GPU; None on the CPU
+    evidence: Evidence | None = None  # of the units, where calibration images were given
+    evidence_note: str | None = None  # why there is no evidence, or less than usual
     trace: ArtifactRef | None = None
     forward_passes: int
 

@@ -28,13 +28,11 @@ class Goal(Record):
     min_speedup: float
     max_size_ratio: float
     selection: Literal["contract", "paper"]
-    calibrate: bool = Field(
-        default=True, description="whether calibration images choose what is cut, make up for it and tune int8"
-    )
+    calibrate: bool = True  # whether calibration images choose what is cut, make up for it and tune int8
     objective: Literal["speed", "size", "memory"] = "speed"
     max_memory_ratio: float | None = None
-    pins: tuple[PruningRecommendation, ...] = Field(default=(), description="ratios that a person fixed for every plan")
-    caps: tuple[Cap, ...] = Field(default=(), description="units that a person lets be cut no further, in any plan")
+    pins: tuple[PruningRecommendation, ...] = ()  # ratios that a person fixed for every plan
+    caps: tuple[Cap, ...] = ()  # units that a person lets be cut no further, in any plan
 
     def allows_size(self, ratio: float) -> bool:
         """Return whether a share of the baseline's bytes is allowed, rounded to 0.1%: half precision is 50.02%."""
@@ -58,22 +56,16 @@ class DeploymentOption(Record):
     """One deployment that was tried with a model, how far it got, and why no further."""
 
     deployment: Deployment
-    tuned: Tuned | None = Field(default=None, description="what int8 costs the float32 model, and each layer")
+    tuned: Tuned | None = None  # what int8 costs the float32 model, and each layer
     deployed: DeployedModel | None = None
-    evaluation: Evaluation | None = Field(default=None, description="on as many search images as it took")
+    evaluation: Evaluation | None = None  # on as many search images as it took
     race_result: RaceResult | None = None
-    memory_ratio: float | None = Field(
-        default=None, description="peak memory of the baseline's, where the contract asks"
-    )
-    p_keeps: float | None = Field(
-        default=None, description="probability that it keeps the accuracy; None if unmeasured"
-    )
-    status: Status = Field(default=Status.REJECTED, description="rejected, too, where it went no further")
+    memory_ratio: float | None = None  # peak memory of the baseline's, where the contract asks
+    p_keeps: float | None = None  # probability that it keeps the accuracy; None if unmeasured
+    status: Status = Status.REJECTED  # rejected, too, where it went no further
     reason: str
-    is_unfit: bool = Field(
-        default=False, description="whether it has no layer to take there, or weights or images that it can't take"
-    )
-    wants_time: bool = Field(default=False, description="whether it went no further for want of time")
+    is_unfit: bool = False  # whether it has no layer to take there, or weights or images that it can't take
+    wants_time: bool = False  # whether it went no further for want of time
 
     @computed_field
     @property
@@ -105,10 +97,8 @@ class DeploymentSearch(Record):
     options: tuple[DeploymentOption, ...]
     chosen: Deployment | None
     notes: tuple[str, ...] = ()
-    unit_times: dict[str, float] = Field(
-        default_factory=dict,
-        description="share of a pass in the chosen deployment that each unit takes, by its name; asked for where a language model plans",
-    )
+    # Share of a pass in the chosen deployment by unit; measured if the LLM plans.
+    unit_times: dict[str, float] = Field(default_factory=dict)
 
     def of(self, deployment: Deployment) -> DeploymentOption:
         """Return the option of a deployment that was tried."""
@@ -118,14 +108,12 @@ class DeploymentSearch(Record):
 class Origin(Record):
     """Who proposed a plan, and how the proposal was changed before it was applied."""
 
-    by: str = Field(description="rules, user, or the name of a language model")
+    by: str  # rules, user, or the name of a language model
     reason: str = ""
     repairs: int = 0
-    dropped: tuple[str, ...] = Field(
-        default=(), description="parts that could not be carried out, each with the reason"
-    )
-    cut_back: str | None = Field(default=None, description="why it was made milder before it was applied")
-    note: str | None = Field(default=None, description="why it is not by the one who was asked")
+    dropped: tuple[str, ...] = ()  # parts that could not be carried out, each with the reason
+    cut_back: str | None = None  # why it was made milder before it was applied
+    note: str | None = None  # why it is not by the one who was asked
 
 
 class Spent(Record):
@@ -135,8 +123,8 @@ class Spent(Record):
     input_tokens: int | None = 0
     output_tokens: int | None = 0
     repairs: int = 0
-    failures: tuple[str, ...] = Field(default=(), description="why questions were left to the rules")
-    unread_lines: int = Field(default=0, description="lines of `llm.jsonl` that are none of ours, or damaged")
+    failures: tuple[str, ...] = ()  # why questions were left to the rules
+    unread_lines: int = 0  # lines of `llm.jsonl` that are none of ours, or damaged
 
 
 class Attempt(Record):
@@ -146,30 +134,17 @@ class Attempt(Record):
     plan: Plan
     origin: Origin = Origin(by="rules")
     dry_run: DryRun | None = None
-    pruned_model: ArtifactRef | None = Field(
-        default=None, description="fp32, before quantization; after recovery, where there was one"
-    )
-    compensation: tuple[str, ...] = Field(default=(), description="what made up for the cut, without training")
-    calibration_kl: float | None = Field(
-        default=None,
-        description="KL divergence of the fp32 model to the baseline on calibration images, nats; before recovery",
-    )
+    pruned_model: ArtifactRef | None = None  # fp32, before quantization; after recovery, where there was one
+    compensation: tuple[str, ...] = ()  # what made up for the cut, without training
+    calibration_kl: float | None = None  # of the fp32 model to the baseline, nats; before recovery
     calibration_kl_uncompensated: float | None = None
     compensation_note: str | None = None
-    recovery: RecoveredModel | None = Field(
-        default=None, description="what training brought back; without it the attempt is training-free"
-    )
-    deployment: Deployment | None = Field(default=None, description="None is eager float32")
-    deployed: Evaluation | None = Field(default=None, description="in that deployment")
-    is_undeployable: bool = Field(
-        default=False, description="no runtime here can do what the plan asks of quantization"
-    )
-    latency_ms: float | None = Field(
-        default=None, description="of a batch, in a process of its own, where the paper's selection asks for it"
-    )
-    race_result: RaceResult | None = Field(
-        default=None, description="in a short race against the baseline, where a language model plans the next"
-    )
+    recovery: RecoveredModel | None = None  # what training brought back; without it the attempt is training-free
+    deployment: Deployment | None = None  # None is eager float32
+    deployed: Evaluation | None = None  # in that deployment
+    is_undeployable: bool = False  # no runtime here can do what the plan asks of quantization
+    latency_ms: float | None = None  # of a batch, in a process of its own, where the paper's selection asks for it
+    race_result: RaceResult | None = None  # in a short race against the baseline, where a language model plans the next
     accepted: bool
     reason: str
 
@@ -189,19 +164,13 @@ class Journal(Record):
     """All results of the loop; decisions, the report and the LLM read the same one."""
 
     baseline: Evaluation
-    baseline_latency_ms: float | None = Field(default=None, description="of a batch, as that of attempts")
-    contract: Goal | None = Field(default=None, description="what the deployments were searched for")
-    wish: tuple[QuantizationRecommendation, ...] | None = Field(
-        default=None, description="what the user's own plan asked of quantization, which then is all that was searched"
-    )
-    deployment_search: DeploymentSearch | None = Field(
-        default=None, description="the deployments that the baseline was tried in"
-    )
-    quantized: Evaluation | None = Field(default=None, description="the baseline in the chosen deployment")
+    baseline_latency_ms: float | None = None  # of a batch, as that of attempts
+    contract: Goal | None = None  # what the deployments were searched for
+    wish: tuple[QuantizationRecommendation, ...] | None = None  # quantization that the user's own plan fixes
+    deployment_search: DeploymentSearch | None = None  # the deployments that the baseline was tried in
+    quantized: Evaluation | None = None  # the baseline in the chosen deployment
     attempts: tuple[Attempt, ...] = ()
-    rejected: tuple[Decided, ...] = Field(
-        default=(), description="plans that a person turned down before they cost anything"
-    )
+    rejected: tuple[Decided, ...] = ()  # plans that a person turned down before they cost anything
 
     @property
     def deployment(self) -> Deployment | None:
@@ -226,9 +195,9 @@ class Candidate(Record):
     """A model that may be returned: its attempt, and its evaluation on the search images."""
 
     variant: Variant
-    attempt: int | None = Field(default=None, description="number of the attempt; None where nothing was pruned")
+    attempt: int | None = None  # number of the attempt; None where nothing was pruned
     evaluation: Evaluation
-    p_keeps: float = Field(default=1.0, description="probability that it keeps the accuracy")
+    p_keeps: float = 1.0  # probability that it keeps the accuracy
     status: Status = Status.ACCEPTED
 
 
@@ -246,9 +215,7 @@ class Term(Record):
     name: Literal["accuracy", "speed", "size", "memory"]
     required: float
     measured: float
-    bound: float | None = Field(
-        default=None, description="what is certified of it, all terms together at 95%; None where there is no telling"
-    )
+    bound: float | None = None  # what is certified of it, all terms together at 95%; None where there is no telling
     holds: bool
 
 
@@ -256,8 +223,8 @@ class Verdict(Record):
     """The outcome, with its reason."""
 
     outcome: Outcome
-    certified: bool = Field(description="the 95% bounds meet the contract, not the point estimates alone")
+    certified: bool  # the 95% bounds meet the contract, not the point estimates alone
     terms: tuple[Term, ...]
-    binding: str | None = Field(default=None, description="the term that keeps the contract from being met")
+    binding: str | None = None  # the term that keeps the contract from being met
     images_to_certify: int | None = None
     explanation: str

@@ -60,17 +60,13 @@ def test_each_session_is_shown_with_the_machine_that_it_ran_on(report: RunReport
     assert f"{place}, in these {number} sessions of new processes: {sessions}" in text
 
 
-def test_every_chart_that_has_something_to_show_is_there(report: RunReport):
+def test_every_chart_that_has_something_to_show_is_there_and_a_bare_report_is_a_page_too(report: RunReport):
     made = charts(report)
-
-    assert set(made) >= {"speed", "size", "time", "memory", "sensitivity"}
-    assert ("runtimes" in made) == (report.deployment_search is not None and len(report.deployment_search.options) > 1)
-
-
-def test_a_report_without_evidence_contest_or_attempts_is_a_page_too(report: RunReport):
     bare = {"sensitivity": (), "deployment_search": None, "attempts": (), "layers": ()}
     page = render_html(report.model_copy(update=bare))
 
+    assert set(made) >= {"speed", "size", "time", "memory", "sensitivity"}
+    assert ("runtimes" in made) == (report.deployment_search is not None and len(report.deployment_search.options) > 1)
     assert "No plan was carried out" in page
     assert 'id="sensitivity"' not in page
 
