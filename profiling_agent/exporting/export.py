@@ -4,6 +4,7 @@ Preprocessing is exported as plain numbers. Part of it is in a processor's code,
 tried on images: the first that prepares all of them as the processor does is used.
 """
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -25,6 +26,7 @@ from profiling_agent.lib.logs import SETTINGS_LOCK, quiet, third_party_errors
 from profiling_agent.lib.modules import logits_of
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
+from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.runtimes.torch_artifact import HALVES, load_module, load_processor, load_skeleton

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from profiling_agent import schemas
 from profiling_agent.data.images import PreparedImages, SplitImages, iter_batches
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.jobs.base import HOUR, Find, JobContext, Task, complexity_of, prepared

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from profiling_agent import schemas
 from profiling_agent.data.images import SplitImages, iter_batches, processed_batches, relabel_split, shuffled_batches
 from profiling_agent.data.labels import choose_matching
 from profiling_agent.errors import AcquisitionError, QuantizationError, RequestError

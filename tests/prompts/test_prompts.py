@@ -19,7 +19,7 @@ from profiling_agent.planning.llm_planner import NextAnswer, PlanAnswer, plan_qu
 from profiling_agent.planning.rules import analyse
 from profiling_agent.prompts import render
 from profiling_agent.runtimes.registry import recommend
-from profiling_agent.schemas import Deployment, DeploymentSearch, Goal, Journal, ModelProfile, RaceResult
+from profiling_agent.schemas import Deployment, DeploymentSearch, Goal, Journal, ModelProfile
 from profiling_agent.search.deployments import PROMISE
 
 AGENTS = {"analysis": PlanAnswer, "iterative_pruning": NextAnswer}
