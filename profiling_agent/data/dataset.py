@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import datasets
+import datasets.config
 import fsspec
 from datasets import config as datasets_config
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
@@ -309,7 +309,8 @@ def choose_columns(data: OpenedData, id2label: Mapping[int, str]) -> Columns:
             refusals.append(error)
     if refusals:
         raise refusals[0]
-    raise AcquisitionError(f"dataset {name!r} has no test or validation split: name one of {available} with split")
+    advice = f"name one of {available} with split, of images that the model wasn't trained on"
+    raise AcquisitionError(f"dataset {name!r} has no test or validation split: {advice}")
 
 
 def _kind_of(feature: Any) -> str:
