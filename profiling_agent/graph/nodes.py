@@ -240,13 +240,13 @@ def quantization(state: RunState, run: Run) -> Update:
     evaluator = run.evaluator(state)
     # An edit or a fork may have changed the contract since.
     journal = state.seen
-    if state.prepared.failure is not None:
+    if state.prepared.reason:
         return {"journal": journal}
     try:
         deployment = deployment_of(state.prepared.plan, journal, evaluator.choices, state.goal)
         prepared = quantize_attempt(evaluator, state.prepared, deployment)
     except PlanError as error:
-        prepared = state.prepared.model_copy(update={"failure": str(error), "is_undeployable": True})
+        prepared = state.prepared.model_copy(update={"reason": str(error), "is_undeployable": True})
     return {"journal": journal, "prepared": prepared}
 
 

@@ -25,6 +25,7 @@ from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
 from profiling_agent.schemas import (
     Acquired,
+    Attempt,
     Cap,
     Decided,
     Goal,
@@ -35,7 +36,6 @@ from profiling_agent.schemas import (
     StopReason,
     Verdict,
 )
-from profiling_agent.search.attempt import PreparedAttempt
 from profiling_agent.search.deadline import EFFORTS
 from profiling_agent.search.selection import rejudged
 
@@ -63,7 +63,7 @@ class RunState(Request):
     pins: tuple[PruningRecommendation, ...] = Field(default=(), description="ratios that a person fixed")
     caps: tuple[Cap, ...] = Field(default=(), description="units that a person lets be cut no further")
     decisions: tuple[Decided, ...] = Field(default=(), description="what a person decided of the plans so far")
-    prepared: PreparedAttempt | None = None
+    prepared: Attempt | None = None
     journal: Journal | None = None
     stopped: StopReason | None = None
     final: str = Field(default="", description="file in the run folder: the winner, and what the verdict rests on")
