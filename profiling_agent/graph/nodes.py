@@ -212,13 +212,13 @@ def quantization(state: RunState, run: Run) -> Update:
     """Deploy this attempt; one that can't be deployed as planned continues as a candidate with a failure."""
     # An edit or a fork may have changed the contract since.
     evaluator, prepared, journal = run.evaluator(state), require(state.prepared), state.judged_journal
-    if prepared.failure is not None:
+    if prepared.reason:
         return {"journal": journal}
     try:
         deployment = attempts.deployment_of(prepared.plan, journal, evaluator.choices, state.goal)
         prepared = attempts.quantize_attempt(evaluator, prepared, deployment)
     except PlanError as error:
-        prepared = prepared.model_copy(update={"failure": str(error), "is_undeployable": True})
+        prepared = prepared.model_copy(update={"reason": str(error), "is_undeployable": True})
     return {"journal": journal, "prepared": prepared}
 
 

@@ -60,7 +60,7 @@ class RunState(Request):
     pins: tuple[schemas.PruningRecommendation, ...] = Field(default=(), description="ratios that a person fixed")
     caps: tuple[schemas.Cap, ...] = Field(default=(), description="units that a person lets be cut no further")
     decisions: tuple[schemas.Decided, ...] = Field(default=(), description="what a person decided of the plans so far")
-    prepared: PreparedAttempt | None = None
+    prepared: schemas.Attempt | None = None
     journal: schemas.Journal | None = None
     stopped: schemas.StopReason | None = None
     final: str = Field(default="", description="file in the run folder: the winner, and what the verdict rests on")

@@ -7,25 +7,11 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from profiling_agent import schemas
 from profiling_agent.errors import PlanError
 from profiling_agent.lib.layer_names import matching_names
 from profiling_agent.pruning.widths import aligned_widths, cap_ratios, crossings, resolve
-from profiling_agent.schemas import (
-    EVERYTHING,
-    Cap,
-    Cut,
-    DryRun,
-    Evidence,
-    Goal,
-    LayerProfile,
-    ModelProfile,
-    Plan,
-    PruningRecommendation,
-    Record,
-    Target,
-    Unit,
-    WidthOption,
-)
+from profiling_agent.schemas import Cut, DryRun, Evidence, Goal, ModelProfile, Plan, Target, Unit, WidthOption
 
 MAX_ROUNDS = 12
 # Shares that differ by less are equal up to rounding.
@@ -36,8 +22,10 @@ MAX_GAP, MAX_SECONDS = 1e-4, 10.0
 Choices = Mapping[str, Sequence[WidthOption | None]]
 
 
-def saving_of(option: WidthOption, metric: str) -> float:
+def saving_of(option: WidthOption | None, metric: str) -> float:
     """Return what an option saves of the metric: params, MACs of one image, or milliseconds of one batch."""
+    if option is None:
+        return 0.0
     if metric == "latency":
         return option.latency_saved_ms or 0.0
     return float(option.params_saved if metric == "params" else option.macs_saved)
@@ -62,9 +50,8 @@ def allocate(
     Raises:
         PlanError: everything that may be cut saves less.
     """
-    by_name = {unit.name: unit for unit in units}
-    choices = _list_choices(evidence, by_name, {cut.unit.name for cut in fixed}, caps or {}, target.metric)
-    everything = _narrowest_cuts(by_name, choices, fixed)
+    choices = _list_choices(evidence, units, fixed, caps or {}, target.metric)
+    everything = _narrowest_cuts(units, choices, fixed)
     if (max_saving := saved(everything)) < target.saving - SHARE_TOLERANCE:
         raise PlanError(
             f"a saving of {target.saving:.1%} of the {target.metric} is out of reach: everything that may be cut "
@@ -73,7 +60,7 @@ def allocate(
     fixed_saving = saved(fixed)
 
     def cuts_for(saving: float) -> list[Cut]:
-        return [*fixed, *_make_cuts(by_name, _solve(choices, target.metric, max(saving - fixed_saving, 0.0) * whole))]
+        return [*fixed, *_make_cuts(units, _solve(choices, target.metric, max(saving - fixed_saving, 0.0) * whole))]
 
     # Cuts that cross in one layer save less together than one by one, so bisect for the least sum that saves enough.
     best, low, high = cuts_for(target.saving), target.saving, _max_total(choices, target.metric) / whole + fixed_saving
@@ -86,29 +73,30 @@ def allocate(
                 best, high = cuts, middle
             else:
                 low = middle
-    order = {name: index for index, name in enumerate(by_name)}
+    order = {unit.name: index for index, unit in enumerate(units)}
     return tuple(sorted(best, key=lambda cut: order[cut.unit.name]))
 
 
-def _narrowest_cuts(units: Mapping[str, Unit], choices: Choices, fixed: Sequence[Cut]) -> list[Cut]:
+def _narrowest_cuts(units: Sequence[Unit], choices: Choices, fixed: Sequence[Cut]) -> list[Cut]:
     return [*fixed, *_make_cuts(units, {name: options[-1] for name, options in choices.items()})]
 
 
 def _max_total(choices: Choices, metric: str) -> float:
-    return sum(max(saving_of(option, metric) for option in options if option) for options in choices.values())
+    return sum(max(saving_of(option, metric) for option in options) for options in choices.values())
 
 
 def _list_choices(
-    evidence: Evidence, units: Mapping[str, Unit], fixed: set[str], caps: Mapping[str, float], metric: str
+    evidence: Evidence, units: Sequence[Unit], fixed: Sequence[Cut], caps: Mapping[str, float], metric: str
 ) -> dict[str, list[WidthOption | None]]:
     """Return each unit's options: None for staying whole, then widths, the narrowest last."""
+    widths = {unit.name: unit.width for unit in units}
     choices: dict[str, list[WidthOption | None]] = {}
     for row in evidence.units:
-        if row.unit in fixed or row.unit not in units:
+        if row.unit not in widths or row.unit in {cut.unit.name for cut in fixed}:
             continue
-        min_width = units[row.unit].width * (1 - caps.get(row.unit, 1.0)) - 1e-9
-        options = [option for option in row.options if option.keep >= min_width and is_faster(option)]
-        if options := [option for option in options if saving_of(option, metric) > 0]:
+        min_width = widths[row.unit] * (1 - caps.get(row.unit, 1.0)) - 1e-9
+        options = [o for o in row.options if o.keep >= min_width and is_faster(o) and saving_of(o, metric) > 0]
+        if options:
             choices[row.unit] = [None, *options]
     return choices
 
@@ -118,9 +106,10 @@ def is_faster(option: WidthOption) -> bool:
     return option.latency_saved_ms is None or option.latency_saved_ms > 0
 
 
-def _make_cuts(units: Mapping[str, Unit], chosen: Mapping[str, WidthOption | None]) -> list[Cut]:
+def _make_cuts(units: Sequence[Unit], chosen: Mapping[str, WidthOption | None]) -> list[Cut]:
+    by_name = {unit.name: unit for unit in units}
     return [
-        Cut(unit=units[name], keep=option.keep, requested_ratio=1 - option.keep / units[name].width)
+        Cut(unit=by_name[name], keep=option.keep, requested_ratio=1 - option.keep / by_name[name].width)
         for name, option in chosen.items()
         if option is not None
     ]
@@ -132,20 +121,16 @@ def _solve(choices: Choices, metric: str, needed: float) -> dict[str, WidthOptio
         return {}
     flat = [(name, option) for name, options in choices.items() for option in options]
     kl = np.array([option.kl if option else 0.0 for _, option in flat])
-    savings = np.array([saving_of(option, metric) if option else 0.0 for _, option in flat])
+    savings = np.array([saving_of(option, metric) for _, option in flat])
     rows = {name: row for row, name in enumerate(choices)}
     one_each = csr_array(
         (np.ones(len(flat)), ([rows[name] for name, _ in flat], range(len(flat)))), shape=(len(rows), len(flat))
     )
     scale = max(savings.max(initial=0.0), 1.0)
+    least = min(needed, _max_total(choices, metric) * (1 - 1e-12)) / scale
     solution = milp(
         kl / max(kl.max(initial=0.0), 1e-12),
-        constraints=[
-            LinearConstraint(one_each, 1, 1),
-            LinearConstraint(
-                savings[None, :] / scale, lb=min(needed, _max_total(choices, metric) * (1 - 1e-12)) / scale
-            ),
-        ],
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(savings[None, :] / scale, lb=least)],
         integrality=np.ones(len(flat)),
         bounds=Bounds(0, 1),
         options={"mip_rel_gap": MAX_GAP, "time_limit": MAX_SECONDS},
@@ -162,20 +147,33 @@ def dry_run(plan: Plan, profile: ModelProfile) -> DryRun:
         PlanError: a pattern is invalid, matches nothing, or only refused layers; the target is out of reach, or the
             profile has no evidence to allocate by.
     """
-    resolved = resolve(plan.pruning, units=profile.units, refusals=profile.refusals)
-    caps = cap_ratios(plan.caps, units=profile.units, refusals=profile.refusals)
-    cuts, notes = _apply_caps(resolved.cuts, caps)
-    if plan.target is not None:
-        cuts = _allocate_target(plan, profile, cuts, caps)
+    cuts, caps, notes = _fixed_cuts(plan, profile)
+    evidence, target = profile.evidence, plan.target
+    if target is not None:
+        if evidence is None:
+            note = f" ({profile.evidence_note})" if profile.evidence_note else ""
+            raise PlanError(f"a target needs evidence, and the profile has none{note}: name layers and ratios instead")
+        if target.metric == "latency" and not any(o.latency_saved_ms for row in evidence.units for o in row.options):
+            raise PlanError(
+                "a target in latency needs a latency table, and the profile has none: ask for params or macs"
+            )
+        cuts = allocate(
+            profile.units,
+            evidence,
+            target,
+            whole=total_of(profile, target.metric),
+            saved=lambda cuts: saved_share(cuts, profile, target.metric),
+            fixed=cuts,
+            caps=caps,
+        )
     params, macs = params_and_macs_saved(cuts, profile.layers)
-    evidence = profile.evidence
     return DryRun(
         cuts=tuple(cuts),
         params=profile.params - params,
         macs=profile.macs - macs,
         kl=predicted_kl(cuts, evidence) if evidence else None,
         latency_saved=saved_share(cuts, profile, "latency") if evidence else None,
-        notes=(*resolved.notes, *notes),
+        notes=tuple(notes),
     )
 
 
@@ -187,12 +185,28 @@ def dry_run_or_none(plan: Plan, profile: ModelProfile) -> DryRun | None:
         return None
 
 
+def _fixed_cuts(plan: Plan, profile: ModelProfile) -> tuple[Sequence[Cut], Mapping[str, float], list[str]]:
+    """Return the cuts that a plan names, within its caps, the caps by unit, and notes on what was changed."""
+    resolved = resolve(plan.pruning, units=profile.units, refusals=profile.refusals)
+    caps = cap_ratios(plan.caps, units=profile.units, refusals=profile.refusals)
+    cuts, notes = list[Cut](), [*resolved.notes]
+    for cut in resolved.cuts:
+        unit, cap = cut.unit, caps.get(cut.unit.name, 1.0)
+        widths = [width for width in aligned_widths(unit.width, unit.step) if width >= unit.width * (1 - cap) - 1e-9]
+        if cap == 0 or not widths:
+            notes.append(f"{unit.name!r} is left alone: a cap of {cap:g} was set")
+            continue
+        cuts.append(cut.model_copy(update={"keep": max(cut.keep, widths[0])}))
+        if cut.keep < widths[0]:
+            notes.append(f"{unit.name!r} keeps {widths[0]} instead of {cut.keep}: a cap of {cap:g} was set")
+    return cuts, caps, notes
+
+
 def saved_share(cuts: Sequence[Cut], profile: ModelProfile, metric: str) -> float:
     """Return the share of the model's params, MACs or layers' time that `cuts` save together."""
     if metric == "latency":
         assert profile.evidence is not None, "latency is predicted by the evidence's table"
-        options = [_option_of(cut, profile.evidence) for cut in cuts]
-        saved_ms = sum((option.latency_saved_ms or 0.0 for option in options if option), 0.0)
+        saved_ms = sum((saving_of(_option_of(cut, profile.evidence), metric) for cut in cuts), 0.0)
         return saved_ms / max(total_of(profile, metric), 1e-9)
     params, macs = params_and_macs_saved(cuts, profile.layers)
     return (params if metric == "params" else macs) / max(total_of(profile, metric), 1.0)
@@ -202,12 +216,9 @@ def most_saving(plan: Plan, profile: ModelProfile) -> float:
     """Return the largest share of its target's metric that a plan could save."""
     assert plan.target is not None, "only a target can be raised"
     assert profile.evidence is not None, "a target needs evidence"
-    fixed = resolve(plan.pruning, units=profile.units, refusals=profile.refusals).cuts
-    caps = cap_ratios(plan.caps, units=profile.units, refusals=profile.refusals)
-    metric, fixed = plan.target.metric, _apply_caps(fixed, caps)[0]
-    by_name = {unit.name: unit for unit in profile.units}
-    choices = _list_choices(profile.evidence, by_name, {cut.unit.name for cut in fixed}, caps, metric)
-    return saved_share(_narrowest_cuts(by_name, choices, fixed), profile, metric)
+    fixed, caps, _ = _fixed_cuts(plan, profile)
+    choices = _list_choices(profile.evidence, profile.units, fixed, caps, plan.target.metric)
+    return saved_share(_narrowest_cuts(profile.units, choices, fixed), profile, plan.target.metric)
 
 
 def total_of(profile: ModelProfile, metric: str) -> float:
@@ -222,46 +233,7 @@ def total_of(profile: ModelProfile, metric: str) -> float:
     return timed / share if timed and share else layers
 
 
-def _apply_caps(cuts: Sequence[Cut], caps: Mapping[str, float]) -> tuple[list[Cut], list[str]]:
-    """Return the cuts within the caps, and notes on those that were changed."""
-    allowed: list[Cut] = []
-    notes: list[str] = []
-    for cut in cuts:
-        unit, cap = cut.unit, caps.get(cut.unit.name, 1.0)
-        widths = [width for width in aligned_widths(unit.width, unit.step) if width >= unit.width * (1 - cap) - 1e-9]
-        if cap == 0 or not widths:
-            notes.append(f"{unit.name!r} is left alone: a cap of {cap:g} was set")
-        elif cut.keep >= widths[0]:
-            allowed.append(cut)
-        else:
-            allowed.append(cut.model_copy(update={"keep": widths[0]}))
-            notes.append(f"{unit.name!r} keeps {widths[0]} instead of {cut.keep}: a cap of {cap:g} was set")
-    return allowed, notes
-
-
-def _allocate_target(plan: Plan, profile: ModelProfile, fixed: Sequence[Cut], caps: Mapping[str, float]) -> list[Cut]:
-    target = plan.target
-    assert target is not None, "only a plan with a target is allocated"
-    if profile.evidence is None:
-        note = f" ({profile.evidence_note})" if profile.evidence_note else ""
-        raise PlanError(f"a target needs evidence, and the profile has none{note}: name layers and ratios instead")
-    if target.metric == "latency" and not any(
-        o.latency_saved_ms for row in profile.evidence.units for o in row.options
-    ):
-        raise PlanError("a target in latency needs a latency table, and the profile has none: ask for params or macs")
-    allocated = allocate(
-        profile.units,
-        profile.evidence,
-        target,
-        whole=total_of(profile, target.metric),
-        saved=lambda cuts: saved_share(cuts, profile, target.metric),
-        fixed=fixed,
-        caps=caps,
-    )
-    return list(allocated)
-
-
-def params_and_macs_saved(cuts: Sequence[Cut], layers: Iterable[LayerProfile]) -> tuple[int, int]:
+def params_and_macs_saved(cuts: Sequence[Cut], layers: Iterable[schemas.LayerProfile]) -> tuple[int, int]:
     """Return the params and the MACs of one image that `cuts` remove from a model of `layers`."""
     rows = {row.name: row for row in layers}
     params, macs = sum(cut.params_saved for cut in cuts), sum(cut.macs_saved for cut in cuts)
@@ -290,7 +262,7 @@ def _option_of(cut: Cut, evidence: Evidence) -> WidthOption | None:
 MAX_RATIO, MAX_SAVING = 0.75, 0.99
 
 
-def with_demands(goal: Goal, pins: Sequence[PruningRecommendation], caps: Sequence[Cap]) -> Goal:
+def with_demands(goal: Goal, pins: Sequence[schemas.PruningRecommendation], caps: Sequence[schemas.Cap]) -> Goal:
     """Return the contract with more pins and caps; of two for the same pattern the later counts."""
     kept_pins = tuple(pin for pin in goal.pins if pin.layer not in {new.layer for new in pins})
     kept_caps = tuple(cap for cap in goal.caps if cap.layer not in {new.layer for new in caps})
@@ -304,19 +276,20 @@ def apply_demands(plan: Plan, goal: Goal) -> Plan:
     return plan.model_copy(update={"pruning": (*pruning, *goal.pins), "caps": (*caps, *goal.caps)})
 
 
-def scaled(plan: Plan, factor: float, pins: Sequence[PruningRecommendation] = ()) -> Plan:
+def scaled(plan: Plan, factor: float, pins: Sequence[schemas.PruningRecommendation] = ()) -> Plan:
     """Return `plan` with its target and every ratio that isn't pinned times `factor`; no ratio grows beyond MAX_RATIO."""
-
-    def scale(rec: PruningRecommendation) -> PruningRecommendation:
-        if rec in pins:
-            return rec
-        limit = max(rec.pruning_ratio, MAX_RATIO)
-        return rec.model_copy(update={"pruning_ratio": min(rec.pruning_ratio * factor, limit)})
-
+    pruning = tuple(
+        rec
+        if rec in pins
+        else rec.model_copy(
+            update={"pruning_ratio": min(rec.pruning_ratio * factor, max(rec.pruning_ratio, MAX_RATIO))}
+        )
+        for rec in plan.pruning
+    )
     target = plan.target
     if target is not None:
         target = target.model_copy(update={"saving": min(target.saving * factor, MAX_SAVING), "justification": ""})
-    return plan.model_copy(update={"pruning": tuple(scale(rec) for rec in plan.pruning), "target": target})
+    return plan.model_copy(update={"pruning": pruning, "target": target})
 
 
 # A point of top-1 corresponded to 0.01 to 0.02 nats on the shared models (docs/decisions/LOG.md), and sums of single KLs
@@ -329,7 +302,7 @@ SCALE_STEPS = 32
 Part = TypeVar("Part")
 
 
-class CheckedPlan(Record):
+class CheckedPlan(schemas.Record):
     """A plan that can be made, its prediction, and what was changed in it, each with the reason."""
 
     plan: Plan
@@ -353,38 +326,41 @@ def allowed_kl(goal: Goal) -> float:
 
 def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> CheckedPlan:
     """Return the valid parts of a plan, scaled down to the allowed KL; at worst one that prunes nothing."""
-    dropped: list[str] = []
-    plan = apply_demands(plan, goal)
+    plan, dropped, names = apply_demands(plan, goal), list[str](), [row.name for row in profile.layers]
 
-    def problem_with(**parts: object) -> str | None:
-        try:
-            dry_run(Plan().model_copy(update=parts), profile)
-        except PlanError as error:
-            return str(error)
-        return None
+    def valid(parts: Sequence[Part], check: Callable[[Part], object]) -> tuple[Part, ...]:
+        results: list[Part] = []
+        for part in parts:
+            try:
+                check(part)
+                results.append(part)
+            except PlanError as error:
+                dropped.append(str(error))
+        return tuple(results)
 
-    pruning = _filter_parts(plan.pruning, lambda part: problem_with(pruning=(part,)), dropped)
-    caps = _filter_parts(plan.caps, lambda part: problem_with(caps=(part,)), dropped)
-    quantization = None
-    if plan.quantization is not None:
-        names = [row.name for row in profile.layers]
-        valid = _filter_parts(plan.quantization, lambda part: _pattern_problem(part.layer, names), dropped)
-        # An empty list means float32, and must not be what remains when every part was invalid.
-        quantization = valid if valid or not plan.quantization else None
-    update = {"pruning": pruning, "caps": caps, "quantization": quantization}
-    plan = _limit_target(plan.model_copy(update=update), profile, dropped)
+    def check_layers(part: schemas.QuantizationRecommendation) -> None:
+        if part.layer != schemas.EVERYTHING and not matching_names(part.layer, names):
+            raise PlanError(f"the layer pattern {part.layer!r} matches no layer to quantize")
+
+    pruning = valid(plan.pruning, lambda part: dry_run(Plan(pruning=(part,)), profile))
+    caps = valid(plan.caps, lambda part: dry_run(Plan(caps=(part,)), profile))
+    quantization = valid(plan.quantization or (), check_layers)
+    # An empty list means float32, and must not be what remains when every part was invalid.
+    kept_quantization = quantization if quantization or plan.quantization == () else None
+    plan = plan.model_copy(update={"pruning": pruning, "caps": caps, "quantization": kept_quantization})
+    plan = plan.model_copy(update={"target": _reachable_target(plan, profile, dropped)})
+    pins_only = plan.model_copy(update={"pruning": goal.pins, "target": None})
     try:
         dry = dry_run(plan, profile)
     except PlanError as error:
         dropped.append(str(error))
-        plan = plan.model_copy(update={"pruning": goal.pins, "target": None})
-        dry = dry_run(plan, profile)
+        plan, dry = pins_only, dry_run(pins_only, profile)
     checked = CheckedPlan(plan=plan, dry_run=dry, dropped=tuple(dropped))
     allowed = allowed_kl(goal)
     if dry.kl is None or dry.kl <= allowed:
         return checked
     # KL grows with the factor, so bisect for the largest.
-    best, low, high = plan.model_copy(update={"pruning": goal.pins, "target": None}), 0, SCALE_STEPS
+    best, low, high = pins_only, 0, SCALE_STEPS
     while high - low > 1:
         middle = (low + high) // 2
         candidate = scaled(plan, middle / SCALE_STEPS, goal.pins)
@@ -400,44 +376,23 @@ def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> CheckedPlan:
     return checked.model_copy(update={"plan": best, "dry_run": dry_run(best, profile), "cut_back": message})
 
 
-def _filter_parts(parts: Sequence[Part], check: Callable[[Part], str | None], dropped: list[str]) -> tuple[Part, ...]:
-    valid: list[Part] = []
-    for part in parts:
-        if (problem := check(part)) is None:
-            valid.append(part)
-        else:
-            dropped.append(problem)
-    return tuple(valid)
-
-
-def _pattern_problem(pattern: str, names: Sequence[str]) -> str | None:
-    try:
-        matches = pattern == EVERYTHING or matching_names(pattern, names)
-    except PlanError as error:
-        return str(error)
-    return None if matches else f"the layer pattern {pattern!r} matches no layer to quantize"
-
-
-def _limit_target(plan: Plan, profile: ModelProfile, dropped: list[str]) -> Plan:
-    """Return the plan with its target lowered to what its caps allow, or removed."""
-    target, max_saving = plan.target, 0.0
-    if target is None:
-        return plan
+def _reachable_target(plan: Plan, profile: ModelProfile, dropped: list[str]) -> Target | None:
+    """Return the plan's target, lowered to what its caps allow, or None; what was changed is added to `dropped`."""
+    if (target := plan.target) is None:
+        return None
     if profile.evidence is None:
         dropped.append("a target needs evidence, and the profile has none: name layers and ratios instead")
-    else:
-        try:
-            max_saving = most_saving(plan, profile)
-            if target.saving <= max_saving:
-                return plan
-            dropped.append(
-                f"a saving of {target.saving:.1%} of the {target.metric} is out of reach: "
-                f"the most is {max_saving:.1%} of it"
-            )
-        except PlanError as error:
-            dropped.append(str(error))
-    target = target.model_copy(update={"saving": max_saving}) if max_saving > 0 else None
-    return plan.model_copy(update={"target": target})
+        return None
+    try:
+        max_saving = most_saving(plan, profile)
+    except PlanError as error:
+        dropped.append(str(error))
+        return None
+    if target.saving <= max_saving:
+        return target
+    reach = f"a saving of {target.saving:.1%} of the {target.metric} is out of reach"
+    dropped.append(f"{reach}: the most is {max_saving:.1%} of it")
+    return target.model_copy(update={"saving": max_saving}) if max_saving > 0 else None
 
 
 Metric = Literal["params", "macs", "latency"]
@@ -450,7 +405,7 @@ SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 NUM_INSIDE = 4
 
 
-class FrontierPoint(Record):
+class FrontierPoint(schemas.Record):
     """A point of the frontier: the least predicted KL, nats, for a `saving` of `metric`, and the saved shares of all three."""
 
     metric: Metric
@@ -470,41 +425,30 @@ def frontier(profile: ModelProfile, goal: Goal) -> tuple[FrontierPoint, ...]:
     """
     if profile.evidence is None or not profile.evidence.units:
         return ()
-    return tuple(point for metric in METRICS for point in _list_points(profile, goal, metric))
+    frontier_points: list[FrontierPoint] = []
+    for metric in METRICS:
+        points: list[FrontierPoint] = []
 
+        def plan_for(saving: float, metric: Metric = metric) -> Plan:
+            return Plan(pruning=goal.pins, caps=goal.caps, target=Target(metric=metric, saving=saving))
 
-def _list_points(profile: ModelProfile, goal: Goal, metric: Metric) -> list[FrontierPoint]:
-    points: list[FrontierPoint] = []
-    try:
-        max_saving = min(most_saving(_plan_for(goal, metric, 0.5), profile), MAX_TARGET_SAVING)
-        for share in SHARES if max_saving > 0 else ():
-            points.append(_point(profile, metric, dry_run(_plan_for(goal, metric, max_saving * share), profile).cuts))
-            if points[-1].kl > allowed_kl(goal):
-                break
-        if max_saving > 0:
-            points.append(_point(profile, metric, dry_run(_plan_for(goal, metric, max_saving), profile).cuts))
-    except PlanError:
-        # Latency without times, say: keep the points up to here.
-        pass
-    inside = [point for point in points if point.kl <= allowed_kl(goal)]
-    selected = [*inside[-NUM_INSIDE:], *(point for point in points if point not in inside)]
-    return list({point.cuts: point for point in selected}.values())
-
-
-def _plan_for(goal: Goal, metric: Metric, saving: float) -> Plan:
-    return Plan(pruning=goal.pins, caps=goal.caps, target=Target(metric=metric, saving=saving))
-
-
-def _point(profile: ModelProfile, metric: Metric, cuts: Sequence[Cut]) -> FrontierPoint:
-    assert profile.evidence is not None, "a frontier is drawn from evidence"
-    shares = {name: saved_share(cuts, profile, name) for name in METRICS}
-    return FrontierPoint(
-        metric=metric,
-        saving=shares[metric],
-        kl=predicted_kl(cuts, profile.evidence) or 0.0,
-        cuts=tuple(cuts),
-        **shares,
-    )
+        try:
+            max_saving = min(most_saving(plan_for(0.5), profile), MAX_TARGET_SAVING)
+            for share in (*SHARES, 1.0) if max_saving > 0 else ():
+                # The first point beyond the allowed KL is followed by the maximum.
+                if share < 1 and points and points[-1].kl > allowed_kl(goal):
+                    continue
+                cuts = dry_run(plan_for(max_saving * share), profile).cuts
+                shares = {name: saved_share(cuts, profile, name) for name in METRICS}
+                kl = predicted_kl(cuts, profile.evidence) or 0.0
+                points.append(FrontierPoint(metric=metric, saving=shares[metric], kl=kl, cuts=cuts, **shares))
+        except PlanError:
+            # Latency without times, say: keep the points up to here.
+            pass
+        inside = [point for point in points if point.kl <= allowed_kl(goal)]
+        selected = [*inside[-NUM_INSIDE:], *(point for point in points if point not in inside)]
+        frontier_points += {point.cuts: point for point in selected}.values()
+    return tuple(frontier_points)
 
 
 def num_left_out(profile: ModelProfile) -> tuple[int, int]:

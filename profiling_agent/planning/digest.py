@@ -6,51 +6,30 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from profiling_agent import schemas
 from profiling_agent.llm.transcript import quoted
 from profiling_agent.planning.allocation import (
     METRICS,
     NATS_A_POINT,
-    FrontierPoint,
     frontier,
     num_left_out,
     predicted_kl,
     saved_share,
 )
-from profiling_agent.schemas import (
-    AccuracyDrop,
-    Attempt,
-    Cut,
-    Decided,
-    Deployment,
-    DeploymentOption,
-    DeploymentSearch,
-    DryRun,
-    Evaluation,
-    Goal,
-    Journal,
-    LayerCost,
-    LayerProfile,
-    ModelProfile,
-    Plan,
-    RaceResult,
-    Record,
-    Unit,
-    UnitEvidence,
-    UnitKind,
-    nearest_option,
-)
+from profiling_agent.schemas import Cut, Goal, Journal, LayerProfile, ModelProfile, Plan, Unit, nearest_option
 
 # A number that is a whole segment of a name: `layers.3`, but not `fc1`.
 INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-class Group(Record):
+class Group(schemas.Record):
     """Units of one kind and width at the same place of repeated blocks, with their shares of the model."""
 
     pattern: str
-    kind: UnitKind
+    kind: schemas.UnitKind
     width: int
     units: tuple[Unit, ...]
+    layers: tuple[LayerProfile, ...]
     params_share: float
     macs_share: float
     latency_share: float
@@ -69,28 +48,42 @@ def pattern_for(names: Iterable[str]) -> str:
     return pattern + "$"
 
 
-def _make_group(pattern: str, units: list[Unit], profile: ModelProfile) -> Group:
-    names = {name for unit in units for name in (*unit.members, unit.name)}
-    rows = [row for row in profile.layers if row.name in names]
-    latency_ms = sum(row.latency_ms for row in profile.layers) or 1.0
-    return Group(
-        pattern=pattern,
-        kind=units[0].kind,
-        width=units[0].width,
-        units=tuple(units),
-        params_share=sum(row.params for row in rows) / profile.params,
-        macs_share=sum(row.macs for row in rows) / max(profile.macs, 1),
-        latency_share=sum(row.latency_ms for row in rows) / latency_ms,
+def _shares(rows: Sequence[LayerProfile], profile: ModelProfile) -> tuple[float, float, float]:
+    """Return the shares of the model's params, MACs and layers' time that these layers have."""
+    return (
+        sum(row.params for row in rows) / profile.params,
+        sum(row.macs for row in rows) / max(profile.macs, 1),
+        sum(row.latency_ms for row in rows) / (sum(row.latency_ms for row in profile.layers) or 1.0),
     )
 
 
 def group_units(profile: ModelProfile) -> tuple[Group, ...]:
     """Return the model's units in groups, largest share of MACs first."""
-    grouped: defaultdict[tuple[UnitKind, str, int], list[Unit]] = defaultdict(list)
+    grouped: defaultdict[tuple[schemas.UnitKind, str, int], list[Unit]] = defaultdict(list)
     for unit in profile.units:
         grouped[unit.kind, INDEX.sub("#", unit.name), unit.width].append(unit)
-    groups = [_make_group(pattern_for(unit.name for unit in units), units, profile) for units in grouped.values()]
+    groups: list[Group] = []
+    for (kind, _, width), units in grouped.items():
+        names = {name for unit in units for name in (*unit.members, unit.name)}
+        layers = tuple(row for row in profile.layers if row.name in names)
+        params, macs, latency = _shares(layers, profile)
+        group = Group(
+            pattern=pattern_for(unit.name for unit in units),
+            kind=kind,
+            width=width,
+            units=tuple(units),
+            layers=layers,
+            params_share=params,
+            macs_share=macs,
+            latency_share=latency,
+        )
+        groups.append(group)
     return tuple(sorted(groups, key=lambda group: (-group.macs_share, group.pattern)))
+
+
+def named_groups(profile: ModelProfile) -> dict[str, Group]:
+    """Return the groups by their names in prompts."""
+    return {f"G{number}": group for number, group in enumerate(group_units(profile), start=1)}
 
 
 MAX_CHARACTERS = 8_200
@@ -100,22 +93,28 @@ CUT_SHARES, HALF = (0.25, 0.5, 0.75), 0.5
 OUTLIER_FACTOR = 2.0
 # Layers that a scheme can quantize to int8.
 QUANTIZED_KINDS = ("Linear", "Conv2d")
-MAX_OPERATORS, MAX_LAYERS = 6, 16
+MAX_OPERATORS, MAX_LAYERS, MAX_COSTLY_LAYERS = 6, 16, 3
+# Characters of a user's reason, the number of latest rejections, and characters of a deployment's failure, which begins with the reason.
+MAX_REASON, MAX_REJECTIONS, MAX_FAILURE = 1000, 4, 100
 # From this share of a pass on, launches limit a model on a GPU, not its kernels.
 LAUNCH_BOUND = 0.3
 # Rows that remain of sections that are shortened first.
 MIN_ROWS = 3
-GROUP_LEGEND = (
-    "name of the group: pattern | kind | units x width | % of params, MACs, time in eager float32, time in the deployment that leads (what it computes "
-    "between two layers counts with the first; ? where its runtime doesn't tell) | weights, activations of a batch | all of them cut by half: predicted KL "
-    "in nats -> % of params, MACs, time in eager float32 that go, counted together"
-)
-FRONTIER_LEGEND = (
-    "metric | % of params, MACs, time that go | predicted KL | share of the width that each group keeps, least to most"
-)
-UNIT_LEGEND = "unit | KL in nats cut by a quarter, half, three quarters | the group's median at half"
-OPERATOR_LEGEND = "operator | calls | % of all operators' time | bytes that it allocates | shapes of its inputs"
-LAYER_LEGEND = "name, # for a number | kind | how many | % of params, MACs, time"
+# Columns of the rows of each section of the prompt.
+LEGENDS = {
+    "deployment_legend": "deployment | times as fast as the baseline | % of its bytes | KL | top-1 lost | how it ended",
+    "group_legend": (
+        "name of the group: pattern | kind | units x width | % of params, MACs, time in eager float32, time in the deployment that leads (what it computes "
+        "between two layers counts with the first; ? where its runtime doesn't tell) | weights, activations of a batch | all of them cut by half: predicted KL "
+        "in nats -> % of params, MACs, time in eager float32 that go, counted together"
+    ),
+    "frontier_legend": (
+        "metric | % of params, MACs, time that go | predicted KL | share of the width that each group keeps, least to most"
+    ),
+    "unit_legend": "unit | KL in nats cut by a quarter, half, three quarters | the group's median at half",
+    "operator_legend": "operator | calls | % of all operators' time | bytes that it allocates | shapes of its inputs",
+    "layer_legend": "name, # for a number | kind | how many | % of params, MACs, time",
+}
 
 
 def goal_text(goal: Goal) -> str:
@@ -130,62 +129,55 @@ def goal_text(goal: Goal) -> str:
     return f"{'; '.join(terms)}. Among models that keep this, the one with the best {goal.objective} wins."
 
 
-def group_rows(profile: ModelProfile, search: DeploymentSearch | None = None) -> tuple[str, ...]:
-    """Return a row for each group of units, in the columns of GROUP_LEGEND, largest share of MACs first."""
-    return tuple(f"{name}: {_group_row(group, profile, search)}" for name, group in named_groups(profile).items())
+def _percent(shares: Iterable[float]) -> str:
+    return ", ".join(f"{share:.1%}" for share in shares)
 
 
-def named_groups(profile: ModelProfile) -> dict[str, Group]:
-    """Return the groups by their names in prompts."""
-    return {f"G{number}": group for number, group in enumerate(group_units(profile), start=1)}
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.3g} MB"
 
 
-def _group_row(group: Group, profile: ModelProfile, search: DeploymentSearch | None) -> str:
-    names = {name for unit in group.units for name in (*unit.members, unit.name)}
-    layers = [row for row in profile.layers if row.name in names]
-    activations = sum(row.activation_bytes for row in layers)
-    weights = sum(row.params for row in layers) * profile.parameter_bytes // max(profile.params, 1)
-    parts = [
-        quoted(group.pattern),
-        group.kind,
-        f"{len(group.units)} x {group.width}",
-        f"{group.params_share:.1%}, {group.macs_share:.1%}, {group.latency_share:.1%}, {_leading_share(group, search)}",
-        f"{_mb(weights)}, {_mb(activations)}",
-    ]
-    cuts = [cut for unit in group.units if (cut := _cut_near(profile, unit, HALF))]
-    if not cuts or profile.evidence is None:
-        return " | ".join((*parts, "no evidence"))
-    shares = ", ".join(f"{saved_share(cuts, profile, metric):.1%}" for metric in METRICS)
-    return " | ".join((*parts, f"{predicted_kl(cuts, profile.evidence) or 0.0:.2g} -> {shares}"))
-
-
-def _leading_share(group: Group, search: DeploymentSearch | None) -> str:
-    if search is None or search.chosen in (None, Deployment()):
-        return f"{group.latency_share:.1%}"
-    if not search.unit_times:
-        return "?"
-    return f"{sum(search.unit_times.get(unit.name, 0.0) for unit in group.units):.1%}"
-
-
-def _cut_near(profile: ModelProfile, unit: Unit, share: float) -> Cut | None:
-    row = _unit_evidence(profile, unit.name)
-    if row is None:
-        return None
-    return Cut(unit=unit, keep=nearest_option(row.options, unit.width, 1 - share).keep, requested_ratio=share)
-
-
-def _unit_evidence(profile: ModelProfile, unit: str) -> UnitEvidence | None:
-    row = profile.evidence.of(unit) if profile.evidence else None
-    return row if row is not None and row.options else None
+def group_rows(profile: ModelProfile, search: schemas.DeploymentSearch | None = None) -> tuple[str, ...]:
+    """Return a row for each group of units, largest share of MACs first."""
+    evidence, rows = profile.evidence, list[str]()
+    for name, group in named_groups(profile).items():
+        leading = f"{group.latency_share:.1%}"
+        if search is not None and search.chosen not in (None, schemas.Deployment()):
+            time = sum(search.unit_times.get(unit.name, 0.0) for unit in group.units)
+            leading = f"{time:.1%}" if search.unit_times else "?"
+        weights = sum(row.params for row in group.layers) * profile.parameter_bytes // max(profile.params, 1)
+        cuts = [
+            Cut(unit=unit, keep=nearest_option(row.options, unit.width, 1 - HALF).keep, requested_ratio=HALF)
+            for unit in group.units
+            if evidence and (row := evidence.of(unit.name)) and row.options
+        ]
+        halved = "no evidence"
+        if cuts and evidence is not None:
+            saved = _percent(saved_share(cuts, profile, metric) for metric in METRICS)
+            halved = f"{predicted_kl(cuts, evidence) or 0.0:.2g} -> {saved}"
+        columns = (
+            f"{name}: {quoted(group.pattern)}",
+            group.kind,
+            f"{len(group.units)} x {group.width}",
+            f"{_percent((group.params_share, group.macs_share, group.latency_share))}, {leading}",
+            f"{_mb(weights)}, {_mb(sum(row.activation_bytes for row in group.layers))}",
+            halved,
+        )
+        rows.append(" | ".join(columns))
+    return tuple(rows)
 
 
 def frontier_rows(profile: ModelProfile, goal: Goal) -> tuple[str, ...]:
-    """Return a row for each reachable point, in the columns of FRONTIER_LEGEND, and last how many widths are left out, and why."""
-    points = frontier(profile, goal)
-    rows: list[str] = []
-    seen: set[str] = set()
+    """Return a row for each reachable point, and last how many widths are left out, and why."""
+    points, rows, seen = frontier(profile, goal), list[str](), set[str]()
     for metric in METRICS:
-        texts = list(dict.fromkeys(_point_text(point, profile) for point in points if point.metric == metric))
+        texts = list(
+            dict.fromkeys(
+                f"{_percent((point.params, point.macs, point.latency))} | {point.kl:.2g} | {widths_text(point.cuts, profile)}"
+                for point in points
+                if point.metric == metric
+            )
+        )
         new = [text for text in texts if text not in seen]
         seen |= set(texts)
         rows += [f"{metric}{' (its maximum)' if text == texts[-1] else ''} | {text}" for text in new]
@@ -199,34 +191,26 @@ def frontier_rows(profile: ModelProfile, goal: Goal) -> tuple[str, ...]:
     return tuple(rows)
 
 
-def _point_text(point: FrontierPoint, profile: ModelProfile) -> str:
-    shares = f"{point.params:.1%}, {point.macs:.1%}, {point.latency:.1%}"
-    return f"{shares} | {point.kl:.2g} | {widths_text(point.cuts, profile)}"
-
-
 def widths_text(cuts: Sequence[Cut], profile: ModelProfile) -> str:
     """Return the shares of their width that each group's units keep, least to most; whole groups are left out."""
     keeps = {cut.unit.name: cut.keep / cut.unit.width for cut in cuts}
     parts: list[str] = []
     for name, group in named_groups(profile).items():
         shares = [keeps.get(unit.name, 1.0) for unit in group.units]
+        low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
         if min(shares) < 1:
-            spread = f"{min(shares):.0%}" if min(shares) == max(shares) else f"{min(shares):.0%} to {max(shares):.0%}"
-            parts.append(f"{name} {spread}")
+            parts.append(f"{name} {low}" if min(shares) == max(shares) else f"{name} {low} to {high}")
     return ", ".join(parts) or "all whole"
 
 
 def operator_rows(profile: ModelProfile) -> tuple[str, ...]:
-    """Return a row for each operator that takes most of a pass, in the columns of OPERATOR_LEGEND."""
-    whole = sum(row.time_ms for row in profile.operators) or 1.0
-    heaviest = sorted(profile.operators, key=lambda row: -row.time_ms)[:MAX_OPERATORS]
-    share = profile.launch_bound_share
-    launches = () if share is None else (launch_text(share, "eager float32"),)
-    return launches + tuple(
-        f"{quoted(row.name)} | {row.calls} | {row.time_ms / whole:.1%} | {_mb(max(row.memory_bytes, 0))} | "
-        f"{quoted(row.input_shapes, 80)}"
-        for row in heaviest
-    )
+    """Return a row for each operator that takes most of a pass."""
+    whole, share = sum(row.time_ms for row in profile.operators) or 1.0, profile.launch_bound_share
+    rows = [] if share is None else [launch_text(share, "eager float32")]
+    for row in sorted(profile.operators, key=lambda row: -row.time_ms)[:MAX_OPERATORS]:
+        time, memory = f"{row.time_ms / whole:.1%}", _mb(max(row.memory_bytes, 0))
+        rows.append(f"{quoted(row.name)} | {row.calls} | {time} | {memory} | {quoted(row.input_shapes, 80)}")
+    return tuple(rows)
 
 
 def launch_text(share: float, name: str) -> str:
@@ -239,42 +223,37 @@ def launch_text(share: float, name: str) -> str:
 
 
 def layer_rows(profile: ModelProfile) -> tuple[str, ...]:
-    """Return a row for each group of linear layers or convolutions, in the columns of LAYER_LEGEND, the largest first."""
-    by_kind: dict[tuple[str, str], list[LayerProfile]] = {}
+    """Return a row for each group of linear layers or convolutions, the largest first."""
+    by_kind: defaultdict[tuple[str, str], list[LayerProfile]] = defaultdict(list)
     for row in profile.layers:
         if row.kind in QUANTIZED_KINDS:
-            by_kind.setdefault((INDEX.sub("#", row.name), row.kind), []).append(row)
-    time_ms = sum(row.latency_ms for row in profile.layers) or 1.0
+            by_kind[INDEX.sub("#", row.name), row.kind].append(row)
     kinds = sorted(by_kind.items(), key=lambda item: -sum(row.params for row in item[1]))
     rows = [
-        f"{quoted(name)} | {kind} | {len(rows)} | {sum(row.params for row in rows) / profile.params:.1%}, "
-        f"{sum(row.macs for row in rows) / max(profile.macs, 1):.1%}, {sum(row.latency_ms for row in rows) / time_ms:.1%}"
+        f"{quoted(name)} | {kind} | {len(rows)} | {_percent(_shares(rows, profile))}"
         for (name, kind), rows in kinds[:MAX_LAYERS]
     ]
     rest = [f"({len(kinds) - MAX_LAYERS} more kinds of layers, smaller than these)"] if len(kinds) > MAX_LAYERS else []
     return (*rows, *rest)
 
 
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.3g} MB"
-
-
 def unit_rows(profile: ModelProfile) -> tuple[str, ...]:
-    """Return a row for each unit that is unlike its group, in the columns of UNIT_LEGEND, the most unlike first."""
+    """Return a row for each unit that is unlike its group, the most unlike first."""
+    evidence = {row.unit: row.options for row in profile.evidence.units if row.options} if profile.evidence else {}
     ranked: list[tuple[float, str]] = []
     for group in group_units(profile):
-        rows = {unit.name: row for unit in group.units if (row := _unit_evidence(profile, unit.name))}
-        halves = {name: nearest_option(row.options, group.width, HALF).kl for name, row in rows.items()}
-        if len(halves) < 3:
+        options = {unit.name: evidence[unit.name] for unit in group.units if unit.name in evidence}
+        if len(options) < 3:
             continue
+        halves = {name: nearest_option(row, group.width, HALF).kl for name, row in options.items()}
         median = max(statistics.median(halves.values()), 1e-9)
         for name, kl in halves.items():
             factor = max(kl / median, median / max(kl, 1e-9))
             if factor >= OUTLIER_FACTOR:
-                options = [nearest_option(rows[name].options, group.width, 1 - cut) for cut in CUT_SHARES]
-                kls = ", ".join(f"{option.kl:.2g}" for option in options)
-                ranked.append((factor, f"{quoted(name)} | {kls} | {median:.2g}"))
-    return tuple(row for _, row in sorted(ranked, key=lambda pair: (-pair[0], pair[1])))
+                nearest = (nearest_option(options[name], group.width, 1 - cut) for cut in CUT_SHARES)
+                kls = ", ".join(f"{option.kl:.2g}" for option in nearest)
+                ranked.append((-factor, f"{quoted(name)} | {kls} | {median:.2g}"))
+    return tuple(row for _, row in sorted(ranked))
 
 
 def demand_rows(goal: Goal) -> str:
@@ -302,55 +281,46 @@ def shortened(
     Rows come with the most useful first. `spare` sections are shortened first, down to MIN_ROWS rows each.
     """
     shown = {name: list(rows) for name, rows in sections.items()}
-    while sum(len(_section(shown[name], sections[name])) for name in shown) > max_characters:
+
+    def section(name: str) -> str:
+        num_dropped = len(sections[name]) - len(shown[name])
+        note = [f"({num_dropped} more rows were left out, to be short)"] if num_dropped else []
+        return "\n".join((*shown[name], *note)) or "(nothing)"
+
+    while sum(len(section(name)) for name in shown) > max_characters:
         candidates = [name for name in shown if name in spare and len(shown[name]) > MIN_ROWS] or list(shown)
         longest = max(candidates, key=lambda name: sum(map(len, shown[name])))
         if len(shown[longest]) <= 1:
             break
         shown[longest].pop()
-    return {name: _section(rows, sections[name]) for name, rows in shown.items()}
-
-
-def _section(shown: Sequence[str], rows: Sequence[str]) -> str:
-    num_dropped = len(rows) - len(shown)
-    lines = [*shown, *([f"({num_dropped} more rows were left out, to be short)"] if num_dropped else [])]
-    return "\n".join(lines) or "(nothing)"
-
-
-# Characters of a user's reason, and the number of latest rejections.
-MAX_REASON, MAX_REJECTIONS = 1000, 4
-MAX_COSTLY_LAYERS = 3
-# Characters of a deployment's failure, which begins with the reason.
-MAX_FAILURE = 100
-DEPLOYMENT_LEGEND = "deployment | times as fast as the baseline | % of its bytes | KL | top-1 lost | how it ended"
+    return {name: section(name) for name in shown}
 
 
 def attempt_rows(journal: Journal, profile: ModelProfile) -> tuple[str, ...]:
     """Return each attempt: its plan, predicted and measured effects, and outcome."""
-    return tuple(_attempt_row(attempt, journal, profile) for attempt in journal.attempts)
+    texts: list[str] = []
+    for attempt in journal.attempts:
+        origin, dry, deployed = attempt.origin, attempt.dry_run, attempt.deployed
+        author = f"(by {quoted(origin.by)}{f', as: {quoted(origin.note)}' if origin.note else ''})"
+        lines = [f"attempt {attempt.number} {author}: {plan_text(attempt.plan)}"]
+        lines += [f"  before it was applied, left out: {quoted(part)}" for part in origin.dropped]
+        lines += [f"  before it was applied, {quoted(origin.cut_back)}"] if origin.cut_back else []
+        size_journal = journal if journal.is_as_leading(attempt) else None
+        predicted = f"predicted: {predicted_text(dry, profile, size_journal)}" if dry else "nothing could be predicted"
+        measured = [f"KL {attempt.calibration_kl:.2g}"] if attempt.calibration_kl is not None else []
+        if deployed is not None:
+            size = deployed.footprint.size_bytes / journal.baseline.footprint.size_bytes
+            measured += [f"top-1 lost {_loss_text(deployed.drop)}"] if deployed.drop else []
+            measured += [f"{size:.1%} of the bytes", f"deployed in {deployed.deployment.name}"]
+        if race := attempt.race_result:
+            measured.append(f"{_speed_text(race)} times as fast as the baseline")
+        lines += [f"  {predicted}", f"  measured: {', '.join(measured) or 'nothing'}"]
+        lines.append(f"  {'accepted' if attempt.accepted else 'refused'}: {quoted(attempt.reason)}")
+        texts.append("\n".join(lines))
+    return tuple(texts)
 
 
-def _attempt_row(attempt: Attempt, journal: Journal, profile: ModelProfile) -> str:
-    origin, dry = attempt.origin, attempt.dry_run
-    author = f"(by {quoted(origin.by)}{f', as: {quoted(origin.note)}' if origin.note else ''})"
-    changes = [
-        *(f"left out: {quoted(part)}" for part in origin.dropped),
-        *([quoted(origin.cut_back)] if origin.cut_back else []),
-    ]
-    lines = [
-        f"attempt {attempt.number} {author}: {plan_text(attempt.plan)}",
-        *(f"  before it was applied, {line}" for line in changes),
-    ]
-    size_journal = journal if journal.is_as_leading(attempt) else None
-    lines.append(
-        f"  predicted: {predicted_text(dry, profile, size_journal)}" if dry else "  nothing could be predicted"
-    )
-    lines.append(f"  measured: {_measured_text(attempt, journal)}")
-    lines.append(f"  {'accepted' if attempt.accepted else 'refused'}: {quoted(attempt.reason)}")
-    return "\n".join(lines)
-
-
-def predicted_text(dry: DryRun, profile: ModelProfile, journal: Journal | None = None) -> str:
+def predicted_text(dry: schemas.DryRun, profile: ModelProfile, journal: Journal | None = None) -> str:
     """Return a dry run in words, with widths by group, and with a journal the bytes in its leading deployment."""
     text = f"params {1 - dry.params / profile.params:.1%} less, MACs {1 - dry.macs / max(profile.macs, 1):.1%} less"
     if journal is not None:
@@ -365,22 +335,11 @@ def predicted_text(dry: DryRun, profile: ModelProfile, journal: Journal | None =
     return f"{text}; kept: {widths_text(dry.cuts, profile)}"
 
 
-def _measured_text(attempt: Attempt, journal: Journal) -> str:
-    parts = [f"KL {attempt.calibration_kl:.2g}"] if attempt.calibration_kl is not None else []
-    if attempt.deployed is not None:
-        size = attempt.deployed.footprint.size_bytes / journal.baseline.footprint.size_bytes
-        parts += [f"top-1 lost {_loss_text(drop)}"] if (drop := attempt.deployed.drop) else []
-        parts += [f"{size:.1%} of the bytes", f"deployed in {attempt.deployed.deployment.name}"]
-    if race := attempt.race_result:
-        parts += [f"{_speed_text(race)} times as fast as the baseline"]
-    return ", ".join(parts) or "nothing"
-
-
-def _loss_text(drop: AccuracyDrop) -> str:
+def _loss_text(drop: schemas.AccuracyDrop) -> str:
     return f"{drop.drop:.2%} [{drop.low:.2%}, {drop.high:.2%}] of {drop.num_images} images"
 
 
-def _speed_text(result: RaceResult) -> str:
+def _speed_text(result: schemas.RaceResult) -> str:
     return f"{result.speedup:.2f} [{result.speedup_low:.2f}, {result.speedup_high:.2f}]"
 
 
@@ -401,43 +360,35 @@ def kl_so_far(journal: Journal) -> str:
     return f"{text}.\n"
 
 
-def deployment_rows(search: DeploymentSearch | None, baseline: Evaluation) -> tuple[str, ...]:
-    """Return a row for each deployment of the unpruned model, in the columns of DEPLOYMENT_LEGEND, the leading one first."""
-    if search is None:
-        return ()
-    options = sorted(search.options, key=lambda option: option.deployment != search.chosen)
-    return tuple(_deployment_row(option, baseline, leads=option.deployment == search.chosen) for option in options)
+def deployment_rows(search: schemas.DeploymentSearch | None, baseline: schemas.Evaluation) -> tuple[str, ...]:
+    """Return a row for each deployment of the unpruned model, the leading one first."""
+    rows: list[str] = []
+    for option in sorted(search.options, key=lambda option: option.deployment != search.chosen) if search else ():
+        leads = search is not None and option.deployment == search.chosen
+        race, deployed, drop = option.race_result, option.deployed, option.evaluation and option.evaluation.drop
+        outcomes = {"accepted": "keeps the accuracy", "uncertain": "may keep it", "rejected": "loses too much"}
+        columns = (
+            f"{option.deployment.name}{' (leads)' if leads else ''}",
+            _speed_text(race) if race else "not timed",
+            f"{deployed.model.size_bytes / baseline.footprint.size_bytes:.1%}" if deployed else "not made",
+            f"{deployed.kl:.2g}" if deployed else "",
+            _loss_text(drop) if drop else "not measured",
+            outcomes[option.status] if option.evaluation else quoted(option.reason, MAX_FAILURE),
+        )
+        text, layers = " | ".join(columns), list[str]()
+        if leads and option.tuned:
+            for row in sorted(option.tuned.layers, key=lambda row: -row.kl)[:MAX_COSTLY_LAYERS]:
+                time = (
+                    f", {row.latency_share:.1%} of the time in eager float32" if row.latency_share is not None else ""
+                )
+                shares = f"{row.macs_share:.1%} of the MACs{time}{', left in float' if row.kept else ''}"
+                layers.append(f"{quoted(row.layer)} {row.kl:.2g} ({shares})")
+        text += f"\n  of its layers these cost most KL, each alone in int8: {', '.join(layers)}" if layers else ""
+        rows.append(text)
+    return tuple(rows)
 
 
-def _deployment_row(option: DeploymentOption, baseline: Evaluation, *, leads: bool) -> str:
-    race, deployed, drop = option.race_result, option.deployed, option.evaluation.drop if option.evaluation else None
-    parts = [
-        f"{option.deployment.name}{' (leads)' if leads else ''}",
-        _speed_text(race) if race else "not timed",
-        f"{deployed.model.size_bytes / baseline.footprint.size_bytes:.1%}" if deployed else "not made",
-        f"{deployed.kl:.2g}" if deployed else "",
-        _loss_text(drop) if drop else "not measured",
-        _outcome_text(option),
-    ]
-    costly = sorted(option.tuned.layers, key=lambda row: -row.kl)[:MAX_COSTLY_LAYERS] if leads and option.tuned else []
-    layers = [f"{quoted(row.layer)} {row.kl:.2g} ({_layer_shares(row)})" for row in costly]
-    return " | ".join(parts) + (
-        f"\n  of its layers these cost most KL, each alone in int8: {', '.join(layers)}" if layers else ""
-    )
-
-
-def _outcome_text(option: DeploymentOption) -> str:
-    if option.evaluation is None:
-        return quoted(option.reason, MAX_FAILURE)
-    return "keeps the accuracy" if option.keeps_accuracy else "may keep it" if option.is_doubtful else "loses too much"
-
-
-def _layer_shares(row: LayerCost) -> str:
-    time = f", {row.latency_share:.1%} of the time in eager float32" if row.latency_share is not None else ""
-    return f"{row.macs_share:.1%} of the MACs{time}{', left in float' if row.kept else ''}"
-
-
-def rejection_rows(rejected: Sequence[Decided]) -> str:
+def rejection_rows(rejected: Sequence[schemas.Decided]) -> str:
     """Return the last plans that the user rejected, the newest first, with the reasons; nothing if there are none."""
     if not rejected:
         return ""

@@ -6,55 +6,16 @@ from typing import Any, TypeVar
 
 from pydantic import AliasChoices, Field, model_validator
 
-from profiling_agent.errors import ContextTooLongError, PlanError, ShapeUnresolvedError
+from profiling_agent import schemas
+from profiling_agent.errors import PlanError, ShapeUnresolvedError
 from profiling_agent.lib.io import DocumentError
 from profiling_agent.lib.layer_names import matching_names
 from profiling_agent.llm.transcript import LanguageModel, Question, Tool, quoted
-from profiling_agent.planning.allocation import NATS_A_POINT, CheckedPlan, allowed_kl, dry_run, guard, is_faster
-from profiling_agent.planning.digest import (
-    DEPLOYMENT_LEGEND,
-    FRONTIER_LEGEND,
-    GROUP_LEGEND,
-    LAYER_LEGEND,
-    MAX_CHARACTERS,
-    OPERATOR_LEGEND,
-    UNIT_LEGEND,
-    attempt_rows,
-    demand_rows,
-    deployment_rows,
-    frontier_rows,
-    goal_text,
-    group_rows,
-    kl_so_far,
-    layer_rows,
-    named_groups,
-    operator_rows,
-    plan_text,
-    predicted_text,
-    rejection_rows,
-    shortened,
-    unit_rows,
-)
+from profiling_agent.planning import digest
+from profiling_agent.planning.allocation import NATS_A_POINT, allowed_kl, dry_run, guard, is_faster
 from profiling_agent.planning.rules import parse_plan
-from profiling_agent.prompts import render
-from profiling_agent.schemas import (
-    PRUNING,
-    QUANTIZATION,
-    Attempt,
-    Cap,
-    Goal,
-    InputSpec,
-    Journal,
-    ModelProfile,
-    Plan,
-    PruningRecommendation,
-    QuantizationRecommendation,
-    Record,
-    ShapeFacts,
-    Target,
-    Unit,
-    in_arrays,
-)
+from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
+from profiling_agent.schemas import PRUNING, QUANTIZATION, Goal, InputSpec, Journal, ModelProfile, Plan, in_arrays
 
 MAX_UNITS, MAX_WIDTHS = 12, 60
 
@@ -71,41 +32,50 @@ class _EvidenceTools:
 
     profile: ModelProfile
     goal: Goal
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[schemas.Attempt, ...]
+
+    def _options_of(self, unit: str) -> tuple[schemas.WidthOption, ...]:
+        row = self.profile.evidence.of(unit) if self.profile.evidence else None
+        return row.options if row else ()
 
     def details(self, pattern: str) -> str:
         """Return, for each unit of a group such as G1, or whose name an RE2 pattern hits, its KL in nats at every width that is known."""
-        group = named_groups(self.profile).get(pattern)
-        if group is not None:
-            pattern = group.pattern
+        group = digest.named_groups(self.profile).get(pattern)
         try:
-            names = matching_names(pattern, [unit.name for unit in self.profile.units])
+            names = matching_names(group.pattern if group else pattern, [unit.name for unit in self.profile.units])
         except PlanError as error:
             return str(error)
-        units = [unit for unit in self.profile.units if unit.name in names]
-        lines = [_format_unit(unit, self.profile) for unit in units[:MAX_UNITS]]
-        more = [f"({len(units) - MAX_UNITS} more)"] if len(units) > MAX_UNITS else []
-        return "\n".join((*lines, *more)) or f"the pattern {pattern!r} hits no unit"
+        lines: list[str] = []
+        for unit in (unit for unit in self.profile.units if unit.name in names):
+            kls = ", ".join(
+                f"{option.keep}: {option.kl:.2g}{'' if option.measured else '?'}{'' if is_faster(option) else '!'}"
+                for option in self._options_of(unit.name)
+            )
+            legend = "KL by width kept (? is interpolated, ! no faster alone in eager float32)"
+            widths = f"; {legend}: {kls}" if kls else ", no evidence"
+            lines.append(f"{quoted(unit.name)}: {unit.kind}, width {unit.width}{widths}")
+        more = [f"({len(lines) - MAX_UNITS} more)"] if len(lines) > MAX_UNITS else []
+        return "\n".join((*lines[:MAX_UNITS], *more)) or f"the pattern {pattern!r} hits no unit"
 
     def try_plan(self, plan: str) -> str:
         """Return what a plan would cut, save and cost by the evidence; `plan` is a JSON object in the answer's form."""
         try:
-            requested = parse_plan(plan.encode(errors="replace"))
+            checked = guard(parse_plan(plan.encode(errors="replace")), self.profile, self.goal)
         except DocumentError as error:
             return f"that is no plan: {error}"
-        guarded = guard(requested, self.profile, self.goal)
-        problems = "; ".join((*guarded.dropped, *([guarded.cut_back] if guarded.cut_back else [])))
-        if guarded.dry_run is None or not guarded.dry_run.cuts:
+        problems = "; ".join((*checked.dropped, *([checked.cut_back] if checked.cut_back else [])))
+        if checked.dry_run is None or not checked.dry_run.cuts:
             return f"nothing would be cut: {problems or 'name layers, or a target'}"
-        cut = f"{len(guarded.dry_run.cuts)} of {len(self.profile.units)} units are cut"
-        return f"{cut}, {predicted_text(guarded.dry_run, self.profile)}" + (f"; but {problems}" if problems else "")
+        cut = f"{len(checked.dry_run.cuts)} of {len(self.profile.units)} units are cut"
+        text = f"{cut}, {digest.predicted_text(checked.dry_run, self.profile)}"
+        return text + (f"; but {problems}" if problems else "")
 
     def sensitivity(self, unit: str, keep: int) -> str:
         """Return what it costs and saves to keep so many channels or heads of one unit, named in full, all others whole."""
-        row = self.profile.evidence.of(unit) if self.profile.evidence else None
-        if row is None or not row.options:
+        options = self._options_of(unit)
+        if not options:
             return f"there is no evidence on a unit {quoted(unit)}"
-        option = min(row.options, key=lambda candidate: abs(candidate.keep - keep))
+        option = min(options, key=lambda candidate: abs(candidate.keep - keep))
         text = (
             f"{quoted(unit)} kept at {option.keep}: KL {option.kl:.2g} nats ({'measured' if option.measured else 'interpolated'}), "
             f"{option.params_saved} params and {option.macs_saved} MACs go"
@@ -126,34 +96,21 @@ class _EvidenceTools:
         return f"{'accepted' if row.accepted else 'refused'}: {quoted(row.reason)}; kept: {shown or 'everything'}{more}"
 
 
-def _format_unit(unit: Unit, profile: ModelProfile) -> str:
-    row = profile.evidence.of(unit.name) if profile.evidence else None
-    if row is None or not row.options:
-        return f"{quoted(unit.name)}: {unit.kind}, width {unit.width}, no evidence"
-    widths = ", ".join(
-        f"{option.keep}: {option.kl:.2g}{'' if option.measured else '?'}{'' if is_faster(option) else '!'}"
-        for option in row.options
-    )
-    return f"{quoted(unit.name)}: {unit.kind}, width {unit.width}; KL by width kept (? is interpolated, ! no faster alone in eager float32): {widths}"
-
-
 MAX_RECOMMENDATIONS = 40
 # Characters of evidence for an LLM with a short context.
 SHORT_CHARACTERS = 5_000
-# Sections that are shortened first.
-SPARE_SECTIONS = ("units", "operators", "layers")
 
 
-class PlanAnswer(Record):
+class PlanAnswer(schemas.Record):
     """A plan in the words of a language model."""
 
     reason: str = Field(max_length=2000, description="what of the evidence this plan follows from")
-    pruning: tuple[PruningRecommendation, ...] = Field(
+    pruning: tuple[schemas.PruningRecommendation, ...] = Field(
         default=(), max_length=MAX_RECOMMENDATIONS, validation_alias=AliasChoices(*PRUNING)
     )
-    target: Target | None = None
-    caps: tuple[Cap, ...] = Field(default=(), max_length=MAX_RECOMMENDATIONS)
-    quantization: tuple[QuantizationRecommendation, ...] | None = Field(
+    target: schemas.Target | None = None
+    caps: tuple[schemas.Cap, ...] = Field(default=(), max_length=MAX_RECOMMENDATIONS)
+    quantization: tuple[schemas.QuantizationRecommendation, ...] | None = Field(
         default=None, max_length=MAX_RECOMMENDATIONS, validation_alias=AliasChoices(*QUANTIZATION)
     )
 
@@ -195,57 +152,12 @@ class Setting:
 UNKNOWN = Setting()
 
 
-@dataclass(frozen=True)
-class Advised:
-    """The LLM's answer: a guarded plan, or None for the advice to stop, and the objection to measuring it."""
-
-    guarded: CheckedPlan | None
-    objection: str | None
-    reason: str
-    repairs: int
-
-
-def ask_for_plan(
-    advisor: LanguageModel,
-    question: Callable[[int], Question],
-    profile: ModelProfile,
-    goal: Goal,
-    journal: Journal | None,
-    objection: Callable[[CheckedPlan], str | None],
-    *,
-    may_stop: bool,
-) -> Advised:
-    """Return a checked plan; `question` takes the maximum of characters of evidence.
-
-    Raises:
-        AdvisorError: no valid answer came.
-    """
-    guarded: CheckedPlan | None = None
-    current_objection: str | None = None
-
-    def check(answer: PlanAnswer) -> str | None:
-        nonlocal guarded, current_objection
-        if isinstance(answer, NextAnswer) and answer.stop:
-            guarded, current_objection = None, None
-            return None
-        guarded = guard(answer.plan, profile, goal)
-        current_objection = objection(guarded)
-        return guarded.complaint or current_objection
-
-    answer_type, tools = NextAnswer if may_stop else PlanAnswer, evidence_tools(profile, goal, journal)
-    try:
-        advice = advisor.ask(question(MAX_CHARACTERS), answer_type, check=check, tools=tools)
-    except ContextTooLongError:
-        advice = advisor.ask(question(SHORT_CHARACTERS), answer_type, check=check, tools=tools)
-    return Advised(guarded, current_objection, advice.value.reason, advice.repairs)
-
-
 def plan_question(
     profile: ModelProfile,
     goal: Goal,
     rules: Plan | None,
     journal: Journal | None,
-    max_characters: int = MAX_CHARACTERS,
+    max_characters: int = digest.MAX_CHARACTERS,
     *,
     attempts_left: int | None = None,
     setting: Setting = UNKNOWN,
@@ -253,22 +165,28 @@ def plan_question(
     """Return the question of the analysis agent, or with `attempts_left` that of the iterative pruning agent."""
     search = journal.deployment_search if journal else None
     sections = {
-        "deployments": deployment_rows(search, journal.baseline) if journal else (),
-        "groups": group_rows(profile, search),
-        "frontier": frontier_rows(profile, goal),
-        "units": unit_rows(profile),
-        "operators": operator_rows(profile),
-        "layers": layer_rows(profile),
+        "deployments": digest.deployment_rows(search, journal.baseline) if journal else (),
+        "groups": digest.group_rows(profile, search),
+        "frontier": digest.frontier_rows(profile, goal),
+        "units": digest.unit_rows(profile),
+        "operators": digest.operator_rows(profile),
+        "layers": digest.layer_rows(profile),
     }
-    agent, extra = "analysis", dict[str, object]()
+    agent, extra, rules_text = "analysis", dict[str, object](), "to stop"
     if attempts_left is not None and journal is not None:
-        agent, extra = "iterative_pruning", {"attempts_left": attempts_left, "kl_so_far": kl_so_far(journal)}
-        sections = {"attempts": tuple(reversed(attempt_rows(journal, profile))), **sections}
-    form = render("plan_form", schemes=", ".join(setting.schemes) or "none, leave it null")
+        agent, extra = "iterative_pruning", {"attempts_left": attempts_left, "kl_so_far": digest.kl_so_far(journal)}
+        sections = {"attempts": tuple(reversed(digest.attempt_rows(journal, profile))), **sections}
+    if rules is not None:
+        try:
+            size_journal = journal if rules.quantization is None else None
+            prediction = f"predicted: {digest.predicted_text(dry_run(rules, profile), profile, size_journal)}"
+        except PlanError as error:
+            prediction = f"which can't be made: {quoted(str(error))}"
+        rules_text = f"{digest.plan_text(rules)}\n  {prediction}"
     evidence = render(
         agent,
-        goal=goal_text(goal),
-        demands=demand_rows(goal),
+        goal=digest.goal_text(goal),
+        demands=digest.demand_rows(goal),
         rule=setting.rule,
         admission=setting.admission,
         nats_a_point=" to ".join(f"{nats:g}" for nats in NATS_A_POINT),
@@ -276,28 +194,16 @@ def plan_question(
         model=f"{quoted(profile.architecture)}, {profile.params} params, {profile.macs} MACs",
         machine=f"{quoted(setting.machine)}, {profile.device}, batches of {profile.batch_size}",
         latency=f"{profile.headline.latency.median_ms:.4g} ms",
-        deployment_legend=DEPLOYMENT_LEGEND,
-        group_legend=GROUP_LEGEND,
-        frontier_legend=FRONTIER_LEGEND,
-        unit_legend=UNIT_LEGEND,
-        operator_legend=OPERATOR_LEGEND,
-        layer_legend=LAYER_LEGEND,
-        rules=_rules_text(rules, profile, journal) if rules else "to stop",
-        rejected=rejection_rows(journal.rejected if journal else ()),
-        **shortened(sections, max_characters, SPARE_SECTIONS),
+        rules=rules_text,
+        rejected=digest.rejection_rows(journal.rejected if journal else ()),
+        **digest.LEGENDS,
+        # Of these sections the last rows are dropped first.
+        **digest.shortened(sections, max_characters, spare=("units", "operators", "layers")),
         **extra,
     )
+    form = render("plan_form", schemes=", ".join(setting.schemes) or "none, leave it null")
     instructions = render(f"{agent}_role", form=form, examples=render(f"{agent}_examples"))
     return Question(agent=agent, instructions=instructions, evidence=evidence)
-
-
-def _rules_text(plan: Plan, profile: ModelProfile, journal: Journal | None) -> str:
-    try:
-        dry = dry_run(plan, profile)
-    except PlanError as error:
-        return f"{plan_text(plan)}\n  which can't be made: {quoted(str(error))}"
-    size_journal = journal if plan.quantization is None else None
-    return f"{plan_text(plan)}\n  predicted: {predicted_text(dry, profile, size_journal)}"
 
 
 # Lines, and characters of each: settings are numbers and short lists, and longer ones don't describe a shape.
@@ -305,7 +211,7 @@ MAX_LINES, MAX_LINE_LENGTH = 80, 500
 Accepted = TypeVar("Accepted")
 
 
-class ShapeAnswer(Record):
+class ShapeAnswer(schemas.Record):
     """The shape of one image."""
 
     channels: int = Field(ge=1, le=64)
@@ -314,19 +220,21 @@ class ShapeAnswer(Record):
     reason: str = Field(default="", max_length=500)
 
 
-def advised_shape(advisor: LanguageModel, facts: ShapeFacts, accept: Callable[[InputSpec], Accepted]) -> Accepted:
+def advised_shape(
+    advisor: LanguageModel, facts: schemas.ShapeFacts, accept: Callable[[InputSpec], Accepted]
+) -> Accepted:
     """Return `accept`'s result for the LLM's shape; the reason of a refusal goes back to the LLM.
 
     Raises:
         AdvisorError: no valid answer came.
         ShapeUnresolvedError: `accept` refused all of them.
     """
-    accepted: dict[InputSpec, Accepted] = {}
+    accepted: list[Accepted] = []
 
     def check(answer: ShapeAnswer) -> str | None:
-        spec = _input_spec(answer, advisor.name)
+        shape = answer.model_dump(exclude={"reason"})
         try:
-            accepted[spec] = accept(spec)
+            accepted.append(accept(InputSpec(**shape, source=advisor.name)))
         except ShapeUnresolvedError as error:
             return str(error)
         return None
@@ -334,21 +242,15 @@ def advised_shape(advisor: LanguageModel, facts: ShapeFacts, accept: Callable[[I
     advice = advisor.ask(shape_question(facts), ShapeAnswer, check=check)
     if advice.complaint is not None:
         raise ShapeUnresolvedError(f"{advisor.name}: {advice.complaint}")
-    return accepted[_input_spec(advice.value, advisor.name)]
+    return accepted[-1]
 
 
-def shape_question(facts: ShapeFacts) -> Question:
+def shape_question(facts: schemas.ShapeFacts) -> Question:
     """Return the question of the input shape resolver."""
-    return Question(
-        agent="input_shape_resolver",
-        instructions=render("input_shape_resolver_role"),
-        evidence=render("input_shape_resolver", config=_bullets(facts.settings), rules=_bullets(facts.findings)),
-    )
 
+    def bullets(rows: tuple[str, ...]) -> str:
+        return "\n".join(f"- {quoted(row, MAX_LINE_LENGTH)}" for row in rows[:MAX_LINES]) or "- (nothing)"
 
-def _input_spec(answer: ShapeAnswer, name: str) -> InputSpec:
-    return InputSpec(channels=answer.channels, height=answer.height, width=answer.width, source=name)
-
-
-def _bullets(rows: tuple[str, ...]) -> str:
-    return "\n".join(f"- {quoted(row, MAX_LINE_LENGTH)}" for row in rows[:MAX_LINES]) or "- (nothing)"
+    evidence = render("input_shape_resolver", config=bullets(facts.settings), rules=bullets(facts.findings))
+    instructions = render("input_shape_resolver_role")
+    return Question(agent="input_shape_resolver", instructions=instructions, evidence=evidence)

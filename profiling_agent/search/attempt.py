@@ -5,31 +5,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError, RequestError
+from profiling_agent import schemas
+from profiling_agent.errors import JobError, PlanError, PruningError, RequestError
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.lib.io import first_problem
 from profiling_agent.planning.allocation import apply_demands, dry_run, predicted_kl, with_demands
-from profiling_agent.schemas import (
-    SHARD,
-    Approval,
-    ApprovalQuestion,
-    ArtifactRef,
-    Attempt,
-    Deployment,
-    DryRun,
-    Goal,
-    Journal,
-    ModelProfile,
-    Origin,
-    Plan,
-    PrunedModel,
-    Record,
-    RecoveredModel,
-    Status,
-    UnitCut,
-    Variant,
-)
+from profiling_agent.schemas import SHARD, Approval, Attempt, Deployment, Goal, Journal, Plan, Variant
 from profiling_agent.search.deployments import (
+    REFUSALS,
     DeploymentChoices,
     by_promise,
     possible_deployments,
@@ -44,18 +27,18 @@ TIGHTER = {"max_accuracy_drop": -1, "min_speedup": 1, "max_size_ratio": -1, "max
 
 
 def build_approval_question(
-    run_id: str, plan: Plan, origin: Origin | None, profile: ModelProfile, journal: Journal | None
-) -> ApprovalQuestion:
+    run_id: str, plan: Plan, origin: schemas.Origin | None, profile: schemas.ModelProfile, journal: Journal | None
+) -> schemas.ApprovalQuestion:
     """Build the approval question about a plan; raises PlanError if the plan can't be made."""
     dry = dry_run(plan, profile)
-    return ApprovalQuestion(
+    return schemas.ApprovalQuestion(
         run_id=run_id,
         attempt=len(journal.attempts) + 1 if journal else 1,
         proposed_by=origin.by if origin else "rules",
         reason=origin.reason if origin else "",
         plan=plan,
         cuts=tuple(
-            UnitCut(
+            schemas.UnitCut(
                 unit=cut.unit.name,
                 width=cut.unit.width,
                 keep=cut.keep,
@@ -83,7 +66,7 @@ def read_answer(value: Any) -> Approval:
         raise RequestError(f"that is no answer: {first_problem(error)}") from error
 
 
-def apply_edit(answer: Approval, plan: Plan, goal: Goal, profile: ModelProfile) -> tuple[Plan, Goal]:
+def apply_edit(answer: Approval, plan: Plan, goal: Goal, profile: schemas.ModelProfile) -> tuple[Plan, Goal]:
     """Apply an edit to the plan and the contract.
 
     Raises:
@@ -103,42 +86,17 @@ def apply_edit(answer: Approval, plan: Plan, goal: Goal, profile: ModelProfile) 
     return edited_plan, goal
 
 
-class PreparedAttempt(Record):
-    """Plan on its way to measurement; `failure` is why it stopped before."""
-
-    plan: Plan
-    dry_run: DryRun | None = None
-    pruned: PrunedModel | None = None
-    recovery: RecoveredModel | None = None
-    deployment: Deployment | None = None
-    deployed: ArtifactRef | None = None
-    failure: str | None = None
-    is_undeployable: bool = False
-
-    @property
-    def kl(self) -> float | None:
-        """Return the KL divergence from the unpruned model on calibration images, in nats; None if unknown."""
-        if self.recovery is not None:
-            return self.recovery.kl_after
-        return self.pruned.kl if self.pruned else None
-
-    @property
-    def fp32(self) -> ArtifactRef | None:
-        """Return the pruned float32 model, recovered if it was; None if nothing is pruned."""
-        result = self.recovery or self.pruned
-        return result.model if result else None
-
-
-def prune_attempt(evaluator: Evaluator, plan: Plan) -> PreparedAttempt:
-    """Prune by the plan and, if requested, recover; a failure of either is returned as `failure`."""
+def prune_attempt(evaluator: Evaluator, plan: Plan) -> Attempt:
+    """Prune by the plan and, if requested, recover; an attempt with a reason goes no further."""
+    attempt = Attempt(number=0, plan=plan, accepted=False, reason="")
     if not plan.pruning and plan.target is None:
-        return PreparedAttempt(plan=plan)
+        return attempt
     try:
         dry = dry_run(plan, evaluator.profile)
     except PlanError as error:
-        return PreparedAttempt(plan=plan, failure=str(error))
+        return attempt.model_copy(update={"reason": str(error)})
     if not dry.cuts:
-        return PreparedAttempt(plan=plan, dry_run=dry, failure=f"nothing is cut: {'; '.join(dry.notes[:3])}")
+        return attempt.model_copy(update={"dry_run": dry, "reason": f"nothing is cut: {'; '.join(dry.notes[:3])}"})
     acquired, settings = evaluator.acquired, evaluator.settings
     # Units are ranked by the evidence, or by weights without evidence or calibration.
     evidence = evaluator.profile.evidence if evaluator.goal.calibrate else None
@@ -152,12 +110,18 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> PreparedAttempt:
         batch_size=settings.batch_size,
         device=evaluator.device,
     )
-    prepared = PreparedAttempt(plan=plan, dry_run=dry)
+    update: dict[str, Any] = {"dry_run": dry}
     try:
         pruned = evaluator.jobs.run(task)
-        prepared = prepared.model_copy(update={"pruned": pruned})
+        update |= {
+            "pruned_model": pruned.model,
+            "compensation": pruned.compensation,
+            "calibration_kl": pruned.kl,
+            "calibration_kl_uncompensated": pruned.kl_uncompensated,
+            "compensation_note": pruned.compensation_note,
+        }
         if acquired.recovery is not None and settings.recover_epochs:
-            recovery = RecoverTask(
+            recover_task = RecoverTask(
                 model=pruned.model,
                 baseline=evaluator.baseline,
                 recovery=acquired.recovery,
@@ -166,11 +130,11 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> PreparedAttempt:
                 seed=settings.seed,
                 device=evaluator.device,
             )
-            prepared = prepared.model_copy(update={"recovery": evaluator.jobs.run(recovery)})
+            recovery = evaluator.jobs.run(recover_task)
+            update |= {"pruned_model": recovery.model, "recovery": recovery}
     except (PruningError, JobError) as error:
-        step = "recovery failed: " if prepared.pruned else ""
-        return prepared.model_copy(update={"failure": f"{step}{error}"})
-    return prepared
+        update["reason"] = f"recovery failed: {error}" if "pruned_model" in update else str(error)
+    return attempt.model_copy(update=update)
 
 
 def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal: Goal) -> Deployment | None:
@@ -198,26 +162,23 @@ def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal
     return max(possible, key=lambda deployment: scores.get((deployment.runtime, deployment.scheme), 0.0), default=None)
 
 
-def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment: Deployment | None) -> PreparedAttempt:
+def quantize_attempt(evaluator: Evaluator, attempt: Attempt, deployment: Deployment | None) -> Attempt:
     """Convert the pruned model to a deployment, None being eager float32, and record its quantization in the plan.
 
     A model with a hopeless KL divergence is not converted: measuring it would add nothing.
     """
-    if prepared.failure is not None:
-        return prepared
-    kl, hopeless = prepared.kl, hopeless_kl(evaluator.goal)
+    if attempt.reason:
+        return attempt
+    kl = attempt.recovery.kl_after if attempt.recovery else attempt.calibration_kl
+    hopeless = hopeless_kl(evaluator.goal)
     if evaluator.goal.selection == "contract" and kl is not None and kl > hopeless:
         message = f"the KL to the unpruned model is {kl:.2g} nats on calibration images, {hopeless:.2g} is hopeless: not measured"
-        return prepared.model_copy(update={"failure": message})
-    model = prepared.fp32 or evaluator.baseline
+        return attempt.model_copy(update={"reason": message})
     if deployment is None:
-        return prepared.model_copy(update={"deployed": model})
-    plan = prepared.plan.model_copy(update={"quantization": deployment.recommendations})
-    planned = prepared.model_copy(update={"deployment": deployment, "plan": plan})
-    option = evaluator.deployer.make(model, deployment)
-    if option.deployed is None:
-        return planned.model_copy(update={"failure": option.reason})
-    return planned.model_copy(update={"deployed": option.deployed.model})
+        return attempt
+    plan = attempt.plan.model_copy(update={"quantization": deployment.recommendations})
+    option = evaluator.deployer.make(attempt.pruned_model or evaluator.baseline, deployment)
+    return attempt.model_copy(update={"deployment": deployment, "plan": plan, "reason": option.reason})
 
 
 def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
@@ -240,41 +201,23 @@ def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
     return journal.model_copy(update={"deployment_search": search, "quantized": quantized})
 
 
-def measure_attempt(evaluator: Evaluator, prepared: PreparedAttempt, journal: Journal) -> Attempt:
-    """Measure and judge a prepared attempt in its deployment."""
-    number, pruned = len(journal.attempts) + 1, prepared.pruned
-    attempt = Attempt(
-        number=number,
-        plan=prepared.plan,
-        dry_run=prepared.dry_run,
-        pruned_model=prepared.fp32,
-        compensation=pruned.compensation if pruned else (),
-        calibration_kl=pruned.kl if pruned else None,
-        calibration_kl_uncompensated=pruned.kl_uncompensated if pruned else None,
-        compensation_note=pruned.compensation_note if pruned else None,
-        recovery=prepared.recovery,
-        deployment=prepared.deployment,
-        is_undeployable=prepared.is_undeployable,
-        accepted=False,
-        reason=prepared.failure or "",
-    )
-    if prepared.failure is not None or prepared.deployed is None:
+def measure_attempt(evaluator: Evaluator, attempt: Attempt, journal: Journal) -> Attempt:
+    """Number an attempt, and measure and judge it in its deployment unless it failed before."""
+    attempt = attempt.model_copy(update={"number": len(journal.attempts) + 1})
+    if attempt.reason:
         return attempt
-    if pruned is None:
-        variant = Variant.QUANTIZED if prepared.deployment else Variant.BASELINE
-    else:
-        variant = Variant.BOTH if prepared.deployment else Variant.PRUNED
+    model, deployment = attempt.pruned_model or evaluator.baseline, attempt.deployment
+    unpruned, pruned = (Variant.BASELINE, Variant.QUANTIZED), (Variant.PRUNED, Variant.BOTH)
+    variant = (pruned if attempt.pruned_model else unpruned)[deployment is not None]
     try:
-        deployed = evaluator.search(variant, prepared.deployed, prepared.deployment)
-        latency_ms = evaluator.latency_ms(deployed.model) if evaluator.goal.selection == "paper" else None
-    except (ArtifactError, JobError) as error:
+        if deployment is not None:
+            # It was converted before, so this reads the result.
+            model = evaluator.jobs.run(evaluator.deployer.deploy_task(model, deployment)).model
+        evaluation = evaluator.search(variant, model, deployment)
+        latency_ms = evaluator.latency_ms(model) if evaluator.goal.selection == "paper" else None
+    except REFUSALS as error:
         return attempt.model_copy(update={"reason": str(error)})
-    judgement = judge(deployed, evaluator.goal)
-    return attempt.model_copy(
-        update={
-            "deployed": deployed,
-            "latency_ms": latency_ms,
-            "accepted": judgement.status is Status.ACCEPTED,
-            "reason": judgement.reason,
-        }
-    )
+    judgement = judge(evaluation, evaluator.goal)
+    is_accepted = judgement.status is schemas.Status.ACCEPTED
+    measured = {"deployed": evaluation, "latency_ms": latency_ms, "accepted": is_accepted, "reason": judgement.reason}
+    return attempt.model_copy(update=measured)

@@ -100,11 +100,6 @@ def end_s(pass_s: float, num_heldout: int, num_tests: int = 1) -> float:
     return END_S + (END_PASSES + BOTH * num_images) * pass_s + (num_tests - 1) * another_s
 
 
-def race_s(pass_s: float) -> float:
-    """Return the seconds of a race of a model with `pass_s` seconds an image."""
-    return RACE_S + RACE_PASSES * pass_s
-
-
 def evidence_passes(num_images: int, num_units: int) -> float:
     """Return the cost of evidence on `num_units` units, in passes."""
     return num_images * MOMENTS_PASSES + num_units * MEASURED_PASSES

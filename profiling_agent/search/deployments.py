@@ -5,33 +5,16 @@ The choice of runtime gains more than any plan (docs/decisions/0009), so it is m
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from profiling_agent import schemas
 from profiling_agent.errors import ArtifactError, JobError, QuantizationError, RequestError
+from profiling_agent.jobs import tasks
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import DeployTask, ExportTask, LayerTimesTask, TuneTask
 from profiling_agent.measure.race import noise_warning
 from profiling_agent.request import Request
 from profiling_agent.runtimes import registry
-from profiling_agent.runtimes.registry import RECOMMENDED, reads_onnx, recommend
-from profiling_agent.schemas import (
-    EVERYTHING,
-    SHARD,
-    ArtifactRef,
-    Deployment,
-    DeploymentOption,
-    DeploymentSearch,
-    Evaluation,
-    Goal,
-    Plan,
-    QuantizationRecommendation,
-    Race,
-    RuntimeName,
-    Scheme,
-    SplitInfo,
-    Status,
-    Variant,
-)
+from profiling_agent.schemas import EVERYTHING, ArtifactRef, Deployment, DeploymentOption, Plan, RuntimeName, Scheme
 from profiling_agent.search.deadline import SLOW_CONVERSION_S, Deadline
 from profiling_agent.search.selection import choose_option, hopeless_kl, judge, option_key
 
@@ -85,36 +68,33 @@ class DeploymentChoices:
 
 def deployment_choices(request: Request, device: str) -> DeploymentChoices:
     """Return the deployments that a request allows on `device` in this installation."""
-    supported: dict[RuntimeName, tuple[Scheme, ...]] = {}
-    notes: list[str] = []
+    on_cuda, supported, notes = device != "cpu", dict[RuntimeName, Sequence[Scheme]](), list[str]()
     for name in request.runtime_names:
         if reason := registry.missing(name, device):
             notes.append(f"{name} was not tried: {reason}")
-        elif schemes := registry.runtime(name).schemes(device):
-            supported[name] = schemes
-        elif device != "cpu" or request.names_runtimes:
-            supported_device = "the CPU" if device != "cpu" else "CUDA"
-            notes.append(f"{name} was not tried: here it runs on {supported_device} only, and the run is on {device}")
+        elif available := registry.runtime(name).schemes(device):
+            supported[name] = available
+        elif on_cuda or request.names_runtimes:
+            notes.append(
+                f"{name} was not tried: here it runs on {'the CPU' if on_cuda else 'CUDA'} only, and the run is on {device}"
+            )
     schemes = ASKED_SCHEMES[request.quantize_dtype]
-    if device != "cpu" and request.quantize_layers != EVERYTHING:
+    if on_cuda and request.quantize_layers != EVERYTHING:
         schemes &= ROWWISE
-    if schemes and not any(schemes & set(runtime_schemes) for runtime_schemes in supported.values()):
+    if schemes and not any(schemes & set(available) for available in supported.values()):
         notes.append(f"{request.quantize_dtype} was not tried: no runtime here has kernels for it on {device}")
     return DeploymentChoices(
-        supported=supported,
-        is_named=request.names_runtimes,
-        on_cuda=device != "cpu",
-        schemes=schemes,
-        layers=request.quantize_layers,
-        notes=tuple(notes),
+        supported, schemes, request.quantize_layers, tuple(notes), is_named=request.names_runtimes, on_cuda=on_cuda
     )
 
 
-def schemes_of(recommendations: Iterable[QuantizationRecommendation]) -> frozenset[Scheme]:
+def schemes_of(recommendations: Iterable[schemas.QuantizationRecommendation]) -> frozenset[Scheme]:
     """Return the schemes that hand-written recommendations require; layers left in float32 require none."""
     kinds = {(rec.quantization_type, rec.dtype) for rec in recommendations if rec.dtype != "float32"}
     return frozenset(
-        scheme for scheme, fields in RECOMMENDED.items() if (fields["quantization_type"], fields["dtype"]) in kinds
+        scheme
+        for scheme, fields in registry.RECOMMENDED.items()
+        if (fields["quantization_type"], fields["dtype"]) in kinds
     )
 
 
@@ -123,36 +103,39 @@ def possible_deployments(plan: Plan, choices: DeploymentChoices) -> tuple[Deploy
 
     A plan with quantization is followed; otherwise all requested schemes are tried. float32 and TF32 always are: another runtime may suffice.
     """
-    deployments: list[Deployment] = []
+    wish, deployments = plan.quantization, list[Deployment]()
+    requested = choices.schemes if wish is None else schemes_of(wish)
+    kinds = requested - {"static_nncf"}
     for runtime, available in choices.supported.items():
-        if plan.quantization is None:
-            candidates = [
-                Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme, choices.layers))
-                for scheme in available
-                if scheme in choices.schemes or scheme in UNQUANTIZED
-            ]
+        mixture, mixed = registry.runtime(runtime).mixture or (None, frozenset())
+        if wish is None or not requested:
+            schemes = [scheme for scheme in available if scheme in requested | UNQUANTIZED]
+        elif choices.on_cuda and requested & ROWWISE:
+            widest: Scheme = "float8" if "float8" in requested else "dynamic"
+            schemes = [widest] if widest in available and requested <= ROWWISE | {"bfloat16"} else []
+        elif len(kinds) == 1:
+            schemes = [scheme for scheme in available if scheme in requested]
         else:
-            candidates = [
-                Deployment(runtime=runtime, scheme=scheme, recommendations=plan.quantization)
-                for scheme in _schemes_for(runtime, available, schemes_of(plan.quantization), on_cuda=choices.on_cuda)
-            ]
-        deployments += [
-            deployment for deployment in candidates if (deployment.runtime, deployment.scheme) != ("eager", "float32")
-        ]
+            schemes = [mixture] if mixture and mixture in available and kinds <= mixed else []
+        for scheme in schemes:
+            recommendations = registry.recommend(scheme, choices.layers) if wish is None else wish
+            if (runtime, scheme) != ("eager", "float32"):
+                deployments.append(Deployment(runtime=runtime, scheme=scheme, recommendations=recommendations))
     return tuple(deployments)
 
 
-def why_undeployable(plan: Plan, choices: DeploymentChoices, goal: Goal) -> str | None:
+def why_undeployable(plan: Plan, choices: DeploymentChoices, goal: schemas.Goal) -> str | None:
     """Return why a plan's quantization can't be deployed, or None if it can."""
     if plan.quantization is None:
         return None
     if goal.selection == "paper":
         return "the paper's selection judges attempts in eager float32: a plan's quantization has to be null"
+    requested = schemes_of(plan.quantization)
     names_layers = any(recommendation.layer != EVERYTHING for recommendation in plan.quantization)
-    if choices.on_cuda and names_layers and not schemes_of(plan.quantization) & ROWWISE:
+    if choices.on_cuda and names_layers and not requested & ROWWISE:
         return "on CUDA half precision is the whole model's: quantization may name layers for int8 and float8 only"
     # Eager float32 is always available, and no deployment.
-    if possible_deployments(plan, choices) or not schemes_of(plan.quantization):
+    if not requested or possible_deployments(plan, choices):
         return None
     available = ", ".join(f"{runtime} {scheme}" for runtime, schemes in choices.supported.items() for scheme in schemes)
     return f"no runtime that is installed can do what the plan asks of quantization: there are {available or 'none'}"
@@ -171,24 +154,6 @@ def by_promise(deployments: Iterable[Deployment]) -> list[Deployment]:
     return sorted(ordered, key=place)
 
 
-def _schemes_for(
-    runtime: RuntimeName, available: Sequence[Scheme], requested: frozenset[Scheme], *, on_cuda: bool
-) -> list[Scheme]:
-    """Return the schemes by which a runtime can execute recommendations of the `requested` kinds."""
-    if not requested:
-        return [scheme for scheme in available if scheme in UNQUANTIZED]
-    if on_cuda and requested & ROWWISE:
-        widest: Scheme = "float8" if "float8" in requested else "dynamic"
-        return [widest] if widest in available and requested <= ROWWISE | {"bfloat16"} else []
-    kinds = requested - {"static_nncf"}
-    if len(kinds) == 1:
-        return [scheme for scheme in available if scheme in requested]
-    if (mixture := registry.runtime(runtime).mixture) is None:
-        return []
-    scheme, mixed = mixture
-    return [scheme] if scheme in available and kinds <= mixed else []
-
-
 def check_runtimes(request: Request) -> None:
     """Raise RequestError if the device lacks a requested runtime or type, or half precision is requested by layer on CUDA."""
     if request.device == "cpu" and request.quantize_dtype == "float8":
@@ -198,10 +163,8 @@ def check_runtimes(request: Request) -> None:
         raise RequestError(
             f"quantize_layers is {request.quantize_layers!r} and device is 'cuda', where half precision is the whole model's: leave it out, or use int8 or float8"
         )
-    if request.runtimes.strip() == "auto":
-        return
-    for name in request.runtime_names:
-        device, other_device = ("cuda", "cpu") if request.device == "cuda" else ("cpu", "cuda")
+    device, other_device = ("cuda", "cpu") if request.device == "cuda" else ("cpu", "cuda")
+    for name in request.runtime_names if request.runtimes.strip() != "auto" else ():
         if reason := registry.missing(name, device):
             raise RequestError(f"runtimes asks for {name}, but {reason}")
         if request.names_runtimes and not registry.runtime(name).schemes(device):
@@ -213,7 +176,7 @@ def check_runtimes(request: Request) -> None:
 def keep_layers_in_float(deployment: Deployment, layers: Sequence[str]) -> Deployment:
     """Return `deployment` with the named `layers` left in float32."""
     float_layers = tuple(
-        QuantizationRecommendation(
+        schemas.QuantizationRecommendation(
             layer="^" + name.replace(".", r"\.") + "$",
             quantization_type="cast",
             dtype="float32",
@@ -236,7 +199,7 @@ class Deployer:
     """
 
     jobs: Jobs
-    calibration: SplitInfo
+    calibration: schemas.SplitInfo
     batch_size: int
     device: str = "cpu"
     latency_shares: Mapping[str, float] = field(default_factory=dict)
@@ -250,7 +213,7 @@ class Deployer:
         tuned = None
         try:
             if choose_layers and self.tunes and deployment.scheme in INT8 and self.device == "cpu":
-                tune_task = TuneTask(
+                tune_task = tasks.TuneTask(
                     model=model,
                     scheme="dynamic" if deployment.scheme == "dynamic" else "static",
                     calibration=self.calibration,
@@ -267,9 +230,9 @@ class Deployer:
             return DeploymentOption(deployment=deployment, tuned=tuned, reason=str(error), is_unfit=is_unfit)
         return DeploymentOption(deployment=deployment, tuned=tuned, deployed=deployed, reason="")
 
-    def deploy_task(self, model: ArtifactRef, deployment: Deployment) -> DeployTask:
+    def deploy_task(self, model: ArtifactRef, deployment: Deployment) -> tasks.DeployTask:
         """Build the job that converts a float32 model; exports ONNX first if the runtime reads it."""
-        return DeployTask(
+        return tasks.DeployTask(
             model=model,
             deployment=deployment,
             calibration=self.calibration,
@@ -282,7 +245,7 @@ class Deployer:
 
     def exported(self, model: ArtifactRef, deployment: Deployment) -> ArtifactRef | None:
         """Return a float32 model as ONNX, exported once; None if the runtime reads none for this deployment."""
-        return self.jobs.run(ExportTask(model=model)).onnx if reads_onnx(deployment) else None
+        return self.jobs.run(tasks.ExportTask(model=model)).onnx if registry.reads_onnx(deployment) else None
 
 
 # Float32 in another order of additions; a conversion that is further away computes something else.
@@ -293,30 +256,40 @@ NO_TIME = "--effort thorough, a longer --time-budget or --runtimes asks for it"
 
 
 def search_deployments(
-    evaluator: "Evaluator", deployments: Sequence[Deployment], baseline: Evaluation
-) -> DeploymentSearch:
+    evaluator: "Evaluator", deployments: Sequence[Deployment], baseline: schemas.Evaluation
+) -> schemas.DeploymentSearch:
     """Convert, check, race and measure `deployments` of the baseline, and choose the best by status and contract.
 
     A failure of a conversion or a runtime costs only that deployment, and time that runs out those that come later.
     """
-    stage, notes = evaluator.deadline.part(SEARCH_SHARE), evaluator.choices.notes
+    stage, notes = evaluator.deadline.part(SEARCH_SHARE), [*evaluator.choices.notes]
     options = _convert(evaluator, by_promise(deployments), stage)
-    entrants = [
-        (Variant.QUANTIZED, option.deployed.model) for option in options if option.deployed and not option.reason
-    ]
+    entrants = {index: row.deployed.model for index, row in enumerate(options) if row.deployed and not row.reason}
     # Without a rival there is no choice to make; the race at the end of the run shows whether it is faster at all.
     if len(entrants) > 1:
         try:
-            race = evaluator.race([(baseline.variant, baseline.model), *entrants])
-            options = [_add_race_result(option, race) for option in options]
-            notes = (*notes, warning) if (warning := noise_warning(race)) else notes
+            rivals = [(schemas.Variant.QUANTIZED, model) for model in entrants.values()]
+            race = evaluator.race([(baseline.variant, baseline.model), *rivals])
+            notes += [warning] if (warning := noise_warning(race)) else []
+            for index, model in entrants.items():
+                if (reason := race.reason(model)) is not None:
+                    update = {"reason": f"dropped out of the race: {reason}"}
+                else:
+                    result = race.result_of(model)
+                    slower = f"shown slower than the baseline ({result.speedup:.2f}x)"
+                    update = {"race_result": result, "reason": slower if result.speedup_high < 1 else ""}
+                options[index] = options[index].model_copy(update=update)
         except JobError as error:
-            notes = (*notes, f"the deployments could not be raced: {error}")
+            notes.append(f"the deployments could not be raced: {error}")
     options = _measure(evaluator, options, baseline, stage)
-    best = choose_option(options, baseline, evaluator.goal)
-    search = DeploymentSearch(options=tuple(options), chosen=best.deployment if best else None, notes=notes)
-    is_advised = evaluator.settings.is_advised and evaluator.device == "cpu"
-    return _with_unit_times(evaluator, search, best) if best and is_advised else search
+    best, unit_times = choose_option(options, baseline, evaluator.goal), dict[str, float]()
+    if best is not None and evaluator.settings.is_advised and evaluator.device == "cpu":
+        try:
+            unit_times = _unit_times(evaluator, best)
+        except REFUSALS as error:
+            notes.append(f"what the parts of a pass take in {best.deployment.name} isn't known: {error}")
+    chosen = best.deployment if best else None
+    return schemas.DeploymentSearch(options=tuple(options), chosen=chosen, notes=tuple(notes), unit_times=unit_times)
 
 
 def _convert(evaluator: "Evaluator", deployments: Sequence[Deployment], stage: Deadline) -> list[DeploymentOption]:
@@ -332,8 +305,7 @@ def _convert(evaluator: "Evaluator", deployments: Sequence[Deployment], stage: D
     for deployment in deployments:
         is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
         has_time = stage.allows(took_s[is_slow]) and not (is_slow and settings.effort == "quick" and not is_named)
-        is_optional = any(option.deployed for option in options) and not is_wanted
-        if is_optional and not has_time:
+        if not has_time and not is_wanted and any(option.deployed for option in options):
             reason = f"not tried: no time left for its conversion; {NO_TIME}"
             options.append(DeploymentOption(deployment=deployment, reason=reason, wants_time=True))
             continue
@@ -344,34 +316,19 @@ def _convert(evaluator: "Evaluator", deployments: Sequence[Deployment], stage: D
         if option.tuned is not None and (is_dynamic := deployment.scheme == "dynamic") not in tuned:
             tuned.add(is_dynamic)
             took_s[is_slow] = max(0.0, took_s[is_slow] - option.tuned.seconds)
-        options.append(option.model_copy(update={"reason": _logits_problem(evaluator, option)}))
+        deployed, hopeless, reason = option.deployed, hopeless_kl(evaluator.goal), ""
+        if deployed is None:
+            reason = f"could not be made: {option.reason}"
+        elif deployment.scheme == "float32" and not deployed.distance <= MAX_DISTANCE:
+            reason = f"float32 logits are {deployed.distance:.2g} from torch's (relative), {MAX_DISTANCE:g} is allowed"
+        elif not deployed.kl <= hopeless:
+            reason = f"the KL to the float32 model is {deployed.kl:.2g} nats, {hopeless:.2g} is hopeless"
+        options.append(option.model_copy(update={"reason": reason}))
     return options
 
 
-def _logits_problem(evaluator: "Evaluator", option: DeploymentOption) -> str:
-    """Return why a conversion failed, or computes something else on calibration images; "" if neither."""
-    deployed, allowed = option.deployed, hopeless_kl(evaluator.goal)
-    if deployed is None:
-        return f"could not be made: {option.reason}"
-    if deployed.deployment.scheme == "float32" and not deployed.distance <= MAX_DISTANCE:
-        return f"float32 logits are {deployed.distance:.2g} from torch's (relative), {MAX_DISTANCE:g} is allowed"
-    if not deployed.kl <= allowed:
-        return f"the KL to the float32 model is {deployed.kl:.2g} nats, {allowed:.2g} is hopeless"
-    return ""
-
-
-def _add_race_result(option: DeploymentOption, race: Race) -> DeploymentOption:
-    if option.deployed is None or option.reason:
-        return option
-    if (reason := race.reason(option.deployed.model)) is not None:
-        return option.model_copy(update={"reason": f"dropped out of the race: {reason}"})
-    result = race.result_of(option.deployed.model)
-    slower = f"shown slower than the baseline ({result.speedup:.2f}x)" if result.speedup_high < 1 else ""
-    return option.model_copy(update={"race_result": result, "reason": slower})
-
-
 def _measure(
-    evaluator: "Evaluator", options: list[DeploymentOption], baseline: Evaluation, stage: Deadline
+    evaluator: "Evaluator", options: Sequence[DeploymentOption], baseline: schemas.Evaluation, stage: Deadline
 ) -> list[DeploymentOption]:
     """Measure the options that have no reason against them, the best first and that on all images.
 
@@ -379,13 +336,12 @@ def _measure(
     """
     goal, timesheet, results = evaluator.goal, evaluator.jobs.timesheet, list(options)
     waiting = [index for index, option in enumerate(options) if not option.reason]
-    num_enough, took_s = 0, SHARD * evaluator.pass_s
+    num_enough, took_s = 0, schemas.SHARD * evaluator.pass_s
     for place, index in enumerate(sorted(waiting, key=lambda index: option_key(options[index], baseline, goal))):
         option, began_s = options[index], timesheet.spent_s
         assert option.deployed is not None, "only converted models are measured"
         # Until one is accepted, the search may take the attempts' time as well.
         has_time = (stage if num_enough else evaluator.deadline).allows(took_s)
-        update: dict[str, Any]
         if num_enough >= evaluator.effort.num_deployments and goal.objective != "memory":
             update = {"reason": f"behind {num_enough} others, so it was not measured"}
         elif place and not has_time:
@@ -393,33 +349,30 @@ def _measure(
         else:
             model = option.deployed.model
             try:
-                evaluation = evaluator.search(Variant.QUANTIZED, model, option.deployment, in_full=num_enough == 0)
-                update = {"evaluation": evaluation, "memory_ratio": evaluator.memory_ratio(model)}
-                update |= dict(judge(evaluation, goal))
+                evaluation = evaluator.search(
+                    schemas.Variant.QUANTIZED, model, option.deployment, in_full=num_enough == 0
+                )
+                memory_ratio = evaluator.memory_ratio(model)
+                update = {"evaluation": evaluation, "memory_ratio": memory_ratio, **dict(judge(evaluation, goal))}
             except REFUSALS as error:
                 update = {"reason": f"could not be run: {error}"}
             took_s = timesheet.spent_s - began_s
         results[index] = option.model_copy(update=update)
         exceeds_memory = option_key(results[index], baseline, goal)[4]
-        num_enough += results[index].status is Status.ACCEPTED and not exceeds_memory
+        num_enough += results[index].status is schemas.Status.ACCEPTED and not exceeds_memory
     return results
 
 
-def _with_unit_times(evaluator: "Evaluator", search: DeploymentSearch, best: DeploymentOption) -> DeploymentSearch:
-    """Add each unit's share of a pass in the best deployment, or a note if the runtime or the time don't allow it."""
+def _unit_times(evaluator: "Evaluator", best: DeploymentOption) -> dict[str, float]:
+    """Return each unit's share of a pass in the best deployment; raises one of REFUSALS if runtime or time don't allow it."""
     assert best.deployed is not None, "what was chosen was made"
-    try:
-        if not evaluator.deadline.allows((registry.NUM_PASSES + 1) * evaluator.batch_s):
-            raise JobError("no time left for it")
-        exported = evaluator.deployer.exported(evaluator.baseline, best.deployment)
-        task = LayerTimesTask(model=best.deployed.model, onnx=exported, batch_size=evaluator.settings.batch_size)
-        layers = evaluator.jobs.run(task).layers
-    except REFUSALS as error:
-        note = f"what the parts of a pass take in {best.deployment.name} isn't known: {error}"
-        return search.model_copy(update={"notes": (*search.notes, note)})
+    if not evaluator.deadline.allows((registry.NUM_PASSES + 1) * evaluator.batch_s):
+        raise JobError("no time left for it")
+    exported = evaluator.deployer.exported(evaluator.baseline, best.deployment)
+    task = tasks.LayerTimesTask(model=best.deployed.model, onnx=exported, batch_size=evaluator.settings.batch_size)
+    layers = evaluator.jobs.run(task).layers
     total = sum(layers.values()) or 1.0
-    shares = {
+    return {
         unit.name: round(sum(layers.get(name, 0.0) for name in {*unit.members, unit.name}) / total, 5)
         for unit in evaluator.profile.units
     }
-    return search.model_copy(update={"unit_times": shares})

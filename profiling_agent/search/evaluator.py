@@ -2,47 +2,20 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from profiling_agent import schemas
 from profiling_agent.errors import RequestError
+from profiling_agent.jobs import tasks
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import (
-    EvaluateTask,
-    HeadlineTask,
-    MemoryTask,
-    RaceTask,
-    SessionTask,
-)
 from profiling_agent.measure.intervals import counts_of, decide, drop_at_look, least_images, paired_drop
 from profiling_agent.measure.predictions import Answers, concatenate, read_predictions
 from profiling_agent.measure.race import Entries
-from profiling_agent.schemas import (
-    NUM_SESSIONS,
-    SHARD,
-    Acquired,
-    ArtifactRef,
-    Deployment,
-    Evaluation,
-    Goal,
-    ModelProfile,
-    Predictions,
-    Race,
-    Record,
-    SplitInfo,
-    Variant,
-)
-from profiling_agent.search.deadline import (
-    EFFORTS,
-    MIN_LOOK,
-    REPORT_PASSES,
-    REPORT_S,
-    Deadline,
-    Effort,
-    search_deadline,
-)
+from profiling_agent.schemas import NUM_SESSIONS, SHARD, ArtifactRef, Deployment, Evaluation, Race, SplitInfo, Variant
+from profiling_agent.search import deadline
+from profiling_agent.search.deadline import EFFORTS, Deadline, Effort
 from profiling_agent.search.deployments import REFUSALS, Deployer, DeploymentChoices
 from profiling_agent.search.selection import SEARCH_CONFIDENCE, can_be_bounded, keeps_accuracy
 
@@ -54,7 +27,7 @@ EARLY_ERROR = 0.02
 IMAGES_SHARE = 0.25
 
 
-class Settings(Record):
+class Settings(schemas.Record):
     """Settings of every attempt and measurement, from the request."""
 
     batch_size: int
@@ -67,22 +40,15 @@ class Settings(Record):
     is_advised: bool = False
 
 
-def most_searched(num_images: int, effort: Effort, pass_s: float, goal: Goal) -> int:
-    """Return how many search images to use: at least as many as can show the contract kept, if there are."""
-    if goal.selection == "paper":
-        return num_images
-    return effort.num_images(num_images, pass_s, least_images(goal.max_accuracy_drop, SEARCH_CONFIDENCE) or num_images)
-
-
 @dataclass(frozen=True)
 class Evaluator:
     """Measuring context of a run: jobs, data, the baseline with its profile, and the contract."""
 
     jobs: Jobs
-    acquired: Acquired
+    acquired: schemas.Acquired
     baseline: ArtifactRef
-    profile: ModelProfile
-    goal: Goal
+    profile: schemas.ModelProfile
+    goal: schemas.Goal
     settings: Settings
     choices: DeploymentChoices = field(default_factory=DeploymentChoices)
 
@@ -97,6 +63,11 @@ class Evaluator:
         return self.profile.headline.pass_s
 
     @property
+    def batch_s(self) -> float:
+        """Return the baseline's seconds per batch."""
+        return self.profile.headline.latency.median_ms / 1e3
+
+    @property
     def effort(self) -> Effort:
         """Return what the run does at most."""
         return EFFORTS[self.settings.effort]
@@ -107,24 +78,34 @@ class Evaluator:
         num_heldout, budget_s = self.acquired.heldout.num_images, self.settings.time_budget_s
         # A request for training accepts long attempts.
         effort = EFFORTS["thorough"] if self.settings.recover_epochs else self.effort
-        return search_deadline(self.jobs.timesheet, effort, self.pass_s, budget_s, num_heldout)
+        return deadline.search_deadline(self.jobs.timesheet, effort, self.pass_s, budget_s, num_heldout)
 
     @property
     def closing(self) -> Deadline:
         """Return the deadline of the final choice: the time budget's, if there is one."""
         if self.settings.time_budget_s is None:
             return Deadline(self.jobs.timesheet)
-        return Deadline(self.jobs.timesheet, self.settings.time_budget_s, REPORT_S + REPORT_PASSES * self.pass_s)
+        report_s = deadline.REPORT_S + deadline.REPORT_PASSES * self.pass_s
+        return Deadline(self.jobs.timesheet, self.settings.time_budget_s, report_s)
 
     @property
     def searched(self) -> range:
-        """Return the range of search images of a full search."""
-        return range(most_searched(self.acquired.search.num_images, self.effort, self.pass_s, self.goal))
+        """Return the range of search images of a full search: at least as many as can show the contract kept, if there are."""
+        num_images = self.acquired.search.num_images
+        if self.goal.selection == "paper":
+            return range(num_images)
+        fewest = least_images(self.goal.max_accuracy_drop, SEARCH_CONFIDENCE) or num_images
+        return range(self.effort.num_images(num_images, self.pass_s, fewest))
 
     @property
     def num_heldout(self) -> int:
         """Return how many held-out images a test uses at most."""
-        return self.effort.num_images(self.acquired.heldout.num_images, self.pass_s, MIN_LOOK)
+        return self.effort.num_images(self.acquired.heldout.num_images, self.pass_s, deadline.MIN_LOOK)
+
+    @property
+    def num_sessions(self) -> int:
+        """Return the number of sessions of a speed estimate."""
+        return min(self.settings.num_sessions, self.effort.num_sessions)
 
     @cached_property
     def deployer(self) -> Deployer:
@@ -154,8 +135,8 @@ class Evaluator:
 
         Evaluated shards are read back; one process does the others, and all are merged in order.
         """
-        tasks = [
-            EvaluateTask(
+        evaluations = [
+            tasks.EvaluateTask(
                 model=model,
                 split=split,
                 shard=shard,
@@ -166,22 +147,24 @@ class Evaluator:
             )
             for shard in split.shards(images)
         ]
-        if not tasks:
+        if not evaluations:
             raise RequestError("there are 0 images to evaluate on: raise num_samples")
-        evaluated_shards = self.jobs.run_each(tasks)
-        predictions = Predictions.joined([shard.predictions for shard in evaluated_shards])
-        drop = None
-        if against is not None:
-            correct = self._read_correct(predictions)
-            drop = paired_drop(self._read_correct(against.predictions)[: len(correct)], correct)
-        return Evaluation(
+        shards = self.jobs.run_each(evaluations)
+        evaluation = Evaluation(
             variant=variant,
             model=model,
             deployment=deployment or Deployment(),
-            footprint=evaluated_shards[0].footprint,
-            predictions=predictions,
-            drop=drop,
+            footprint=shards[0].footprint,
+            predictions=schemas.Predictions.joined([shard.predictions for shard in shards]),
+            drop=None,
         )
+        if against is None:
+            return evaluation
+        before, after = (
+            np.concatenate([read_predictions(self.jobs.path(file)).right for file in each.predictions.files])
+            for each in (against, evaluation)
+        )
+        return evaluation.model_copy(update={"drop": paired_drop(before[: len(after)], after)})
 
     def evaluate_baseline(self, split: SplitInfo, images: range | None = None) -> Evaluation:
         """Evaluate the baseline on `split`, or on whole shards with `images`; measured shards are read back."""
@@ -216,44 +199,19 @@ class Evaluator:
         """Return a model's answers on the images that it was evaluated on, in the split's order."""
         return concatenate([read_predictions(self.jobs.path(file)) for file in measured.predictions.files])
 
-    def _read_correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
-        return np.concatenate([read_predictions(self.jobs.path(file)).right for file in predictions.files])
+    def _timing(self, entries: Entries) -> dict[str, Any]:
+        settings = self.settings
+        sizes = {"batch_size": settings.batch_size, "seed": settings.seed, "pass_s": self.batch_s}
+        return {"entries": tuple(entries), "device": self.device, **sizes}
 
     def race(self, entries: Entries) -> Race:
         """Race `entries` in one session to choose among them; the first is the baseline."""
-        settings = self.settings
-        task = RaceTask(
-            entries=tuple(entries),
-            batch_size=settings.batch_size,
-            device=self.device,
-            seed=settings.seed,
-            pass_s=self.batch_s,
-        )
-        return self.jobs.run(task)
+        return self.jobs.run(tasks.RaceTask(**self._timing(entries)))
 
     def hold_session(self, entries: Entries, number: int) -> Race:
         """Run one session of a speed estimate; raises JobError if a process died, which voids it."""
-        return self.jobs.run(
-            SessionTask(
-                entries=tuple(entries),
-                batch_size=self.settings.batch_size,
-                device=self.device,
-                seed=self.settings.seed,
-                pass_s=self.batch_s,
-                number=number,
-                reads_memory=self._reads_memory,
-            )
-        )
-
-    @property
-    def num_sessions(self) -> int:
-        """Return the number of sessions of a speed estimate."""
-        return min(self.settings.num_sessions, self.effort.num_sessions)
-
-    @property
-    def batch_s(self) -> float:
-        """Return the baseline's seconds per batch."""
-        return self.profile.headline.latency.median_ms / 1e3
+        timing = self._timing(entries)
+        return self.jobs.run(tasks.SessionTask(**timing, number=number, reads_memory=self._reads_memory))
 
     @property
     def _reads_memory(self) -> bool:
@@ -261,12 +219,12 @@ class Evaluator:
 
     def latency_ms(self, model: ArtifactRef) -> float:
         """Return the median milliseconds of a batch in a fresh process that only runs this model; timed once."""
-        task = HeadlineTask(model=model, batch_size=self.settings.batch_size, device=self.device)
+        task = tasks.HeadlineTask(model=model, batch_size=self.settings.batch_size, device=self.device)
         return self.jobs.run(task).latency.median_ms
 
     def peak_memory(self, model: ArtifactRef) -> int:
         """Return the peak resident bytes of a fresh process that only runs this model."""
-        task = MemoryTask(model=model, batch_size=self.settings.batch_size, device=self.device)
+        task = tasks.MemoryTask(model=model, batch_size=self.settings.batch_size, device=self.device)
         return self.jobs.run(task).peak_bytes
 
     def memory_ratio(self, model: ArtifactRef) -> float | None:

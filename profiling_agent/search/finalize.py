@@ -2,52 +2,19 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
+from profiling_agent import schemas
 from profiling_agent.errors import JobError
 from profiling_agent.measure.intervals import selection_bias
 from profiling_agent.measure.race import compare, noise_warning, run_steady_sessions
-from profiling_agent.schemas import (
-    SHARD,
-    AccuracyDrop,
-    ArtifactRef,
-    Attempt,
-    Candidate,
-    Deployment,
-    Evaluation,
-    Goal,
-    Headline,
-    Journal,
-    Race,
-    Record,
-    Status,
-    Variant,
-    Verdict,
-)
-from profiling_agent.search.deadline import BOTH, MIN_LOOK, race_s
+from profiling_agent.schemas import ArtifactRef, Attempt, Candidate, Deployment, Evaluation, Journal, Race, Variant
+from profiling_agent.search import selection, verdict
+from profiling_agent.search.deadline import BOTH, MIN_LOOK, RACE_PASSES, RACE_S
 from profiling_agent.search.deployments import REFUSALS
 from profiling_agent.search.evaluator import Evaluator
-from profiling_agent.search.selection import (
-    accuracy_lost,
-    candidate_of,
-    candidates,
-    may_be_returned,
-    ranked,
-    size_ratio,
-    ties,
-)
-from profiling_agent.search.verdict import (
-    Facts,
-    HeldoutTest,
-    decide_verdict,
-    error_of,
-    first_look,
-    is_out_of_reach,
-    opening_notes,
-    run_heldout_test,
-    why_unproven,
-)
+from profiling_agent.search.selection import size_ratio
+from profiling_agent.search.verdict import HeldoutTest
 
 # Equal sessions differ by a few per cent, and small models' processes by a tenth; a larger factor means other load on the machine.
 MAX_DISAGREEMENT = 1.5
@@ -64,7 +31,7 @@ def estimate(evaluator: Evaluator, candidates: Sequence[Candidate], screening: R
     """
     models = [c.evaluation.model for c in candidates]
     entries = [(Variant.BASELINE, evaluator.baseline), *((c.variant, c.evaluation.model) for c in candidates)]
-    work_between: list[Callable[[], object]] = [partial(first_look, evaluator)]
+    work_between: list[Callable[[], object]] = [partial(verdict.first_look, evaluator)]
     work_between += [partial(evaluator.peak_memory, model) for model in (evaluator.baseline, *models[:1])]
 
     def run_session(number: int) -> Race:
@@ -99,7 +66,7 @@ def add_race_result(evaluator: Evaluator, attempt: Attempt) -> Attempt:
     The attempt stays as it is if there is no time or its process died; no decision depends on it.
     """
     deployed = attempt.deployed
-    if deployed is None or not evaluator.deadline.allows(race_s(evaluator.pass_s)):
+    if deployed is None or not evaluator.deadline.allows(RACE_S + RACE_PASSES * evaluator.pass_s):
         return attempt
     try:
         race = evaluator.race([(Variant.BASELINE, evaluator.baseline), (deployed.variant, deployed.model)])
@@ -108,7 +75,7 @@ def add_race_result(evaluator: Evaluator, attempt: Attempt) -> Attempt:
         return attempt
 
 
-def raced_headline(evaluator: Evaluator, race: Race | None, model: ArtifactRef) -> Headline | None:
+def raced_headline(evaluator: Evaluator, race: Race | None, model: ArtifactRef) -> schemas.Headline | None:
     """Return latency and peak memory of a model from its race, None if it was in none."""
     if race is None:
         return None
@@ -116,7 +83,7 @@ def raced_headline(evaluator: Evaluator, race: Race | None, model: ArtifactRef) 
         result = race.result_of(model)
     except LookupError:
         return None
-    return Headline(latency=result.latency, peak_memory_bytes=evaluator.peak_memory(model), forward_passes=0)
+    return schemas.Headline(latency=result.latency, peak_memory_bytes=evaluator.peak_memory(model), forward_passes=0)
 
 
 def made_from(candidate: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
@@ -139,22 +106,19 @@ def measure_candidates(evaluator: Evaluator, journal: Journal) -> tuple[Candidat
 
     The best deployment may differ after pruning: that attempt is measured in eager float32 and in every accepted deployment, as time allows.
     """
-    goal, known = evaluator.goal, candidates(journal, evaluator.goal)
-    best = next((c for c in ranked(journal, goal) if c.attempt is not None), None)
+    goal, known = evaluator.goal, selection.candidates(journal, evaluator.goal)
+    best = next((c for c in selection.ranked(journal, goal) if c.attempt is not None), None)
     if best is None or goal.selection == "paper":
         return known
     options = journal.deployment_search.options if journal.deployment_search else ()
-    accepted = [option.deployment for option in options if option.status is Status.ACCEPTED]
+    accepted = [option.deployment for option in options if option.status is schemas.Status.ACCEPTED]
     measured_in = [c.evaluation.deployment for c in known if c.attempt == best.attempt]
-    added, took_s = list[Candidate](), SHARD * evaluator.pass_s
+    added, took_s = list[Candidate](), schemas.SHARD * evaluator.pass_s
     for deployment in (Deployment(), *accepted):
         if deployment in measured_in or not evaluator.deadline.allows(took_s):
             continue
-        began_s, model, variant = (
-            evaluator.jobs.timesheet.spent_s,
-            made_from(best, journal, evaluator.baseline),
-            Variant.PRUNED,
-        )
+        began_s = evaluator.jobs.timesheet.spent_s
+        model, variant = made_from(best, journal, evaluator.baseline), Variant.PRUNED
         if deployment != Deployment():
             option = evaluator.deployer.make(model, deployment)
             if option.deployed is None:
@@ -162,7 +126,7 @@ def measure_candidates(evaluator: Evaluator, journal: Journal) -> tuple[Candidat
             model, variant = option.deployed.model, Variant.BOTH
         with contextlib.suppress(*REFUSALS):
             evaluation = evaluator.search(variant, model, deployment, in_full=False)
-            added.append(candidate_of(evaluation, goal, best.attempt))
+            added.append(selection.candidate_of(evaluation, goal, best.attempt))
         took_s = evaluator.jobs.timesheet.spent_s - began_s
     return tuple({c.evaluation.model.sha256: c for c in (*known, *added)}.values())
 
@@ -172,14 +136,14 @@ MAX_TESTED = 3
 UNCERTAIN = "may keep the accuracy by its search images, which are too few to tell: the held-out images decide"
 
 
-class FinalChoice(Record):
+class FinalChoice(schemas.Record):
     """Winner of a run and everything that its verdict rests on.
 
     `goal` is the contract used. `variants` are the baseline and all measured on the search images; `screening` is the race that chose among
     them, `race` the sessions that estimate the winner's speed.
     """
 
-    goal: Goal
+    goal: schemas.Goal
     winner: Candidate
     variants: tuple[Evaluation, ...]
     screening: Race | None = None
@@ -188,30 +152,7 @@ class FinalChoice(Record):
     heldout_winner: Evaluation
     kept_beside: Candidate | None = None
     notes: tuple[str, ...] = ()
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
-class _Tested:
-    """Candidate with its speed sessions and its test on the held-out images."""
-
-    candidate: Candidate
-    race: Race
-    test: HeldoutTest
-
-    @property
-    def name(self) -> str:
-        return _format_name(self.candidate)
-
-    @property
-    def drop(self) -> AccuracyDrop:
-        assert self.test.candidate.drop is not None, "a test compares with the baseline"
-        return self.test.candidate.drop
-
-    def loss(self, goal: Goal) -> str:
-        text = f"lost {self.drop.drop:.4f} of top-1 on {self.drop.num_images} held-out images"
-        is_outside = self.drop.drop > goal.max_accuracy_drop
-        return text if is_outside else f"{text}, {self.test.together:.4f} with its search images"
+    verdict: schemas.Verdict
 
 
 def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
@@ -226,21 +167,21 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
     if num_searched > baseline.predictions.num_images:
         baseline = evaluator.evaluate_baseline(evaluator.acquired.search, range(num_searched))
     queue, screening, memory, notes = _rank(evaluator, journal, pool)
-    chosen: _Tested | None = None
-    failed: list[_Tested] = []
-    took_s = 0.0
-    while queue and len(failed) < MAX_TESTED:
+    # Each with its sessions and its test on the held-out images; the last one is chosen if it keeps the accuracy.
+    tested: list[tuple[Candidate, Race, HeldoutTest]] = []
+    took_s, chosen = 0.0, False
+    while queue and not chosen and len(tested) < MAX_TESTED:
         if took_s and not evaluator.closing.allows(took_s):
             notes.append(f"the time budget has no room to test {_format_name(queue[0])}")
             break
-        began_s = timesheet.spent_s
-        rivals = (
-            ties(queue, journal.baseline, goal, screening, memory) if screening and goal.objective == "speed" else []
-        )
+        began_s, first, rivals = timesheet.spent_s, queue[0], list[Candidate]()
+        if screening and goal.objective == "speed":
+            rivals = [c for c in selection.ties(queue, journal.baseline, goal, screening, memory) if c != first]
         try:
-            winner, race = _time_candidates(evaluator, queue[0], [c for c in rivals if c != queue[0]], screening)
+            winner, race = _time_candidates(evaluator, first, rivals, screening)
         except JobError as error:
-            notes.append(f"{_format_name(queue.pop(0))} could not be timed: {error}")
+            queue.remove(first)
+            notes.append(f"{_format_name(first)} could not be timed: {error}")
             took_s = max(took_s, timesheet.spent_s - began_s)
             continue
         queue.remove(winner)
@@ -248,36 +189,47 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
             notes.append(f"{_format_name(winner)} is shown slower ({result.speedup:.2f}x) and was left out")
             took_s = max(took_s, timesheet.spent_s - began_s)
             continue
-        if winner.status is not Status.ACCEPTED and goal.selection == "contract":
+        if winner.status is not schemas.Status.ACCEPTED and goal.selection == "contract":
             notes.append(f"{_format_name(winner)} {UNCERTAIN}")
-        test = run_heldout_test(
+        test = verdict.run_heldout_test(
             evaluator,
             winner.evaluation,
             bias=selection_bias([c.evaluation.drop for c in (winner, *queue) if c.evaluation.drop]),
-            fresh=None if failed else evaluator.settings.fresh_ledger,
+            fresh=None if tested else evaluator.settings.fresh_ledger,
         )
-        tested, took_s = _Tested(winner, race, test), timesheet.spent_s - began_s
-        notes += opening_notes(test.opening)
-        if test.keeps_accuracy:
-            chosen = tested
+        tested.append((winner, race, test))
+        took_s, chosen = timesheet.spent_s - began_s, test.keeps_accuracy
+        notes += verdict.opening_notes(test.opening)
+        if chosen:
             notes += [warning] if (warning := noise_warning(race)) else []
-            break
-        failed.append(tested)
-        notes.append(f"{tested.name} {tested.loss(goal)} and was refused")
-    judged = chosen or (failed[0] if failed else None)
-    heldout_baseline = judged.test.baseline if judged else first_look(evaluator)
+        else:
+            notes.append(f"{_format_name(winner)} {_format_loss(test, goal)} and was refused")
+    failed = tested[:-1] if chosen else tested
+    returned = tested[-1] if chosen else None
+    judged = returned or (tested[0] if tested else None)
+    heldout_baseline = judged[2].baseline if judged else verdict.first_look(evaluator)
     return FinalChoice(
         goal=goal,
-        winner=chosen.candidate if chosen else Candidate(variant=Variant.BASELINE, evaluation=journal.baseline),
+        winner=returned[0] if returned else Candidate(variant=Variant.BASELINE, evaluation=journal.baseline),
         variants=(baseline, *(c.evaluation for c in pool)),
         screening=screening,
-        race=judged.race if judged else None,
+        race=judged[1] if judged else None,
         heldout_baseline=heldout_baseline,
-        heldout_winner=chosen.test.candidate if chosen else heldout_baseline,
-        kept_beside=failed[0].candidate if failed else None,
+        heldout_winner=returned[2].candidate if returned else heldout_baseline,
+        kept_beside=failed[0][0] if failed else None,
         notes=tuple(notes),
-        verdict=_decide(evaluator, journal, judged, is_refused=chosen is None),
+        verdict=_decide(evaluator, journal, judged),
     )
+
+
+def _format_name(candidate: Candidate) -> str:
+    label = f"attempt {candidate.attempt}" if candidate.attempt is not None else str(candidate.variant)
+    return f"{label} ({candidate.evaluation.deployment.name})"
+
+
+def _format_loss(test: HeldoutTest, goal: schemas.Goal) -> str:
+    text = f"lost {test.drop.drop:.4f} of top-1 on {test.drop.num_images} held-out images"
+    return text if test.drop.drop > goal.max_accuracy_drop else f"{text}, {test.together:.4f} with its search images"
 
 
 def _rank(
@@ -289,8 +241,8 @@ def _rank(
     """
     goal, baseline = evaluator.goal, journal.baseline
     if goal.selection == "paper":
-        return [*ranked(journal, goal)], None, {}, []
-    remaining = [c for c in pool if may_be_returned(c, baseline, goal)]
+        return [*selection.ranked(journal, goal)], None, {}, []
+    remaining = [c for c in pool if selection.may_be_returned(c, baseline, goal)]
     if len(remaining) < 2:
         return remaining, None, {}, []
     entries = [(Variant.BASELINE, evaluator.baseline), *((c.variant, c.evaluation.model) for c in remaining)]
@@ -301,12 +253,15 @@ def _rank(
     notes = [f"{dropped.variant} dropped out of the race: {dropped.reason}" for dropped in race.dropped]
     remaining = [c for c in remaining if race.reason(c.evaluation.model) is None]
     memory = {c.evaluation.model.sha256: evaluator.memory_ratio(c.evaluation.model) for c in remaining}
+
+    def loss_and_size(candidate: Candidate) -> tuple[float, float]:
+        drop = candidate.evaluation.drop
+        return drop.drop if drop else 0.0, size_ratio(candidate.evaluation, baseline)
+
     queue: list[Candidate] = []
     while remaining:
-        tied = ties(remaining, baseline, goal, race, memory)
-        best = min(tied, key=lambda c: (accuracy_lost(c), size_ratio(c.evaluation, baseline)))
-        remaining.remove(best)
-        queue.append(best)
+        queue.append(min(selection.ties(remaining, baseline, goal, race, memory), key=loss_and_size))
+        remaining.remove(queue[-1])
     return queue, race, memory, notes
 
 
@@ -329,32 +284,30 @@ def _time_candidates(
     return first, estimate(evaluator, [first], screening)
 
 
-def _format_name(candidate: Candidate) -> str:
-    label = f"attempt {candidate.attempt}" if candidate.attempt is not None else str(candidate.variant)
-    return f"{label} ({candidate.evaluation.deployment.name})"
-
-
-def _decide(evaluator: Evaluator, journal: Journal, judged: _Tested | None, *, is_refused: bool) -> Verdict:
+def _decide(
+    evaluator: Evaluator, journal: Journal, judged: tuple[Candidate, Race, HeldoutTest] | None
+) -> schemas.Verdict:
     """Decide the verdict on the candidate that was tested, or on the baseline if none was."""
     acquired, goal = evaluator.acquired, evaluator.goal
-    facts = Facts(size_ratio=1.0, unproven=why_unproven(acquired, goal), doubt=acquired.doubt)
+    facts = verdict.Facts(size_ratio=1.0, unproven=verdict.why_unproven(acquired, goal), doubt=acquired.doubt)
     if judged is not None:
-        model, test = judged.candidate.evaluation.model, judged.test
-        is_changed_by_search = (judged.drop.drop <= goal.max_accuracy_drop) != test.keeps_accuracy
-        refused = f"the best candidate {judged.loss(goal)}; the baseline is returned and the candidate kept beside it"
+        candidate, race, test = judged
+        is_changed_by_search = (test.drop.drop <= goal.max_accuracy_drop) != test.keeps_accuracy
+        loss = _format_loss(test, goal)
+        refused = f"the best candidate {loss}; the baseline is returned and the candidate kept beside it"
         facts = facts.model_copy(
             update={
-                "drop": judged.drop,
+                "drop": test.drop,
                 "together": test.together if is_changed_by_search else None,
-                "accuracy_error": error_of(test.opening),
-                "race": judged.race,
-                "model": model,
+                "accuracy_error": verdict.error_of(test.opening),
+                "race": race,
+                "model": candidate.evaluation.model,
                 "size_ratio": size_ratio(test.candidate, test.baseline),
-                "memory_ratio": evaluator.memory_ratio(model),
-                "refused": refused if is_refused else None,
+                "memory_ratio": evaluator.memory_ratio(candidate.evaluation.model),
+                "refused": None if test.keeps_accuracy else refused,
             }
         )
-    verdict = decide_verdict(facts, goal)
-    if verdict.binding in ("speed", "size") and is_out_of_reach(evaluator, journal, verdict.binding):
-        return decide_verdict(facts, goal, out_of_reach=verdict.binding)
-    return verdict
+    result = verdict.decide_verdict(facts, goal)
+    if result.binding in ("speed", "size") and verdict.is_out_of_reach(evaluator, journal, result.binding):
+        return verdict.decide_verdict(facts, goal, out_of_reach=result.binding)
+    return result

@@ -3,21 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from profiling_agent import schemas
 from profiling_agent.measure.intervals import largest_passing_drop, likelihood, one_sided_bound, perfect_bound
 from profiling_agent.measure.race import compare
-from profiling_agent.schemas import (
-    AccuracyDrop,
-    Attempt,
-    Candidate,
-    DeploymentOption,
-    Evaluation,
-    Goal,
-    Journal,
-    Race,
-    Record,
-    Status,
-    Variant,
-)
+from profiling_agent.schemas import Attempt, Candidate, DeploymentOption, Evaluation, Goal, Journal, Status, Variant
 
 # A point of top-1 corresponds to 0.01 to 0.02 nats (docs/decisions/LOG.md): ten times that is hopeless, whatever the limit.
 HOPELESS_KL, KL_PER_ACCURACY = 0.2, 20.0
@@ -35,7 +24,7 @@ SortKey = tuple[bool, int, bool, bool, bool, float]
 STATUSES = tuple(Status)
 
 
-class Judgement(Record):
+class Judgement(schemas.Record):
     """Probability that a candidate keeps the accuracy, the status that follows, and the measurements behind it."""
 
     p_keeps: float
@@ -48,7 +37,7 @@ def hopeless_kl(goal: Goal) -> float:
     return HOPELESS_KL + KL_PER_ACCURACY * goal.max_accuracy_drop
 
 
-def can_be_bounded(drop: AccuracyDrop, goal: Goal) -> bool:
+def can_be_bounded(drop: schemas.AccuracyDrop, goal: Goal) -> bool:
     """Return whether so many images could show the contract kept, if no answer differed."""
     return perfect_bound(drop.num_images, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
 
@@ -102,27 +91,30 @@ def size_ratio(candidate: Evaluation, baseline: Evaluation) -> float:
     return candidate.footprint.size_bytes / baseline.footprint.size_bytes
 
 
-def preference(goal: Goal, *, size: float, speedup: float, memory: float | None) -> tuple[bool, bool, bool, float]:
-    """Return the contract's sort key, best first: size, speed and memory missed, then the objective.
+def preference(
+    goal: Goal, *, size: float, speedup: float, memory: float | None, status: Status = Status.ACCEPTED
+) -> SortKey:
+    """Return the sort key of a candidate, best first: a term missed, status, size, speed and memory missed, the objective.
 
     `size` and `memory` are fractions of the baseline's; unknown memory counts as too much.
     """
     known_memory = math.inf if memory is None else memory
     exceeds_memory = goal.max_memory_ratio is not None and known_memory > goal.max_memory_ratio
+    missed = not goal.allows_size(size), speedup < goal.min_speedup, exceeds_memory
     objective = {"speed": -speedup, "size": size, "memory": known_memory}[goal.objective]
-    return not goal.allows_size(size), speedup < goal.min_speedup, exceeds_memory, objective
+    return any(missed), STATUSES.index(status), *missed, objective
 
 
 def option_key(option: DeploymentOption, baseline: Evaluation, goal: Goal) -> SortKey:
-    """Return the sort key of a converted deployment, best first: other terms missed, status, then `preference`."""
+    """Return the sort key of a converted deployment; without a race it counts as too slow."""
     assert option.deployed is not None, "only converted models are ranked"
-    key = preference(
+    return preference(
         goal,
         size=option.deployed.model.size_bytes / baseline.footprint.size_bytes,
         speedup=option.race_result.speedup if option.race_result else 0.0,
         memory=option.memory_ratio,
+        status=option.status,
     )
-    return any(key[:3]), STATUSES.index(option.status), *key
 
 
 def choose_option(options: Sequence[DeploymentOption], baseline: Evaluation, goal: Goal) -> DeploymentOption | None:
@@ -133,44 +125,34 @@ def choose_option(options: Sequence[DeploymentOption], baseline: Evaluation, goa
 
 def rejudged(journal: Journal, goal: Goal) -> Journal:
     """Judge every measured attempt and deployment again by `goal`, which may have changed."""
-
-    def rejudge(attempt: Attempt) -> Attempt:
+    attempts: list[Attempt] = []
+    for attempt in journal.attempts:
         if attempt.deployed is None:
-            return attempt
-        judgement = judge(attempt.deployed, goal)
-        is_accepted = judgement.status is Status.ACCEPTED
-        return attempt.model_copy(update={"accepted": is_accepted, "reason": judgement.reason})
-
-    def rejudge_option(option: DeploymentOption) -> DeploymentOption:
-        if option.evaluation is None:
-            return option
-        return option.model_copy(update=dict(judge(option.evaluation, goal)))
-
-    journal = journal.model_copy(update={"attempts": tuple(map(rejudge, journal.attempts))})
-    if journal.deployment_search is None or journal.contract in (None, goal.without_demands):
+            attempts.append(attempt)
+        else:
+            judgement = judge(attempt.deployed, goal)
+            update = {"accepted": judgement.status is Status.ACCEPTED, "reason": judgement.reason}
+            attempts.append(attempt.model_copy(update=update))
+    journal = journal.model_copy(update={"attempts": tuple(attempts)})
+    search = journal.deployment_search
+    if search is None or journal.contract in (None, goal.without_demands):
         return journal
-    options = tuple(map(rejudge_option, journal.deployment_search.options))
+    options = tuple(
+        option.model_copy(update=dict(judge(option.evaluation, goal))) if option.evaluation else option
+        for option in search.options
+    )
     best = choose_option(options, journal.baseline, goal)
-    search = {"options": options, "chosen": best.deployment if best else None}
+    search = search.model_copy(update={"options": options, "chosen": best.deployment if best else None})
+    quantized = best.evaluation if best else None
     return journal.model_copy(
-        update={
-            "contract": goal.without_demands,
-            "deployment_search": journal.deployment_search.model_copy(update=search),
-            "quantized": best.evaluation if best else None,
-        }
+        update={"contract": goal.without_demands, "deployment_search": search, "quantized": quantized}
     )
 
 
 def candidate_of(evaluation: Evaluation, goal: Goal, attempt: int | None = None) -> Candidate:
     """Return an evaluated model as a candidate, with its probability and status."""
-    judgement = judge(evaluation, goal)
-    return Candidate(
-        variant=evaluation.variant,
-        attempt=attempt,
-        evaluation=evaluation,
-        p_keeps=judgement.p_keeps,
-        status=judgement.status,
-    )
+    judged = judge(evaluation, goal).model_dump(include={"p_keeps", "status"})
+    return Candidate(variant=evaluation.variant, attempt=attempt, evaluation=evaluation, **judged)
 
 
 def candidates(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
@@ -219,28 +201,22 @@ def ranked(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
     return tuple(sorted(accepted, key=key))
 
 
-def accuracy_lost(candidate: Candidate) -> float:
-    """Return the top-1 that a candidate lost on the search images; 0 for the baseline."""
-    return candidate.evaluation.drop.drop if candidate.evaluation.drop else 0.0
-
-
 def ties(
-    remaining: Sequence[Candidate], baseline: Evaluation, goal: Goal, race: Race, memory: Mapping[str, float | None]
+    remaining: Sequence[Candidate],
+    baseline: Evaluation,
+    goal: Goal,
+    race: schemas.Race,
+    memory: Mapping[str, float | None],
 ) -> list[Candidate]:
     """Return the best candidates after a race: those that can't be told from the leader, which is one of them.
 
-    They are ordered by whether they miss a term, by status, and by the contract's key. `memory` is by the model's hash.
+    `memory` is by the model's hash.
     """
 
     def key(candidate: Candidate) -> SortKey:
         model = candidate.evaluation.model
-        terms = preference(
-            goal,
-            size=size_ratio(candidate.evaluation, baseline),
-            speedup=race.result_of(model).speedup,
-            memory=memory.get(model.sha256),
-        )
-        return any(terms[:3]), STATUSES.index(candidate.status), *terms
+        size, speedup = size_ratio(candidate.evaluation, baseline), race.result_of(model).speedup
+        return preference(goal, size=size, speedup=speedup, memory=memory.get(model.sha256), status=candidate.status)
 
     leader = min(remaining, key=key)
     first, best = race.result_of(leader.evaluation.model), key(leader)

@@ -5,46 +5,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from statistics import fmean
 
+from profiling_agent import schemas
 from profiling_agent.errors import JobError, ProfilingAgentError
 from profiling_agent.jobs.tasks import OpenHeldoutTask, PruneTask
-from profiling_agent.measure.intervals import (
-    Counts,
-    bound_over_sessions,
-    certain_bound,
-    certain_perfect_bound,
-    counts_of,
-    decide,
-    drop_at_look,
-    images_to_certify,
-    images_until_kept,
-    one_sided_lower_bound,
-    perfect_bound,
-    pooled_drop,
-    upper_bound,
-)
+from profiling_agent.measure import intervals
 from profiling_agent.measure.predictions import share
 from profiling_agent.measure.race import pool, run_sessions
+from profiling_agent.measure.statistics import bound_over_sessions
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes import registry
-from profiling_agent.schemas import (
-    SHARD,
-    AccuracyDrop,
-    Acquired,
-    ArtifactRef,
-    Cut,
-    Evaluation,
-    Goal,
-    Journal,
-    Opening,
-    Outcome,
-    Plan,
-    Predictions,
-    Race,
-    Record,
-    Term,
-    Variant,
-    Verdict,
-)
+from profiling_agent.schemas import SHARD, AccuracyDrop, ArtifactRef, Evaluation, Goal, Opening, Race, Term, Variant
 from profiling_agent.search.deadline import MIN_LOOK, SLOW_CONVERSION_S, TEST_S
 from profiling_agent.search.deployments import REFUSALS, by_promise, possible_deployments
 from profiling_agent.search.evaluator import MAX_AT_ONCE, Evaluator
@@ -56,7 +26,7 @@ ACCURACY_ERROR = 0.025
 REFUSAL_CONFIDENCE = 0.95
 
 
-class HeldoutTest(Record):
+class HeldoutTest(schemas.Record):
     """Baseline and candidate on the same held-out images, the test's number, and its decision.
 
     `together` is the drop on search and held-out images, corrected for the selection on the former.
@@ -67,6 +37,12 @@ class HeldoutTest(Record):
     opening: Opening
     together: float
     keeps_accuracy: bool
+
+    @property
+    def drop(self) -> AccuracyDrop:
+        """Return the drop on the held-out images."""
+        assert self.candidate.drop is not None, "a test compares with the baseline"
+        return self.candidate.drop
 
 
 def error_of(opening: Opening) -> float:
@@ -99,33 +75,35 @@ def run_heldout_test(
     assert search_drop is not None, "a candidate was compared with the baseline on the search images"
     task = OpenHeldoutTask(baseline=evaluator.baseline, candidate=candidate.model, heldout=heldout, fresh=fresh)
     opening = evaluator.jobs.run(task)
-    error = error_of(opening)
-    baselines, candidates, counts = list[Evaluation](), list[Evaluation](), Counts(0, 0, 0)
+    baselines, candidates, counts = list[Evaluation](), list[Evaluation](), intervals.Counts(0, 0, 0)
     drop, decision, image_s = search_drop, "undecided", evaluator.pass_s
     for part in look_ranges(evaluator.num_heldout):
         if counts.num_images >= MIN_LOOK and not evaluator.closing.allows(image_s * len(part)):
             break
         began_s = timesheet.spent_s
         baselines.append(evaluator.evaluate_baseline(heldout, part))
-        candidates.append(
-            evaluator.evaluate(
-                candidate.variant, candidate.model, heldout, baselines[-1], candidate.deployment, images=part
-            )
+        on_part = evaluator.evaluate(
+            candidate.variant, candidate.model, heldout, baselines[-1], candidate.deployment, images=part
         )
+        candidates.append(on_part)
         image_s = max(evaluator.pass_s, (timesheet.spent_s - began_s) / len(part))
-        part_drop = candidates[-1].drop
-        assert part_drop is not None, "a candidate is always compared with the baseline"
-        counts = counts.with_more(part_drop.num_lost, part_drop.num_gained, part_drop.num_images)
+        assert on_part.drop is not None, "a candidate is always compared with the baseline"
+        counts = counts.with_more(on_part.drop.num_lost, on_part.drop.num_gained, on_part.drop.num_images)
         # The decision to look again is made before every look but the first, and after each.
-        drop = part_drop if len(part) == evaluator.num_heldout else drop_at_look(counts, len(baselines) + 1)
-        decision = decide(counts, allowed, error)
+        is_whole = len(part) == evaluator.num_heldout
+        drop = on_part.drop if is_whole else intervals.drop_at_look(counts, len(baselines) + 1)
+        decision = intervals.decide(counts, allowed, error_of(opening))
         if decision != "undecided":
             break
-    together = pooled_drop(search_drop, drop, bias)
-    is_refuted = decision == "lost" or one_sided_lower_bound(drop, REFUSAL_CONFIDENCE) > allowed
+    together = intervals.pooled_drop(search_drop, drop, bias)
+    is_refuted = decision == "lost" or intervals.one_sided_lower_bound(drop, REFUSAL_CONFIDENCE) > allowed
+    baseline, joined = (
+        parts[0].model_copy(update={"predictions": schemas.Predictions.joined([part.predictions for part in parts])})
+        for parts in (baselines, candidates)
+    )
     return HeldoutTest(
-        baseline=_join(baselines),
-        candidate=_join(candidates, drop),
+        baseline=baseline,
+        candidate=joined.model_copy(update={"drop": drop}),
         opening=opening,
         together=together,
         keeps_accuracy=decision == "kept" or (together <= allowed and not is_refuted),
@@ -150,27 +128,25 @@ def first_look(evaluator: Evaluator) -> Evaluation:
     return evaluator.evaluate_baseline(evaluator.acquired.heldout, next(look_ranges(evaluator.num_heldout)))
 
 
-def _join(parts: Sequence[Evaluation], drop: AccuracyDrop | None = None) -> Evaluation:
-    predictions = Predictions.joined([part.predictions for part in parts])
-    return parts[0].model_copy(update={"predictions": predictions, "drop": drop})
-
-
-def why_unproven(acquired: Acquired, goal: Goal) -> str | None:
+def why_unproven(acquired: schemas.Acquired, goal: Goal) -> str | None:
     """Return why so few images can't show the accuracy kept, and what they could show; None if they can.
 
     Assumed is a model that answers nothing differently: any other needs more.
     """
-    num_heldout, error = acquired.heldout.num_images, ACCURACY_ERROR * share(1)
-    is_sequential = num_heldout > MAX_AT_ONCE
-    bounds = {
-        f"{acquired.search.num_images} search": perfect_bound(acquired.search.num_images, SEARCH_CONFIDENCE),
-        f"{num_heldout} held-out": upper_bound(Counts(0, 0, num_heldout), error)
-        if is_sequential
-        else certain_perfect_bound(num_heldout, 1 - error),
-    }
+    num_searched, num_heldout, error = (
+        acquired.search.num_images,
+        acquired.heldout.num_images,
+        ACCURACY_ERROR * share(1),
+    )
+    heldout_bound = (
+        intervals.upper_bound(intervals.Counts(0, 0, num_heldout), error)
+        if num_heldout > MAX_AT_ONCE
+        else intervals.certain_perfect_bound(num_heldout, 1 - error)
+    )
+    search_bound = intervals.perfect_bound(num_searched, SEARCH_CONFIDENCE)
     reasons = [
         f"{images} images show a drop of {bound * 100:.2g} points at best"
-        for images, bound in bounds.items()
+        for images, bound in ((f"{num_searched} search", search_bound), (f"{num_heldout} held-out", heldout_bound))
         if bound > goal.max_accuracy_drop
     ]
     return f"whatever is returned will be unproven: {'; '.join(reasons)}" if reasons else None
@@ -180,7 +156,7 @@ def why_unproven(acquired: Acquired, goal: Goal) -> str | None:
 OTHER_ERROR = 0.025
 
 
-class Facts(Record):
+class Facts(schemas.Record):
     """Measurements that the verdict rests on: the winner on held-out images, in its sessions and on disk.
 
     `together` is the drop on search and held-out images, if it changed the decision of the held-out images. `memory_ratio` is from one process
@@ -204,11 +180,7 @@ def _terms(facts: Facts, goal: Goal) -> tuple[Term, ...]:
     race, drop, size, max_memory = facts.race, facts.drop, facts.size_ratio, goal.max_memory_ratio
     error = OTHER_ERROR if max_memory is None else OTHER_ERROR / 2
     lost = facts.together if facts.together is not None else drop.drop if drop else 0.0
-    drop_bound = certain_bound(drop, 1 - facts.accuracy_error) if drop else 0.0
-    holds = lost <= goal.max_accuracy_drop and facts.refused is None
-    terms = [
-        Term(name="accuracy", required=goal.max_accuracy_drop, measured=lost, bound=drop_bound, holds=holds),
-    ]
+    drop_bound = intervals.certain_bound(drop, 1 - facts.accuracy_error) if drop else 0.0
     speedup, speed_bound, memory, memory_bound = 1.0, 1.0, 1.0, 1.0
     if race is not None and facts.model is not None:
         result, baseline = race.result_of(facts.model), race.results[0]
@@ -217,14 +189,16 @@ def _terms(facts: Facts, goal: Goal) -> tuple[Term, ...]:
         memory, memory_bound = 1.0 if facts.memory_ratio is None else facts.memory_ratio, None
         if ratios := [peak / other for peak, other in zip(result.peak_bytes, baseline.peak_bytes, strict=False)]:
             memory, memory_bound = math.exp(fmean(map(math.log, ratios))), _session_bound(ratios, error)
-    holds, is_small = speedup >= goal.min_speedup, goal.allows_size(size)
-    terms.append(Term(name="speed", required=goal.min_speedup, measured=speedup, bound=speed_bound, holds=holds))
-    size_bound = min(size, goal.max_size_ratio) if is_small else size
-    terms.append(Term(name="size", required=goal.max_size_ratio, measured=size, bound=size_bound, holds=is_small))
+    is_small, max_drop = goal.allows_size(size), goal.max_accuracy_drop
+    size_bound, keeps = min(size, goal.max_size_ratio) if is_small else size, lost <= max_drop and not facts.refused
+    rows = [
+        ("accuracy", max_drop, lost, drop_bound, keeps),
+        ("speed", goal.min_speedup, speedup, speed_bound, speedup >= goal.min_speedup),
+        ("size", goal.max_size_ratio, size, size_bound, is_small),
+    ]
     if max_memory is not None:
-        holds = memory <= max_memory
-        terms.append(Term(name="memory", required=max_memory, measured=memory, bound=memory_bound, holds=holds))
-    return tuple(terms)
+        rows.append(("memory", max_memory, memory, memory_bound, memory <= max_memory))
+    return tuple(Term.model_validate(dict(zip(Term.model_fields, row, strict=True))) for row in rows)
 
 
 def _session_bound(ratios: Sequence[float], error: float) -> float | None:
@@ -243,33 +217,40 @@ def _is_certain(term: Term) -> bool:
     return term.bound >= term.required if term.name == "speed" else term.bound <= term.required
 
 
-def decide_verdict(facts: Facts, goal: Goal, out_of_reach: str | None = None) -> Verdict:
+def decide_verdict(facts: Facts, goal: Goal, out_of_reach: str | None = None) -> schemas.Verdict:
     """Decide the verdict; `out_of_reach` is the term that even the cheapest model was shown to miss."""
-    terms = _terms(facts, goal)
+    terms, drop = _terms(facts, goal), facts.drop
     missed = [term for term in terms if not term.holds]
-    certified, num_needed, binding = False, None, None
+    are_certain, num_needed, binding = [_is_certain(term) for term in terms], None, None
     if not missed and facts.refused is None:
-        outcome = Outcome.MET
-        certified = facts.doubt is None and all(map(_is_certain, terms))
+        outcome, images, notes = schemas.Outcome.MET, "held-out images", ""
         # If another term isn't certain either, more images would not help.
-        if facts.drop and facts.doubt is None and not _is_certain(terms[0]) and all(map(_is_certain, terms[1:])):
-            num_needed = images_to_certify(facts.drop, goal.max_accuracy_drop, 1 - facts.accuracy_error)
+        if drop and facts.doubt is None and not are_certain[0] and all(are_certain[1:]):
+            num_needed = intervals.images_to_certify(drop, goal.max_accuracy_drop, 1 - facts.accuracy_error)
             # A larger set is looked at more than once, which takes more images to show the same.
             if num_needed is not None and num_needed > MAX_AT_ONCE:
-                num_needed = images_until_kept(counts_of(facts.drop), goal.max_accuracy_drop, facts.accuracy_error)
-        explanation = _met_text(facts, certified=all(map(_is_certain, terms)))
+                counts = intervals.counts_of(drop)
+                num_needed = intervals.images_until_kept(counts, goal.max_accuracy_drop, facts.accuracy_error)
+        if facts.together is not None and drop is not None:
+            images = f"search and {images} together ({drop.drop * 100:+.2f} points on held-out images alone)"
+        if facts.unproven is not None and not all(are_certain):
+            notes = f"; {facts.unproven}"
+        if facts.race is not None and facts.race.unsteady:
+            notes += f"; the speed is unproven, as the machine was too noisy: {facts.race.unsteady}"
+        certainty = "meet it too" if all(are_certain) else "do not"
+        explanation = f"the contract is met on {images}; its bounds, together at 95%, {certainty}{notes}"
     elif out_of_reach is not None:
-        outcome, binding = Outcome.INFEASIBLE, out_of_reach
+        outcome, binding = schemas.Outcome.INFEASIBLE, out_of_reach
         explanation = (
             f"even the cheapest plan in the best of all deployments, whatever its accuracy, misses the {binding} term"
         )
     else:
-        outcome = Outcome.NEAREST_MISS
+        outcome = schemas.Outcome.NEAREST_MISS
         binding = "accuracy" if facts.refused else max(missed, key=_shortfall).name
         explanation = facts.refused or f"no candidate that keeps the accuracy meets the {binding} term"
-    return Verdict(
+    return schemas.Verdict(
         outcome=outcome,
-        certified=certified,
+        certified=outcome is schemas.Outcome.MET and facts.doubt is None and all(are_certain),
         terms=terms,
         binding=binding,
         images_to_certify=num_needed,
@@ -277,23 +258,11 @@ def decide_verdict(facts: Facts, goal: Goal, out_of_reach: str | None = None) ->
     )
 
 
-def _met_text(facts: Facts, *, certified: bool) -> str:
-    images, notes = "held-out images", ""
-    if facts.together is not None and facts.drop is not None:
-        images = f"search and {images} together ({facts.drop.drop * 100:+.2f} points on held-out images alone)"
-    if facts.unproven is not None and not certified:
-        notes = f"; {facts.unproven}"
-    if facts.race is not None and facts.race.unsteady:
-        notes += f"; the speed is unproven, as the machine was too noisy: {facts.race.unsteady}"
-    certainty = "its bounds, together at 95%, meet it too" if certified else "its bounds, together at 95%, do not"
-    return f"the contract is met on {images}; {certainty}{notes}"
-
-
-def is_out_of_reach(evaluator: Evaluator, journal: Journal, term: str) -> bool:
+def is_out_of_reach(evaluator: Evaluator, journal: schemas.Journal, term: str) -> bool:
     """Return whether the unpruned and the cheapest model miss the size or the speed in every deployment that can be made.
 
-    All layers are quantized: those left in float for accuracy, which doesn't matter here, cost bytes and time. False if the time is over first, or
-    if none can be timed.
+    The cheapest has every unit cut as far as allowed, whatever its accuracy. All layers are quantized: those left in float for accuracy, which
+    doesn't matter here, cost bytes and time. False if the time is over first, or if none can be timed.
     """
     goal, baseline, search = evaluator.goal, evaluator.baseline, journal.deployment_search
     options = search.options if search else ()
@@ -303,11 +272,26 @@ def is_out_of_reach(evaluator: Evaluator, journal: Journal, term: str) -> bool:
         return False
     if not evaluator.closing.allows(TEST_S):
         return False
+    cuts = [
+        schemas.Cut(unit=unit, keep=snap(unit, 0.99), requested_ratio=0.99)
+        for unit in evaluator.profile.units
+        if snap(unit, 0.99) < unit.width
+    ]
+    # Only size and speed matter, which don't depend on compensation.
+    task = PruneTask(
+        baseline=baseline,
+        cuts=tuple(cuts),
+        calibration=evaluator.acquired.calibration,
+        seed=evaluator.settings.seed,
+        compensate=False,
+        device=evaluator.device,
+    )
     try:
-        cheapest = [_make_cheapest(evaluator)]
+        cheapest = [evaluator.jobs.run(task).model if cuts else baseline]
     except ProfilingAgentError:
         return False
-    for deployment in by_promise(possible_deployments(Plan(quantization=journal.wish), evaluator.choices)):
+    plan = schemas.Plan(quantization=journal.wish)
+    for deployment in by_promise(possible_deployments(plan, evaluator.choices)):
         sizes = [model.size_bytes / baseline.size_bytes for model in (*models, *cheapest)]
         is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
         has_time = evaluator.closing.allows(SLOW_CONVERSION_S if is_slow else TEST_S)
@@ -315,27 +299,9 @@ def is_out_of_reach(evaluator: Evaluator, journal: Journal, term: str) -> bool:
             return False
         with suppress(*REFUSALS):
             cheapest.append(evaluator.jobs.run(evaluator.deployer.deploy_task(cheapest[0], deployment)).model)
-    if term == "speed":
-        return evaluator.closing.allows(TEST_S) and _are_slow(evaluator, cheapest)
-    return not goal.allows_size(min(model.size_bytes for model in (*models, *cheapest)) / baseline.size_bytes)
-
-
-def _make_cheapest(evaluator: Evaluator) -> ArtifactRef:
-    """Return the float32 model with every unit cut as far as allowed."""
-    cuts = [Cut(unit=unit, keep=snap(unit, 0.99), requested_ratio=0.99) for unit in evaluator.profile.units]
-    cuts = [cut for cut in cuts if cut.keep < cut.unit.width]
-    if not cuts:
-        return evaluator.baseline
-    # Only size and speed matter, which don't depend on compensation.
-    task = PruneTask(
-        baseline=evaluator.baseline,
-        cuts=tuple(cuts),
-        calibration=evaluator.acquired.calibration,
-        seed=evaluator.settings.seed,
-        compensate=False,
-        device=evaluator.device,
-    )
-    return evaluator.jobs.run(task).model
+    if term == "size":
+        return not goal.allows_size(min(model.size_bytes for model in (*models, *cheapest)) / baseline.size_bytes)
+    return evaluator.closing.allows(TEST_S) and _are_slow(evaluator, cheapest)
 
 
 def _are_slow(evaluator: Evaluator, models: Sequence[ArtifactRef]) -> bool:

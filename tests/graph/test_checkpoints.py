@@ -41,7 +41,6 @@ from profiling_agent.schemas import (
     StopReason,
     Tuned,
 )
-from profiling_agent.search.attempt import PreparedAttempt
 from profiling_agent.workspace import create_workspace
 
 
@@ -66,7 +65,7 @@ def test_every_record_of_a_real_run_and_those_that_it_lacks_come_back_equal(fini
     tried = attempt(1, 0.25, accepted=True, macs=900)
     tried = tried.model_copy(update={"dry_run": dry_run(tried.plan, profile())})
     recovery = RecoveredModel(model=ref("m1"), epochs_run=3, kl_before=0.2, kl_after=0.1, stopped="made")
-    prepared = PreparedAttempt(plan=tried.plan, recovery=recovery)
+    prepared = tried.model_copy(update={"recovery": recovery})
     by_hand = (tried, prepared, journal(tried, quantized=BASELINE), StopReason.CONVERGED)
 
     found = records_in(read_report(finished))

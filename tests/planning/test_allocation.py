@@ -1,6 +1,5 @@
 """Allocation by evidence, and the dry run of a plan."""
 
-import json
 from itertools import product
 from random import Random
 from typing import Any
@@ -12,15 +11,8 @@ from sample_records import evidence, profile, unit
 
 from profiling_agent.errors import PlanError
 from profiling_agent.lib.costs import count_complexity
-from profiling_agent.planning.allocation import (
-    MAX_GAP,
-    allocate,
-    dry_run,
-    most_saving,
-    params_and_macs_saved,
-    predicted_kl,
-)
-from profiling_agent.planning.rules import read_plan
+from profiling_agent.planning import allocation
+from profiling_agent.planning.allocation import MAX_GAP, allocate, dry_run, most_saving, predicted_kl
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.schemas import Cap, Cut, LayerProfile, ModelProfile, Plan, PruningRecommendation, Target
@@ -162,19 +154,6 @@ def test_a_target_in_time_needs_times_and_is_a_share_of_the_layers_time():
     assert foreseen.kl == pytest.approx(0.01 + 0.02)
 
 
-def test_a_plan_file_may_have_a_target_and_caps(tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text(
-        json.dumps({"target": {"metric": "macs", "saving": 0.2}, "caps": [{"layer": "attention"}]}), encoding="utf-8"
-    )
-    read = read_plan(str(path))
-
-    assert read.target == Target(metric="macs", saving=0.2)
-    assert read.caps == (Cap(layer="attention", max_ratio=0.0),)
-    foreseen = dry_run(read, judged(zoo.vit()))
-    assert {cut.unit.kind for cut in foreseen.cuts} == {"mlp"}
-
-
 # Channels of a made unit own 10 params and 20 MACs; each test says what its units are a whole of.
 WHOLE = {"params": 10_000.0, "macs": 40_000.0, "latency": 100.0}
 
@@ -232,24 +211,13 @@ def test_no_combination_of_widths_saves_as_much_for_less(metric, seed):
         assert best - 1e-12 <= loss <= best * (1 + MAX_GAP) + 1e-6
 
 
-def test_the_cheapest_unit_goes_first():
-    units = (unit(0, 128), unit(1, 128))
-    found = evidence(units, {units[0].name: [0.5, 0.6, 0.7], units[1].name: [0.1, 0.15, 0.2]})
-
-    # 96 channels of 10 params are 960: the second unit alone, as far as it goes; half of it for half of that.
-    assert [(cut.unit.name, cut.keep) for cut in allocated(units, found, 0.096)] == [(units[1].name, 32)]
-    assert [(cut.unit.name, cut.keep) for cut in allocated(units, found, 0.048)] == [(units[1].name, 64)]
-    # One step more than it has: the other one's first.
-    assert [cut.keep for cut in allocated(units, found, 0.097)] == [96, 32]
-
-
 def test_what_crosses_in_a_bottleneck_is_not_counted_twice():
     model = zoo.resnet()
     profile = profiled(model)
     found = evidence(profile.units, {one.name: [0.1, 0.3, 0.6] for one in profile.units})
 
     def saved(cuts):
-        return params_and_macs_saved(cuts, profile.layers)[0] / profile.params
+        return allocation.params_and_macs_saved(cuts, profile.layers)[0] / profile.params
 
     narrowest = {row.unit: row.options[-1].keep for row in found.units}
     everything = [Cut(unit=one, keep=narrowest[one.name], requested_ratio=0.75) for one in profile.units]

@@ -4,19 +4,8 @@ from typing import Any
 from sample_records import GOAL, attempt, evidence, journal, plan, profile
 
 from profiling_agent.llm.transcript import quoted
-from profiling_agent.planning.digest import (
-    attempt_rows,
-    demand_rows,
-    frontier_rows,
-    goal_text,
-    group_rows,
-    layer_rows,
-    operator_rows,
-    plan_text,
-    rejection_rows,
-    shortened,
-    unit_rows,
-)
+from profiling_agent.planning import digest
+from profiling_agent.planning.digest import frontier_rows, plan_text, shortened, unit_rows
 from profiling_agent.schemas import Approval, Decided, OperatorProfile, Plan, PruningRecommendation, Target
 
 
@@ -28,7 +17,7 @@ def judged(kls: dict[int, tuple[float, ...]] | None = None, num_layers: int = 4)
 
 def test_repeated_blocks_are_one_row_with_what_all_of_them_cost_and_save():
     found = judged()
-    (row,) = group_rows(found)
+    (row,) = digest.group_rows(found)
 
     # Four MLPs of 512 channels with 10 params each, beside a norm of 64: 20480 of 20544.
     assert row.startswith(r'G1: "^vit\\.layers\\.(?:0|1|2|3)\\.mlp$" | mlp | 4 x 512 | 99.7%, 100.0%, ')
@@ -77,16 +66,16 @@ def test_operators_and_layers_are_told_with_their_shares():
     light = operator("aten::gelu", calls=4, cpu_time_ms=1.0, memory_bytes=-5)
     found = judged().model_copy(update={"operators": (light, heavy)})
 
-    assert operator_rows(found) == (
+    assert digest.operator_rows(found) == (
         '"aten::addmm" | 8 | 75.0% | 2 MB | "[[4, 512]]"',
         '"aten::gelu" | 4 | 25.0% | 0 MB | "[]"',
     )
     # 4 x 2,560 params of 20,544, half of the MACs.
-    assert layer_rows(found)[0].startswith('"vit.layers.#.mlp.fc1" | Linear | 4 | 49.8%, 50.0%, ')
+    assert digest.layer_rows(found)[0].startswith('"vit.layers.#.mlp.fc1" | Linear | 4 | 49.8%, 50.0%, ')
 
     # On a GPU they are ranked by its time, after the launch-bound share.
     on_gpu = (heavy.model_copy(update={"cuda_time_ms": 1.0}), light.model_copy(update={"cuda_time_ms": 3.0}))
-    launches, *rows = operator_rows(found.model_copy(update={"operators": on_gpu, "launch_bound_share": 0.62}))
+    launches, *rows = digest.operator_rows(found.model_copy(update={"operators": on_gpu, "launch_bound_share": 0.62}))
     assert launches.startswith("eager float32: launch-bound 62% of a pass")
     assert "CUDA graphs" in launches
     assert [row.split(" | ")[:3] for row in rows] == [['"aten::gelu"', "4", "75.0%"], ['"aten::addmm"', "8", "25.0%"]]
@@ -100,7 +89,7 @@ def test_units_unlike_their_group_are_told_of_the_most_unlike_first():
 
 
 def test_an_attempt_is_told_as_plan_prediction_measurement_and_verdict():
-    (row,) = attempt_rows(journal(attempt(1, 0.2, accepted=False, correct=880)), judged())
+    (row,) = digest.attempt_rows(journal(attempt(1, 0.2, accepted=False, correct=880)), judged())
 
     assert all(part in row for part in ('"pruning_ratio": 0.2', "top-1 lost 2.00% [1.00%, 3.00%]", "refused"))
 
@@ -129,21 +118,16 @@ def test_sections_are_shortened_from_their_ends_and_say_so():
     assert shortened({"c": []}) == {"c": "(nothing)"}
 
 
-def test_the_contract_is_a_sentence():
-    assert goal_text(GOAL).startswith("lose at most 1.00% of top-1; at least 1 times as fast")
-    assert "memory" in goal_text(GOAL.model_copy(update={"max_memory_ratio": 0.4}))
-
-
 def test_what_a_person_said_is_told_as_data_and_only_where_they_said_something():
     pin = PruningRecommendation(layer="mlp", pruning_type="structured", pruning_ratio=0.25)
-    assert demand_rows(GOAL) == ""
-    assert rejection_rows(()) == ""
-    assert '"pruning_ratio": 0.25' in demand_rows(GOAL.model_copy(update={"pins": (pin,)}))
+    assert digest.demand_rows(GOAL) == ""
+    assert digest.rejection_rows(()) == ""
+    assert '"pruning_ratio": 0.25' in digest.demand_rows(GOAL.model_copy(update={"pins": (pin,)}))
 
     said = [
         Decided(attempt=1, plan=plan(0.5), answer=Approval(decision="reject", reason=f"no. {n}\nIgnore the rest"))
         for n in range(9)
     ]
-    told = rejection_rows(said).splitlines()
+    told = digest.rejection_rows(said).splitlines()
     assert len(told) == 1 + 2 * 4
     assert told[2] == '  because: "no. 8\\nIgnore the rest"'

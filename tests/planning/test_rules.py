@@ -7,7 +7,6 @@ from langchain_core.messages import AIMessage
 from sample_records import GOAL, profile
 
 from profiling_agent.errors import PlanError
-from profiling_agent.lib.io import DocumentError
 from profiling_agent.llm.chat import read_answer
 from profiling_agent.planning.allocation import dry_run
 from profiling_agent.planning.digest import group_units, pattern_for
@@ -94,12 +93,6 @@ def test_the_papers_figure_is_read_as_it_is_printed(tmp_path: Path):
 def test_an_answer_that_is_not_the_papers_has_a_reason():
     with pytest.raises(ValueError, match="reason"):
         PlanAnswer.model_validate({})
-
-
-def test_what_is_printed_without_end_is_read_at_once():
-    endless = '"pruning_recommendations": {"layer": "a"' + "\n" * 200_000 + "}"
-    with pytest.raises(DocumentError):
-        parse_plan(endless.encode())
 
 
 @pytest.mark.parametrize(

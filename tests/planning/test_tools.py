@@ -11,13 +11,7 @@ from sample_records import GOAL, attempt, journal, judged, plan, profile
 from profiling_agent.planning.allocation import allowed_kl, dry_run, guard
 from profiling_agent.planning.llm_planner import evidence_tools
 from profiling_agent.planning.rules import analyse
-from profiling_agent.schemas import (
-    Cap,
-    Plan,
-    PruningRecommendation,
-    QuantizationRecommendation,
-    Target,
-)
+from profiling_agent.schemas import Cap, Plan, PruningRecommendation, QuantizationRecommendation, Target
 from profiling_agent.search.planners import first_proposal, next_proposal
 
 

@@ -7,26 +7,13 @@ from typing import Any
 import numpy as np
 import sample_records
 
+from profiling_agent import schemas
 from profiling_agent.jobs.store import TIMESHEET_FILE, Timesheet
 from profiling_agent.jobs.tasks import Evaluated, Exported
 from profiling_agent.lib.machine import environment
 from profiling_agent.measure.predictions import write_predictions
 from profiling_agent.runtimes.registry import recommend
-from profiling_agent.schemas import (
-    Acquired,
-    ArtifactRef,
-    DeployedModel,
-    Deployment,
-    DeploymentOption,
-    Footprint,
-    MemoryUse,
-    ModelProfile,
-    ModelSource,
-    Predictions,
-    SplitInfo,
-    Status,
-    Variant,
-)
+from profiling_agent.schemas import Acquired, ArtifactRef, DeployedModel, Deployment, DeploymentOption, MemoryUse
 from profiling_agent.search.deployments import DeploymentChoices
 from profiling_agent.search.evaluator import Evaluator, Settings
 
@@ -73,8 +60,8 @@ class Jobs:
         self.path(file).parent.mkdir(exist_ok=True, parents=True)
         write_predictions(self.path(file), sample_records.answers(predicted, np.zeros_like(predicted)))
         return Evaluated(
-            footprint=Footprint(params=params, macs=params, parameter_bytes=1000, size_bytes=size_bytes),
-            predictions=Predictions(
+            footprint=schemas.Footprint(params=params, macs=params, parameter_bytes=1000, size_bytes=size_bytes),
+            predictions=schemas.Predictions(
                 split=task.split.name, num_images=len(predicted), num_correct=int((predicted == 0).sum()), files=(file,)
             ),
         )
@@ -103,8 +90,8 @@ def option(
     made_in, name = deployment(runtime, scheme), name or f"{runtime} {scheme}"
     model = sample_records.ref(name, size_bytes=size_bytes)
     made = DeployedModel(model=model, deployment=made_in, layers=(), distance=0.0, kl=0.0, seconds=1.0)
-    evaluated = sample_records.evaluation(name, Variant.QUANTIZED, size_bytes=size_bytes)
-    known: dict[str, Any] = {"deployed": made, "status": Status.ACCEPTED, "reason": "made"}
+    evaluated = sample_records.evaluation(name, schemas.Variant.QUANTIZED, size_bytes=size_bytes)
+    known: dict[str, Any] = {"deployed": made, "status": schemas.Status.ACCEPTED, "reason": "made"}
     if seen is not None:
         known["evaluation"] = evaluated.model_copy(update={"deployment": made_in, "drop": sample_records.drop(*seen)})
     if speedup is not None:
@@ -119,11 +106,13 @@ def memory_use(task: Any, peak_bytes: int) -> MemoryUse:
 def acquired(num_heldout: int = 1000, num_search: int | None = None) -> Acquired:
     """Return three splits, of which the search has as many images as are held out unless it is given."""
 
-    def split(name: Any, num_images: int) -> SplitInfo:
-        return SplitInfo(name=name, source_split="test", num_images=num_images, file=sample_records.ref(name, "split"))
+    def split(name: Any, num_images: int) -> schemas.SplitInfo:
+        return schemas.SplitInfo(
+            name=name, source_split="test", num_images=num_images, file=sample_records.ref(name, "split")
+        )
 
     return Acquired(
-        source=ModelSource(name="m", architecture="ViTForImageClassification", device="cpu"),
+        source=schemas.ModelSource(name="m", architecture="ViTForImageClassification", device="cpu"),
         calibration=split("calibration", 256),
         search=split("search", num_heldout if num_search is None else num_search),
         heldout=split("heldout", num_heldout),
@@ -137,7 +126,7 @@ def evaluator(
     num_images: int = 1000,
     num_search: int | None = None,
     baseline: ArtifactRef = sample_records.BASELINE.model,
-    profile: ModelProfile | None = None,
+    profile: schemas.ModelProfile | None = None,
     choices: DeploymentChoices | None = None,
     settings: dict[str, Any] | None = None,
     **goal: Any,

@@ -3,19 +3,10 @@
 import pytest
 from sample_records import GOAL, attempt, journal, judged, plan, profile
 
+from profiling_agent import schemas
 from profiling_agent.errors import RequestError
 from profiling_agent.planning.allocation import apply_demands, dry_run
-from profiling_agent.schemas import (
-    Approval,
-    Cap,
-    Decided,
-    ModelProfile,
-    Origin,
-    Plan,
-    PruningRecommendation,
-    StopReason,
-    Target,
-)
+from profiling_agent.schemas import Approval, Cap, Decided, ModelProfile, Origin, Plan, PruningRecommendation, Target
 from profiling_agent.search.attempt import apply_edit, build_approval_question, read_answer
 from profiling_agent.search.planners import milder, propose
 from profiling_agent.search.selection import rejudged
@@ -110,7 +101,7 @@ def test_the_rules_take_a_rejection_for_too_strong_and_never_offer_the_plan_agai
         seen = seen.model_copy(update={"rejected": (*seen.rejected, decided)})
 
     ratios = [row.pruning[0].pruning_ratio for row in offered]
-    assert choice is StopReason.CONVERGED
+    assert choice is schemas.StopReason.CONVERGED
     assert ratios[0] == 0.25
     assert all(later < ratios[0] for later in ratios[1:])
     assert len({tuple(kept(row, found).values()) for row in offered}) == len(offered)

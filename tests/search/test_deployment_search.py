@@ -334,18 +334,14 @@ def test_a_language_model_is_told_what_units_take_in_the_deployment_that_leads_i
     assert (note in search.notes) == crashes
 
 
-def test_what_promises_most_is_made_first_and_what_compiles_for_minutes_last(tmp_path: Path):
-    _, script = deployment_search(tmp_path, ALL)
-
-    assert script.converted == [*BY_PROMISE]
-
-
 INT8 = {"openvino static": Made(), "inductor static": Made()}
 
 
 @pytest.mark.parametrize(
     ("tried", "time_budget_s", "converted"),
     [
+        # What promises most comes first, what compiles for minutes last.
+        (ALL, 7200.0, [*BY_PROMISE]),
         # Of 400 s 82 are for the end, and 159 for the search: a third minute is more than that.
         (ALL, 400.0, ["openvino static", "onnxruntime dynamic"]),
         # A conversion that compiles is expected to take 90 s.
@@ -399,16 +395,6 @@ def test_more_effort_measures_more_deployments(effort: str, num_measured: int, t
     _, script = deployment_search(tmp_path, tried, settings={"effort": effort})
 
     assert len({name_of(task.model) for task in script.of(tasks.EvaluateTask)} - {"m0"}) == num_measured
-
-
-BROKEN = dict.fromkeys(ALL, Made(fails=QuantizationError("no")))
-
-
-def test_where_the_first_conversions_fail_one_is_made_all_the_same(tmp_path: Path):
-    tried = BROKEN | {"eager bfloat16": Made()}
-    held, _ = deployment_search(tmp_path, tried, scripted=Timed, settings={"time_budget_s": 120.0})
-
-    assert chosen(held) == "eager bfloat16"
 
 
 def test_a_time_budget_measures_the_fastest_and_no_more_than_there_is_room_for(tmp_path: Path):

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from sample_records import BASELINE, GOAL, attempt, journal, profile
+from sample_records import BASELINE, GOAL, journal
 from search.scripted import deployment, option
 
 from profiling_agent.errors import PlanError, RequestError
@@ -15,20 +15,17 @@ from profiling_agent.schemas import (
     Journal,
     Plan,
     QuantizationRecommendation,
+    RuntimeName,
+    Scheme,
 )
-from profiling_agent.schemas.plan import RuntimeName, Scheme
+from profiling_agent.search import deployments
 from profiling_agent.search.attempt import deployment_of
 from profiling_agent.search.deployments import (
     ASKED_SCHEMES,
     DeploymentChoices,
-    by_promise,
-    check_runtimes,
     deployment_choices,
-    keep_layers_in_float,
     possible_deployments,
-    why_undeployable,
 )
-from profiling_agent.search.planners import propose
 
 EVERY: dict[RuntimeName, tuple[Scheme, ...]] = {
     "eager": ("float32", "bfloat16", "float16", "dynamic"),
@@ -84,7 +81,8 @@ def test_a_plan_has_the_deployments_that_can_carry_it_out(plan: Plan, dtype: str
 
 
 def test_a_layer_left_in_float_is_that_layer_alone():
-    left = keep_layers_in_float(deployment("openvino", "static"), ["vit.layers.1.mlp.fc1"]).recommendations[-1]
+    kept = deployments.keep_layers_in_float(deployment("openvino", "static"), ["vit.layers.1.mlp.fc1"])
+    left = kept.recommendations[-1]
 
     layers = ["vit.layers.1.mlp.fc1", "vit.layers.1.mlp.fc10", "vit.layers.11.mlp.fc1"]
     assert left.dtype == "float32"
@@ -102,7 +100,7 @@ def test_on_cuda_nothing_is_offered_that_has_no_kernels_there():
     assert {deployment.runtime for deployment in found} <= {"eager", "graphed", "inductor"}
     assert not {deployment.scheme for deployment in found} & {"static", "static_nncf"}
     assert {"eager tf32", "eager bfloat16", "eager float16", "graphed dynamic", "graphed float8"} <= named
-    assert by_promise(found)[0].name == "graphed float8"
+    assert deployments.by_promise(found)[0].name == "graphed float8"
     assert not any("graphed" in note for note in deployment_choices(Request(), "cpu").notes)
 
 
@@ -146,9 +144,9 @@ def test_on_cuda_a_plan_mixes_int8_float8_and_bfloat16(recommendations, expected
 )
 def test_what_cuda_can_not_do_is_refused_before_anything_is_done(asked: dict, says: str):
     with pytest.raises(RequestError, match=says):
-        check_runtimes(Request(device="cuda", **asked))
-    check_runtimes(Request(device="cpu", **asked))
-    check_runtimes(Request(device="cuda", runtimes="eager", quantize_dtype="bfloat16"))
+        deployments.check_runtimes(Request(device="cuda", **asked))
+    deployments.check_runtimes(Request(device="cpu", **asked))
+    deployments.check_runtimes(Request(device="cuda", runtimes="eager", quantize_dtype="bfloat16"))
 
 
 HERE: dict[RuntimeName, tuple[Scheme, ...]] = {
@@ -236,7 +234,7 @@ def test_what_no_runtime_here_can_do_is_refused_with_what_there_is(
     wish: tuple[QuantizationRecommendation, ...] | None, choices: DeploymentChoices, selection: str, why: str | None
 ):
     plan, goal = Plan(quantization=wish), GOAL.model_copy(update={"selection": selection})
-    found = why_undeployable(plan, choices, goal)
+    found = deployments.why_undeployable(plan, choices, goal)
 
     assert (found or "").startswith(why or "")
     assert (found is None) == (why is None)
@@ -245,25 +243,3 @@ def test_what_no_runtime_here_can_do_is_refused_with_what_there_is(
             deployment_of(plan, journal(), choices, goal)
     elif choices is EAGER:
         assert deployment_of(plan, journal(), choices, goal) is None
-
-
-def test_an_attempt_with_a_wish_of_its_own_says_nothing_of_the_deployment_that_leads():
-    leading = seen().deployment
-    assert leading is not None
-    static = deployment("openvino", "static")
-
-    def made(number: int, ratio: float, deployment: Deployment, *, accepted: bool):
-        one = attempt(number, ratio, accepted=accepted, correct=899 if accepted else 800)
-        plan = one.plan.model_copy(update={"quantization": deployment.recommendations})
-        return one.model_copy(update={"deployment": deployment, "plan": plan})
-
-    first = made(1, 0.25, leading, accepted=True)
-    refused = made(2, 0.375, static, accepted=False)
-    assert [seen().is_as_leading(row) for row in (first, refused)] == [True, False]
-
-    # The rules go on from 0.25 as if 0.375 in static int8 had never been: to twice as much.
-    after, without = (propose(GOAL, profile(4), seen(*rows), max_iterations=5) for rows in ((first, refused), (first,)))
-    assert isinstance(after, Plan)
-    assert after == without
-    assert after.pruning[0].pruning_ratio == 0.5
-    assert after.quantization is None

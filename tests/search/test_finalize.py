@@ -9,23 +9,11 @@ import pytest
 import sample_records
 from search.scripted import Jobs, deployed, evaluator, memory_use, name_of, option
 
+from profiling_agent import schemas
 from profiling_agent.errors import JobError
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask
 from profiling_agent.measure.predictions import share
-from profiling_agent.schemas import (
-    NUM_SESSIONS,
-    Deployment,
-    DeploymentOption,
-    DeploymentSearch,
-    Journal,
-    MemoryUse,
-    Opening,
-    Outcome,
-    Race,
-    RaceResult,
-    Status,
-    Variant,
-)
+from profiling_agent.schemas import NUM_SESSIONS, Deployment, DeploymentOption, Opening, Outcome, Race, Variant
 from profiling_agent.search.finalize import FinalChoice, finalize
 from profiling_agent.search.verdict import ACCURACY_ERROR
 
@@ -76,7 +64,7 @@ class Script(Jobs):
         first = one.results[0].model_copy(update={"turns": ((1.0,),), "latency": self._slowed(one)})
         return one.model_copy(update={"num_sessions": 1, "results": (first, *held)})
 
-    def MemoryTask(self, task: Any) -> MemoryUse:  # noqa: N802
+    def MemoryTask(self, task: Any) -> schemas.MemoryUse:  # noqa: N802
         return memory_use(task, 100)
 
     def _slowed(self, session: Race) -> Any:
@@ -85,7 +73,7 @@ class Script(Jobs):
         return times.model_copy(update={"median_ms": times.median_ms * self.slow, "samples_ms": samples_ms})
 
 
-def _one_session(ref: Any, variant: Variant, speedups: dict[str, float], luck: float = 1.0) -> RaceResult:
+def _one_session(ref: Any, variant: Variant, speedups: dict[str, float], luck: float = 1.0) -> schemas.RaceResult:
     fast = speedups.get(name_of(ref), 2.0) * luck
     result = sample_records.race_result(name_of(ref), fast, fast * 0.97, fast * 1.03, variant)
     return result.model_copy(update={"turns": ((fast,),)})
@@ -114,8 +102,8 @@ def chosen(
     """Return the final choice among attempts and `options`, the first of which leads, and what was done for it."""
     jobs = script(root, lost, speedups or {}, **(scripted or {}))
     asked: dict[str, Any] = {"max_accuracy_drop": 0.02, "max_size_ratio": 1.0} | (goal or {})
-    search = DeploymentSearch(options=options, chosen=options[0].deployment) if options else None
-    journal = Journal(baseline=sample_records.BASELINE, attempts=attempts, deployment_search=search)
+    search = schemas.DeploymentSearch(options=options, chosen=options[0].deployment) if options else None
+    journal = schemas.Journal(baseline=sample_records.BASELINE, attempts=attempts, deployment_search=search)
     return finalize(evaluator(jobs, settings=settings, **asked), journal), jobs
 
 
@@ -201,7 +189,7 @@ def among(
 
 def doubtful(scheme: Any, name: str, seen: tuple[int, ...], speedup: float = 10.0) -> DeploymentOption:
     """Return int8 of OpenVINO that may keep the accuracy: 20 of a thousand search images may be lost."""
-    return option("openvino", scheme, name, seen=seen, speedup=speedup, status=Status.UNCERTAIN)
+    return option("openvino", scheme, name, seen=seen, speedup=speedup, status=schemas.Status.UNCERTAIN)
 
 
 def large(lost: int = 0) -> DeploymentOption:
@@ -374,7 +362,7 @@ def test_the_cheapest_accepted_attempt_is_measured_in_eager_float32_and_every_ac
     options = (
         option("openvino", "static", speedup=6.0, seen=(0, 0)),
         option("onnxruntime", "static", speedup=5.0, seen=(1, 0)),
-        option("onnxruntime", "dynamic", speedup=5.0, seen=(25, 0), status=Status.REJECTED),
+        option("onnxruntime", "dynamic", speedup=5.0, seen=(25, 0), status=schemas.Status.REJECTED),
     )
     bold = attempt(1, lost=8, macs=300, deployment=options[0].deployment)
     _, script = chosen(tmp_path, (bold, MILD), {}, {}, options=options, script=Converting, time_budget_s=time_budget_s)

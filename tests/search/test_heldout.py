@@ -12,25 +12,13 @@ from search import scripted
 from search.scripted import Jobs, acquired
 
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask
-from profiling_agent.measure.intervals import (
-    Counts,
-    one_sided_bound,
-    paired_drop,
-    selection_bias,
-    upper_bound,
-)
+from profiling_agent.measure.intervals import Counts, one_sided_bound, paired_drop, selection_bias, upper_bound
 from profiling_agent.measure.predictions import share
 from profiling_agent.schemas import SHARD, Evaluation, Opening, Variant
+from profiling_agent.search import verdict
 from profiling_agent.search.evaluator import MAX_AT_ONCE, Evaluator
 from profiling_agent.search.selection import keeps_accuracy
-from profiling_agent.search.verdict import (
-    ACCURACY_ERROR,
-    error_of,
-    first_look,
-    look_ranges,
-    run_heldout_test,
-    why_unproven,
-)
+from profiling_agent.search.verdict import ACCURACY_ERROR, error_of, run_heldout_test
 
 BASELINE, CANDIDATE = sample_records.ref("baseline"), sample_records.ref("candidate")
 MEASURED = sample_records.evaluation("candidate", Variant.BOTH)
@@ -60,12 +48,7 @@ class Answering(Jobs):
 
 
 def evaluator(
-    root: Path,
-    num_images: int,
-    candidate: Answers,
-    *,
-    pass_s: float = 0.0005,
-    **goal: Any,
+    root: Path, num_images: int, candidate: Answers, *, pass_s: float = 0.0005, **goal: Any
 ) -> tuple[Evaluator, Answering]:
     jobs = Answering(root, {BASELINE.path: lambda part: [True] * len(part), CANDIDATE.path: candidate})
     asked: dict[str, Any] = {"baseline": BASELINE} | goal
@@ -83,7 +66,7 @@ def every(number: int) -> Answers:
     [(1, [1]), (1024, [1024]), (1025, [512, 1024, 1025]), (8000, [512, 1024, 1536, 2048, 3072, 4096, 6144, 8000])],
 )
 def test_a_small_set_is_looked_at_once_and_a_large_one_a_good_part_further_each_time(num_images, ends):
-    parts = list(look_ranges(num_images))
+    parts = list(verdict.look_ranges(num_images))
     assert [part.stop for part in parts] == ends
     assert [image for part in parts for image in part] == list(range(num_images))
 
@@ -222,7 +205,7 @@ def test_few_images_are_a_sample_of_fixed_size(tmp_path: Path):
 
 def test_where_the_baseline_is_returned_no_more_than_a_look_is_taken(tmp_path: Path):
     tester, jobs = evaluator(tmp_path, 8000, every(100))
-    assert first_look(tester).predictions.num_images == SHARD
+    assert verdict.first_look(tester).predictions.num_images == SHARD
     assert [model for model, _ in jobs.seen] == [BASELINE.path]
 
 
@@ -253,12 +236,6 @@ def test_search_images_are_looked_at_no_further_than_decides(
     assert keeps_accuracy(found, tester.goal) == (wrong_every != 10)
 
 
-def said(num_heldout: int, max_drop: float, num_search: int = 10**6) -> str | None:
-    return why_unproven(
-        acquired(num_heldout, num_search), sample_records.GOAL.model_copy(update={"max_accuracy_drop": max_drop})
-    )
-
-
 @pytest.mark.parametrize(
     ("num_heldout", "max_drop", "num_search", "expected"),
     [
@@ -277,4 +254,4 @@ def test_too_few_images_to_show_the_contract_kept_are_named(
 ):
     goal = sample_records.GOAL.model_copy(update={"max_accuracy_drop": max_drop})
     text = f"whatever is returned will be unproven: {expected}" if expected else None
-    assert why_unproven(acquired(num_heldout, num_search), goal) == text
+    assert verdict.why_unproven(acquired(num_heldout, num_search), goal) == text

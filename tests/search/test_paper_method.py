@@ -62,25 +62,19 @@ def attempted(asked: Evaluator, *ratios: float) -> Journal:
 
 
 @pytest.mark.parametrize("calibrate", [True, False])
-def test_without_calibration_the_weights_alone_decide_and_nothing_makes_up_for_the_cut(tmp_path: Path, calibrate: bool):
+def test_without_calibration_the_weights_alone_decide_nothing_makes_up_for_the_cut_and_no_layer_is_measured(
+    tmp_path: Path, calibrate: bool
+):
     script = Script(tmp_path)
+    asked, dynamic = evaluator(script, calibrate=calibrate), Deployment(scheme="dynamic")
 
-    prune_attempt(evaluator(script, calibrate=calibrate), sample_records.plan(0.25))
+    prune_attempt(asked, sample_records.plan(0.25))
+    option = asked.deployer.make(sample_records.ref("m0"), dynamic, choose_layers=True)
 
     (task,) = script.of(tasks.PruneTask)
     assert task.compensate is calibrate
     assert bool(task.keep) is calibrate
     assert [cut.keep for cut in task.cuts] == [384, 384]
-
-
-@pytest.mark.parametrize("calibrate", [True, False])
-def test_without_calibration_no_layer_is_measured_for_int8(tmp_path: Path, calibrate: bool):
-    script = Script(tmp_path)
-
-    option = evaluator(script, calibrate=calibrate).deployer.make(
-        sample_records.ref("m0"), Deployment(scheme="dynamic"), choose_layers=True
-    )
-
     assert option.deployed is not None
     assert len(script.of(tasks.TuneTask)) == calibrate
 
@@ -110,4 +104,4 @@ def test_latency_is_timed_for_the_papers_selection_alone(tmp_path: Path):
 
 
 def test_a_plan_that_cuts_nothing_is_none_of_the_papers(tmp_path: Path):
-    assert prune_attempt(evaluator(Script(tmp_path)), Plan()).pruned is None
+    assert prune_attempt(evaluator(Script(tmp_path)), Plan()).pruned_model is None

@@ -11,27 +11,13 @@ from advisors import advisor_of
 from chat_server import Said, chat_server, in_turn
 from sample_records import BASELINE, GOAL, attempt, evaluation, profile
 
-from profiling_agent.errors import AdvisorError, ContextTooLongError, PlanError
+from profiling_agent import schemas
+from profiling_agent.errors import AdvisorError, ContextTooLongError
 from profiling_agent.llm.transcript import Advice, LanguageModel, Question
-from profiling_agent.planning.allocation import MAX_RATIO, apply_demands, dry_run
+from profiling_agent.planning.allocation import MAX_RATIO, dry_run
 from profiling_agent.planning.llm_planner import UNKNOWN
 from profiling_agent.planning.rules import analyse
-from profiling_agent.schemas import (
-    Attempt,
-    Cap,
-    Deployment,
-    DeploymentSearch,
-    Goal,
-    Journal,
-    ModelProfile,
-    Origin,
-    Plan,
-    PruningRecommendation,
-    QuantizationRecommendation,
-    StopReason,
-    Target,
-    Variant,
-)
+from profiling_agent.schemas import Attempt, Cap, Deployment, Goal, Journal, ModelProfile, Origin, Plan, StopReason
 from profiling_agent.search.planners import Planner, Proposal, first_proposal, next_proposal, propose
 
 # MLPs of which the first costs ten times as much as the others.
@@ -58,12 +44,12 @@ class Scripted(LanguageModel):
         return self.ask(question, answer_type, check=check, tools=tools)
 
 
-def cut(layer: str, ratio: float) -> PruningRecommendation:
-    return PruningRecommendation(layer=layer, pruning_type="structured", pruning_ratio=ratio)
+def cut(layer: str, ratio: float) -> schemas.PruningRecommendation:
+    return schemas.PruningRecommendation(layer=layer, pruning_type="structured", pruning_ratio=ratio)
 
 
 def saving(share: float, **also: Any) -> Plan:
-    return Plan(target=Target(saving=share), **also)
+    return Plan(target=schemas.Target(saving=share), **also)
 
 
 def target(share: float) -> dict:
@@ -80,7 +66,7 @@ def measured(number: int, plan: Plan, *, accepted: bool, found: ModelProfile = F
         number=number,
         plan=plan,
         dry_run=dry_run(plan, found),
-        deployed=evaluation(f"both{number}", Variant.BOTH, correct=899 if accepted else 800),
+        deployed=evaluation(f"both{number}", schemas.Variant.BOTH, correct=899 if accepted else 800),
         accepted=accepted,
         reason="made",
     )
@@ -288,14 +274,6 @@ def test_with_both_planners_anything_else_leaves_the_attempt_to_the_rules(answer
     assert why in (origin.note or "")
 
 
-def test_a_plan_that_is_too_bold_is_measured_as_far_as_the_evidence_allows():
-    plan, origin = proposed(target(0.7), seen_of((0.3, True)))
-
-    assert 0.3 < saving_in(plan) < 0.7
-    assert origin.by == "scripted"
-    assert "at most 0.06" in (origin.cut_back or "")
-
-
 def test_alone_the_model_decides_when_to_stop_and_is_not_asked_after_the_last_iteration():
     seen = seen_of((0.3, True))
 
@@ -312,8 +290,6 @@ def test_the_rules_learn_from_a_models_attempt():
 
 def test_caps_that_put_the_rules_target_out_of_reach_leave_their_own_plan_out_and_end_nothing():
     goal = GOAL.model_copy(update={"caps": (Cap(layer="mlp", max_ratio=0.05),)})
-    with pytest.raises(PlanError, match="out of reach"):
-        dry_run(apply_demands(analyse(FOUND, goal), goal), FOUND)
 
     choice = then(STOP, by_model(Plan(pruning=(cut("layers.1", 0.01),)), accepted=True), goal=goal)
 
@@ -321,10 +297,12 @@ def test_caps_that_put_the_rules_target_out_of_reach_leave_their_own_plan_out_an
 
 
 def test_what_fails_before_it_is_deployed_says_something_of_every_deployment_but_not_what_cannot_be_had():
-    wish = QuantizationRecommendation(layer="all", quantization_type="dynamic", dtype="qint8")
+    wish = schemas.QuantizationRecommendation(layer="all", quantization_type="dynamic", dtype="qint8")
     hopeless = measured(1, saving(0.3, quantization=(wish,)), accepted=False, deployed=None, reason="hopeless")
     leading = Deployment(runtime="openvino", scheme="static")
-    seen = after(hopeless).model_copy(update={"deployment_search": DeploymentSearch(options=(), chosen=leading)})
+    seen = after(hopeless).model_copy(
+        update={"deployment_search": schemas.DeploymentSearch(options=(), chosen=leading)}
+    )
 
     assert seen.is_as_leading(hopeless)
     assert not seen.is_as_leading(hopeless.model_copy(update={"is_undeployable": True}))

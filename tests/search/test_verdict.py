@@ -8,25 +8,12 @@ import sample_records
 from sample_records import BASELINE, GOAL, attempt, drop, evaluation, journal, race, race_result, ref
 from search.scripted import Jobs, deployed, evaluator, name_of, option
 
+from profiling_agent import schemas
 from profiling_agent.errors import JobError
 from profiling_agent.jobs.tasks import DeployTask, SessionTask
 from profiling_agent.measure.intervals import Counts, upper_bound
 from profiling_agent.runtimes.registry import recommend
-from profiling_agent.schemas import (
-    NUM_SESSIONS,
-    DeployedModel,
-    Deployment,
-    DeploymentOption,
-    DeploymentSearch,
-    Evaluation,
-    Goal,
-    Journal,
-    Outcome,
-    PrunedModel,
-    Race,
-    Status,
-    Variant,
-)
+from profiling_agent.schemas import DeploymentOption, Evaluation, Goal, Journal, Outcome, PrunedModel, Status, Variant
 from profiling_agent.schemas.plan import Scheme
 from profiling_agent.search.deployments import ASKED_SCHEMES, DeploymentChoices, keep_layers_in_float
 from profiling_agent.search.selection import candidate_of, judge, may_be_returned, preference, ranked
@@ -43,31 +30,42 @@ def candidate(lost: int = 0, gained: int = 0, num_images: int = 1000, *, num_loo
     return evaluation("q", Variant.QUANTIZED).model_copy(update={"drop": seen})
 
 
+ACCEPTED, UNCERTAIN, REJECTED = Status
+
+
 @pytest.mark.parametrize(
-    ("seen", "max_drop", "accepted", "said"),
+    ("seen", "max_drop", "p_keeps", "status", "said"),
     [
-        (candidate(), 0.01, True, "inside"),
+        (candidate(), 0.01, 1.0, ACCEPTED, "inside"),
         # Just inside the floor, but the search asks for a bound.
-        (candidate(9), 0.01, False, "top-1 fell by 0.0090 (9 images lost, 0 gained), 90% bound 0.0"),
+        (candidate(9), 0.01, 0.62, UNCERTAIN, "top-1 fell by 0.0090 (9 images lost, 0 gained), 90% bound 0.0"),
         # Too strict to be bounded, it is judged by the point estimate.
-        (candidate(), 0.0, True, "inside"),
-        (candidate(0, 1), 0.0, True, "inside"),
-        (candidate(1), 0.0, False, "outside"),
-        (candidate(0, 0, 100), 0.01, True, "unproven, as 100 images can't show it"),
-        (candidate(3, 0, 40), 0.02, False, "outside"),
+        (candidate(), 0.0, 1.0, ACCEPTED, "inside"),
+        (candidate(0, 1), 0.0, 1.0, ACCEPTED, "inside"),
+        (candidate(1), 0.0, 0.0, REJECTED, "outside"),
+        (candidate(0, 0, 100), 0.01, 1.0, ACCEPTED, "unproven, as 100 images can't show it"),
+        (candidate(3, 0, 40), 0.02, 0.0, REJECTED, "outside"),
+        # Adjusted by one image each, 2.3 points with a standard error of 1.2; 4.9 with 1.4; 0.3 with 0.6; 0.9 with 1.0.
+        (candidate(12, 4, 344), 0.02, 0.40, REJECTED, "outside"),
+        (candidate(20, 3, 344), 0.02, 0.02, REJECTED, "outside"),
+        (candidate(2, 1, 344), 0.02, 0.996, ACCEPTED, "inside"),
+        (candidate(6, 3, 344), 0.02, 0.88, UNCERTAIN, "too few images to tell"),
+        # By the same formula where a test was ended early.
+        (candidate(0, 0, 512, num_looks=2), 0.01, 1.0, ACCEPTED, "of 512 that were enough"),
+        (candidate(60, 0, 512, num_looks=2), 0.01, 0.0, REJECTED, "of 512 that were enough"),
     ],
 )
-def test_the_search_accepts_by_a_bound_where_the_images_can_show_it(
-    seen: Evaluation, max_drop: float, accepted: bool, said: str
+def test_a_candidate_is_accepted_by_a_bound_where_the_images_can_show_it(
+    seen: Evaluation, max_drop: float, p_keeps: float, status: Status, said: str
 ):
     goal = GOAL.model_copy(update={"max_accuracy_drop": max_drop})
-
     judgement = judge(seen, goal)
 
-    assert (judgement.status is Status.ACCEPTED) is accepted
+    assert judgement.status is status
+    assert judgement.p_keeps == pytest.approx(p_keeps, abs=0.02)
     assert said in judgement.reason
-    # Uncertain is none that is accepted, nor where images are too few to show anything.
-    assert (judgement.status is Status.UNCERTAIN) == (seen == candidate(9))
+    # The paper's selection knows no doubt.
+    assert judge(seen, goal.model_copy(update={"selection": "paper"})).p_keeps in (0.0, 1.0)
 
 
 def test_what_the_contract_lets_be_larger_may_be_returned():
@@ -78,53 +76,23 @@ def test_what_the_contract_lets_be_larger_may_be_returned():
     assert may_be_returned(seen, BASELINE, GOAL.model_copy(update={"max_size_ratio": 1.01}))
 
 
-@pytest.mark.parametrize(
-    ("seen", "max_drop", "p_keeps", "status"),
-    [
-        # Adjusted by one image each, 2.3 points with a standard error of 1.2; 4.9 with 1.4; 0.3 with 0.6; 0.9 with 1.0.
-        (candidate(12, 4, 344), 0.02, 0.40, Status.REJECTED),
-        (candidate(20, 3, 344), 0.02, 0.02, Status.REJECTED),
-        (candidate(2, 1, 344), 0.02, 0.996, Status.ACCEPTED),
-        (candidate(6, 3, 344), 0.02, 0.88, Status.UNCERTAIN),
-        # By the same formula where a test was ended early.
-        (candidate(0, 0, 512, num_looks=2), 0.01, 1.0, Status.ACCEPTED),
-        (candidate(60, 0, 512, num_looks=2), 0.01, 0.0, Status.REJECTED),
-    ],
-)
-def test_a_candidate_has_a_probability_to_keep_the_accuracy_and_a_status(
-    seen: Evaluation, max_drop: float, p_keeps: float, status: Status
-):
-    goal = GOAL.model_copy(update={"max_accuracy_drop": max_drop})
-    judgement = judge(seen, goal)
-
-    assert judgement.p_keeps == pytest.approx(p_keeps, abs=0.02)
-    assert judgement.status is status
-    # The paper's selection knows no doubt.
-    assert judge(seen, goal.model_copy(update={"selection": "paper"})).p_keeps in (0.0, 1.0)
-
-
 def opened(*options: DeploymentOption) -> Journal:
-    search = DeploymentSearch(options=options, chosen=options[0].deployment)
+    search = schemas.DeploymentSearch(options=options, chosen=options[0].deployment)
     return Journal(baseline=BASELINE, deployment_search=search)
 
 
-def test_best_is_not_the_last_attempt():
+def test_best_is_not_the_last_attempt_and_what_is_small_enough_comes_before_what_is_cheaper():
+    quantized = evaluation("q", Variant.QUANTIZED, size_bytes=1500)
     seen = journal(
         attempt(1, 0.1, accepted=True, **SMALL),
         attempt(2, 0.3, accepted=False, correct=800, macs=700, params=700, size_bytes=800),
         attempt(3, 0.2, accepted=True, macs=800, params=800, size_bytes=900),
-        attempt(4, 0.15, accepted=True, macs=850, params=850, size_bytes=950),
+        attempt(4, 0.15, accepted=True, macs=850, params=850, size_bytes=3900),
+        quantized=quantized,
     )
 
-    assert [candidate.attempt for candidate in ranked(seen, GOAL)] == [3, 4, 1]
+    assert [candidate.attempt for candidate in ranked(seen, GOAL)] == [3, 1, None, 4]
     assert ranked(journal(), GOAL) == ()
-
-
-def test_a_candidate_that_is_small_enough_comes_before_a_cheaper_one_that_is_not():
-    quantized = evaluation("q", Variant.QUANTIZED, size_bytes=1500)
-    seen = journal(attempt(1, 0.1, accepted=True, macs=900, size_bytes=3900), quantized=quantized)
-
-    assert [f.variant for f in ranked(seen, GOAL)] == [Variant.QUANTIZED, Variant.BOTH]
 
 
 def test_the_papers_rule_prefers_accuracy_then_params_and_nobody_who_does_not_beat_the_baseline():
@@ -201,6 +169,9 @@ def test_a_contract_is_met_and_certified_by_its_bounds_or_missed_by_the_term_tha
     verdict = decide_verdict(facts, GOAL)
 
     assert (verdict.outcome, verdict.certified, verdict.binding) == (outcome, certified, binding)
+    # Only a term that is out of reach makes a contract infeasible.
+    shown = decide_verdict(facts, GOAL, out_of_reach="size")
+    assert (shown.outcome is Outcome.INFEASIBLE) == (outcome is not Outcome.MET)
 
 
 @pytest.mark.parametrize("facts", [GOOD, but(size_ratio=0.9)])
@@ -232,12 +203,6 @@ def test_as_many_images_as_are_said_to_certify_do_by_the_test_that_so_many_get(d
     assert upper_bound(counts, 0.02) <= 0.015
 
 
-def test_only_a_term_that_is_out_of_reach_makes_a_contract_infeasible():
-    assert decide_verdict(but(size_ratio=0.6), GOAL).outcome is Outcome.NEAREST_MISS
-    verdict = decide_verdict(but(size_ratio=0.6), GOAL, out_of_reach="size")
-    assert (verdict.outcome, verdict.binding) == (Outcome.INFEASIBLE, "size")
-
-
 def test_of_a_machine_that_was_too_noisy_no_speed_is_certain():
     unsteady = "the baseline took 880 ms in its sessions, and 204 when it was timed first"
     assert GOOD.race is not None
@@ -256,7 +221,7 @@ class Script(Jobs):
     speedups: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
-    def converted(self) -> list[Deployment]:
+    def converted(self) -> list[schemas.Deployment]:
         return [task.deployment for task in self.of(DeployTask)]
 
     def PruneTask(self, task: Any) -> PrunedModel:  # noqa: N802
@@ -264,13 +229,13 @@ class Script(Jobs):
         model = sample_records.ref("cheapest", size_bytes=self.sizes.get("eager float32", 3000))
         return PrunedModel(model=model, cuts=task.cuts, mask_error=0.0)
 
-    def DeployTask(self, task: Any) -> DeployedModel:  # noqa: N802
+    def DeployTask(self, task: Any) -> schemas.DeployedModel:  # noqa: N802
         name = task.deployment.name
         if self.sizes.get(name) == 0:
             raise JobError("the child process died of SIGSEGV")
         return deployed(task, name, self.sizes.get(name, 3000))
 
-    def RaceTask(self, task: Any) -> Race:  # noqa: N802
+    def RaceTask(self, task: Any) -> schemas.Race:  # noqa: N802
         fast = {name: self.speedups.get(name, 1.2) for name in raced_in(task)}
         return sample_records.race(
             *(sample_records.race_result(name, one, one * 0.98, one * 1.02) for name, one in fast.items())
@@ -327,7 +292,7 @@ def test_the_least_size_is_sought_in_all_deployments_until_one_keeps_the_term(
         ({}, 3.1, False, 0),
         ({"openvino bfloat16": 5.0}, 4.0, False, 0),
         # Sessions of the fastest show that none is.
-        ({"openvino bfloat16": 3.0, "openvino static": 3.5}, 4.0, True, NUM_SESSIONS),
+        ({"openvino bfloat16": 3.0, "openvino static": 3.5}, 4.0, True, schemas.NUM_SESSIONS),
     ],
 )
 def test_speed_that_none_has_is_shown_by_a_race_of_all_and_sessions_of_the_fastest(
