@@ -24,7 +24,6 @@ from profiling_agent.llm.chat import DEFAULT_MODEL, Endpoint
 from profiling_agent.llm.transcript import NO_KEY, RECORDED, SECRETS
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
-from profiling_agent.search.attempt import PreparedAttempt
 from profiling_agent.search.deadline import EFFORTS
 from profiling_agent.search.selection import rejudged
 
