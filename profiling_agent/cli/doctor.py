@@ -46,7 +46,6 @@ def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     with scratch_jobs() as jobs:
         jobs.patience_s = 0
         # The last ones take seconds each.
-        runtimes = [name for name in RUNTIMES if registry.runtime(name).schemes("cpu")]
         checks: list[Callable[[], Finding]] = [
             lambda: _finding("software", _software(environment())),
             lambda: check_cpu(environment(), cpu_quota()),
@@ -54,7 +53,7 @@ def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
             lambda: _check_disk(request.output_dir.absolute()),
             _measure_noise,
             lambda: _check_language_model(request),
-            *(partial(_check_runtime, jobs, name) for name in runtimes),
+            *(partial(_check_runtime, jobs, name) for name in RUNTIMES if registry.runtime(name).schemes("cpu")),
             lambda: _check_device(jobs, request.device),
         ]
         for number, check in enumerate(checks):

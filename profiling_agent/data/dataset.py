@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import datasets.config
+import datasets
 import fsspec
 from datasets import config as datasets_config
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder

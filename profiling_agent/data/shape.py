@@ -1,7 +1,7 @@
 """The input shape of a model: rules that propose a shape, most trustworthy first, and a forward pass that verifies it."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from PIL import Image
@@ -51,7 +51,7 @@ def _findings(model: nn.Module, processor: Any) -> Iterator[ShapeFinding]:
     size = getattr(config, "image_size", None)
     sizes = tuple(size) if isinstance(size, list | tuple) else (size, size)
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    rules: tuple[tuple[str, str, tuple[Any, ...] | None], ...] = (
+    rules: tuple[tuple[str, str, Any], ...] = (
         ("from_processor", "image processor", _processor_shape(processor)),
         ("from_config", "model config", (getattr(config, "num_channels", 3), *sizes) if size is not None else None),
         (
@@ -64,7 +64,7 @@ def _findings(model: nn.Module, processor: Any) -> Iterator[ShapeFinding]:
         spec = refusal = None
         try:
             if shape is not None and len(shape) == 3:
-                channels, height, width = shape
+                channels, height, width = cast("tuple[int, int, int]", shape)
                 spec = InputSpec(channels=channels, height=height, width=width, source=source)
                 verify(model, spec)
         except ValidationError as error:
@@ -143,7 +143,7 @@ def survey(model: nn.Module, processor: Any) -> ShapeFacts:
         ("image processor", processor),
     )
     for title, source in sources:
-        values: dict[str, Any] = source.to_dict() if hasattr(source, "to_dict") else {}
+        values: dict[str, Any] = getattr(source, "to_dict", dict[str, Any])()
         named = [name for name in sorted(values) if any(part in name for part in KEYWORDS)]
         settings += [f"{title}: {name} = {values[name]!r}" for name in named[:MAX_SETTINGS]]
     is_certain = len({finding.shape for finding in stated}) == 1 and not any(each.refusal for each in stated)

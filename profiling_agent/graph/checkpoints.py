@@ -146,7 +146,8 @@ class RunSaver(BaseCheckpointSaver[str]):
 
     def copy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
         """Copy a thread's checkpoints to another thread, in place of its own."""
-        source, target = ({"configurable": {"thread_id": name}} for name in (source_thread_id, target_thread_id))
+        source: RunnableConfig = {"configurable": {"thread_id": source_thread_id}}
+        target: RunnableConfig = {"configurable": {"thread_id": target_thread_id}}
         with self._open(source) as old, self._open(target, create=True) as new:
             old.conn.backup(new.conn)
             with new.cursor() as cursor:

@@ -18,7 +18,7 @@ from profiling_agent.schemas import Unit, UnitKind
 # to beat.
 IMPORTANCE: Mapping[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "l1": lambda rows, _generator: rows.abs().sum(1),
-    "l2": lambda rows, _generator: torch.linalg.vector_norm(rows, dim=1),
+    "l2": lambda rows, _generator: cast("Tensor", rows.norm(dim=1)),
     "random": lambda rows, generator: torch.rand(len(rows), generator=generator),
 }
 # The last two are by the error of the outputs after compensation: outputs weighted equally, or by the loss's

@@ -107,6 +107,7 @@ def possible_deployments(plan: Plan, choices: DeploymentChoices) -> tuple[Deploy
     requested = choices.schemes if wish is None else schemes_of(wish)
     kinds = requested - {"static_nncf"}
     for runtime, available in choices.supported.items():
+        schemes: list[Scheme]
         mixture, mixed = registry.runtime(runtime).mixture or (None, frozenset())
         if wish is None or not requested:
             schemes = [scheme for scheme in available if scheme in requested | UNQUANTIZED]

@@ -124,7 +124,7 @@ def test_the_papers_rule_prefers_accuracy_then_params_and_nobody_who_does_not_be
 )
 def test_a_contract_prefers_what_keeps_its_terms_and_then_its_objective(better: dict, worse: dict, goal: dict):
     asked = GOAL.model_copy(update={"max_size_ratio": 1.0, "min_speedup": 1.0} | goal)
-    plain = {"size": 0.5, "speedup": 2.0, "memory": 0.5}
+    plain: dict[str, Any] = {"size": 0.5, "speedup": 2.0, "memory": 0.5}
 
     assert preference(asked, **plain | better) < preference(asked, **plain | worse)
 
