@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from profiling_agent.errors import ProfilingAgentError, RequestError
-from profiling_agent.jobs.check import check_device, probe_runtime
+from profiling_agent.jobs.check import DOCTOR_S, check_device, probe_runtime
 from profiling_agent.jobs.runner import Jobs, scratch_jobs
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes, available_cores, cpu_quota, environment, find_gpu, total_bytes
@@ -43,8 +43,8 @@ def _finding(name: str, seen: str, advice: str = "", *, is_problem: bool = False
 
 def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     """Yield the result of each check as soon as it ends; nothing is raised."""
-    with scratch_jobs() as jobs:
-        jobs.patience_s = 0
+    with scratch_jobs(progress) as jobs:
+        jobs.patience_s, jobs.max_limit_s = 0, DOCTOR_S
         # The last ones take seconds each.
         checks: list[Callable[[], Finding]] = [
             lambda: _finding("software", _software(environment())),

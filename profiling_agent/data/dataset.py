@@ -235,9 +235,15 @@ def _choose_config(data: OpenedData, card: Path | None, build: Callable[..., Any
     if hasattr(builder.config, "decode_num_threads"):
         # Threads would decode every image of a Hub data set, not only the drawn ones.
         setattr(builder.config, "decode_num_threads", 0)  # noqa: B010 - only some kinds declare it
-    for names in (builder.config.data_files or {}).values():
-        for file in names:
-            data.inside(str(file))
+    split_of: dict[str, str] = {}
+    for split, names in (builder.config.data_files or {}).items():
+        for file in map(str, names):
+            data.inside(file)
+            if (other := split_of.setdefault(file, split)) != split and isinstance(builder, ImageFolder):
+                raise AcquisitionError(
+                    f"{file.removeprefix(data.root)!r} is in split {other!r} and in {split!r}, as folders on its way are "
+                    "called like both: rename one of them"
+                )
     kind = next((kind for kind in (ImageFolder, Parquet) if isinstance(builder, kind)), None)
     return replace(data, splits=builder.as_streaming_dataset(), build=build, kind=kind)
 
@@ -336,7 +342,9 @@ def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Co
         if column is not None and kinds.get(column) not in allowed:
             near = "" if column in kinds else did_you_mean(column, list(kinds))
             raise AcquisitionError(f"{option} {column!r} is no {' or '.join(allowed)}: {described}{near}")
-    images = [name for name, kind in kinds.items() if kind == "image"]
+    # Other columns of bytes may hold anything, next to one of images.
+    images = [name for name, feature in data.features(split).items() if isinstance(feature, datasets.Image)]
+    images = images or [name for name, kind in kinds.items() if kind == "image"]
     usual = next((name for name in IMAGE_NAMES if name in images), None)
     image = data.query.image_column or usual or (images[0] if len(images) == 1 else None)
     if image is None:

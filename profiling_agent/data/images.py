@@ -166,6 +166,9 @@ def _decode(codes: NDArray[np.uint8], table: Pixels, out: Pixels) -> Pixels:
 
 def _byte_table(images: Sequence[Image.Image], processor: Any) -> Pixels | None:
     """Return the processor's value of each byte, (channels, 256); None unless these are its output for `images` to the bit."""
+    # Some pad after they normalize, and only small images.
+    if getattr(processor, "do_pad", False):
+        return None
     ramp = Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16)).convert(images[0].mode)
     try:
         codes = _process(images, processor, do_rescale=False, do_normalize=False)

@@ -274,9 +274,8 @@ def _match_by_order(
     classes = [id2label[offset + position] for position in positions]
     # Libraries write LABEL_3, or 3, for class 3 of a model without names.
     is_unnamed = offset == 0 and [_parse_number(name) for name in classes] == positions
-    names, class_names = [*map(_normalise, labels)], [*map(_normalise, classes)]
-    is_permuted = names != class_names and set(names) == set(class_names) and len(set(names)) == len(names)
-    if is_permuted and not is_unnamed:
+    pairs = ((list(labels), classes), ([*map(_normalise, labels)], [*map(_normalise, classes)]))
+    if not is_unnamed and any(a != b and sorted(a) == sorted(b) and len({*a}) == len(a) for a, b in pairs):
         return {}
     numbers = [number for label in labels if (number := _parse_number(label)) is not None]
     is_numbered = sorted(numbers) == positions

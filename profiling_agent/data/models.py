@@ -1,6 +1,7 @@
 """Image classifiers and their image processors from the Hub, a folder or the references; and the device to run on."""
 
 import json
+import math
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 import transformers
 from huggingface_hub import constants, errors, snapshot_download
 from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage] - of the transport library
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, TimmWrapperConfig
 from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
@@ -32,6 +34,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MODEL_FILES = ["config.json", *PROCESSOR_FILES, WEIGHTS, INDEX, "model-*-of-*.safetensors"]
 LOGIN = "set the HF_TOKEN environment variable or run `hf auth login`"
 MAX_TEXT = 200
+HALF_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
 Kind = Literal["model", "dataset"]
 
@@ -52,8 +55,10 @@ def did_you_mean(name: str, names: Collection[str]) -> str:
 
 
 def _suggest(path: Path) -> str:
-    siblings = path.parent.iterdir() if path.parent.is_dir() else ()
-    return did_you_mean(path.name, [folder.name for folder in siblings if folder.is_dir()])
+    try:
+        return did_you_mean(path.name, [folder.name for folder in path.parent.iterdir() if folder.is_dir()])
+    except OSError:
+        return ""
 
 
 @contextmanager
@@ -120,12 +125,9 @@ def load_model(
             commit = folder.name
         progress(f"loading {name}", 0, 0)
         config = _read_config(folder, name)
-        stored, note = config.dtype, None
         model: Any = _read_weights(folder, name, config)
-        processor = _read_processor(folder, name, config)
+        processor, note = _read_processor(folder, name, config), _precision_note(folder)
         model.config.name_or_path = model.name_or_path = str(folder)
-    if stored in (torch.float16, torch.bfloat16):
-        note = f"the weights are stored in {stored}: the baseline, with which sizes and speeds are compared, is float32"
     return LoadedModel(
         model=model.to(device).eval(),
         processor=processor,
@@ -134,6 +136,16 @@ def load_model(
         architecture=type(model).__name__,
         note=note,
     )
+
+
+def _precision_note(folder: Path) -> str | None:
+    """Return a note if the first file's largest tensor is in half precision, else None."""
+    with safe_open(min(folder.glob("*.safetensors")), framework="pt") as file:
+        tensors = [file.get_slice(key) for key in file.keys()]  # noqa: SIM118 - no mapping
+    _, stored = max((math.prod(tensor.get_shape()), str(tensor.get_dtype())) for tensor in tensors)
+    if (name := HALF_DTYPES.get(stored)) is None:
+        return None
+    return f"the weights are stored in {name}: the baseline, with which sizes and speeds are compared, is float32"
 
 
 def _refused(start: str, advice: str, problem: str) -> AcquisitionError:

@@ -42,7 +42,8 @@ def _processor_shape(processor: Any) -> tuple[int, ...] | None:
                 shapes.add(tuple(processor(images=blank, return_tensors="pt")["pixel_values"].shape[1:]))
     except ShapeUnresolvedError:
         return None
-    return min(shapes) if len(shapes) == 1 else None
+    shape = min(shapes) if len(shapes) == 1 else ()
+    return shape if len(shape) == 3 else None
 
 
 def _findings(model: nn.Module, processor: Any) -> Iterator[ShapeFinding]:

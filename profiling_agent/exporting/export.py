@@ -23,7 +23,7 @@ from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.exporting.pick import MANIFEST, ExportManifest, model_folder, new_folder
 from profiling_agent.lib.io import file_sha256, write_text
 from profiling_agent.lib.logs import SETTINGS_LOCK, quiet, third_party_errors
-from profiling_agent.lib.modules import logits_of
+from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
 from profiling_agent.runtimes import artifact
@@ -35,7 +35,7 @@ from profiling_agent.schemas import InputSpec
 # Absolute, in prepared images, where a step of an 8-bit channel is 0.004 to 0.02.
 TOLERANCE = 1e-5
 # Relative distance of logits, if the attention kernel is another; if also everything between half-precision layers is rounded.
-SAME_TOLERANCE, HALF_TOLERANCE = 1e-5, 2e-2
+SAME_TOLERANCE, HALF_TOLERANCE = 1e-6, 2e-2
 # Height and width of test images in multiples of the model's: wide, high, small, and the model's own.
 PROBE_SCALES = ((1.3, 1.9), (1.7, 1.2), (0.6, 0.5), (1.0, 1.0))
 # LeViT crops 256 pixels to 224, which only its code states.
@@ -140,7 +140,7 @@ def _refusal(recipe: artifact.Recipe, format_: str) -> str | None:
     if format_ == "openvino":
         return f"and only models for OpenVINO are exported to openvino: use --format onnx or hf, or {PICK}"
     if format_ == "onnx" and (recipe.quantized or recipe.deployment.scheme != "float32"):
-        return f"and an export to onnx has to be float32: use --format hf, or {PICK}"
+        return f"and an export to onnx has to be float32: {'' if recipe.cuts else 'use --format hf, or '}{PICK}"
     return None
 
 
@@ -190,7 +190,7 @@ def _write_hf(folder: Path, recipe: artifact.Recipe, temporary: Path) -> str:
     scheme = recipe.deployment.scheme
     half = HALVES.get(scheme)
     if recipe.cuts:
-        hint = PICK if half else "use --format onnx"
+        hint = "use --format onnx" if scheme == "float32" else PICK
         raise ArtifactError(f"{str(folder)!r} is pruned, and no config of transformers holds its widths: {hint}")
 
     def refuse(cause: str) -> ArtifactError:
@@ -204,8 +204,12 @@ def _write_hf(folder: Path, recipe: artifact.Recipe, temporary: Path) -> str:
         loaded: Any = AutoModelForImageClassification.from_pretrained(
             temporary, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
-    distance = artifact.golden_distance(lambda images: logits_of(loaded, torch.from_numpy(images)).numpy(), folder)
-    tolerance = HALF_TOLERANCE if half else SAME_TOLERANCE
+    if half:
+        tolerance = HALF_TOLERANCE
+        distance = artifact.golden_distance(lambda images: logits_of(loaded, torch.from_numpy(images)).numpy(), folder)
+    else:
+        tolerance, batch = SAME_TOLERANCE, random_batch(recipe.input, 2)
+        distance = relative_distance(logits_of(loaded, batch), logits_of(load_module(folder), batch))
     # `not <=` so that a NaN fails.
     if not distance <= tolerance:
         raise ArtifactError(

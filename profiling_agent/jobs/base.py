@@ -158,7 +158,7 @@ def complexity_of(path: Path) -> tuple[int, int]:
 
 
 class Prepared(Record):
-    """A shard's images, decoded and processed, in the job's folder; `data.prepared` describes the array."""
+    """A shard's images, decoded and processed, in the job's folder; `data.images` describes the array."""
 
     shape: tuple[int, ...]
     dtype: str

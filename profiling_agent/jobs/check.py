@@ -192,7 +192,10 @@ def deployable(
 
 # A device adds float32 numbers in another order than the CPU.
 MAX_DISTANCE = 1e-3
-NUM_IMAGES = 64
+# Seconds that a step of `doctor` may take: a hung driver must not hang it.
+DOCTOR_S = 600.0
+# Compensation needs 128 different ones.
+NUM_IMAGES = 256
 STEPS = ("find", "profile", "prune", "evaluate")
 
 
@@ -207,6 +210,7 @@ class Tiny(schemas.Record):
 class TinyTask(Task[Tiny]):
     """Save a ViT of two layers with random weights, and images of noise, to check a runtime or device with."""
 
+    timeout_s = DOCTOR_S
     device: str
 
     def run(self, context: JobContext) -> Tiny:
@@ -268,12 +272,17 @@ def _device_steps(jobs: Jobs, device: str) -> Iterator[str]:
     headline = jobs.run(HeadlineTask(model=tiny.model, batch_size=size, device=device))
     images: dict[str, Any] = {"calibration": tiny.images, "cache": False, "headline": headline}
     profiled = profile_artifact(jobs, tiny.model, batch_size=size, device=device, **images)
-    units, memory = read_profile(jobs, profiled).units, headline.peak_memory_bytes / 1e6
+    profile = read_profile(jobs, profiled)
+    if profile.evidence is None:
+        raise ArtifactError(f"no evidence on its units: {profile.evidence_note}")
+    units, memory = profile.units, headline.peak_memory_bytes / 1e6
     yield f"{headline.latency.median_ms:.2f} ms a batch of {size}, {memory:.0f} MB at most, {len(units)} units"
 
     pruned = jobs.run(
         PruneTask(baseline=tiny.model, cuts=cuts_of(units, 0.5), calibration=tiny.images, seed=0, device=device)
     )
+    if pruned.compensation_note:
+        raise ArtifactError(pruned.compensation_note)
     yield f"KL {pruned.kl_uncompensated:.2g} nats, {pruned.kl:.2g} after compensation"
 
     distance = 0.0

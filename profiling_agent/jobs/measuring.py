@@ -204,11 +204,11 @@ class EvaluateTask(Task[Evaluated]):
         """Run the model over the shard; count what it takes. The next shard of the same model finds it opened."""
         images, path, kept = context.images("images"), context.path(self.model), context.kept
         name = f"{self.model.path} {self.model.sha256} {self.device}"
-        if is_new := name not in kept:
+        opened: _OpenedModel | None = kept.get(name)
+        if is_new := opened is None:
             # Free the previous model first: memory may not hold two large ones.
             kept.clear()
-            kept[name] = self._open(context)
-        opened: _OpenedModel = kept[name]
+            opened = self._open(context)
         quick: Any = nullcontext()
         if opened.recipe.deployment.runtime == "eager":
             from profiling_agent.lib.inference import quick_products
@@ -219,6 +219,7 @@ class EvaluateTask(Task[Evaluated]):
         if is_new:
             # After the images: a runtime that compiles for each batch size then has a larger one for the two golden images.
             artifact.check_golden(opened.session.run, path, opened.recipe)
+            kept[name] = opened
         out = context.folder / "predictions.safetensors"
         predictions.write_predictions(out, answers)
         result = schemas.Predictions(

@@ -6,6 +6,7 @@ One warm worker does most jobs, a process of its own each isolated batch; one at
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from profiling_agent import errors
 from profiling_agent.data.images import PIXELS
-from profiling_agent.errors import AcquisitionError, KilledError, ProfilingAgentError, RunError
+from profiling_agent.errors import AcquisitionError, KilledError, ProfilingAgentError, RequestError, RunError
 from profiling_agent.jobs.base import PrepareTask, Task
 from profiling_agent.jobs.store import RESULT, TIMESHEET_FILE, Message, Order, Timesheet, artifacts_of
 from profiling_agent.jobs.tasks import (
@@ -63,6 +64,14 @@ def job_key(task: Task[ResultT], describe: Callable[[str], Environment] = enviro
     return f"{task.kind()}-{digest[:20]}"
 
 
+def _patience_s() -> float:
+    text = os.environ.get(PATIENCE_VARIABLE, str(PATIENCE_S))
+    try:
+        return float(text)
+    except ValueError:
+        raise RequestError(f"{PATIENCE_VARIABLE} is {text!r}: give a number of seconds") from None
+
+
 class Jobs:
     """The jobs of one run folder: finished ones are read from disk, others are done in child processes."""
 
@@ -87,7 +96,9 @@ class Jobs:
         self.peak_bytes: int | None = None
         self._available_bytes = available
         # Seconds that timed jobs still wait for an idle machine.
-        self.patience_s = float(os.environ.get(PATIENCE_VARIABLE, PATIENCE_S)) if patience_s is None else patience_s
+        self.patience_s = _patience_s() if patience_s is None else patience_s
+        # A limit on all time limits of jobs.
+        self.max_limit_s = math.inf
         self._worker: Child[Message] | None = None
         self._running: Child[Message] | None = None
         self._is_closed = False
@@ -202,7 +213,7 @@ class Jobs:
             given={name: tuple(map(job_key, needs)) for name, needs in task.needs(self.path).items()},
         )
         process.send(order)
-        limit_s = task.limit_s(self.pass_s)
+        limit_s = min(task.limit_s(self.pass_s), self.max_limit_s)
         deadline = time.monotonic() + limit_s
         while (message := process.receive(deadline, f"took longer than {limit_s:.0f} s")).kind == "progress":
             self.progress(message.text, message.done, message.total)

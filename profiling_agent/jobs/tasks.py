@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 # What forks have imported: the worker, the measurements, and what nearly every run needs late.
 MODULES = (
     *("torch", "transformers.models.auto.modeling_auto", "profiling_agent.jobs.worker", "profiling_agent.jobs.check"),
-    *("profiling_agent.data.splits", "profiling_agent.profiling.evidence", "profiling_agent.pruning.recovery"),
-    *("profiling_agent.quantization.sensitivity", "profiling_agent.profiling.profile"),
+    *("profiling_agent.data.splits", "profiling_agent.profiling.evidence", "profiling_agent.profiling.profile"),
+    *("profiling_agent.quantization.quantize", "profiling_agent.runtimes.torch_artifact"),
+    *("profiling_agent.runtimes.onnx_export", "profiling_agent.data.shape"),
 )
 # Images on which each deployment is compared with its parent: float32 takes longest, and large errors show on half of them.
 MAX_COMPARED = 64

@@ -141,20 +141,24 @@ def find_gpu() -> Gpu | None:
     cuda = runpy.run_path(str(Path(folders[0]) / "version.py")).get("cuda") if folders else None
     if cuda is None or not any(map(os.path.exists, DRIVER_FILES)):
         return None
-    driver = None
-    try:
-        if (library := nvml()) is not None:
-            module, handle = library
-            major, minor = module.nvmlDeviceGetCudaComputeCapability(handle)
-            name, memory_bytes = module.nvmlDeviceGetName(handle), int(module.nvmlDeviceGetMemoryInfo(handle).total)
+    described = driver = None
+    if (library := nvml()) is not None:
+        module, handle = library
+        # Not every GPU tells its memory.
+        with suppress(module.NVMLError):
+            capability = module.nvmlDeviceGetCudaComputeCapability(handle)
+            memory = int(module.nvmlDeviceGetMemoryInfo(handle).total)
+            described = (module.nvmlDeviceGetName(handle), *capability, memory)
             driver = module.nvmlSystemGetDriverVersion()
-        else:
-            # Without NVML torch describes it, but only in a process that then holds a context on it.
-            command = [sys.executable, "-P", "-c", PROBE]
+    if described is None:
+        # Torch describes it, but only in a process that then holds a context on it.
+        command = [sys.executable, "-P", "-c", PROBE]
+        try:
             ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_S)
-            name, major, minor, memory_bytes = json.loads(ended.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+            described = json.loads(ended.stdout)
+        except (OSError, subprocess.SubprocessError, ValueError):
+            return None
+    name, major, minor, memory_bytes = described
     cudnn = f"nvidia-cudnn-cu{cuda.partition('.')[0]}"
     return Gpu(
         name=name,

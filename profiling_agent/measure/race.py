@@ -248,7 +248,7 @@ def race_once(entries: Entries, conditions: Conditions, *, progress: Progress = 
                 raise
             break
         parts.append(session)
-        lost, waiting = session.lost | lost, session.waiting
+        lost, waiting = lost | session.lost, session.waiting
         if not waiting:
             killed = {index for index, error in lost.items() if isinstance(error, KilledError)}
             waiting, retried = tuple(sorted(killed - retried)), retried | killed

@@ -20,7 +20,6 @@ from pydantic import Field
 
 from profiling_agent.errors import JobError
 from profiling_agent.lib.machine import available_threads, nvml, own_memory_bytes, peak_memory_bytes
-from profiling_agent.measure.intervals import latency_stats
 from profiling_agent.processes.child import Child, Parent, Supervisor, fork_server
 from profiling_agent.runtimes.artifact import open_folder, open_session
 from profiling_agent.runtimes.registry import Batch, ModelSession, noise_batch
@@ -169,6 +168,9 @@ def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int)
     runs = gpu_runs(pass_ms) if on_gpu else max(MIN_RUNS, min(MAX_RUNS, int(HEADLINE_MS / pass_ms)))
     samples_ms = take_turn(run_once, runs)
     on_device = session.peak_bytes()
+    # Late: a timed process must not hold scipy.
+    from profiling_agent.measure.intervals import latency_stats
+
     return Headline(
         latency=latency_stats(samples_ms, batch_size),
         peak_memory_bytes=peak_memory_bytes() if on_device is None else on_device,

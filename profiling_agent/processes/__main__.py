@@ -64,7 +64,7 @@ def main(descriptor: int, modules: list[str]) -> None:
                     running.append((process, connection))
                     poll.register(process.sentinel, select.POLLIN)
                     # Only for the end of the other side, which is always reported.
-                    poll.register(connection, 0)
+                    poll.register(connection, select.POLLHUP)
 
 
 def _start(request: bytes, files: list[Connection], others: list[Any], modules: list[str]) -> BaseProcess:

@@ -386,7 +386,7 @@ class Parent:
     def _await_end(self) -> None:
         closing = select.poll()
         # Nothing but the end of the other side, which is always reported.
-        closing.register(self._connection, 0)
+        closing.register(self._connection, select.POLLHUP)
         closing.poll()
         os._exit(1)
 

@@ -42,7 +42,7 @@ class Attention:
         return (*self.producers, self.consumer) if self.consumer else self.producers
 
 
-class _UnsupportedError(Exception):
+class _UncuttableError(Exception):
     """Attention has a structure whose heads can't be cut."""
 
 
@@ -54,7 +54,7 @@ def find_attention(model: nn.Module) -> dict[str, Attention]:
         producers, consumer = tuple(f"{name}.{child}".lstrip(".") for child in children), _output_layer(model, name)
         try:
             found[name] = _inspect(model, name, producers, consumer, holders)
-        except _UnsupportedError as error:
+        except _UncuttableError as error:
             found[name] = Attention(producers=producers, consumer=consumer, refusal=str(error))
     return found
 
@@ -63,13 +63,13 @@ def _inspect(
     model: nn.Module, name: str, producers: tuple[str, ...], consumer: str, holders: Collection[str]
 ) -> Attention:
     if not consumer:
-        raise _UnsupportedError("unknown_heads: no layer is found that reads what attention makes")
+        raise _UncuttableError("unknown_heads: no layer is found that reads what attention makes")
     *qkv, output_layer = (cast("nn.Linear", model.get_submodule(layer)) for layer in (*producers, consumer))
     stacks = 3 // len(qkv)
     rows = qkv[0].out_features // stacks
     num_heads, head_dim = _head_shape(model.get_submodule(name), rows)
     if {layer.out_features for layer in qkv} != {rows * stacks} or output_layer.in_features != rows:
-        raise _UnsupportedError("unequal_heads: q, k, v and o don't have the same heads")
+        raise _UncuttableError("unequal_heads: q, k, v and o don't have the same heads")
     tables = _head_tables(model, name, (*producers, consumer), (num_heads, head_dim), holders)
     return Attention(
         producers=producers, consumer=consumer, num_heads=num_heads, head_dim=head_dim, tables=tables, stacks=stacks
@@ -104,7 +104,7 @@ def _head_shape(holder: nn.Module, rows: int) -> tuple[int, int]:
     if head_dim is None and num_heads is not None and rows % num_heads == 0:
         head_dim = rows // num_heads
     if head_dim is None or rows % head_dim or num_heads not in (None, rows // head_dim):
-        raise _UnsupportedError(
+        raise _UncuttableError(
             f"unknown_heads: {num_heads} heads of {head_dim} are stated, which don't make the {rows} outputs of q"
         )
     return rows // head_dim, head_dim
@@ -114,7 +114,7 @@ def head_sizes(model: nn.Module) -> dict[str, int]:
     """Return the rows per head, keyed by the module that holds q, k and v, for each whose attributes fit its layers."""
     sizes: dict[str, int] = {}
     for name in _projections(model):
-        with suppress(_UnsupportedError):
+        with suppress(_UncuttableError):
             holder = model.get_submodule(name)
             sizes[name] = _head_shape(holder, _num_q_rows(holder))[1]
     return sizes
@@ -164,8 +164,8 @@ def _head_tables(
         if is_norm or (dim is None and child in (*BEFORE_KEYS, TABLE_NETWORK)):
             continue
         if dim is None or parameter.shape[dim] != head_shape[0]:
-            raise _UnsupportedError(f"unknown_parameter: it is not known which part of {path!r} belongs to a head")
+            raise _UncuttableError(f"unknown_parameter: it is not known which part of {path!r} belongs to a head")
         if len(served) > 1:
-            raise _UnsupportedError(f"shared: the table {path!r} has the heads of more than one attention module")
+            raise _UncuttableError(f"shared: the table {path!r} has the heads of more than one attention module")
         tables[path] = dim
     return tables

@@ -18,12 +18,12 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_map
 
-from profiling_agent.errors import PruningError
+from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.lib.costs import count_complexity
 from profiling_agent.lib.logs import checked_logits, third_party_errors
 from profiling_agent.lib.modules import device_of, preserving_state, random_batch, tensors, without_weights
 from profiling_agent.pruning.attention import find_attention, head_sizes, set_head_attributes_
-from profiling_agent.pruning.criteria import keep_indices, score
+from profiling_agent.pruning.criteria import IMPORTANCE, keep_indices, score
 from profiling_agent.pruning.tracing import blank_image, is_response_norm
 from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind
 
@@ -202,9 +202,12 @@ def prune_model(
         True
 
     Raises:
+        RequestError: the importance is unknown.
         PruningError: a weight isn't finite, the cuts or `keep` don't fit the model, the surgery failed, or a gate
         failed.
     """
+    if importance not in IMPORTANCE:
+        raise RequestError(f"there is no importance {importance!r}; choose one of {', '.join(IMPORTANCE)}")
     # The logits of a model with non-finite weights are undefined.
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -216,7 +219,7 @@ def prune_model(
 
     def to_pruning_error(exception: str) -> PruningError:
         return PruningError(
-            f"cutting {names!r} failed with {exception}; profile this model, or leave some of them alone"
+            f"cutting {', '.join(names[:3])} ({len(names)} units) failed with {exception}; leave some of them alone"
         )
 
     # Torch-Pruning, and a model that it left half cut, raise arbitrary exceptions.

@@ -116,7 +116,7 @@ def read_recipe(folder: Path) -> Recipe:
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION:
             raise ArtifactError(
-                f"{str(folder)!r} was saved with schema version {version}, this one reads {SCHEMA_VERSION}: save it again"
+                f"{str(folder)!r} was saved with schema version {version}, this version reads {SCHEMA_VERSION}: save it again"
             )
         return Recipe.model_validate(raw)
     except (FileNotFoundError, NotADirectoryError):
@@ -233,13 +233,14 @@ def write_artifact(
     write_model: Callable[[Path], Mapping[str, Any]],
     golden: Callable[[Path, Recipe], tuple[NDArray[np.float16], Batch]],
     complexity: tuple[int, int] | None = None,
+    has_card: bool = False,
 ) -> Recipe:
     """Write a saved model to `folder`, complete or not at all; return its recipe.
 
     `description` has its origin, cuts and deployment. `write_model` writes the runtime's files into a folder and
     returns fields of the recipe, as `Runtime.convert` does. `golden` runs the model in it: images (n, channels, height,
     width), in float16 because in float32 they are 1.3% of ViT-B in int8, and their logits (n, classes). `complexity` is
-    params and MACs, for files that torch can't count. Raises what `appearing`, `write_model` and `golden` do.
+    params and MACs, for files that torch can't count. If `has_card`, a card is added. Raises what `appearing`, `write_model` and `golden` do.
     """
     executor = runtime(description.deployment.runtime)
     changes: dict[str, Any] = {"quantized": (), "tied": {}, "folded": (), "cpu": environment().cpu}
@@ -259,6 +260,8 @@ def write_artifact(
         save_file({INPUT: images, OUTPUT: np.ascontiguousarray(logits)}, temporary / GOLDEN)
         recipe = draft.model_copy(update={"files": draft.files | {GOLDEN: io.file_sha256(temporary / GOLDEN)}})
         io.write_text(temporary / RECIPE, recipe.model_dump_json(indent=1) + "\n")
+        if has_card:
+            write_card(temporary)
     return recipe
 
 

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.lib.io import first_line
 from profiling_agent.lib.logs import hide_telemetry, import_openvino, muted, third_party_errors
 from profiling_agent.lib.machine import quota_threads
 from profiling_agent.runtimes import registry
@@ -133,7 +134,7 @@ class OpenVino(registry.Runtime):
         if scheme == "static_nncf":
             return _write_nncf(source, source.onnx, layers, path)
         # bfloat16 is the precision of the products; the weights are stored as float16, in half of the bytes.
-        import_openvino().save_model(_read_onnx(source.onnx), path, compress_to_fp16=scheme == "bfloat16")
+        _save(_read_onnx(source.onnx), path, compress_to_fp16=scheme == "bfloat16")
         return {"quantized": tuple(QuantizedLayer(name=name, kind="cast", dtype="bfloat16") for name in layers)}
 
     @classmethod
@@ -189,13 +190,18 @@ def _conversion_errors(problem: str) -> Generator[None]:
     except (RuntimeError, ValueError, TypeError) as error:
         # The lines that name node and cause, without those about OpenVINO's own source files.
         lines = [line.strip() for line in str(error).splitlines()]
-        cause = " ".join(line for line in lines if line and not line.startswith(IGNORED_PREFIXES))
+        cause = " ".join(line for line in lines if line and not line.startswith(IGNORED_PREFIXES)) or first_line(error)
         raise QuantizationError(f"{problem} ({type(error).__name__}: {cause[:500]})") from error
 
 
 def _read_onnx(path: Path) -> Any:
     with _conversion_errors("OpenVINO can't read the exported model"):
         return import_openvino().Core().read_model(path)
+
+
+def _save(graph: Any, path: Path, *, compress_to_fp16: bool = False) -> None:
+    with _conversion_errors("OpenVINO can't write the model"):
+        import_openvino().save_model(graph, path, compress_to_fp16=compress_to_fp16)
 
 
 def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[str, Any]:
@@ -216,7 +222,7 @@ def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[st
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         exported = Path(scratch) / "static.onnx"
         write_graph(quantized.model, exported, spec=source.recipe.input)
-        import_openvino().save_model(_read_onnx(exported), path, compress_to_fp16=False)
+        _save(_read_onnx(exported), path)
     batch = torch.from_numpy(source.calibration[:NUM_COMPARED])
     float_logits, int8_logits = logits_of(source.module, batch), logits_of(quantized.model, batch)
     logits = torch.from_numpy(OpenVinoSession(path, scheme="static", num_threads=None).run(batch.numpy()))
@@ -264,7 +270,7 @@ def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: P
             )
         finally:
             torch.set_rng_state(random_state)
-    import_openvino().save_model(quantized, path, compress_to_fp16=False)
+    _save(quantized, path)
     options: Any = {"kind": "static", "dtype": "qint8", "reduce_range": OpenVino.saturates()}
     names = [name for name in layers if name in layer_by_node.values()]
     return {"quantized": tuple(QuantizedLayer(name=name, **options) for name in names)}

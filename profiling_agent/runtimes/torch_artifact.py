@@ -307,16 +307,15 @@ def save_deployed(
             )
         return images, logits
 
-    recipe = artifact.write_artifact(
+    return artifact.write_artifact(
         source.recipe.model_copy(update={"deployment": deployment}),
         folder,
         processor=source.processor,
         write_model=lambda temporary: executor.convert(source, deployment, temporary),
         golden=golden,
         complexity=complexity,
+        has_card=True,
     )
-    artifact.write_card(folder)
-    return recipe
 
 
 class Answer(NamedTuple):

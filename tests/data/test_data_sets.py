@@ -217,3 +217,12 @@ def test_folders_with_the_same_split_are_told_apart(first, second):
 )
 def test_parts_of_one_data_set_are_left_together(files):
     assert choose_sibling_folder("x", None, files) is None
+
+
+def test_an_image_whose_folders_are_called_like_two_splits_is_refused(photographs, draw):
+    folder = photographs(
+        {f"train/{name}/{index}.png": png(index) for name in ("cat", "test tube") for index in range(2)}
+    )
+
+    with pytest.raises(AcquisitionError, match=r"'/?train/test tube/0.png' is in split .* rename one of them"):
+        draw(folder, ["cat", "test tube"])

@@ -69,6 +69,8 @@ def rules(matches):
         (numbers(12), folders(12), [folders(12).index(name) for name in numbers(12)], " ".join(["name"] * 12)),
         (["Lesion, benign", "Lesion, malignant"], ["Lesion, malignant", "Lesion, benign"], [1, 0], "name name"),
         (["lesion, benign", "lesion, malignant"], ["Lesion, malignant", "Lesion, benign"], [1, 0], None),
+        # So are names that only differ in case, as letters do, which are no ids in another order either.
+        (["A", "B", "a", "b"], ["a", "b", "A", "B"], [2, 3, 0, 1], "name name name name"),
         # Case, spaces, underscores and hyphens don't matter.
         (["Golden_Retriever", "tabby-cat"], ["dog", "tabby cat", "golden retriever", "fish"], [2, 1], None),
         # Every synonym of an ImageNet label counts, and nothing else of it.

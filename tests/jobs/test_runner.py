@@ -1,5 +1,6 @@
 """The job runner on toy jobs: the worker and isolated processes, and jobs that fail, crash, hang, or lack memory or disk."""
 
+import importlib.util
 import os
 import time
 from collections.abc import Iterator
@@ -214,3 +215,7 @@ def test_what_a_slow_model_takes_is_no_hang():
     assert task.model_copy(update={"isolated": False}).limit_s(0.1) == 4 * 3600
     # A pass of a minute: the 512 images of a shard may take nine hours.
     assert tasks.EvaluateTask.passes > 512
+
+
+def test_what_forks_have_imported_exists():
+    assert [name for name in tasks.MODULES if importlib.util.find_spec(name) is None] == []
