@@ -20,7 +20,7 @@ from scipy import stats
 from sessions import Commands, entries
 
 from profiling_agent.jobs.tasks import MODULES
-from profiling_agent.measure.intervals import score
+from profiling_agent.measure.intervals import estimate_speedup
 from profiling_agent.measure.race import run_one_session, run_sessions
 from profiling_agent.measure.worker import worker_command
 from profiling_agent.processes.child import Supervisor, child_environment, fork_server
@@ -53,7 +53,7 @@ def compare(
         track = Commands(commands=both, batch_size=batch_size, seed=1000 * number, server=server)
         sessions, _ = run_sessions(lambda session, track=track: run_one_session(models, track, session), NUM_SESSIONS)
         logs = [np.log(race.results[1].turns[0]) for race in sessions]
-        found = score(logs)
+        found = estimate_speedup(logs)
         said = "slower" if found.is_shown_slower else "faster" if found.is_shown_faster else "equal"
         row = {"kind": kind, "said": said, "speedup": found.speedup, "low": found.low, "high": found.high}
         rows.append(stamped(row | {"sessions": [float(np.exp(np.median(each))) for each in logs]}))

@@ -18,7 +18,7 @@ from typing import Any
 
 from checks import ROOT, Check, finish, stamped
 
-from profiling_agent.jobs.check import CHECK_FOLDER, deployable, lay_out
+from profiling_agent.jobs.check import CHECK_FOLDER, check_deployments, lay_out
 from profiling_agent.jobs.runner import scratch_jobs
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import RUNTIMES, Deployability, Form, Prunable, RuntimeName, Scheme
@@ -55,7 +55,7 @@ def looked_at(
         yield told
         for form in wanted:
             if (folder / form).is_dir():
-                yield from deployable(jobs, form, runtimes)
+                yield from check_deployments(jobs, form, runtimes)
 
 
 def measured(

@@ -23,7 +23,7 @@ from langgraph.graph import END, START, StateGraph
 
 from profiling_agent.graph import nodes
 from profiling_agent.graph.run import CheckedGraph, Run, run_agent
-from profiling_agent.graph.state import Limits, RunResult, RunState, operators_limits
+from profiling_agent.graph.state import Allowlist, RunResult, RunState, allowlist_from_env
 from profiling_agent.request import Request
 
 
@@ -55,7 +55,7 @@ def build_graph(
     advisor: Any = None,
     *,
     addresses: Iterable[str] = (),
-    limits: Limits | None = None,
+    allowlist: Allowlist | None = None,
 ) -> CheckedGraph:
     """Return the compiled graph; `invoke(Request(...))` returns the verdict, the report and the run folder.
 
@@ -63,7 +63,7 @@ def build_graph(
     the same request again reuses the jobs that its run has finished. With one, the thread's id is the run's id, and `invoke(None, config)` resumes an
     interrupted run. `advisor` is a LangChain chat model that plans instead of the requested one; it is never stored, so a graph that resumes needs it
     again. With a checkpointer, keys of the environment go to a request's base_url only if it is in `addresses`, as a request may come from a
-    checkpoint. `limits` are a server's, on what a request may name.
+    checkpoint. `allowlist` is a server's: what a request may name.
     """
     # The context of an invocation is its run, of which Studio has no form.
     graph = StateGraph(RunState, input_schema=Request, output_schema=RunResult)
@@ -89,11 +89,11 @@ def build_graph(
     graph.add_edge("verdict", "report")
     graph.add_edge("report", END)
     compiled = vars(graph.compile(checkpointer=checkpointer, name="profiling_agent"))
-    make_run = partial(Run, advisor=advisor, addresses=tuple(addresses), limits=limits)
+    make_run = partial(Run, advisor=advisor, addresses=tuple(addresses), allowlist=allowlist)
     return CheckedGraph(
         make_run=make_run, **{name: value for name, value in compiled.items() if name != "__orig_class__"}
     )
 
 
 # Named in `langgraph.json`: a server's graph, with requests from outside.
-graph = build_graph(limits=operators_limits(os.environ))
+graph = build_graph(allowlist=allowlist_from_env(os.environ))

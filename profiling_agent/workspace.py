@@ -100,10 +100,10 @@ class Workspace:
         temporary.symlink_to(os.path.relpath(self.path(ref), folder), target_is_directory=True)
         temporary.replace(folder / "best")
 
-    def sweep(self) -> None:
+    def remove_partial_files(self) -> None:
         """Remove half-written files of killed processes; only the holder of the lock may call this."""
         for folder in (self.root, self.jobs):
-            io.sweep(folder)
+            io.remove_partial_files(folder)
 
 
 def check_version(path: Path, version: Any, expected: int) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from chat_server import Server
 
-from profiling_agent.llm.chat import Chat, Endpoint, open_model
+from profiling_agent.llm.chat import Chat, Endpoint, chat_client
 from profiling_agent.llm.transcript import FILE, Transcript
 
 
@@ -12,4 +12,4 @@ def advisor_of(server: Server, folder: Path, *, timeout_s: float = 20.0, max_tok
     """Return a client of the server whose transcript is in `folder`."""
     endpoint = Endpoint(model="scripted", base_url=server.url)
     transcript = Transcript(folder / FILE, max_tokens=max_tokens)
-    return Chat(open_model(endpoint, "EMPTY", timeout_s=timeout_s), endpoint.name, transcript, timeout_s=timeout_s)
+    return Chat(chat_client(endpoint, "EMPTY", timeout_s=timeout_s), endpoint.name, transcript, timeout_s=timeout_s)

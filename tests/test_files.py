@@ -28,8 +28,8 @@ from profiling_agent.lib.io import (
     inside,
     parse_json,
     parse_record,
+    remove_partial_files,
     storage_problem,
-    sweep,
     write_text,
 )
 from profiling_agent.measure import predictions
@@ -106,9 +106,9 @@ def test_a_folder_that_a_process_was_killed_over_is_swept(tmp_path: Path):
     subprocess.run([sys.executable, "-c", code], check=False)
     assert list(tmp_path.iterdir())
 
-    sweep(tmp_path, "other")
+    remove_partial_files(tmp_path, "other")
     assert list(tmp_path.iterdir())
-    sweep(tmp_path, "cut")
+    remove_partial_files(tmp_path, "cut")
 
     assert list(tmp_path.iterdir()) == []
 

@@ -47,7 +47,7 @@ def test_a_sweep_takes_what_is_half_written_and_nothing_else(tmp_path: Path):
     (workspace.jobs / ".tmp-cut-1" / "model.safetensors").write_text("half")
     (workspace.root / ".tmp-report.json-1").write_text("half")
 
-    workspace.sweep()
+    workspace.remove_partial_files()
 
     assert [path.name for path in workspace.jobs.iterdir()] == ["done"]
     assert not list(workspace.root.rglob(".tmp-*"))

@@ -305,7 +305,7 @@ def doctor(
     """
     from profiling_agent.cli import tables
     from profiling_agent.cli.doctor import examine
-    from profiling_agent.jobs.check import LookTask, deployable
+    from profiling_agent.jobs.check import LookTask, check_deployments
     from profiling_agent.jobs.runner import scratch_jobs
 
     if model is None:
@@ -316,7 +316,7 @@ def doctor(
     names, left_out = _installed(request)
     with _progress("doctor") as progress, scratch_jobs(progress) as jobs:
         prunable = jobs.run(LookTask(model=model, revision=request.revision))
-        rows = list(deployable(jobs, "pruned" if prunable.cut_share else "whole", names))
+        rows = list(check_deployments(jobs, "pruned" if prunable.cut_share else "whole", names))
     document = {"prunable": prunable, "deployable": rows, "left_out": left_out}
     terminal.print_result(document, lambda: tables.model_tables(prunable, rows, left_out), is_json=json_)
     raise typer.Exit(int(all(row.refused for row in rows)))

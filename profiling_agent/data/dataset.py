@@ -283,7 +283,7 @@ def choose_sibling_folder(dataset: str, requested: str | None, files: Mapping[st
 class Columns:
     """The image column, the label column, and `class_of`: the model's class of each raw label.
 
-    `class_of` follows the first of `matchings`; `num_classes` of the model's classes may occur.
+    `class_of` follows the first of `matchings`; `num_classes` is the number of classes among the labels.
     """
 
     split: str

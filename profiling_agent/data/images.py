@@ -164,7 +164,7 @@ def _decode(codes: NDArray[np.uint8], table: Pixels, out: Pixels) -> Pixels:
     return out
 
 
-def _byte_table(images: Sequence[Image.Image], processor: Any) -> Pixels | None:
+def _normalization_table(images: Sequence[Image.Image], processor: Any) -> Pixels | None:
     """Return the processor's value of each byte, (channels, 256); None unless these are its output for `images` to the bit."""
     # Some pad after they normalize, and only small images.
     if getattr(processor, "do_pad", False):
@@ -199,7 +199,7 @@ def write_prepared(
     with replacing(folder / PIXELS) as stream:
         for images in _image_batches(split, rows, processor):
             if shape is None:
-                table = _byte_table(images, processor)
+                table = _normalization_table(images, processor)
                 dtype = np.dtype(np.float32 if table is None else np.uint8)
             settings: dict[str, bool] = {} if table is None else {"do_rescale": False, "do_normalize": False}
             values = np.ascontiguousarray(_process(images, processor, **settings), dtype)

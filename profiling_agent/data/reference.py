@@ -98,7 +98,7 @@ MAX_GRADIENT_NORM = 1.0
 BETAS = (0.9, 0.95)
 
 
-def distort(images: Tensor, recipe: TrainingRecipe, generator: torch.Generator) -> Tensor:
+def augment(images: Tensor, recipe: TrainingRecipe, generator: torch.Generator) -> Tensor:
     """Shift, scale and rotate each image (b, c, h, w) at random; its border is repeated outwards."""
 
     def uniform(width: float) -> Tensor:
@@ -143,7 +143,7 @@ def train(recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Prog
                 if len(queue) < recipe.batch_size:
                     queue = torch.cat([queue, torch.randperm(len(images), generator=generator)])
                 rows, queue = queue[: recipe.batch_size], queue[recipe.batch_size :]
-                logits = model(pixel_values=distort(images[rows], recipe, generator)).logits
+                logits = model(pixel_values=augment(images[rows], recipe, generator)).logits
                 loss = F.cross_entropy(logits, labels[rows], label_smoothing=recipe.label_smoothing)
                 optimizer.zero_grad()
                 loss.backward()

@@ -29,7 +29,7 @@ from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
 from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import runtime
-from profiling_agent.runtimes.torch_artifact import HALVES, load_module, load_processor, load_skeleton
+from profiling_agent.runtimes.torch_artifact import HALVES, load_dequantized, load_module, load_processor
 from profiling_agent.schemas import InputSpec
 
 # Absolute, in prepared images, where a step of an 8-bit channel is 0.004 to 0.02.
@@ -42,8 +42,8 @@ PROBE_SCALES = ((1.3, 1.9), (1.7, 1.2), (0.6, 0.5), (1.0, 1.0))
 OVER_CROP = 256 / 224
 
 
-def preprocessing_of(processor: Any, spec: InputSpec) -> dict[str, Any] | None:
-    """Return the arguments of `pixels.prepare` that reproduce `processor` on test images, or None if there are none.
+def infer_preprocessing(processor: Any, spec: InputSpec) -> dict[str, Any] | None:
+    """Find, on synthetic images, the arguments of `pixels.prepare` that reproduce `processor`; None if there are none.
 
     `resize`: height and width, the length of the shorter edge, or None; `crop`: height and width of the middle that is kept, or None.
     """
@@ -163,7 +163,7 @@ def _write_graph(
             summary += f" here; on a processor without {' or '.join(instructions)} its int8 sums may saturate"
         for name in recipe.model_files:
             shutil.copyfile(folder / name, temporary / name)
-    preprocessing = preprocessing_of(processor, spec)
+    preprocessing = infer_preprocessing(processor, spec)
     if preprocessing is None:
         processor.save_pretrained(temporary)
     else:
@@ -198,7 +198,7 @@ def _write_hf(folder: Path, recipe: artifact.Recipe, temporary: Path) -> str:
 
     # While loading, transformers disables initialisers in all threads.
     with quiet(), SETTINGS_LOCK, third_party_errors(refuse):
-        model: Any = load_skeleton(folder).to(half or torch.float32)
+        model: Any = load_dequantized(folder).to(half or torch.float32)
         model.save_pretrained(temporary)
         load_processor(folder).save_pretrained(temporary)
         loaded: Any = AutoModelForImageClassification.from_pretrained(

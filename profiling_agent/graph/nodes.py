@@ -70,11 +70,11 @@ def acquisition(request: Request, run: Run) -> Update:
         advice = "build the graph with a checkpointer, or use approve=never"
         raise RequestError(f"approve is {request.approve!r}, and a run that waits has to be kept: {advice}")
     # Without checkpoints the address is from this call; with them it may be from an old call or a third party.
-    if request.base_url is not None and run.limits is None and not run.is_checkpointed:
+    if request.base_url is not None and run.allowlist is None and not run.is_checkpointed:
         run.addresses.add(request.base_url)
     check_runtimes(request)
     advisor_fields = choose_advisor(request, run.chat_model, run.trusted)
-    plan = read_plan(request.plan, quotes=run.limits is None) if request.plan else None
+    plan = read_plan(request.plan, quotes=run.allowlist is None) if request.plan else None
     task_fields = request.model_dump(include=set(AcquireTask.model_fields))
     task_fields["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
     run.jobs.progress(advisor_fields["advisor_note"], 0, 0)

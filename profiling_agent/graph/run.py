@@ -23,12 +23,12 @@ from langgraph.runtime import Runtime
 from pydantic import Field, ValidationError
 
 from profiling_agent.errors import FieldError, RequestError, RunError
-from profiling_agent.graph.state import Limits, RunResult, RunState, key_for, require, trusted_addresses
+from profiling_agent.graph.state import Allowlist, RunResult, RunState, key_for, require, trusted_addresses
 from profiling_agent.jobs.runner import JOB_LOG, Jobs, read_profile
 from profiling_agent.jobs.store import TIMESHEET_FILE
 from profiling_agent.lib.io import first_problem
 from profiling_agent.lib.logs import raise_if_stopped
-from profiling_agent.llm.chat import Chat, name_of, open_model
+from profiling_agent.llm.chat import Chat, chat_client, name_of
 from profiling_agent.llm.transcript import FILE, LanguageModel, Recorded, Transcript, open_recording
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.schemas import Record
@@ -146,15 +146,15 @@ class Run:
         *,
         advisor: Any = None,
         addresses: Iterable[str | None] = (),
-        limits: Limits | None = None,
+        allowlist: Allowlist | None = None,
     ) -> None:
         """Plan with the chat model `advisor`, if given; it is the caller's and never stored.
 
-        `addresses` are given by a person in this call: keys of the environment may go there. With `limits`, requests come from outside, and what they
+        `addresses` are given by a person in this call: keys of the environment may go there. With an `allowlist`, requests come from outside, and what they
         name is checked before anything is opened.
         """
-        self.chat_model, self.limits = advisor, limits
-        self.addresses = {url for url in addresses if url} | (limits.addresses if limits else frozenset[str]())
+        self.chat_model, self.allowlist = advisor, allowlist
+        self.addresses = {url for url in addresses if url} | (allowlist.addresses if allowlist else frozenset[str]())
         # Whether this invocation can be resumed; then a request's address may be from an old call or a third party.
         self.is_checkpointed = False
         # Locked by the running node.
@@ -172,7 +172,7 @@ class Run:
             raise RunError(f"run {workspace.root.name!r} was left before it ended: resume it")
         with storage_errors(workspace.root), ExitStack() as opened:
             opened.callback(workspace.lock().release)
-            workspace.sweep()
+            workspace.remove_partial_files()
             # Closed in reverse order: the lock must outlast the worker.
             self.jobs = opened.enter_context(closing(Jobs(workspace)))
             self._resources = opened.pop_all()
@@ -181,10 +181,10 @@ class Run:
     def enter(self, request: Request, thread: str | None) -> None:
         """Open the folder of a requested run, created if missing, or of the run of a state; nothing if it is open.
 
-        `thread` is the checkpointer's, if any. Raises RequestError for what a server's limits forbid.
+        `thread` is the checkpointer's, if any. Raises RequestError for what a server's allowlist forbids.
         """
-        if self.limits is not None:
-            self.limits.check(request)
+        if self.allowlist is not None:
+            self.allowlist.check(request)
         # A caller that opened it has compared the requests, and has the folder of a run that was moved.
         if self._resources is None:
             run_id = choose_run_id(request, thread)
@@ -253,7 +253,7 @@ class Run:
             else:
                 endpoint = require(state.endpoint)
                 key, name = key_for(endpoint, self.trusted), endpoint.name
-                model = open_model(endpoint, key, timeout_s=state.llm_timeout_s)
+                model = chat_client(endpoint, key, timeout_s=state.llm_timeout_s)
             self._language_model = Chat(model, name, transcript, timeout_s=state.llm_timeout_s)
         return self._language_model
 

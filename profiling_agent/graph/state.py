@@ -1,4 +1,4 @@
-"""State of a run that travels between the agents, and what a request may reach: language models, and a server's limits.
+"""State of a run that travels between the agents, and what a request may reach: language models, and a server's allowlist.
 
 Large data is on disk; the state holds records and references. A served graph's operator names allowed folders and addresses in the environment.
 Hub ids and reference models need no permission.
@@ -160,8 +160,8 @@ NOT_LOCAL = re.compile(r"reference:.*|[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Folders that may be read and written, and addresses of language models."""
+class Allowlist:
+    """Folders and addresses of language models that requests from outside may name."""
 
     folders: tuple[Path, ...]
     addresses: frozenset[str]
@@ -193,8 +193,8 @@ def _is_inside(path: str, folder: Path) -> bool:
     return False
 
 
-def operators_limits(environment: Mapping[str, str]) -> Limits:
-    """Return the limits in an environment: the working folder and named folders, and comma-separated addresses."""
+def allowlist_from_env(environment: Mapping[str, str]) -> Allowlist:
+    """Return the allowlist of an environment: the working folder and named folders, and comma-separated addresses."""
     folders = [Path(folder).expanduser() for folder in environment.get(FOLDERS, "").split(os.pathsep) if folder]
     addresses = [url.strip() for url in environment.get(ADDRESSES, "").split(",")]
-    return Limits(folders=(Path(), *folders), addresses=trusted_addresses(environment, *addresses))
+    return Allowlist(folders=(Path(), *folders), addresses=trusted_addresses(environment, *addresses))

@@ -151,9 +151,9 @@ class JobContext:
 def complexity_of(path: Path) -> tuple[int, int]:
     """Return params and MACs of one image, counted on a saved model that torch can read."""
     from profiling_agent.lib.costs import count_complexity
-    from profiling_agent.runtimes.torch_artifact import load_recipe, load_skeleton
+    from profiling_agent.runtimes.torch_artifact import load_dequantized, load_recipe
 
-    rows = count_complexity(load_skeleton(path), load_recipe(path).input).values()
+    rows = count_complexity(load_dequantized(path), load_recipe(path).input).values()
     return sum(row.params for row in rows), sum(row.macs for row in rows)
 
 

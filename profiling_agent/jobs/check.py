@@ -162,10 +162,10 @@ class TryTask(Task[schemas.Deployability]):
         return reopen(folder, row, num_threads=threads)
 
 
-def deployable(
+def check_deployments(
     jobs: Jobs, form: schemas.Form, runtimes: Sequence[schemas.RuntimeName]
 ) -> Iterator[schemas.Deployability]:
-    """Deploy a form of LookTask's model in every scheme of these runtimes, and reopen each in another process; raise nothing."""
+    """Deploy a form of LookTask's model in every scheme of these runtimes, and reopen each in another process; errors become rows."""
 
     def try_step(step: Literal["export", "make", "reopen"], row: schemas.Deployability) -> schemas.Deployability:
         try:

@@ -81,7 +81,7 @@ class ProfileTask(Task[Profiled]):
         """Profile the model; write profile.json and the chrome trace, and the latency table if requested."""
         from profiling_agent.lib.modules import random_batch
         from profiling_agent.profiling.profile import profile_model, time_units
-        from profiling_agent.runtimes.torch_artifact import load_skeleton
+        from profiling_agent.runtimes.torch_artifact import load_dequantized
 
         path, trace = context.path(self.model), context.folder / "trace.json.gz"
         model, recipe = context.load(self.model, self.device), context.recipe(self.model)
@@ -93,7 +93,7 @@ class ProfileTask(Task[Profiled]):
             headline=self.headline,
             size_bytes=artifact.model_bytes(path),
             architecture=recipe.architecture,
-            skeleton=load_skeleton(path),
+            skeleton=load_dequantized(path),
             trace_path=trace,
             progress=context.progress,
         )

@@ -20,7 +20,7 @@ from profiling_agent import errors
 from profiling_agent.data.images import PIXELS
 from profiling_agent.errors import AcquisitionError, KilledError, ProfilingAgentError, RequestError, RunError
 from profiling_agent.jobs.base import PrepareTask, Task
-from profiling_agent.jobs.store import RESULT, TIMESHEET_FILE, Message, Order, Timesheet, artifacts_of
+from profiling_agent.jobs.store import RESULT, TIMESHEET_FILE, JobRequest, Message, Timesheet, artifacts_of
 from profiling_agent.jobs.tasks import (
     MODULES,
     EvidenceTask,
@@ -30,7 +30,7 @@ from profiling_agent.jobs.tasks import (
     ProfileTask,
     ResolveShapeTask,
 )
-from profiling_agent.lib.io import DocumentError, read_record, sweep
+from profiling_agent.lib.io import DocumentError, read_record, remove_partial_files
 from profiling_agent.lib.logs import Progress, raise_if_stopped, silent
 from profiling_agent.lib.machine import available_bytes, environment, is_busy
 from profiling_agent.processes.child import Child, can_fork, fork_server
@@ -195,7 +195,7 @@ class Jobs:
             finally:
                 # A killed or crashed process leaves temporary folders; other jobs' folders may be in use on another machine.
                 for key in tasks:
-                    sweep(self.workspace.jobs, key)
+                    remove_partial_files(self.workspace.jobs, key)
             # One kill must not count against the candidate that the job measures; a second may be for its memory.
             if error is not None and (was_killed or not isinstance(error, KilledError)):
                 # A failed job used its time too.
@@ -205,7 +205,7 @@ class Jobs:
 
     def _carry_out(self, key: str, task: Task[Any], process: Child[Message]) -> None:
         shutil.rmtree(self.workspace.jobs / key, ignore_errors=True)
-        order = Order(
+        order = JobRequest(
             root=str(self.workspace.root.resolve()),
             key=key,
             record=f"{type(task).__module__}:{type(task).__qualname__}",

@@ -16,8 +16,8 @@ from profiling_agent.schemas import ArtifactRef, Record
 TASK, RESULT = "task.json", "result.json"
 
 
-class Order(Record):
-    """Order from a run to its worker: do `task`, a record of the class `record` ("module:name"), in the folder `root` under `key`.
+class JobRequest(Record):
+    """Request of a run to its worker: do `task`, a record of the class `record` ("module:name"), in the folder `root` under `key`.
 
     `given` has the keys of the finished jobs that the task needs, by name.
     """

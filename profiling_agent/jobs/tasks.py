@@ -400,12 +400,12 @@ class TuneTask(Task[schemas.Tuned]):
     def run(self, context: JobContext) -> schemas.Tuned:
         """Measure what int8 costs the model, and each of its layers."""
         from profiling_agent.lib.inference import quick_products
-        from profiling_agent.quantization.quantize import measure_costs
+        from profiling_agent.quantization.quantize import measure_quantization_sensitivity
 
         started, model = time.perf_counter(), context.load(self.model)
         images = (pixels for pixels, _ in iter_batches(context.images("calibration"), batch_size=self.batch_size))
         with quick_products():
-            kl, layers, num_images = measure_costs(
+            kl, layers, num_images = measure_quantization_sensitivity(
                 model, images, self.scheme, self.latency_shares, progress=context.progress
             )
         return schemas.Tuned(layers=layers, kl=kl, num_images=num_images, seconds=time.perf_counter() - started)

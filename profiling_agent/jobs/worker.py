@@ -10,7 +10,7 @@ from typing import Any
 
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.jobs.base import JobContext, Task
-from profiling_agent.jobs.store import RESULT, TASK, Message, Order
+from profiling_agent.jobs.store import RESULT, TASK, JobRequest, Message
 from profiling_agent.lib.io import NO_SPACE, appearing, first_line, storage_problem, write_text
 from profiling_agent.lib.logs import is_out_of_memory
 from profiling_agent.processes.child import Parent
@@ -27,7 +27,7 @@ def serve(parent: Parent) -> None:
         parent.send(Message(kind="progress", text=message, done=done, total=total))
 
     while True:
-        order, reply = parent.receive(Order), Message(kind="done")
+        order, reply = parent.receive(JobRequest), Message(kind="done")
         root, final = Path(order.root), f"jobs/{order.key}"
         try:
             task: Task[Any] = resolve_name(order.record).model_validate(order.task)

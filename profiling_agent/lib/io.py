@@ -168,7 +168,7 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def sweep(folder: Path, name: str = "") -> None:
+def remove_partial_files(folder: Path, name: str = "") -> None:
     """Remove half-written files of killed processes, by default of any name; the caller holds their lock."""
     for leftover in folder.glob(f"{TEMPORARY}{glob.escape(name[:50])}*"):
         # Another process may be removing it too.
@@ -282,7 +282,7 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
             make_folders(root)
             with FileLock(root / f"{name}.lock"):
                 if not (root / name).is_dir():
-                    sweep(root, name)
+                    remove_partial_files(root, name)
                     with appearing(root / name) as temporary:
                         build(temporary)
     except OSError as error:

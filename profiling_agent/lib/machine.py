@@ -247,7 +247,7 @@ def own_memory_bytes(pid: int) -> int:
 
 
 def is_busy() -> bool:
-    """Return whether others use more cores than fit next to our threads: half of the machine's remaining logical processors.
+    """Return whether other programs use more than half of the logical processors that our threads leave; samples for BUSY_S.
 
     Call it only while no worker of this process computes. Next to one spinning process on two cores, a batch of 32 small
     images took 839 ms instead of 20.

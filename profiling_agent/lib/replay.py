@@ -84,10 +84,10 @@ class Walk:
         max_bytes: int | None = None,
         drops_unread: bool = False,
     ) -> None:
-        """Find with one `image` (1, c, h, w) which outputs of each pass the next ones start from.
+        """Find with one `image` (1, c, h, w) which outputs to cache before each layer.
 
-        `drops_unread` saves memory where there are many batches: one more pass of the image for each module tells
-        which outputs are never read again.
+        `drops_unread` saves memory with many batches: outputs that no later layer reads are found by replacing each
+        with NaN, in one more pass of the image for each module.
         """
         self._max_bytes = min(MAX_CACHE_BYTES, available_bytes() // CACHE_DIVISOR) if max_bytes is None else max_bytes
         self._model, self._cache, self.num_bytes = model, dict[int, dict[str, Any]](), 0
@@ -129,13 +129,13 @@ class Walk:
             self.num_bytes += _num_bytes(entry)
         return result
 
-    def logits_from_here(self, number: int, images: Tensor, laid: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the logits of a batch from the layer that it reached last, with the tensors `laid` in place of the model's.
+    def logits_from_here(self, number: int, images: Tensor, overrides: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the logits of a batch from the layer that it reached last, with the tensors `overrides` in place of the model's.
 
         They, and modules that replaced the model's, must be that layer's or later ones'.
         """
         with _replaying(self._model, self._cache.get(number, {})):
-            return torch.func.functional_call(self._model, dict(laid or {}), (), {"pixel_values": images}).logits
+            return torch.func.functional_call(self._model, dict(overrides or {}), (), {"pixel_values": images}).logits
 
 
 def _outputs_before(

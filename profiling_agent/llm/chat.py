@@ -41,8 +41,8 @@ class Endpoint(Record):
         return f"openai:{self.model}"
 
 
-def open_model(endpoint: Endpoint, key: str, *, timeout_s: float) -> BaseChatModel:
-    """Return the LangChain client of an endpoint."""
+def chat_client(endpoint: Endpoint, key: str, *, timeout_s: float) -> BaseChatModel:
+    """Return the LangChain client of an endpoint; makes no request."""
     # Importing it takes seconds.
     from langchain_openai import ChatOpenAI
 
@@ -78,7 +78,7 @@ def name_of(model: Any) -> str:
 
 def check_endpoint(endpoint: Endpoint, key: str, *, timeout_s: float) -> None:
     """Request one word; raises RequestError if the server, the key or the model doesn't work."""
-    address, model = endpoint.base_url or OPENAI_URL, open_model(endpoint, key, timeout_s=timeout_s)
+    address, model = endpoint.base_url or OPENAI_URL, chat_client(endpoint, key, timeout_s=timeout_s)
     try:
         _invoke(model, [HumanMessage("Answer with the word: ready")], f"{endpoint.name} at {address}", "check")
     except AdvisorError as error:
@@ -115,6 +115,7 @@ class Chat(transcript.LanguageModel):
     def _answer(
         self, question: Question, answer_type: type[Answer], check: Check[Answer], tools: Sequence[Tool]
     ) -> Advice[Answer]:
+        """Ask, and ask again up to MAX_REPAIRS times; return the last valid answer, even if `check` rejects it."""
         self._deadline, agent = time.monotonic() + self._timeout_s, question.agent
         messages: list[BaseMessage] = [SystemMessage(question.instructions), HumanMessage(question.evidence)]
         reply = self._use_tools(messages, tools, agent) if tools else None

@@ -78,8 +78,8 @@ def decide(counts: Counts, max_drop: float, error: float) -> Decision:
     return "lost" if lower_bound(counts, error) > max_drop else "undecided"
 
 
-def drop_at_look(counts: Counts, num_looks: int) -> AccuracyDrop:
-    """Return the drop after `num_looks` looks, with the interval and the p-value of the sequential test.
+def sequential_drop(counts: Counts, num_looks: int) -> AccuracyDrop:
+    """Return the drop with the interval and the p-value of the sequential test, which hold after any look.
 
     The p-value is the smallest two-sided error at which an interval excludes 0.
     """
@@ -271,7 +271,7 @@ Ratios = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class SpeedupEstimate:
     """Speed-up of one model over another, with a 95% interval."""
 
     speedup: float
@@ -299,21 +299,21 @@ def log_ratios(samples: Sequence[Sequence[float]], baseline: Sequence[Sequence[f
     return np.log(baseline_ms / ms)
 
 
-def score(sessions: Sequence[Ratios]) -> Score:
-    """Return the score of log ratios by session, from the median of each; a model against itself has no interval.
+def estimate_speedup(sessions: Sequence[Ratios]) -> SpeedupEstimate:
+    """Return the speed-up with its 95% interval from log ratios by session; a model against itself has no interval.
 
     Turns of one session share its processes, and two processes of equal models differ for as long as they live; sessions
     differ by what else the machine did. More turns average out neither: a speed-up is estimated over sessions only, and the
     interval of one session, which assumes how much processes differ, serves to choose.
     """
     if not any(map(np.any, sessions)):
-        return Score(1.0, 1.0, 1.0)
+        return SpeedupEstimate(1.0, 1.0, 1.0)
     if len(sessions) == 1:
         return score_one_session(sessions[0])
     return score_over_sessions([float(np.median(ratios)) for ratios in sessions])
 
 
-def score_over_sessions(log_speedups: Sequence[float]) -> Score:
+def score_over_sessions(log_speedups: Sequence[float]) -> SpeedupEstimate:
     """Return the median of the sessions' speed-ups, with the wider end each of Student's t and order statistics.
 
     Single sessions next to another process are several times off: the median of five withstands two of them, the interval's lower end
@@ -321,7 +321,7 @@ def score_over_sessions(log_speedups: Sequence[float]) -> Score:
     """
     error = (1 - CONFIDENCE) / 2
     ends = (bound_over_sessions(log_speedups, sign * error) for sign in (-1, 1))
-    return Score(*(math.exp(value) for value in (float(np.median(log_speedups)), *ends)))
+    return SpeedupEstimate(*(math.exp(value) for value in (float(np.median(log_speedups)), *ends)))
 
 
 def bound_over_sessions(log_ratios: Sequence[float], error: float) -> float:
@@ -337,7 +337,7 @@ def bound_over_sessions(log_ratios: Sequence[float], error: float) -> float:
 
 def score_one_session(
     ratios: Ratios, *, process_spread: float = PROCESS_SPREAD, num_resamples: int = NUM_RESAMPLES
-) -> Score:
+) -> SpeedupEstimate:
     """Return the median of one session's log ratios, and the middle 95% of bootstrap draws of it.
 
     Each draw has the spread between processes added, which one session can't measure.
@@ -346,7 +346,7 @@ def score_one_session(
     chosen = rng.integers(0, len(ratios), (num_resamples, len(ratios)))
     draws = np.median(ratios[chosen], axis=1) + rng.normal(0.0, process_spread, num_resamples)
     low, high = np.quantile(draws, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
-    return Score(*(math.exp(value) for value in (float(np.median(ratios)), low, high)))
+    return SpeedupEstimate(*(math.exp(value) for value in (float(np.median(ratios)), low, high)))
 
 
 def latency_stats(samples_ms: Sequence[float], batch_size: int) -> LatencyStats:

@@ -201,7 +201,7 @@ def _race_result(
     turns: tuple[tuple[float, ...], ...],
     peak_bytes: tuple[int, ...],
 ) -> RaceResult:
-    score = intervals.score([np.log(session) for session in turns])
+    score = intervals.estimate_speedup([np.log(session) for session in turns])
     return RaceResult(
         variant=variant,
         model=model,
@@ -343,10 +343,10 @@ def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
     return _race(results, sessions, num_sessions=len(sessions), void=tuple(void))
 
 
-def compare(own: RaceResult, other: RaceResult) -> intervals.Score:
+def compare(own: RaceResult, other: RaceResult) -> intervals.SpeedupEstimate:
     """Return how many times as fast one model of a race is as another, from the turns of both, session by session."""
     both = zip(own.turns, other.turns, strict=True)
-    return intervals.score([np.log(ours[: len(its)]) - np.log(its[: len(ours)]) for ours, its in both])
+    return intervals.estimate_speedup([np.log(ours[: len(its)]) - np.log(its[: len(ours)]) for ours, its in both])
 
 
 def noise_warning(race: Race) -> str | None:

@@ -305,7 +305,7 @@ def attempt_rows(journal: Journal, profile: ModelProfile) -> tuple[str, ...]:
         lines = [f"attempt {attempt.number} {author}: {plan_text(attempt.plan)}"]
         lines += [f"  before it was applied, left out: {quoted(part)}" for part in origin.dropped]
         lines += [f"  before it was applied, {quoted(origin.cut_back)}"] if origin.cut_back else []
-        size_journal = journal if journal.is_as_leading(attempt) else None
+        size_journal = journal if journal.applies_to_chosen_deployment(attempt) else None
         predicted = f"predicted: {predicted_text(dry, profile, size_journal)}" if dry else "nothing could be predicted"
         measured = [f"KL {attempt.calibration_kl:.2g}"] if attempt.calibration_kl is not None else []
         if deployed is not None:
@@ -321,7 +321,7 @@ def attempt_rows(journal: Journal, profile: ModelProfile) -> tuple[str, ...]:
 
 
 def predicted_text(dry: schemas.DryRun, profile: ModelProfile, journal: Journal | None = None) -> str:
-    """Return a dry run in words, with widths by group, and with a journal the bytes in its leading deployment."""
+    """Return a dry run as text: widths by group, and with a journal the estimated bytes in the chosen deployment."""
     text = f"params {1 - dry.params / profile.params:.1%} less, MACs {1 - dry.macs / max(profile.macs, 1):.1%} less"
     if journal is not None:
         search, whole = journal.deployment_search, journal.baseline.footprint.size_bytes
@@ -344,11 +344,14 @@ def _speed_text(result: schemas.RaceResult) -> str:
 
 
 def kl_so_far(journal: Journal) -> str:
-    """Return how measured KL compares with predicted KL so far, and how much was accepted; nothing before any attempt."""
+    """Compare measured and predicted KL of pruning, in float32 before recovery; empty before any attempt."""
     pairs = [
         (row.dry_run.kl, row.calibration_kl, row.accepted)
         for row in journal.attempts
-        if row.dry_run is not None and row.dry_run.kl and row.calibration_kl is not None and journal.is_as_leading(row)
+        if row.dry_run is not None
+        and row.dry_run.kl
+        and row.calibration_kl is not None
+        and journal.applies_to_chosen_deployment(row)
     ]
     if not pairs:
         return ""

@@ -70,8 +70,8 @@ def fold(model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int]
     )
 
 
-def overlay(model: nn.Module, unit: Unit, folded: FoldedUnit, norm: str | None) -> dict[str, Tensor]:
-    """Return, by name, the parameters and buffers with which `model` computes what the cut and folded one does.
+def simulated_cut_state(model: nn.Module, unit: Unit, folded: FoldedUnit, norm: str | None) -> dict[str, Tensor]:
+    """Return, by name, parameters and buffers that simulate the compensated cut at full width.
 
     `norm` is the batch norm that reads the consumer's outputs: it takes the shift if the consumer has no bias.
     """
@@ -165,7 +165,7 @@ def measure_sensitivity(
             walk.reach(begins[unit.name], 0, judged)
             measured: dict[int, float] = {}
             for keep, folded in folds[unit.name].items():
-                tensors = overlay(model, unit, folded, norms.get(unit.consumer))
+                tensors = simulated_cut_state(model, unit, folded, norms.get(unit.consumer))
                 kl = measured[keep] = mean_kl(expected, walk.logits_from_here(0, judged, tensors))
                 if not math.isfinite(kl):
                     raise PruningError(f"the KL of the model with {unit.name!r} cut is {kl!r}: check its weights")
@@ -215,8 +215,10 @@ def with_latencies(evidence: Evidence, units: Sequence[Unit], table: LatencyTabl
     """Return the evidence with the table's times of these units, replacing earlier times."""
     rows: list[UnitEvidence] = []
     for row, unit in zip(evidence.units, units, strict=True):
-        options = tuple(o.model_copy(update={"latency_saved_ms": table.saved(unit, o.keep)}) for o in row.options)
-        times = {"latency_ms": table.of(unit), "is_unsteady": unit.name in table.unsteady}
+        options = tuple(
+            o.model_copy(update={"latency_saved_ms": table.latency_saved_ms(unit, o.keep)}) for o in row.options
+        )
+        times = {"latency_ms": table.full_latency_ms(unit), "is_unsteady": unit.name in table.unsteady}
         rows.append(row.model_copy(update={"options": options, **times}))
     return evidence.model_copy(update={"units": tuple(rows)})
 
@@ -245,6 +247,6 @@ def store_evidence(path: Path, evidence: Evidence) -> None:
         io.write_text(path, evidence.model_dump_json())
     # If another process holds the lock, that one deletes them.
     with suppress(OSError, Timeout), FileLock(path.parent / "evidence.lock", timeout=0):
-        io.sweep(path.parent, path.name)
+        io.remove_partial_files(path.parent, path.name)
         for oldest in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-MAX_FILES]:
             oldest.unlink(missing_ok=True)

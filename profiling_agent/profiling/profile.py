@@ -219,17 +219,17 @@ class LatencyTable(schemas.Record):
     ruled_out: Mapping[str, frozenset[int]] = {}
     unsteady: frozenset[str] = frozenset()
 
-    def of(self, unit: Unit) -> float | None:
+    def full_latency_ms(self, unit: Unit) -> float | None:
         """Return the milliseconds of `unit` unpruned; None if untimed."""
         times = self.times.get(unit.name)
         return times[unit.width] if times else None
 
-    def saved(self, unit: Unit, keep: int) -> float | None:
+    def latency_saved_ms(self, unit: Unit, keep: int) -> float | None:
         """Return the milliseconds saved by cutting `unit` to `keep`, 0 if shown to be too few; None if untimed.
 
         Otherwise it is at least the smallest saving that pays: noise that hides a saving must not forbid it.
         """
-        full = self.of(unit)
+        full = self.full_latency_ms(unit)
         if full is None:
             return None
         if keep in self.ruled_out.get(unit.name, ()):
@@ -237,8 +237,8 @@ class LatencyTable(schemas.Record):
         return max(full - self.times[unit.name][keep], MIN_GAIN * (1 - keep / unit.width) * full)
 
 
-def draw_table(units: Sequence[Unit], samples: Mapping[str, WidthSamples]) -> LatencyTable:
-    """Return the table from the samples of `units` by name: medians, and what differences within a repeat show.
+def fit_latency_table(units: Sequence[Unit], samples: Mapping[str, WidthSamples]) -> LatencyTable:
+    """Fit the table to the samples of `units` by name: medians that rise with the width, and widths that save too little.
 
     Times rise with the width: any fall is noise. Widths that save too little are ruled out by a sign test within each repeat,
     in which a slow repeat cancels out and an interrupted call counts once, however long it took. If most calls were
@@ -303,7 +303,7 @@ def time_units(model: nn.Module, units: Sequence[Unit], batch: Tensor, *, progre
             timed[key] = _time_widths(unit, parts, batch.device)
         samples[unit.name] = timed[key]
         progress("timing widths", number + 1, len(units))
-    return draw_table(units, samples)
+    return fit_latency_table(units, samples)
 
 
 def _time_widths(unit: Unit, parts: Sequence[_Part], device: torch.device) -> WidthSamples:

@@ -70,7 +70,7 @@ def _inspect(
     num_heads, head_dim = _head_shape(model.get_submodule(name), rows)
     if {layer.out_features for layer in qkv} != {rows * stacks} or output_layer.in_features != rows:
         raise _UncuttableError("unequal_heads: q, k, v and o don't have the same heads")
-    tables = _head_tables(model, name, (*producers, consumer), (num_heads, head_dim), holders)
+    tables = _per_head_parameters(model, name, (*producers, consumer), (num_heads, head_dim), holders)
     return Attention(
         producers=producers, consumer=consumer, num_heads=num_heads, head_dim=head_dim, tables=tables, stacks=stacks
     )
@@ -139,7 +139,7 @@ def _num_q_rows(holder: nn.Module) -> int:
     return next(layer.out_features // stacks for layer, stacks in layers if layer is not None)
 
 
-def _head_tables(
+def _per_head_parameters(
     model: nn.Module, name: str, projections: Collection[str], head_shape: tuple[int, int], holders: Collection[str]
 ) -> dict[str, int]:
     """Return the parameters with an entry per head, and the dimension of each that counts heads."""

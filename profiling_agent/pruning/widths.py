@@ -80,7 +80,9 @@ def resolve(
     notes: list[str] = []
     for recommendation in recommendations:
         matches = _matching_units(recommendation.layer, units, refusals)
-        ratios |= {unit.name: recommendation.pruning_ratio for unit in _units_of_type(recommendation, matches, notes)}
+        ratios |= {
+            unit.name: recommendation.pruning_ratio for unit in _select_by_pruning_type_(recommendation, matches, notes)
+        }
     cuts: list[Cut] = []
     for unit in units:
         if (ratio := ratios.get(unit.name)) is None:
@@ -122,7 +124,9 @@ def _matching_units(pattern: str, units: Sequence[Unit], refusals: Mapping[str, 
     return list(selected.values())
 
 
-def _units_of_type(recommendation: PruningRecommendation, units: Sequence[Unit], notes: list[str]) -> Sequence[Unit]:
+def _select_by_pruning_type_(
+    recommendation: PruningRecommendation, units: Sequence[Unit], notes: list[str]
+) -> Sequence[Unit]:
     attention = [unit for unit in units if unit.kind is UnitKind.HEADS]
     is_structured = recommendation.pruning_type == "structured"
     noted, verdict = attention, "holds attention, so whole heads are cut"

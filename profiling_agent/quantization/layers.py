@@ -171,7 +171,7 @@ class QuantizedModule(nn.Module):
 class DynamicLinear(QuantizedModule):
     """`nn.Linear` with weights stored once, packed for CPU kernels; float32 in and out.
 
-    qint8: symmetric int8 weights with one scale per output channel, and one scale for the whole input batch, computed
+    qint8: symmetric int8 weights with one scale per output channel; affine uint8 inputs with one scale a batch, computed
     on every call, so an image's logits depend slightly on its batch. float16: weights rounded, float32 arithmetic.
     Tensors: `weight` (int8 or fp16), `scale` (fp32, int8 only) and `bias` (fp32). Activations have 7 bits if the CPU
     needs that.
@@ -281,7 +281,7 @@ class Grid:
 
 
 class StaticLayer(QuantizedModule):
-    """`nn.Linear` or `nn.Conv2d` in int8, with one grid for the whole input.
+    """`nn.Linear` or `nn.Conv2d` that quantizes and dequantizes: int8 weights, float32 arithmetic, which backends lower to int8.
 
     Weights are symmetric int8 with one scale per output channel; the input is affine uint8. Tensors: `weight` (int8),
     `scale` (fp32), `bias` (fp32, if any), `input_scale` (fp64), `input_zero_point`.

@@ -418,7 +418,7 @@ SMALL_KL = 5e-3
 MIN_JUDGED, JUDGED_MACS = 8, 64e9
 
 
-def measure_costs(
+def measure_quantization_sensitivity(
     model: nn.Module,
     images: Iterable[Tensor],
     scheme: Literal["dynamic", "static"],

@@ -67,7 +67,9 @@ def _new_figure(title: str, x: str, y: str, height: int = 380) -> go.Figure:
     return figure
 
 
-def _front(report: RunReport, title: str, x: str, series: Sequence[tuple[str, Points, dict[str, Any]]]) -> go.Figure:
+def _pareto_figure(
+    report: RunReport, title: str, x: str, series: Sequence[tuple[str, Points, dict[str, Any]]]
+) -> go.Figure:
     """Return top-1 on the search images against `x`, of several series, with the accuracy floor and the Pareto front."""
     figure = _new_figure(title, x, "top-1, search images")
     for name, points, marker in series:
@@ -104,7 +106,7 @@ def _accuracy_charts(report: RunReport) -> dict[str, go.Figure | None]:
         # Not all models were measured on the same images.
         return rows[0].top1 - (evaluation.drop.drop if evaluation.drop else 0.0)
 
-    def timed(entries: Any, label: str) -> Points:
+    def latency_points(entries: Any, label: str) -> Points:
         return [
             (
                 base.latency.median_ms / entry.race_result.speedup,
@@ -120,8 +122,8 @@ def _accuracy_charts(report: RunReport) -> dict[str, go.Figure | None]:
 
     options = report.deployment_search.options if report.deployment_search else ()
     by_time = (
-        ("baseline, other deployments", timed(options, "baseline"), {"color": SECOND, "symbol": "diamond"}),
-        ("raced", timed(report.variants, ""), {"color": ACCENT}),
+        ("baseline, other deployments", latency_points(options, "baseline"), {"color": SECOND, "symbol": "diamond"}),
+        ("raced", latency_points(report.variants, ""), {"color": ACCENT}),
     )
     attempts = [
         sized(attempt.deployed, f"attempt {attempt.number}: {attempt.reason[:60]}")
@@ -132,8 +134,8 @@ def _accuracy_charts(report: RunReport) -> dict[str, go.Figure | None]:
     open_circle = {"color": MUTED, "symbol": "circle-open", "line": {"width": 2, "color": MUTED}}
     by_size = (("attempts", attempts, open_circle), ("variants", variants, {"color": ACCENT}))
     return {
-        "speed": _front(report, "Accuracy against latency", "milliseconds a batch", by_time) if base else None,
-        "size": _front(report, "Accuracy against size", "MB on disk", by_size),
+        "speed": _pareto_figure(report, "Accuracy against latency", "milliseconds a batch", by_time) if base else None,
+        "size": _pareto_figure(report, "Accuracy against size", "MB on disk", by_size),
     }
 
 

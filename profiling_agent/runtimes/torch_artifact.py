@@ -78,7 +78,7 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     return model
 
 
-def load_skeleton(path: str | Path) -> nn.Module:
+def load_dequantized(path: str | Path) -> nn.Module:
     """Return the saved model in float32 at its own widths, dequantized; ArtifactError if its weights don't fit."""
     folder = named_folder(path)
     return _read_model(folder, open_folder(folder, verify=False), dequantize=True).float()

@@ -177,7 +177,7 @@ class Journal(Record):
         """Return the deployment of the attempts; None is eager float32."""
         return self.deployment_search.chosen if self.deployment_search else None
 
-    def is_as_leading(self, attempt: Attempt) -> bool:
+    def applies_to_chosen_deployment(self, attempt: Attempt) -> bool:
         """Return whether an attempt is evidence on the chosen deployment: it requested no other, or failed before deployment."""
         if attempt.deployment is not None:
             return attempt.deployment == self.deployment

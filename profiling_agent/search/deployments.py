@@ -365,7 +365,7 @@ def _measure(
 
 
 def _unit_times(evaluator: "Evaluator", best: DeploymentOption) -> dict[str, float]:
-    """Return each unit's share of a pass in the best deployment; raises one of REFUSALS if runtime or time don't allow it."""
+    """Return each unit's share of the unpruned model's pass in the deployment; raises one of REFUSALS if it can't be timed."""
     assert best.deployed is not None, "what was chosen was made"
     if not evaluator.deadline.allows((registry.NUM_PASSES + 1) * evaluator.batch_s):
         raise JobError("no time left for it")

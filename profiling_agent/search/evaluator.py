@@ -10,7 +10,7 @@ from profiling_agent import schemas
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.measure.intervals import counts_of, decide, drop_at_look, least_images, paired_drop
+from profiling_agent.measure.intervals import counts_of, decide, least_images, paired_drop, sequential_drop
 from profiling_agent.measure.predictions import Answers, concatenate, read_predictions
 from profiling_agent.measure.race import Entries
 from profiling_agent.schemas import NUM_SESSIONS, SHARD, ArtifactRef, Deployment, Evaluation, Race, SplitInfo, Variant
@@ -186,7 +186,7 @@ class Evaluator:
             assert first.drop is not None, "it was compared with the baseline"
             counts = counts_of(first.drop)
             if decide(counts, self.goal.max_accuracy_drop, EARLY_ERROR) != "undecided":
-                return first.model_copy(update={"drop": drop_at_look(counts, 2)})
+                return first.model_copy(update={"drop": sequential_drop(counts, 2)})
             shard_s = SHARD * self.pass_s + self.jobs.timesheet.spent_s - began_s
             has_time = self.deadline.part(IMAGES_SHARE).allows((len(images) / SHARD - 1) * shard_s)
             # Too few images for a bound must not replace the bound of all by a point estimate.

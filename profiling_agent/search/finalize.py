@@ -229,7 +229,7 @@ def _format_name(candidate: Candidate) -> str:
 
 def _format_loss(test: HeldoutTest, goal: schemas.Goal) -> str:
     text = f"lost {test.drop.drop:.4f} of top-1 on {test.drop.num_images} held-out images"
-    return text if test.drop.drop > goal.max_accuracy_drop else f"{text}, {test.together:.4f} with its search images"
+    return text if test.drop.drop > goal.max_accuracy_drop else f"{text}, {test.pooled:.4f} with its search images"
 
 
 def _rank(
@@ -289,7 +289,9 @@ def _decide(
 ) -> schemas.Verdict:
     """Decide the verdict on the candidate that was tested, or on the baseline if none was."""
     acquired, goal = evaluator.acquired, evaluator.goal
-    facts = verdict.Facts(size_ratio=1.0, unproven=verdict.why_unproven(acquired, goal), doubt=acquired.doubt)
+    facts = verdict.VerdictInputs(
+        size_ratio=1.0, unproven=verdict.why_unproven(acquired, goal), label_problem=acquired.doubt
+    )
     if judged is not None:
         candidate, race, test = judged
         is_changed_by_search = (test.drop.drop <= goal.max_accuracy_drop) != test.keeps_accuracy
@@ -298,7 +300,7 @@ def _decide(
         facts = facts.model_copy(
             update={
                 "drop": test.drop,
-                "together": test.together if is_changed_by_search else None,
+                "pooled": test.pooled if is_changed_by_search else None,
                 "accuracy_error": verdict.error_of(test.opening),
                 "race": race,
                 "model": candidate.evaluation.model,

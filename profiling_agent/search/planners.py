@@ -80,7 +80,7 @@ def _strengths(first: Plan, goal: Goal, profile: ModelProfile, journal: Journal)
     measured = [
         (_strength(row.plan, row.dry_run, first, goal, profile), row.accepted)
         for row in journal.attempts
-        if journal.is_as_leading(row)
+        if journal.applies_to_chosen_deployment(row)
     ]
     rejected = [(row.plan, dry_run_or_none(row.plan, profile)) for row in journal.rejected]
     measured += [(_strength(plan, dry, first, goal, profile), False) for plan, dry in rejected]
@@ -281,7 +281,7 @@ def _is_redundant(rules_plan: Plan, profile: ModelProfile, journal: Journal) -> 
     if len(journal.attempts) > 1 or any(dry.widths == dry_run(row.plan, profile).widths for row in journal.rejected):
         return True
     prior, is_measured = first.dry_run, first.deployed is not None or first.calibration_kl is not None
-    if prior is None or not journal.is_as_leading(first):
+    if prior is None or not journal.applies_to_chosen_deployment(first):
         return False
     if prior.widths == dry.widths:
         # The same plan would have the same result.
@@ -318,11 +318,15 @@ def _objection(
     measured = list[tuple[DryRun, bool]]()
     if journal is not None:
         wish, leading = plan.quantization, journal.deployment.recommendations if journal.deployment else ()
-        is_as_leading = wish is None or wish == leading
+        applies_to_chosen_deployment = wish is None or wish == leading
         alike = [
             row
             for row in journal.attempts
-            if (journal.is_as_leading(row) if is_as_leading else row.plan.quantization == wish)
+            if (
+                journal.applies_to_chosen_deployment(row)
+                if applies_to_chosen_deployment
+                else row.plan.quantization == wish
+            )
         ]
         measured = [(row.dry_run, row.accepted) for row in alike if row.dry_run]
     if any(dry.widths == prior.widths for prior, _ in measured):

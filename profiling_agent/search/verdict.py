@@ -20,7 +20,7 @@ from profiling_agent.search.deployments import REFUSALS, by_promise, possible_de
 from profiling_agent.search.evaluator import MAX_AT_ONCE, Evaluator
 from profiling_agent.search.selection import SEARCH_CONFIDENCE
 
-# `certified` may be wrong in 5%: half of it for the accuracy, over all openings together, and half for the speed.
+# `certified` may be wrong in 5%: half of it for the accuracy, over all openings, and half for the speed.
 ACCURACY_ERROR = 0.025
 # Held-out images suffice to refuse a candidate if this one-sided bound of its drop exceeds the contract.
 REFUSAL_CONFIDENCE = 0.95
@@ -29,13 +29,13 @@ REFUSAL_CONFIDENCE = 0.95
 class HeldoutTest(schemas.Record):
     """Baseline and candidate on the same held-out images, the test's number, and its decision.
 
-    `together` is the drop on search and held-out images, corrected for the selection on the former.
+    `pooled` is the drop on search and held-out images, corrected for the selection on the search images.
     """
 
     baseline: Evaluation
     candidate: Evaluation
     opening: Opening
-    together: float
+    pooled: float
     keeps_accuracy: bool
 
     @property
@@ -91,11 +91,11 @@ def run_heldout_test(
         counts = counts.with_more(on_part.drop.num_lost, on_part.drop.num_gained, on_part.drop.num_images)
         # The decision to look again is made before every look but the first, and after each.
         is_whole = len(part) == evaluator.num_heldout
-        drop = on_part.drop if is_whole else intervals.drop_at_look(counts, len(baselines) + 1)
+        drop = on_part.drop if is_whole else intervals.sequential_drop(counts, len(baselines) + 1)
         decision = intervals.decide(counts, allowed, error_of(opening))
         if decision != "undecided":
             break
-    together = intervals.pooled_drop(search_drop, drop, bias)
+    pooled = intervals.pooled_drop(search_drop, drop, bias)
     is_refuted = decision == "lost" or intervals.one_sided_lower_bound(drop, REFUSAL_CONFIDENCE) > allowed
     baseline, joined = (
         parts[0].model_copy(update={"predictions": schemas.Predictions.joined([part.predictions for part in parts])})
@@ -105,8 +105,8 @@ def run_heldout_test(
         baseline=baseline,
         candidate=joined.model_copy(update={"drop": drop}),
         opening=opening,
-        together=together,
-        keeps_accuracy=decision == "kept" or (together <= allowed and not is_refuted),
+        pooled=pooled,
+        keeps_accuracy=decision == "kept" or (pooled <= allowed and not is_refuted),
     )
 
 
@@ -156,15 +156,16 @@ def why_unproven(acquired: schemas.Acquired, goal: Goal) -> str | None:
 OTHER_ERROR = 0.025
 
 
-class Facts(schemas.Record):
+class VerdictInputs(schemas.Record):
     """Measurements that the verdict rests on: the winner on held-out images, in its sessions and on disk.
 
-    `together` is the drop on search and held-out images, if it changed the decision of the held-out images. `memory_ratio` is from one process
+    `pooled` is the drop on search and held-out images, if it changed the decision of the held-out images. `unproven` means too few images,
+    `label_problem` that labels and answers contradict each other. `memory_ratio` is from one process
     each, for sessions without memory.
     """
 
     drop: AccuracyDrop | None = None
-    together: float | None = None
+    pooled: float | None = None
     accuracy_error: float = ACCURACY_ERROR
     race: Race | None = None
     model: ArtifactRef | None = None
@@ -172,14 +173,14 @@ class Facts(schemas.Record):
     memory_ratio: float | None = None
     refused: str | None = None
     unproven: str | None = None
-    doubt: str | None = None
+    label_problem: str | None = None
 
 
-def _terms(facts: Facts, goal: Goal) -> tuple[Term, ...]:
+def _terms(facts: VerdictInputs, goal: Goal) -> tuple[Term, ...]:
     """Return the contract's terms; the baseline, returned if nothing was tested, loses nothing and has ratios of 1."""
     race, drop, size, max_memory = facts.race, facts.drop, facts.size_ratio, goal.max_memory_ratio
     error = OTHER_ERROR if max_memory is None else OTHER_ERROR / 2
-    lost = facts.together if facts.together is not None else drop.drop if drop else 0.0
+    lost = facts.pooled if facts.pooled is not None else drop.drop if drop else 0.0
     drop_bound = intervals.certain_bound(drop, 1 - facts.accuracy_error) if drop else 0.0
     speedup, speed_bound, memory, memory_bound = 1.0, 1.0, 1.0, 1.0
     if race is not None and facts.model is not None:
@@ -217,7 +218,7 @@ def _is_certain(term: Term) -> bool:
     return term.bound >= term.required if term.name == "speed" else term.bound <= term.required
 
 
-def decide_verdict(facts: Facts, goal: Goal, out_of_reach: str | None = None) -> schemas.Verdict:
+def decide_verdict(facts: VerdictInputs, goal: Goal, out_of_reach: str | None = None) -> schemas.Verdict:
     """Decide the verdict; `out_of_reach` is the term that even the cheapest model was shown to miss."""
     terms, drop = _terms(facts, goal), facts.drop
     missed = [term for term in terms if not term.holds]
@@ -225,13 +226,13 @@ def decide_verdict(facts: Facts, goal: Goal, out_of_reach: str | None = None) ->
     if not missed and facts.refused is None:
         outcome, images, notes = schemas.Outcome.MET, "held-out images", ""
         # If another term isn't certain either, more images would not help.
-        if drop and facts.doubt is None and not are_certain[0] and all(are_certain[1:]):
+        if drop and facts.label_problem is None and not are_certain[0] and all(are_certain[1:]):
             num_needed = intervals.images_to_certify(drop, goal.max_accuracy_drop, 1 - facts.accuracy_error)
             # A larger set is looked at more than once, which takes more images to show the same.
             if num_needed is not None and num_needed > MAX_AT_ONCE:
                 counts = intervals.counts_of(drop)
                 num_needed = intervals.images_until_kept(counts, goal.max_accuracy_drop, facts.accuracy_error)
-        if facts.together is not None and drop is not None:
+        if facts.pooled is not None and drop is not None:
             images = f"search and {images} together ({drop.drop * 100:+.2f} points on held-out images alone)"
         if facts.unproven is not None and not all(are_certain):
             notes = f"; {facts.unproven}"
@@ -250,11 +251,11 @@ def decide_verdict(facts: Facts, goal: Goal, out_of_reach: str | None = None) ->
         explanation = facts.refused or f"no candidate that keeps the accuracy meets the {binding} term"
     return schemas.Verdict(
         outcome=outcome,
-        certified=outcome is schemas.Outcome.MET and facts.doubt is None and all(are_certain),
+        certified=outcome is schemas.Outcome.MET and facts.label_problem is None and all(are_certain),
         terms=terms,
         binding=binding,
         images_to_certify=num_needed,
-        explanation=f"unproven: {facts.doubt}; {explanation}" if facts.doubt else explanation,
+        explanation=f"unproven: {facts.label_problem}; {explanation}" if facts.label_problem else explanation,
     )
 
 

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 
 from profiling_agent.data.images import SplitImages
 from profiling_agent.data.models import load_model
-from profiling_agent.data.reference import RECIPES, accuracy, distort, reference_dataset, reference_model, train
+from profiling_agent.data.reference import RECIPES, accuracy, augment, reference_dataset, reference_model, train
 from profiling_agent.lib.io import cached
 from profiling_agent.lib.logs import silent
 
@@ -68,8 +68,8 @@ def test_distortion_shifts_by_at_most_the_fraction_asked_for():
     images = torch.zeros(64, 1, 20, 20)
     images[:, :, 10, 10] = 1.0
     still = replace(RECIPES["vit"], shift=0.0, scale=0.0, rotation=0.0)
-    assert torch.allclose(distort(images, still, torch.Generator()), images, atol=1e-5)
-    moved = distort(images, replace(still, shift=0.1), torch.Generator().manual_seed(0))
+    assert torch.allclose(augment(images, still, torch.Generator()), images, atol=1e-5)
+    moved = augment(images, replace(still, shift=0.1), torch.Generator().manual_seed(0))
     rows, columns = moved.sum((1, 3)).argmax(1), moved.sum((1, 2)).argmax(1)
     assert (rows - 10).abs().max() == 2
     assert (columns - 10).abs().max() == 2

@@ -24,7 +24,7 @@ from transformers import PerceiverImageProcessorPil
 from profiling_agent.data.images import decode_rgb
 from profiling_agent.data.pixels import prepare
 from profiling_agent.errors import ArtifactError
-from profiling_agent.exporting.export import export, preprocessing_of
+from profiling_agent.exporting.export import export, infer_preprocessing
 from profiling_agent.runtimes.artifact import QuantizedLayer, write_card
 from profiling_agent.runtimes.registry import Source, runtime
 from profiling_agent.runtimes.torch_artifact import load, load_recipe, save_deployed, save_model
@@ -271,7 +271,7 @@ def test_a_processor_is_read_as_it_prepares(name: str):
     edge, settings, wanted = CASES[name]
     processor = getattr(hf, f"{name.removesuffix('Large')}ImageProcessorPil")(**settings)
 
-    read = preprocessing_of(processor, square(edge))
+    read = infer_preprocessing(processor, square(edge))
 
     assert read is not None
     assert {key: read[key] for key in wanted} == wanted
@@ -285,7 +285,7 @@ def test_what_is_no_resize_crop_and_scale_of_colors_has_no_numbers(name: str):
     # It crops before it resizes; images of one channel.
     spec = {"Perceiver": square(224), "ViT": InputSpec(channels=1, height=28, width=28, source="test")}[name]
 
-    assert preprocessing_of(getattr(hf, f"{name}ImageProcessorPil")(), spec) is None
+    assert infer_preprocessing(getattr(hf, f"{name}ImageProcessorPil")(), spec) is None
 
 
 def timm_source(family: str, folder: Path) -> Source:

@@ -1,4 +1,4 @@
-"""Agents on scripted jobs: acquisition, the input shape, and the limits of requests."""
+"""Agents on scripted jobs: acquisition, the input shape, and the allowlist of requests."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from transformers import ViTImageProcessorPil
 from profiling_agent import build_graph
 from profiling_agent.errors import PlanError, RequestError
 from profiling_agent.graph.nodes import choose_advisor, resolve_with
-from profiling_agent.graph.state import Limits, RunState, operators_limits
+from profiling_agent.graph.state import Allowlist, RunState, allowlist_from_env
 from profiling_agent.graphs.optimization import graph
 from profiling_agent.jobs.runner import jobs_in
 from profiling_agent.jobs.tasks import ResolveShapeTask
@@ -112,16 +112,16 @@ EVIL, OWN = "http://evil.example/v1", "http://gpu-box:8000/v1"
 
 
 @pytest.fixture
-def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
-    """Return the limits of a server whose working folder is `here`, and whose operator named `data` and an address."""
+def allowlist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Allowlist:
+    """Return the allowlist of a server whose working folder is `here`, and whose operator named `data` and an address."""
     for name in ("here", "data", "elsewhere"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
     named = {"PROFILING_AGENT_FOLDERS": str(tmp_path / "data"), "PROFILING_AGENT_ADDRESSES": f" {OWN}/ , http://b"}
-    return operators_limits(named)
+    return allowlist_from_env(named)
 
 
-def test_what_the_operator_named_is_allowed(limits: Limits, tmp_path: Path):
+def test_what_the_operator_named_is_allowed(allowlist: Allowlist, tmp_path: Path):
     (tmp_path / "here" / "model").mkdir()
     for asked in (
         Request(),
@@ -133,7 +133,7 @@ def test_what_the_operator_named_is_allowed(limits: Limits, tmp_path: Path):
         Request(base_url=f"{OWN}/"),
         Request(llm="recorded:here.jsonl"),
     ):
-        limits.check(asked)
+        allowlist.check(asked)
 
 
 OUTSIDE = (
@@ -144,7 +144,7 @@ OUTSIDE = (
 
 @pytest.mark.parametrize("field", ["output", "plan", "model", "dataset", "llm"])
 def test_files_outside_of_the_named_folders_are_refused_whether_they_are_there_or_not(
-    limits: Limits, tmp_path: Path, field: str
+    allowlist: Allowlist, tmp_path: Path, field: str
 ):
     (tmp_path / "elsewhere" / "plan.json").write_text("{}")
     (tmp_path / "here" / "link").symlink_to(tmp_path / "elsewhere")
@@ -152,7 +152,7 @@ def test_files_outside_of_the_named_folders_are_refused_whether_they_are_there_o
     for path in (*OUTSIDE, str(tmp_path / "elsewhere")):
         asked = Request.model_validate({field: f"recorded:{path}" if field == "llm" else path})
         with pytest.raises(RequestError, match=f"{field} is .* outside of the folders of this server") as refused:
-            limits.check(asked)
+            allowlist.check(asked)
         messages.add(str(refused.value).replace(repr(path), "PATH"))
     # One line, which tells none of what is there.
     assert len(messages) == 1
@@ -162,28 +162,28 @@ def test_files_outside_of_the_named_folders_are_refused_whether_they_are_there_o
 @pytest.mark.parametrize(
     "url", [EVIL, f"{OWN}x", "http://gpu-box:8000", "http://gpu-box:8000/v1/../v2", "https://gpu-box:8000/v1"]
 )
-def test_an_address_that_nobody_named_is_refused(limits: Limits, url: str):
+def test_an_address_that_nobody_named_is_refused(allowlist: Allowlist, url: str):
     with pytest.raises(RequestError, match="PROFILING_AGENT_ADDRESSES"):
-        limits.check(Request(base_url=url))
+        allowlist.check(Request(base_url=url))
     # The environment's are the operator's.
-    own = operators_limits({"OPENAI_BASE_URL": url, "OPENAI_API_BASE": "https://r.openai.azure.com/openai/v1/"})
+    own = allowlist_from_env({"OPENAI_BASE_URL": url, "OPENAI_API_BASE": "https://r.openai.azure.com/openai/v1/"})
     own.check(Request(base_url=url))
     own.check(Request(base_url="https://r.openai.azure.com/openai/v1"))
 
 
-def test_what_was_written_into_a_threads_state_is_held_to_the_same(limits: Limits):
+def test_what_was_written_into_a_threads_state_is_held_to_the_same(allowlist: Allowlist):
     source = ModelSource(name="/elsewhere/model", architecture="ViT", device="cpu", revision=None)
 
     with pytest.raises(RequestError, match="base_url is 'http://evil"):
-        limits.check(RunState(endpoint=Endpoint(model="m", base_url=EVIL)))
+        allowlist.check(RunState(endpoint=Endpoint(model="m", base_url=EVIL)))
     with pytest.raises(RequestError, match="model is '/elsewhere/model'"):
-        limits.check(RunState(acquired=Acquired.model_construct(source=source)))
+        allowlist.check(RunState(acquired=Acquired.model_construct(source=source)))
 
 
 def test_a_served_graph_makes_nothing_elsewhere_and_quotes_nothing_of_a_file_that_is_no_plan(
-    limits: Limits, tmp_path: Path
+    allowlist: Allowlist, tmp_path: Path
 ):
-    served = build_graph(InMemorySaver(), limits=limits)
+    served = build_graph(InMemorySaver(), allowlist=allowlist)
     thread = {"configurable": {"thread_id": "t"}}
 
     with pytest.raises(RequestError, match="operator"):
@@ -197,7 +197,9 @@ def test_a_served_graph_makes_nothing_elsewhere_and_quotes_nothing_of_a_file_tha
         assert "secret" not in str(refused.value)
 
 
-def test_the_graph_that_langgraph_json_names_has_its_operators_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_graph_that_langgraph_json_names_has_its_operators_allowlist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(RequestError, match="PROFILING_AGENT_FOLDERS"):

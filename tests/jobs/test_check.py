@@ -113,7 +113,7 @@ def test_an_export_that_fails_is_the_reason_of_each_deployment_that_reads_it(tmp
         jobs.run(check.LookTask(model=str(tmp_path / "model")))
         # Where the file would be written.
         (jobs.workspace.root / check.CHECK_FOLDER / "whole.onnx").mkdir()
-        rows = list(check.deployable(jobs, "whole", ["onnxruntime"]))
+        rows = list(check.check_deployments(jobs, "whole", ["onnxruntime"]))
 
     assert [row.deployment.scheme for row in rows] == ["float32", "dynamic", "static"]
     assert all(row.refused.startswith("export: ") for row in rows)

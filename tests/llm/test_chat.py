@@ -18,7 +18,7 @@ from sample_records import GOAL, evidence, profile
 from simulated_runs import NUM_ATTEMPTS, best_saving, loop
 
 from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestError
-from profiling_agent.llm.chat import Chat, Endpoint, check_endpoint, open_model, read_answer
+from profiling_agent.llm.chat import Chat, Endpoint, chat_client, check_endpoint, read_answer
 from profiling_agent.llm.transcript import FILE, Question, Recorded, Transcript, open_recording
 from profiling_agent.planning.allocation import allowed_kl
 from profiling_agent.planning.llm_planner import PlanAnswer
@@ -212,7 +212,7 @@ def test_the_key_is_in_the_header_and_in_no_file_when_a_server_quotes_it(
 ):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     with chat_server(in_turn(Said(content="is it sk-secret?"), error(401, "wrong key sk-secret"))) as server:
-        model = open_model(Endpoint(model="m", base_url=server.url), "sk-secret", timeout_s=9.0)
+        model = chat_client(Endpoint(model="m", base_url=server.url), "sk-secret", timeout_s=9.0)
         with pytest.raises(AdvisorError) as caught:
             chat_of(model, tmp_path).ask(QUESTION, Ratio)
         assert server.keys == ["Bearer sk-secret"] * 2
@@ -225,7 +225,7 @@ def test_a_redirect_takes_no_key_along(tmp_path: Path):
     with chat_server(in_turn(ANSWER)) as other:
         away = Said(status=307, body="", headers={"location": f"{other.url}/chat/completions"})
         with chat_server(in_turn(away)) as server:
-            model = open_model(Endpoint(model="m", base_url=server.url), "sk-secret", timeout_s=9.0)
+            model = chat_client(Endpoint(model="m", base_url=server.url), "sk-secret", timeout_s=9.0)
             chat_of(model, tmp_path).ask(QUESTION, Ratio)
     assert other.keys == [""]
 

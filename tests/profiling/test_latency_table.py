@@ -15,7 +15,7 @@ from sample_records import unit as made_unit
 from torch import nn
 
 from profiling_agent.lib.modules import random_batch
-from profiling_agent.profiling.profile import LatencyTable, WidthSamples, draw_table, time_units
+from profiling_agent.profiling.profile import LatencyTable, WidthSamples, fit_latency_table, time_units
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import UnitKind
 
@@ -31,14 +31,14 @@ FAMILIES = ("mobilenet_v2", "efficientnet", "regnet_y", "convnextv2", "resnet_ba
 def drawn(times, waited=0.0):
     """The table of one unit with these samples, or eight equal ones, of each width."""
     samples = {width: ms if isinstance(ms, list) else [ms] * 8 for width, ms in times.items()}
-    return draw_table([UNIT], {UNIT.name: WidthSamples(samples, waited)})
+    return fit_latency_table([UNIT], {UNIT.name: WidthSamples(samples, waited)})
 
 
 def test_the_median_of_a_widths_samples_counts():
     # By hand: 4 samples of 8 at 1000, 3 below, 1 far above; between the fourth and fifth it is 1000.
     samples: dict[int, float | list[float]] = {width: width * 1.0 for width in TIMED}
     samples[512] = [990.0, 999.0, 1000.0, 1000.0, 1000.0, 1000.0, 1001.0, 90000.0]
-    assert drawn(samples).of(UNIT) == 1000.0
+    assert drawn(samples).full_latency_ms(UNIT) == 1000.0
 
 
 def test_between_timed_widths_times_are_interpolated():
@@ -49,7 +49,7 @@ def test_between_timed_widths_times_are_interpolated():
 
     assert {between - 32, between + 32} <= set(TIMED)
     assert table.times[UNIT.name][between] == pytest.approx(middle)
-    assert table.saved(UNIT, between) == pytest.approx(512**2 - middle)
+    assert table.latency_saved_ms(UNIT, between) == pytest.approx(512**2 - middle)
     assert list(table.times[UNIT.name]) == [*widths, 512]
 
 
@@ -75,7 +75,7 @@ STAIRS = {512: 16.0, 480: 16.0, 416: 15.9, 384: 12.0, 320: 12.0, 288: 12.0, 224:
     [(480, 0.0), (448, 0.0), (416, 0.0), (384, 4.0), (352, 4.0), (256, 4.5), (128, 12.0)],
 )
 def test_widths_inside_a_plateau_save_exactly_nothing(keep, saved):
-    assert drawn(STAIRS).saved(UNIT, keep) == pytest.approx(saved)
+    assert drawn(STAIRS).latency_saved_ms(UNIT, keep) == pytest.approx(saved)
 
 
 @pytest.mark.parametrize(
@@ -88,36 +88,36 @@ def test_a_width_is_ruled_out_if_repeats_show_that_it_does_not_pay(num_enough, n
     samples = {width: [ms] * num_repeats for width, ms in STAIRS.items()}
     # At 15.75 ms it would save a quarter of its share.
     samples[480] = [15.75] * num_enough + [16.5] * (num_repeats - num_enough)
-    assert drawn(samples).saved(UNIT, 480) == saved
+    assert drawn(samples).latency_saved_ms(UNIT, 480) == saved
 
 
 def test_widths_are_compared_within_a_repeat():
     slow, fast = 16.4, 15.6
     samples: dict[int, float | list[float]] = {width: width / 32.0 for width in TIMED}
     samples[512], samples[480] = [slow, fast] * 4, [slow, fast] * 4
-    assert drawn(samples).saved(UNIT, 480) == 0.0
+    assert drawn(samples).latency_saved_ms(UNIT, 480) == 0.0
 
     # The same times, but whenever the one was slow the other was fast: in half of the repeats it saved 0.8 ms.
     samples[480] = [fast, slow] * 4
     # Both take 16 ms: a quarter of a sixteenth is 0.25.
-    assert drawn(samples).saved(UNIT, 480) == 0.25
+    assert drawn(samples).latency_saved_ms(UNIT, 480) == 0.25
 
 
 def test_a_width_of_which_nothing_is_shown_saves_at_least_what_pays():
     # Of 16 ms, half the width is to bring 2 and brings 1, three quarters are to bring 3 and bring 5.
     table = LatencyTable(times={UNIT.name: {512: 16.0, 256: 15.0, 128: 11.0}})
-    assert [table.saved(UNIT, keep) for keep in (256, 128)] == [2.0, 5.0]
+    assert [table.latency_saved_ms(UNIT, keep) for keep in (256, 128)] == [2.0, 5.0]
     ruled_out = table.model_copy(update={"ruled_out": {UNIT.name: frozenset({256})}})
-    assert [ruled_out.saved(UNIT, keep) for keep in (256, 128)] == [0.0, 5.0]
+    assert [ruled_out.latency_saved_ms(UNIT, keep) for keep in (256, 128)] == [0.0, 5.0]
     # A unit that was not timed has no times.
-    assert (table.of(made_unit(1)), table.saved(made_unit(1), 256)) == (None, None)
+    assert (table.full_latency_ms(made_unit(1)), table.latency_saved_ms(made_unit(1), 256)) == (None, None)
 
 
 @pytest.mark.parametrize(("waited", "saved"), [(0.1, 0.0), (0.11, 0.25)])
 def test_if_most_calls_waited_for_a_core_nothing_is_ruled_out(waited, saved):
     # All widths take 16 ms, as if each of them waits for the scheduler; a quarter of a sixteenth is 0.25.
     table = drawn(dict.fromkeys(TIMED, 16.0), waited=waited)
-    assert table.saved(UNIT, 480) == saved
+    assert table.latency_saved_ms(UNIT, 480) == saved
     assert (UNIT.name in table.unsteady) == (waited > 0.1)
     assert LatencyTable.model_validate_json(table.model_dump_json()) == table
 
@@ -128,7 +128,7 @@ def test_samples_that_spread_are_unsteady_and_rule_out_all_the_same():
     assert WidthSamples(samples).spread == pytest.approx(0.2557, abs=1e-4)
     table = drawn(samples)
     # Whatever slowed each repeat slowed all widths: none was faster in any.
-    assert {table.saved(UNIT, keep) for keep in aligned_widths(512, 32)} == {0.0}
+    assert {table.latency_saved_ms(UNIT, keep) for keep in aligned_widths(512, 32)} == {0.0}
     assert UNIT.name in table.unsteady
     # By hand: quartiles 98 and 102 of a median of 100, 0.93 * 4 / (sqrt(8) * 100) is 0.013.
     little = WidthSamples({width: [98.0] * 3 + [100.0] * 2 + [102.0] * 3 for width in TIMED}, waited=0.09)
@@ -152,7 +152,7 @@ from profiling_agent.pruning.widths import aligned_widths
 model = zoo.vit(num_hidden_layers=1, intermediate_size=64)
 unit = next(unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind == "mlp")
 table = time_units(model, [unit], random_batch(zoo.SPEC, 4))
-print(json.dumps({keep: table.saved(unit, keep) for keep in aligned_widths(unit.width, unit.step)}))
+print(json.dumps({keep: table.latency_saved_ms(unit, keep) for keep in aligned_widths(unit.width, unit.step)}))
 """
 
 
@@ -191,7 +191,7 @@ def test_every_unit_of_a_family_is_timed_at_every_width_and_the_model_is_left_as
         assert list(times) == [*aligned_widths(unit.width, unit.step), unit.width]
         assert all(math.isfinite(ms) and ms > 0 for ms in times.values())
         assert all(narrow <= wide for narrow, wide in pairwise(times.values()))
-        assert table.of(unit) == times[unit.width]
+        assert table.full_latency_ms(unit) == times[unit.width]
     assert time_units(model, [], BATCH).times == {}
 
 

@@ -6,7 +6,7 @@ from torch.func import functional_call
 from zoo import logits, units_of
 
 from profiling_agent.lib.modules import following_norms, has_bias, random_batch
-from profiling_agent.profiling.evidence import fold, overlay
+from profiling_agent.profiling.evidence import fold, simulated_cut_state
 from profiling_agent.pruning.compensation import compensate_units_
 from profiling_agent.pruning.criteria import gather_moments
 from profiling_agent.pruning.prune import prune_model
@@ -40,7 +40,7 @@ def folded_and_cut(model, unit, norms):
             held.bias.add_(folded.shift)
         elif norm is not None:
             pruned.get_submodule(norm).running_mean.sub_(folded.shift)
-        laid = overlay(model, unit, folded, norm)
+        laid = simulated_cut_state(model, unit, folded, norm)
         return functional_call(model, laid, (), {"pixel_values": IMAGES}).logits, logits(pruned, IMAGES)
 
 
@@ -72,7 +72,7 @@ def test_a_fold_by_the_moments_is_the_fold_that_a_prune_gets(family):
     with torch.no_grad():
         compensate_units_(model, pruned, [cut], {unit.name: kept}, lambda: [IMAGES])
         folded = fold(model, unit, moments, kept, shifts=True)
-        laid = overlay(model, unit, folded, norms.get(unit.consumer))
+        laid = simulated_cut_state(model, unit, folded, norms.get(unit.consumer))
         found = functional_call(model, laid, (), {"pixel_values": IMAGES}).logits
 
     expected, dense = logits(pruned, IMAGES), logits(model, IMAGES)

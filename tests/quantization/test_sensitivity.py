@@ -24,8 +24,8 @@ from profiling_agent.quantization.quantize import (
     fold_norms_,
     judged_logits,
     mark_float_layers,
-    measure_costs,
     measure_layers,
+    measure_quantization_sensitivity,
     output_means,
     quantize_model,
 )
@@ -35,9 +35,9 @@ from profiling_agent.schemas import LayerCost
 def test_single_layers_are_measured_only_if_all_of_them_cost_something():
     model = zoo.resnet()
     with pytest.raises(QuantizationError, match="none were given"):
-        measure_costs(model, [], "dynamic")
+        measure_quantization_sensitivity(model, [], "dynamic")
 
-    kl, rows, num_images = measure_costs(model, IMAGES.split(5), "static")
+    kl, rows, num_images = measure_quantization_sensitivity(model, IMAGES.split(5), "static")
     assert (rows, num_images) == ((), 16)
     assert 0 <= kl < 1e-3
 
@@ -49,7 +49,7 @@ def test_single_layers_are_measured_only_if_all_of_them_cost_something():
         last.weight.mul_(scale)
         last.bias.sub_(logits.mean(0)).mul_(scale)
 
-    kl, rows, num_images = measure_costs(model, IMAGES.split(5), "static")
+    kl, rows, num_images = measure_quantization_sensitivity(model, IMAGES.split(5), "static")
     assert (len(rows), num_images) == (16, 16)
     assert kl > 5e-3
 
@@ -65,7 +65,7 @@ def test_the_layer_that_was_made_fragile_costs_most_and_is_kept():
         fragile.weight[:, 0] = 300.0
         model.classifier.weight.mul_(10)
 
-    _, rows, _ = measure_costs(model, [IMAGES], "dynamic", {"vit.layers.1.attention.o_proj": 0.02})
+    _, rows, _ = measure_quantization_sensitivity(model, [IMAGES], "dynamic", {"vit.layers.1.attention.o_proj": 0.02})
 
     worst = max(rows, key=lambda row: row.kl)
     assert worst.layer == "vit.layers.1.attention.o_proj"

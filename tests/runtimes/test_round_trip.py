@@ -24,10 +24,10 @@ from profiling_agent.quantization.quantize import Quantized, quantize_model
 from profiling_agent.runtimes.artifact import model_bytes, open_session, write_artifact
 from profiling_agent.runtimes.registry import noise_batch, runtime
 from profiling_agent.runtimes.torch_artifact import (
+    load_dequantized,
     load_module,
     load_processor,
     load_recipe,
-    load_skeleton,
     read_source,
     save_model,
 )
@@ -135,7 +135,7 @@ def test_static_layers_and_folded_norms_come_back_bit_by_bit_and_a_skeleton_has_
     folder = save(made.model, tmp_path / "model", folded=made.folded)
 
     loaded, tensors = load_module(folder), load_file(folder / "weights.safetensors")
-    skeleton = load_skeleton(folder)
+    skeleton = load_dequantized(folder)
 
     assert torch.equal(say(loaded), say(made.model))
     assert load_recipe(folder).folded == made.folded
@@ -151,7 +151,7 @@ def test_static_layers_and_folded_norms_come_back_bit_by_bit_and_a_skeleton_has_
 def test_the_skeleton_of_a_pruned_and_quantized_model_is_plain_float32(tmp_path: Path):
     small, cuts = pruned(zoo.vit(), 0.5)
 
-    skeleton = load_skeleton(save(quantize_model(small, [EVERYTHING]).model, tmp_path / "model", cuts))
+    skeleton = load_dequantized(save(quantize_model(small, [EVERYTHING]).model, tmp_path / "model", cuts))
 
     assert {name: tensor.shape for name, tensor in skeleton.state_dict().items()} == {
         name: tensor.shape for name, tensor in small.state_dict().items()
@@ -216,7 +216,7 @@ def test_a_model_in_half_precision_as_a_whole_opens_answers_and_is_counted(famil
     # What a model in eval mode keeps of float32 (LeViT its attention biases), training mode lets go.
     half = model.to(torch.bfloat16).train().eval()
     save_model(half, tmp_path / "model", spec=spec, processor=processor_of(spec), base_model="tiny")
-    loaded, skeleton = load_module(tmp_path / "model"), load_skeleton(tmp_path / "model")
+    loaded, skeleton = load_module(tmp_path / "model"), load_dequantized(tmp_path / "model")
 
     assert floating_dtype(loaded) is torch.bfloat16
     # Eight significant bits, through all layers of a network of random weights.

@@ -94,7 +94,7 @@ def searched(lost: int, gained: int, num_images: int = 1000) -> Evaluation:
 
 
 @pytest.mark.parametrize(
-    ("seen_in_search", "lost_every", "bias", "keeps", "together"),
+    ("seen_in_search", "lost_every", "bias", "keeps", "pooled"),
     [
         # One net of 2,000, and 12 of 1,024: 1.17 points there, 0.43 together.
         ((41, 40, 2000), 86, 0.0, True, 13 / 3024),
@@ -109,11 +109,11 @@ def searched(lost: int, gained: int, num_images: int = 1000) -> Evaluation:
     ],
 )
 def test_where_held_out_images_are_undecided_the_search_images_decide_with_them(
-    seen_in_search: tuple[int, int, int], lost_every: int, bias: float, keeps: bool, together: float, tmp_path: Path
+    seen_in_search: tuple[int, int, int], lost_every: int, bias: float, keeps: bool, pooled: float, tmp_path: Path
 ):
     tester, _ = evaluator(tmp_path, 1024, every(lost_every))
     tested = run_heldout_test(tester, searched(*seen_in_search), bias=bias)
-    assert (tested.keeps_accuracy, tested.together) == (keeps, pytest.approx(together))
+    assert (tested.keeps_accuracy, tested.pooled) == (keeps, pytest.approx(pooled))
 
 
 def test_the_best_of_several_measured_drops_is_too_good_to_be_true():

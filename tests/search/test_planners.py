@@ -304,9 +304,11 @@ def test_what_fails_before_it_is_deployed_says_something_of_every_deployment_but
         update={"deployment_search": schemas.DeploymentSearch(options=(), chosen=leading)}
     )
 
-    assert seen.is_as_leading(hopeless)
-    assert not seen.is_as_leading(hopeless.model_copy(update={"is_undeployable": True}))
-    assert not seen.is_as_leading(hopeless.model_copy(update={"deployment": Deployment(scheme="dynamic")}))
+    assert seen.applies_to_chosen_deployment(hopeless)
+    assert not seen.applies_to_chosen_deployment(hopeless.model_copy(update={"is_undeployable": True}))
+    assert not seen.applies_to_chosen_deployment(
+        hopeless.model_copy(update={"deployment": Deployment(scheme="dynamic")})
+    )
     choice = propose(GOAL, FOUND, seen, max_iterations=5)
     assert isinstance(choice, Plan)
     assert saving_in(choice) < 0.3

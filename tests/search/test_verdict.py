@@ -17,7 +17,7 @@ from profiling_agent.schemas import DeploymentOption, Evaluation, Goal, Journal,
 from profiling_agent.schemas.plan import Scheme
 from profiling_agent.search.deployments import ASKED_SCHEMES, DeploymentChoices, keep_layers_in_float
 from profiling_agent.search.selection import candidate_of, judge, may_be_returned, preference, ranked
-from profiling_agent.search.verdict import Facts, decide_verdict, is_out_of_reach
+from profiling_agent.search.verdict import VerdictInputs, decide_verdict, is_out_of_reach
 
 PAPER = GOAL.model_copy(update={"selection": "paper"})
 LENIENT = GOAL.model_copy(update={"max_accuracy_drop": 0.015})
@@ -141,10 +141,10 @@ def raced(speedup: float, low: float, high: float) -> dict[str, Any]:
     return {"race": race(race_result("best", speedup, low, high)), "model": ref("best")}
 
 
-GOOD = Facts(drop=drop(5, 3, 8000), size_ratio=0.3, **raced(1.5, 1.4, 1.6))
+GOOD = VerdictInputs(drop=drop(5, 3, 8000), size_ratio=0.3, **raced(1.5, 1.4, 1.6))
 
 
-def but(**changes: Any) -> Facts:
+def but(**changes: Any) -> VerdictInputs:
     return GOOD.model_copy(update=changes)
 
 
@@ -158,13 +158,13 @@ def but(**changes: Any) -> Facts:
         (but(drop=drop(200, 10, 8000)), Outcome.NEAREST_MISS, False, "accuracy"),
         (but(size_ratio=0.9, **raced(0.97, 0.94, 1.01)), Outcome.NEAREST_MISS, False, "size"),
         # Refused on the held-out images.
-        (Facts(size_ratio=1.0, refused="it lost too much there"), Outcome.NEAREST_MISS, False, "accuracy"),
+        (VerdictInputs(size_ratio=1.0, refused="it lost too much there"), Outcome.NEAREST_MISS, False, "accuracy"),
         # The baseline misses a contract that asks for less size.
-        (Facts(size_ratio=1.0), Outcome.NEAREST_MISS, False, "size"),
+        (VerdictInputs(size_ratio=1.0), Outcome.NEAREST_MISS, False, "size"),
     ],
 )
 def test_a_contract_is_met_and_certified_by_its_bounds_or_missed_by_the_term_that_binds(
-    facts: Facts, outcome: Outcome, certified: bool, binding: str | None
+    facts: VerdictInputs, outcome: Outcome, certified: bool, binding: str | None
 ):
     verdict = decide_verdict(facts, GOAL)
 
@@ -175,8 +175,8 @@ def test_a_contract_is_met_and_certified_by_its_bounds_or_missed_by_the_term_tha
 
 
 @pytest.mark.parametrize("facts", [GOOD, but(size_ratio=0.9)])
-def test_a_baseline_in_doubt_leaves_every_verdict_unproven_in_its_first_line(facts: Facts):
-    verdict = decide_verdict(facts.model_copy(update={"doubt": "the baseline guesses"}), GOAL)
+def test_a_baseline_in_doubt_leaves_every_verdict_unproven_in_its_first_line(facts: VerdictInputs):
+    verdict = decide_verdict(facts.model_copy(update={"label_problem": "the baseline guesses"}), GOAL)
 
     assert not verdict.certified
     assert verdict.explanation.startswith("unproven: the baseline guesses; ")
