@@ -88,6 +88,11 @@ class Recipe(Record):
     def _without_path(cls, name: str, info: ValidationInfo) -> str:
         return name if info.data.get("base_revision") else Path(name).name or name
 
+    @field_validator("config")
+    @classmethod
+    def _without_source(cls, config: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in config.items() if name != "_name_or_path"}
+
     @field_validator("files")
     @classmethod
     def _plain_files(cls, files: dict[str, str]) -> dict[str, str]:

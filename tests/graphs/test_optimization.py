@@ -133,7 +133,7 @@ def test_labels_taken_by_their_places_against_what_the_model_answers_are_refused
     asked = World(model, data).request(tmp_path / "runs", num_samples=300)
 
     with pytest.raises(
-        AcquisitionError, match=r"answers 0% of the images right .* and 100% with 'red' as 'LABEL_1' and not 'LABEL_0'"
+        AcquisitionError, match=r"answers 0% of the images right .* and 100% with others, such as 'red' as 'LABEL_1'"
     ):
         optimize(asked)
 
