@@ -13,10 +13,16 @@ from profiling_agent.lib.logs import Progress, raise_if_stopped, silent
 
 # One lock per machine, as several machines may share the folder: by the id of this boot, which the machine's containers share.
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-try:
-    MACHINE = BOOT.read_text(encoding="utf-8")[:8]
-except OSError:
-    MACHINE = re.sub(r"[^A-Za-z0-9.-]", "-", platform.node())[:60]
+
+
+def _machine_id() -> str:
+    try:
+        return BOOT.read_text(encoding="utf-8")[:8]
+    except OSError:
+        return re.sub(r"[^A-Za-z0-9.-]", "-", platform.node())[:60]
+
+
+MACHINE = _machine_id()
 LOCK, HOLDER = f"machine-{MACHINE}.lock", f"machine-{MACHINE}.txt"
 
 
