@@ -62,8 +62,18 @@ OLD_NAMES = {
 }
 
 
-def current_names(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _check_reason(value: str | None) -> str | None:
+    if value is not None and (not value.strip() or not value.isprintable()):
+        raise ValueError("a reason of one printable line is needed, which the report prints")
+    return value
+
+
+def current_names(options: dict[str, Any], *, are_flags: bool = False) -> tuple[dict[str, Any], list[str]]:
     """Return a request's fields by their current names, and a line of advice for each old name."""
+
+    def spell(name: str) -> str:
+        return f"--{name.replace('_', '-')}" if are_flags else name
+
     fields = {name: value for name, value in options.items() if name not in OLD_NAMES}
     lines: list[str] = []
     for old in [name for name in OLD_NAMES if name in options]:
@@ -72,10 +82,10 @@ def current_names(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             # 0.1.0's auto needed only a key in the environment.
             value = {"rules": "none", "auto": "openai" if options.get("base_url") else "none"}.get(value, value)
         if new is None:
-            lines.append(f"{old} has no effect any more: llm_tokens is the budget")
+            lines.append(f"{spell(old)} has no effect any more: {spell('llm_tokens')} is the budget")
         else:
             fields[new] = value
-            lines.append(f"{old} is now {new}: write {new}={value}")
+            lines.append(f"{spell(old)} is now {spell(new)}: write {spell(new)}{' ' if are_flags else '='}{value}")
     if 0 in (options.get("advisor_tokens"), options.get("advisor_requests")):
         fields = {name: value for name, value in fields.items() if name != "llm_tokens"} | {"llm": "none"}
     return fields, lines
@@ -141,8 +151,8 @@ class Request(BaseModel):
     num_samples: int | None = Field(
         default=None, ge=50, le=1_000_000, description="images to search on; default: half, at most 2000"
     )
-    fresh_ledger: str | None = Field(
-        default=None, min_length=3, max_length=300, description="why earlier tests on held-out images don't count"
+    fresh_ledger: Annotated[str | None, AfterValidator(_check_reason)] = Field(
+        default=None, max_length=300, description="why earlier tests on held-out images don't count"
     )
     num_sessions: int = Field(default=NUM_SESSIONS, ge=2, le=100, description="starts of each model; fewer prove less")
     effort: Literal["quick", "default", "thorough"] = Field(
@@ -197,7 +207,7 @@ class Request(BaseModel):
     @model_validator(mode="after")
     def _check_contradictions(self) -> Self:
         # A request is stored before base_url is used, and errors of a whole model quote no value.
-        if self.base_url is not None and re.search(r"[@?#]", self.base_url):
+        if self.base_url is not None and re.search(r"^[^/]*//[^/]*@|[?#]", self.base_url):
             raise ValueError(
                 "base_url holds more than an address (a user, a password, a query): put the key into OPENAI_API_KEY instead"
             )

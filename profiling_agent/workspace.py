@@ -24,7 +24,7 @@ from profiling_agent.request import Request, without_retired
 from profiling_agent.schemas import ArtifactRef, Record
 
 # Of a run folder with its checkpoints, and of report.json.
-RUN_VERSION, REPORT_VERSION = 7, 6
+RUN_VERSION, REPORT_VERSION = 8, 6
 # The file that marks a run folder.
 MANIFEST = "request.json"
 LOCK, HOLDER = "run.lock", "holder.txt"
@@ -83,13 +83,16 @@ class Workspace:
         return self.root / ref.path
 
     def lock(self) -> FileLock:
-        """Lock the run for this process until release or exit; RunError if it is taken."""
+        """Lock the run for this process until release or exit; RunError if it is taken or can't be locked."""
         lock = FileLock(self.root / LOCK, thread_local=False)
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
             holder = io.read_holder(self.root / HOLDER)
             raise RunError(f"run {self.root.name!r} is in use by {holder}: wait for it, or end it") from error
+        except OSError as error:
+            problem = f"run folder {str(self.root)!r} can't be locked ({error.strerror})"
+            raise RunError(f"{problem}: take it over, or copy it") from error
         io.note_holder(self.root / HOLDER, "another process")
         return lock
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 23469, "tests": 23452, "benchmarks": 5897}
+MAX_LINES = {"profiling_agent graphs": 23507, "tests": 23469, "benchmarks": 5897}
 MAX_MODULES = 108
 
 

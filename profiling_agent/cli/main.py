@@ -224,7 +224,11 @@ def sweep(
         requests = read_sweep(file, str(root))
         check_matches(requests, display.stage("models and data"))
         rows = optimize_many(requests, display.show, ray_address=address)
-    terminal.print_result(rows, lambda: sweep_table(rows), is_json=json_)
+    # Of each report what is compared.
+    compared = {"verdict": True, "baseline": True, "best": True, "heldout": {"drop"}, "environment": True}
+    include = {"request": True, "failure": True, "report": compared}
+    document = [row.model_dump(mode="json", include=include) for row in rows]
+    terminal.print_result(document, lambda: sweep_table(rows), is_json=json_)
     if not json_:
         terminal.print_line(str(root / PAGE))
     is_met = all(row.report is not None and row.report.verdict.outcome == "MET" for row in rows)

@@ -173,7 +173,7 @@ def takes_request(*fields: str) -> Callable[[Callable[..., None]], Callable[...,
         def wrapper(**values: Any) -> None:
             known = Request.model_fields.keys() | OLD_NAMES.keys()
             given = {name: value for name, value in values.items() if name in known and value is not None}
-            current, lines = current_names(given)
+            current, lines = current_names(given, are_flags=True)
             for line in lines:
                 print_line(line, errors)
             command(Request.model_validate(current), **{each.name: values[each.name] for each in own})

@@ -12,7 +12,7 @@ import operator
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, closing, suppress
 from types import FunctionType
 from typing import Any, Self, cast
@@ -20,6 +20,7 @@ from typing import Any, Self, cast
 from langchain_core.runnables.config import RunnableConfig, ensure_config
 from langgraph.graph.state import CompiledStateGraph
 from langgraph.runtime import Runtime
+from langgraph.types import Command, StateUpdate
 from pydantic import Field, ValidationError
 
 from profiling_agent.errors import FieldError, RequestError, RunError
@@ -30,7 +31,7 @@ from profiling_agent.lib.io import first_problem
 from profiling_agent.lib.logs import raise_if_stopped
 from profiling_agent.llm.chat import Chat, chat_client, name_of
 from profiling_agent.llm.transcript import FILE, LanguageModel, Recorded, Transcript, open_recording
-from profiling_agent.request import RUN_ID, Request
+from profiling_agent.request import RUN_ID, Request, unknown_field
 from profiling_agent.schemas import Record
 from profiling_agent.search.deadline import EFFORTS, search_deadline
 from profiling_agent.search.deployments import deployment_choices
@@ -323,13 +324,21 @@ def run_agent(agent: Callable[[Any, Run], Update], state: Request, *, runtime: R
 
 def _checked_input(value: Any) -> Any:
     """Return an input with its terms in canonical form; raises FieldError for an unknown or impossible one."""
-    if not isinstance(value, dict):
-        return value
-    try:
-        # Only the given terms: a thread keeps its other ones.
-        return Request.model_validate(value).model_dump(exclude_unset=True)
-    except ValidationError as error:
-        raise FieldError(first_problem(error)) from error
+    if isinstance(value, dict):
+        try:
+            # Only the given terms: a thread keeps its other ones.
+            return Request.model_validate(value).model_dump(exclude_unset=True)
+        except ValidationError as error:
+            raise FieldError(first_problem(error)) from error
+    if isinstance(value, Command):
+        _check_fields(dict(value.update) if isinstance(value.update, list) else value.update)
+    return value
+
+
+def _check_fields(*updates: Any) -> None:
+    for update in updates:
+        if isinstance(update, dict) and (problem := unknown_field(update, RunState.model_fields)):
+            raise FieldError(problem)
 
 
 class CheckedGraph(CompiledStateGraph[RunState, Any, Request, RunResult]):
@@ -368,3 +377,15 @@ class CheckedGraph(CompiledStateGraph[RunState, Any, Request, RunResult]):
         async with aclosing(parts), run:
             async for part in parts:
                 yield part
+
+    def bulk_update_state(self, config: RunnableConfig, supersteps: Sequence[Sequence[StateUpdate]]) -> RunnableConfig:
+        """Update the state; raises FieldError for a field that the state doesn't have."""
+        _check_fields(*(update.values for step in supersteps for update in step))
+        return super().bulk_update_state(config, supersteps)
+
+    async def abulk_update_state(
+        self, config: RunnableConfig, supersteps: Sequence[Sequence[StateUpdate]]
+    ) -> RunnableConfig:
+        """Update the state as `bulk_update_state` does."""
+        _check_fields(*(update.values for step in supersteps for update in step))
+        return await super().abulk_update_state(config, supersteps)

@@ -209,13 +209,13 @@ def test_an_old_run_is_refused_in_one_line_that_names_the_versions(old: Path, tm
     before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
 
     # Saved models, run folders and reports count their versions for themselves.
-    version = {"export": 3, "resume": 7, "approve": 7}.get(verb, 6)
+    version = {"export": 3, "resume": 8, "approve": 8}.get(verb, 6)
     message = f"with schema version 1, this version reads {version}"
     assert is_refused(call(verb, old, *options), message)
     assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
     if verb == "show":
         (old / "report.json").unlink()
-        assert is_refused(call("show", old), "with schema version 1, this version reads 7")
+        assert is_refused(call("show", old), "with schema version 1, this version reads 8")
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from conftest import World
 from interrupted import held_locks
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, StateGraph
+from langgraph.types import Command
 
 from profiling_agent import build_graph
 from profiling_agent.errors import PlanError, RequestError, RunError
@@ -68,6 +69,21 @@ def test_a_graph_whose_node_calls_this_one_passes_its_checkpointer_on(saver: Any
     outer.add_node("calls", calls)
     outer.add_edge(START, "calls")
     outer.compile(checkpointer=saver).invoke({"a": 1}, {"configurable": {"thread_id": "t"}})
+
+
+def test_an_update_of_an_unknown_field_is_refused():
+    graph, thread = build_graph(InMemorySaver()), {"configurable": {"thread_id": "t"}}
+
+    with pytest.raises(RequestError, match=MESSAGE):
+        graph.update_state(thread, {"max_acuracy_drop": 0.2}, as_node="profiling")
+    with pytest.raises(RequestError, match=MESSAGE):
+        asyncio.run(graph.aupdate_state(thread, {"max_acuracy_drop": 0.2}, as_node="profiling"))
+    for update in ({"max_acuracy_drop": 0.2}, [("max_acuracy_drop", 0.2)]):
+        with pytest.raises(RequestError, match=MESSAGE):
+            graph.invoke(Command(update=update), thread)
+    graph.update_state(thread, {"max_accuracy_drop": 0.2, "run_dir": "runs/t"}, as_node="profiling")
+
+    assert graph.get_state(thread).values["max_accuracy_drop"] == 0.2
 
 
 def as_terms(request: Any) -> dict[str, Any]:
