@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from profiling_agent.api import approve, optimize, pending, resume
     from profiling_agent.exporting.pick import pick
     from profiling_agent.exporting.push import push
-    from profiling_agent.graphs.optimization import build_graph
+    from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
     from profiling_agent.request import Request
     from profiling_agent.runtimes.torch_artifact import load
     from profiling_agent.schemas import Approval, ApprovalQuestion, Goal, Plan

@@ -13,7 +13,7 @@ from profiling_agent.errors import ApprovalPendingError, RequestError, RunError
 from profiling_agent.graph.checkpoints import open_saver
 from profiling_agent.graph.nodes import pending_question, resume_command
 from profiling_agent.graph.run import ProgressEvent, Run
-from profiling_agent.graphs.optimization import build_graph
+from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.lib.io import FileRefusedError, expanded, inside, resolved
 from profiling_agent.lib.logs import interruptible
 from profiling_agent.lib.machine import environment

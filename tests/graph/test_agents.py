@@ -16,7 +16,7 @@ from profiling_agent import build_graph
 from profiling_agent.errors import PlanError, RequestError
 from profiling_agent.graph.nodes import choose_advisor, resolve_with
 from profiling_agent.graph.state import Allowlist, RunState, allowlist_from_env
-from profiling_agent.graphs.optimization import graph
+from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.jobs.runner import jobs_in
 from profiling_agent.jobs.tasks import ResolveShapeTask
 from profiling_agent.llm.chat import Endpoint

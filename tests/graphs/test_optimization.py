@@ -25,7 +25,7 @@ from profiling_agent.graph.checkpoints import RunSaver, open_saver
 from profiling_agent.graph.nodes import deployment_search
 from profiling_agent.graph.run import Run
 from profiling_agent.graph.state import RunState
-from profiling_agent.graphs.optimization import graph
+from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.lib.modules import random_batch
 from profiling_agent.planning.rules import analyse
 from profiling_agent.reporting.report import RunReport

@@ -17,7 +17,7 @@ from simulated_runs import best_saving, loop
 from profiling_agent.planning.allocation import dry_run, guard, saved_share
 from profiling_agent.planning.llm_planner import NextAnswer, PlanAnswer, plan_question
 from profiling_agent.planning.rules import analyse
-from profiling_agent.prompts import render
+from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import Deployment, DeploymentSearch, Goal, Journal, ModelProfile
 from profiling_agent.search.deployments import PROMISE

@@ -12,7 +12,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient, WebSocketDenialResponse
 from starlette.websockets import WebSocket
 
-from profiling_agent.graphs.server import DoorMiddleware, build_app
+from profiling_agent.graphs.server import DoorMiddleware, build_app  # pyright: ignore[reportMissingImports] - mapped on install
 
 HERE = "http://127.0.0.1:2024"
 FOREIGN = ("http://evil.example", "https://smith.langchain.com.evil.example", "http://localhost.evil.example", "null")
