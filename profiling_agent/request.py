@@ -179,7 +179,7 @@ class Request(BaseModel):
     )
     base_url: str | None = Field(default=None, max_length=500, description="address of an OpenAI-compatible server")
     planner: Literal["hybrid", "llm", "rules"] = Field(
-        default="hybrid", description="hybrid: next to the rules; llm: the LLM alone, as in the paper"
+        default="hybrid", description="hybrid: next to the rules; llm: only the LLM, as in the paper"
     )
     llm_tokens: int = Field(default=500_000, ge=1, le=10**9, description="tokens that a run may read and write")
     llm_timeout_s: float = Field(default=120.0, gt=0, le=3600, description="seconds for a request and its repairs")

@@ -136,7 +136,7 @@ RunArgument = Annotated[Path, typer.Argument(parser=run_folder, metavar="RUN", h
 AddressOption = Annotated[
     str | None, typer.Option(metavar="ADDRESS", help="the LLM's address, which may have your key")
 ]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="the verdict alone, in one line")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="only the verdict, in one line")]
 EventsOption = Annotated[bool, typer.Option("--json", help="a JSON line for each event, the verdict last")]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 

@@ -205,14 +205,14 @@ class Jobs:
 
     def _carry_out(self, key: str, task: Task[Any], process: Child[Message]) -> None:
         shutil.rmtree(self.workspace.jobs / key, ignore_errors=True)
-        order = JobRequest(
+        request = JobRequest(
             root=str(self.workspace.root.resolve()),
             key=key,
             record=f"{type(task).__module__}:{type(task).__qualname__}",
             task=task.model_dump(mode="json"),
             given={name: tuple(map(job_key, needs)) for name, needs in task.needs(self.path).items()},
         )
-        process.send(order)
+        process.send(request)
         limit_s = min(task.limit_s(self.pass_s), self.max_limit_s)
         deadline = time.monotonic() + limit_s
         while (message := process.receive(deadline, f"took longer than {limit_s:.0f} s")).kind == "progress":
@@ -233,7 +233,7 @@ class Jobs:
         if (free := self._available_bytes()) < needed:
             raise RunError(
                 f"{free / 2**30:.1f} GiB of memory are free, and a job on this model takes {needed / 2**30:.1f} at least: end other "
-                "programs and resume, or start anew with a lower batch_size"
+                "programs and resume, or start a new run with a lower batch_size"
             )
 
     @contextmanager

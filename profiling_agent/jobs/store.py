@@ -55,7 +55,7 @@ TIMESHEET_FILE = "timesheet.jsonl"
 
 
 class Entry(Record):
-    """One job: its key, seconds from order to end (start of the process included), and the run's seconds up to its end."""
+    """One job: its key, seconds from request to end (start of the process included), and the run's seconds up to its end."""
 
     key: str
     seconds: float

@@ -1,4 +1,4 @@
-"""Worker: does jobs in a child process, one order after another, until its parent exits."""
+"""Worker: does jobs in a child process, one request after another, until its parent exits."""
 
 import errno
 import sys
@@ -18,7 +18,7 @@ from profiling_agent.workspace import storage_error
 
 
 def serve(parent: Parent) -> None:
-    """Serve orders until the parent exits; never returns."""
+    """Serve requests until the parent exits; never returns."""
     # Warnings go to the worker's log, not to the user's screen.
     warnings.simplefilter("default")
     kept, last_kind = dict[str, Any](), None
@@ -27,10 +27,10 @@ def serve(parent: Parent) -> None:
         parent.send(Message(kind="progress", text=message, done=done, total=total))
 
     while True:
-        order, reply = parent.receive(JobRequest), Message(kind="done")
-        root, final = Path(order.root), f"jobs/{order.key}"
+        request, reply = parent.receive(JobRequest), Message(kind="done")
+        root, final = Path(request.root), f"jobs/{request.key}"
         try:
-            task: Task[Any] = resolve_name(order.record).model_validate(order.task)
+            task: Task[Any] = resolve_name(request.record).model_validate(request.task)
             if type(task) is not last_kind:
                 # Drop what the last kind of job kept: an opened model, say, would take memory from this one.
                 kept, last_kind = {}, type(task)
@@ -47,7 +47,7 @@ def serve(parent: Parent) -> None:
                     # After each stream of parquet it sleeps five seconds, in case Python shuts down under Arrow's threads
                     # (apache/arrow#45214). A worker ends by `_exit`, so it needn't.
                     setattr(config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # noqa: B010 - a module's
-                result = task.run(JobContext(root, folder, final, progress, order.given, kept))
+                result = task.run(JobContext(root, folder, final, progress, request.given, kept))
                 write_text(folder / TASK, task.model_dump_json(indent=1))
                 write_text(folder / RESULT, result.model_dump_json(indent=1))
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result

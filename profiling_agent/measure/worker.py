@@ -168,7 +168,7 @@ def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int)
     runs = gpu_runs(pass_ms) if on_gpu else max(MIN_RUNS, min(MAX_RUNS, int(HEADLINE_MS / pass_ms)))
     samples_ms = take_turn(run_once, runs)
     on_device = session.peak_bytes()
-    # Late: a timed process must not hold scipy.
+    # A timed process must not hold scipy.
     from profiling_agent.measure.intervals import latency_stats
 
     return Headline(

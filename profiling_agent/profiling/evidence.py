@@ -149,7 +149,9 @@ def measure_sensitivity(
                     for keep in spread_evenly(aligned_widths(unit.width, unit.step)[::-1], NUM_MEASURED)
                 }
         except compensation.SingularError as error:
-            raise PruningError(f"what layers read varies too little beside its mean to be measured: {error}") from error
+            raise PruningError(
+                f"what layers read varies too little next to its mean to be measured: {error}"
+            ) from error
         progress("measuring sensitivity", 2, 3)
         judged = judged[: max(MIN_MEASURED_ON, min(MAX_MEASURED_ON, MAX_MEASUREMENTS // max(len(units), 1)))]
         changed = {

@@ -138,7 +138,7 @@ def quantize_rowwise(model: nn.Module, recommendations: Sequence[QuantizationRec
     if not layers:
         raise QuantizationError(
             f"no nn.Linear that is chosen, besides the classifier, has widths that are multiples of {multiple}, "
-            "which alone int8 and float8 take on CUDA"
+            "which int8 and float8 need on CUDA"
         )
     _replace_(quantized, layers, model)
     return quantized

@@ -130,7 +130,7 @@ class Dropped(Record):
 class Race(Record):
     """Models that took turns, one process each, on one machine; those that dropped out have no result.
 
-    A session starts all processes anew; a repeat runs each model of a session once. With one session, the intervals assume how much
+    A session starts new processes; a repeat runs each model of a session once. With one session, the intervals assume how much
     processes differ; with more, they are computed over the sessions.
     """
 

@@ -223,7 +223,7 @@ class Verdict(Record):
     """The outcome, with its reason."""
 
     outcome: Outcome
-    certified: bool  # the 95% bounds meet the contract, not the point estimates alone
+    certified: bool  # the 95% bounds meet the contract, not only the point estimates
     terms: tuple[Term, ...]
     binding: str | None = None  # the term that keeps the contract from being met
     images_to_certify: int | None = None

@@ -318,16 +318,10 @@ def _objection(
     measured = list[tuple[DryRun, bool]]()
     if journal is not None:
         wish, leading = plan.quantization, journal.deployment.recommendations if journal.deployment else ()
-        applies_to_chosen_deployment = wish is None or wish == leading
-        alike = [
-            row
-            for row in journal.attempts
-            if (
-                journal.applies_to_chosen_deployment(row)
-                if applies_to_chosen_deployment
-                else row.plan.quantization == wish
-            )
-        ]
+        if wish is None or wish == leading:
+            alike = [row for row in journal.attempts if journal.applies_to_chosen_deployment(row)]
+        else:
+            alike = [row for row in journal.attempts if row.plan.quantization == wish]
         measured = [(row.dry_run, row.accepted) for row in alike if row.dry_run]
     if any(dry.widths == prior.widths for prior, _ in measured):
         return "its plan was measured already"
