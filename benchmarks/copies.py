@@ -21,7 +21,7 @@ from sessions import entries, pool
 
 from profiling_agent.jobs.tasks import MODULES
 from profiling_agent.measure.race import Conditions, Entries, run_one_session
-from profiling_agent.processes.child import can_fork, child_environment, fork_server
+from profiling_agent.processes.child import can_fork, fork_server
 
 # Of 30 sessions each, the lower end of a ratio of equal spreads is about 0.69.
 MAX_SLOWER, MIN_SPREAD = 1.05, 0.5
@@ -45,7 +45,7 @@ def measure(model: Path, batch_size: int, num_sessions: int) -> list[dict[str, A
         folder = save(model, Path(scratch) / "model")
         shutil.copytree(folder, Path(scratch) / "twin")
         # After torch was imported here, which sets a variable: a server with another environment would make no copy.
-        server = stack.enter_context(fork_server(MODULES, child_environment()))
+        server = stack.enter_context(fork_server(MODULES))
         if not can_fork():
             raise SystemExit("nothing is forked on this system: every process is started anew")
         models = entries(["model", "twin"])

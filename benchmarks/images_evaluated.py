@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from profiling_agent.jobs.store import TASK
+from profiling_agent.jobs.worker import TASK
 from profiling_agent.lib.io import read_json
 from profiling_agent.schemas import SplitInfo
 

@@ -23,7 +23,7 @@ from profiling_agent.jobs.tasks import MODULES
 from profiling_agent.measure.intervals import estimate_speedup
 from profiling_agent.measure.race import run_one_session, run_sessions
 from profiling_agent.measure.worker import worker_command
-from profiling_agent.processes.child import Supervisor, child_environment, fork_server
+from profiling_agent.processes.child import Supervisor, fork_server
 from profiling_agent.schemas import NUM_SESSIONS
 
 SLOWER = (0.02, 0.03, 0.05, 0.10)
@@ -90,7 +90,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = save(asked.models, Path(scratch) / "model")
         # After torch was imported here, which sets a variable: a server with another environment would make no copy.
-        server = stack.enter_context(fork_server(MODULES, child_environment()))
+        server = stack.enter_context(fork_server(MODULES))
         kinds = {"equal": worker_command(folder)}
         kinds |= {f"{by:.0%} slower": ["slower:serve_slower", str(folder), str(by)] for by in SLOWER}
         held = {kind: compare(kind, copy, folder, num, asked.batch_size, server) for kind, copy in kinds.items()}

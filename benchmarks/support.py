@@ -11,17 +11,23 @@ with PYTHONPATH=.venv/timm:tests.
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from checks import ROOT, Check, finish, stamped
+from workshop import Made, Workshop, deployments
 
-from profiling_agent.jobs.check import CHECK_FOLDER, check_deployments, lay_out
-from profiling_agent.jobs.runner import scratch_jobs
+from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.jobs.tasks import EvaluateTask
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes import registry
-from profiling_agent.schemas import RUNTIMES, Deployability, Form, Prunable, RuntimeName, Scheme
+from profiling_agent.schemas import RUNTIMES, Cut, RuntimeName, Scheme, SplitInfo, by_cause
 
 sys.path.append(str(ROOT / "tests"))
 
@@ -43,42 +49,59 @@ HERE = [name for name in FAMILIES if name not in TIMM_FAMILIES or find_spec("tim
 KINDS = {"heads": "heads", "mlp": "MLP", "conv_inner": "convolution", "inverted_residual": "inverted residual"}
 
 
-def looked_at(
-    family: str, runtimes: Sequence[RuntimeName], wanted: Sequence[Form]
-) -> Iterator[Prunable | Deployability]:
-    """Look at one family, as `profiling-agent doctor --model` does."""
-    model = FAMILIES[family]()
-    spec = spec_of(model)
-    with scratch_jobs() as jobs:
-        folder = jobs.workspace.root / CHECK_FOLDER
-        told = lay_out(model, folder, spec=spec, processor=processor_of(spec), name=family)
-        yield told
-        for form in wanted:
-            if (folder / form).is_dir():
-                yield from check_deployments(jobs, form, runtimes)
-
-
 def measured(
-    families: Sequence[str], runtimes: Sequence[RuntimeName], wanted: Sequence[Form]
+    families: Sequence[str], runtimes: Sequence[RuntimeName], wanted: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """Give a row for each family: what can be cut, and every deployment of these forms."""
     for family in families:
-        row: dict[str, Any] = {"family": family, "deployable": []}
-        for found in looked_at(family, runtimes, wanted):
-            if isinstance(found, Prunable):
-                row |= found.model_dump(mode="json", include={"architecture", "units", "refused", "cut_share"})
-                continue
-            told = {"runtime": found.deployment.runtime, "scheme": found.deployment.scheme}
-            row["deployable"].append(
-                {"form": found.form, **told, **found.model_dump(include={"distance", "refused", "num_layers"})}
-            )
+        model = FAMILIES[family]()
+        spec, params = spec_of(model), num_params(model)
+        found = find_units(model, spec, {})
+        cuts = [Cut(unit=unit, keep=snap(unit, 0.25), requested_ratio=0.25) for unit in found.units]
+        cuts = [cut for cut in cuts if cut.keep < cut.unit.width]
+        forms: dict[str, Any] = {"whole": (model, ())}
+        if cuts:
+            forms["pruned"] = (prune_model(model, cuts, spec=spec).model, cuts)
+        row: dict[str, Any] = {
+            "family": family,
+            "architecture": type(model).__name__,
+            "units": Counter(unit.kind.value for unit in found.units),
+            "refused": {code: len(layers) for code, layers in by_cause(found.refusals).items()},
+            "cut_share": 1 - num_params(forms["pruned"][0]) / params if cuts else 0.0,
+            "deployable": [],
+        }
+        with TemporaryDirectory() as folder, Workshop(Path(folder)) as workshop:
+            images = workshop.noise(16, spec.height)
+            for form in [form for form in wanted if form in forms]:
+                module, its = forms[form]
+                saved = workshop.add(module, form, spec=spec, processor=processor_of(spec), cuts=its)
+                for deployment in [each for each in deployments() if each.runtime in runtimes]:
+                    made = workshop.deploy(saved, deployment, images, batch_size=8)
+                    told = {"form": form, "runtime": deployment.runtime, "scheme": deployment.scheme}
+                    told["num_layers"] = len(made.deployed.layers) if made.deployed else 0
+                    told["distance"] = made.deployed.distance if made.deployed else 0.0
+                    row["deployable"].append(told | {"refused": made.reason or opening_error(workshop, made, images)})
         refused = [each for each in row["deployable"] if each["refused"]]
         print(
             f"  {family}: {len(row['deployable']) - len(refused)} of {len(row['deployable'])} deployments", flush=True
         )
-        for each in refused:
-            print(f"    {each['form']} {each['runtime']} {each['scheme']}: {each['refused']}", flush=True)
         yield row
+
+
+def num_params(model: Any) -> int:
+    """Return the number of a model's parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def opening_error(workshop: Workshop, made: Made, images: SplitInfo) -> str:
+    """Return why a process that did not make a deployment can't run it, or an empty string."""
+    assert made.deployed is not None, "only what was made is opened"
+    task = EvaluateTask(isolated=True, model=made.deployed.model, split=images, shard=0, batch_size=8, device="cpu")
+    try:
+        workshop.jobs.run(task)
+    except ProfilingAgentError as error:
+        return str(error)
+    return ""
 
 
 def joined(files: Sequence[Path]) -> list[dict[str, Any]]:
@@ -103,7 +126,7 @@ def page(files: Sequence[Path]) -> str:
         "",
         "Made by `benchmarks/support.py` from "
         + " and ".join(f"`benchmarks/results/{file.name}`" for file in files)
-        + "; of a model of yours `profiling-agent doctor --model M` says the same, before a run.",
+        + ".",
         "",
         "Tiny models of each architecture with random weights. A number is the distance of the logits from float32's, relative, on noise: whole / with a quarter off "
         "every unit. It says that the deployment can be made, and computes the model's function as near as its numbers can: the logits of random weights on noise lie close together, so that int8, whose ranges are of "

@@ -19,7 +19,6 @@ from checks import Check, finish, parser_of
 
 from profiling_agent import schemas
 from profiling_agent.errors import JobError
-from profiling_agent.jobs.store import Timesheet
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, MemoryTask, OpenHeldoutTask, RaceTask, SessionTask
 from profiling_agent.lib.machine import environment
 from profiling_agent.measure.predictions import Answers, share, write_predictions
@@ -29,6 +28,7 @@ from profiling_agent.search.deployments import SEARCH_SHARE
 from profiling_agent.search.evaluator import Evaluator, Settings
 from profiling_agent.search.finalize import FinalChoice, finalize
 from profiling_agent.search.selection import keeps_accuracy
+from profiling_agent.workspace import Timesheet
 
 ALLOWED, DISCORDANT, NUM_TURNS = 0.01, 0.04, 5
 GOAL = schemas.Goal(max_accuracy_drop=ALLOWED, min_speedup=1.0, max_size_ratio=1.0, selection="contract")

@@ -1,33 +1,36 @@
-"""Run folder: its layout, its manifest and its lock.
+"""Run folder: its layout, its manifest, its lock and its timesheet.
 
 `request.json` is the request; `jobs/<key>/` one finished job each, its `task.json`, `result.json` and artifacts, never overwritten;
 `timesheet.jsonl` how long each took; `checkpoints.sqlite` the graph's checkpoints; `best` a pointer to the model to deploy, replaced
 atomically; `report.json` and `report.md` the result.
+
+A resumed run must repeat what it decided by its used time. So time is counted along the timesheet, up to the latest job that was requested,
+whichever process did it and when.
 """
 
 import os
 import re
 import sqlite3
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from profiling_agent.errors import ArtifactError, RequestError, RunError, StorageError
 from profiling_agent.lib import io
 from profiling_agent.lib.machine import environment
-from profiling_agent.request import Request, without_retired
+from profiling_agent.request import Request
 from profiling_agent.schemas import ArtifactRef, Record
 
 # Of a run folder with its checkpoints, and of report.json.
 RUN_VERSION, REPORT_VERSION = 8, 6
 # The file that marks a run folder.
 MANIFEST = "request.json"
-LOCK, HOLDER = "run.lock", "holder.txt"
+LOCK, TIMESHEET_FILE = "run.lock", "timesheet.jsonl"
 
 
 class Manifest(Record):
@@ -36,8 +39,6 @@ class Manifest(Record):
     schema_version: int
     request: Request
     machine: str = Field(default="", description="where the run was begun: processor and threads")
-
-    _drop_retired = model_validator(mode="before")(without_retired)
 
 
 @contextmanager
@@ -53,9 +54,8 @@ def storage_errors(root: Path) -> Generator[None]:
 
 def storage_error(root: Path, problem: str) -> StorageError:
     """Return the StorageError of a run whose disk can't be written, with the command that resumes it."""
-    return StorageError(
-        f"run folder {str(root)!r} can't be written, {problem}, then go on with `profiling-agent resume {root}`"
-    )
+    advice = f"mend that, then go on with `profiling-agent resume {root}`"
+    return StorageError(f"run folder {str(root)!r} can't be written ({problem}): {advice}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,9 @@ class Workspace:
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
-            holder = io.read_holder(self.root / HOLDER)
-            raise RunError(f"run {self.root.name!r} is in use by {holder}: wait for it, or end it") from error
+            raise RunError(f"run {self.root.name!r} is in use by another process: wait for it, or end it") from error
         except OSError as error:
-            problem = f"run folder {str(self.root)!r} can't be locked ({error.strerror})"
-            raise RunError(f"{problem}: take it over, or copy it") from error
-        io.note_holder(self.root / HOLDER, "another process")
+            raise RunError(f"run folder {str(self.root)!r} can't be locked ({error.strerror}): copy it") from error
         return lock
 
     def point_best(self, ref: ArtifactRef, folder: Path) -> None:
@@ -182,3 +179,55 @@ def _writable(request: Request) -> Generator[None]:
         yield
     except OSError as error:
         raise RequestError(f"output {request.output!r} can't be written ({error.strerror}): choose another") from error
+
+
+class Entry(Record):
+    """One job: its key, seconds from request to end (start of the process included), and the run's seconds up to its end."""
+
+    key: str
+    seconds: float
+    up_to: float
+
+
+class Timesheet:
+    """Timesheet of one run folder; a line that can't be read counts nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.spent_s = path, 0.0
+        self._entries: list[Entry] = []
+        for line in path.read_bytes().splitlines() if path.is_file() else ():
+            with suppress(io.DocumentError):
+                self._entries.append(io.parse_record(Entry, line))
+
+    @property
+    def _up_to(self) -> dict[str, float]:
+        return {entry.key: entry.up_to for entry in self._entries}
+
+    def note(self, key: str, seconds: float) -> None:
+        """Record the time of a job that ended or failed.
+
+        A job that is done again, as its folder was deleted, isn't counted again, unless it is the last: that adds to its time.
+        """
+        up_to = self._up_to
+        if key not in up_to or key == self._entries[-1].key:
+            ended = max(self.spent_s, up_to.get(key, 0.0)) + seconds
+            self._entries.append(Entry(key=key, seconds=round(seconds, 3), up_to=round(ended, 3)))
+            io.append_line(self._path, self._entries[-1].model_dump_json())
+        self.reach(key)
+
+    def reach(self, key: str) -> None:
+        """Count the time up to a requested job as used."""
+        self.resume_at(self._up_to.get(key, 0.0))
+
+    def resume_at(self, spent_s: float) -> None:
+        """Count `spent_s` as used, as by the stages before the one that is resumed."""
+        self.spent_s = max(self.spent_s, spent_s)
+
+    def by_kind(self) -> dict[str, tuple[int, float]]:
+        """Return the count and the seconds of each kind of job, longest first."""
+        totals: dict[str, tuple[int, float]] = {}
+        for entry in self._entries:
+            kind = entry.key.partition("-")[0]
+            count, seconds = totals.get(kind, (0, 0.0))
+            totals[kind] = count + 1, seconds + entry.seconds
+        return dict(sorted(totals.items(), key=lambda item: -item[1][1]))

@@ -77,8 +77,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROFILING_AGENT_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("PROFILING_AGENT_DATA", str(tmp_path_factory.mktemp("data")))
-        # Other tests beside this one are no reason to wait for a quieter moment, and their threads leave the cores to them.
-        patch.setenv("PROFILING_AGENT_PATIENCE_S", "0")
+        # Threads that wait leave the cores to other tests.
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         # The profiler sets it in whatever process it is used, and children could be no copies of the server from then on.
         patch.setenv("KINETO_LOG_LEVEL", "99")

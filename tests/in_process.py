@@ -16,7 +16,7 @@ from profiling_agent.jobs.tasks import JobContext, Task
 from profiling_agent.lib.io import file_sha256, write_text
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.runtimes.torch_artifact import save_model
-from profiling_agent.schemas import ArtifactRef, SplitInfo
+from profiling_agent.schemas import ArtifactRef, InputSpec, SplitInfo
 from profiling_agent.workspace import Workspace
 
 
@@ -41,12 +41,14 @@ def drawn(root: Path, name: Any, num_images: int, *, seed: int = 0, side: int = 
     return SplitInfo(name=name, source_split="train", num_images=num_images, file=file)
 
 
-def saved(root: Path, name: str, model: Any, *, processor: Any = None, cuts: Any = ()) -> ArtifactRef:
-    """Save a model of the zoo's input in a folder of this name."""
+def saved(
+    root: Path, name: str, model: Any, *, spec: InputSpec = zoo.SPEC, processor: Any = None, cuts: Any = ()
+) -> ArtifactRef:
+    """Save a model, by default of the zoo's input, in a folder of this name."""
     folder = root / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     processor = processor or zoo.processor()
-    save_model(model, folder, spec=zoo.SPEC, processor=processor, base_model="zoo", cuts=cuts)
+    save_model(model, folder, spec=spec, processor=processor, base_model="zoo", cuts=cuts)
     return ArtifactRef(path=name, sha256=file_sha256(folder / "recipe.json"), size_bytes=1, kind="model")
 
 

@@ -222,7 +222,6 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     ),
     "doctor of an unnamed language model": (lambda _: ("doctor", "--llm", ""), "llm"),
     "doctor of an unknown device": (lambda _: ("doctor", "--device", "tpu"), "Input should be 'auto', 'cpu' or 'cuda'"),
-    "doctor of no model": (lambda _: ("doctor", "--model", "/nowhere/at/all"), "/nowhere/at/all"),
 }
 
 

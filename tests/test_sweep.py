@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import psutil
 import pytest
 from commands import call
 from conftest import World
-from interrupted import decisions, predictions_of
+from interrupted import decisions, predictions_of, processes_of
 
 from profiling_agent import Request, optimize_many
 from profiling_agent.errors import RequestError, StorageError
@@ -208,11 +209,10 @@ def nodes(tmp_path: Path) -> Iterator[tuple[Any, list[Any]]]:
 
 def node_of(run: Path) -> int | None:
     """Return the number of the node that works on a run, by the environment of the process that holds it."""
-    try:
-        process = psutil.Process(int((run / "holder.txt").read_text().partition("(process ")[2].partition(",")[0]))
-        return int(Path(process.environ()["PROFILING_AGENT_CACHE"]).name)
-    except (OSError, ValueError, psutil.Error):
-        return None
+    for process in processes_of(run):
+        with suppress(psutil.Error):
+            return int(Path(process.environ()["PROFILING_AGENT_CACHE"]).name)
+    return None
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ class DoubleTask(Task[Doubled]):
     """Double a number."""
 
     sets_torch = False
-    isolated_timeout_s = 60.0
+    timeout_s = 60.0
     number: int
 
     def run(self, context: JobContext) -> Doubled:
@@ -55,12 +55,6 @@ class SpawnedTask(DoubleTask):
     """Double a number in a process that is no fork."""
 
     spawned = True
-
-
-class TimedTask(DoubleTask):
-    """Double a number once the machine is idle."""
-
-    timed = True
 
 
 class LaterTask(DoubleTask):

@@ -1,5 +1,9 @@
-"""Checks of `doctor`: versions, CPU, memory, disk, noise, runtimes, device and the LLM's server."""
+"""Checks of `doctor`: versions, CPU, memory, disk, noise, runtimes and a device by a tiny model, and the LLM's server.
 
+What a runtime or driver does is a job in a child process, as one that was built for other hardware may crash it.
+"""
+
+import io
 import os
 import shutil
 import statistics
@@ -8,24 +12,45 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from PIL import Image
+from safetensors.numpy import load_file
 
-from profiling_agent.errors import ProfilingAgentError, RequestError
-from profiling_agent.jobs.check import DOCTOR_S, check_device, probe_runtime
-from profiling_agent.jobs.runner import Jobs, scratch_jobs
+from profiling_agent.data.images import write_rows
+from profiling_agent.errors import ArtifactError, ProfilingAgentError, RequestError
+from profiling_agent.jobs.base import LOGITS, LOGITS_FILE, JobContext, Task
+from profiling_agent.jobs.runner import Jobs, job_key, profile_artifact, read_profile, scratch_jobs
+from profiling_agent.jobs.tasks import DeployTask, ExportTask, HeadlineTask, LogitsTask, PruneTask
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes, available_cores, cpu_quota, environment, find_gpu, total_bytes
+from profiling_agent.pruning.widths import snap
 from profiling_agent.reporting.units import percent, size
 from profiling_agent.request import Request
 from profiling_agent.runtimes import registry
-from profiling_agent.schemas import RUNTIMES, Environment, Record, RuntimeName
+from profiling_agent.schemas import (
+    RUNTIMES,
+    ArtifactRef,
+    Cut,
+    Deployment,
+    Environment,
+    InputSpec,
+    Record,
+    RuntimeName,
+    SplitInfo,
+)
 
 # Bytes: what a small model's run needs, what default runs of the paper's models stay below (ResNet-101 5.7 GB, Swin-B 9.1), and free disk.
 FREE_MEMORY, AMPLE_MEMORY, FREE_DISK = 4e9, 10e9, 5e9
 # Relative spread of equal repeats above which a race needs several sessions.
 NOISY, NUM_REPEATS = 0.10, 40
+# Seconds that a job on the tiny model may take: a hung driver must not hang `doctor`.
+DOCTOR_S = 600.0
+# Images of noise, of which compensation needs 128 different ones, and their batches.
+NUM_IMAGES, BATCH_SIZE = 256, 8
+# A device adds float32 numbers in another order than the CPU.
+MAX_DISTANCE = 1e-3
 
 
 class Finding(Record):
@@ -44,7 +69,7 @@ def _finding(name: str, seen: str, advice: str = "", *, is_problem: bool = False
 def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     """Yield the result of each check as soon as it ends; nothing is raised."""
     with scratch_jobs(progress) as jobs:
-        jobs.patience_s, jobs.max_limit_s = 0, DOCTOR_S
+        jobs.max_limit_s = DOCTOR_S
         # The last ones take seconds each.
         checks: list[Callable[[], Finding]] = [
             lambda: _finding("software", _software(environment())),
@@ -131,24 +156,97 @@ def _check_language_model(request: Request) -> Finding:
     return _finding("language model", note)
 
 
+class Tiny(Record):
+    """A tiny model, and images of noise."""
+
+    model: ArtifactRef
+    images: SplitInfo
+
+
+class TinyTask(Task[Tiny]):
+    """Save a ViT of two layers with random weights, and images of noise, to check a runtime or device with."""
+
+    def run(self, context: JobContext) -> Tiny:
+        """Make both."""
+        from transformers import ViTConfig, ViTForImageClassification
+        from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+        from profiling_agent.runtimes.torch_artifact import save_model
+
+        side, folder, noise = 32, context.folder / "model", context.folder / "noise.parquet"
+        sizes: dict[str, Any] = {"image_size": side, "patch_size": 8, "hidden_size": 64, "intermediate_size": 256}
+        model = ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)).eval()
+        spec = InputSpec(channels=3, height=side, width=side, source="probe")
+        processor = ViTImageProcessorPil(size={"height": side, "width": side})
+        save_model(model, folder, spec=spec, processor=processor, base_model="probe")
+        rng, images = np.random.default_rng(0), list[bytes]()
+        for _ in range(NUM_IMAGES):
+            encoded = io.BytesIO()
+            Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(encoded, format="PNG")
+            images.append(encoded.getvalue())
+        write_rows(noise, ((image, 0) for image in images))
+        file = context.ref(noise, "split")
+        split = SplitInfo(name="calibration", source_split="noise", num_images=NUM_IMAGES, file=file)
+        return Tiny(model=context.ref(folder, "model"), images=split)
+
+
 def _check_runtime(jobs: Jobs, name: RuntimeName) -> Finding:
     if reason := registry.missing(name):
         return _finding(name, "not installed", reason)
     try:
-        latency_ms = probe_runtime(jobs, name)
+        tiny, deployment = jobs.run(TinyTask()), Deployment(runtime=name)
+        onnx = jobs.run(ExportTask(model=tiny.model)).onnx if registry.reads_onnx(deployment) else None
+        given: dict[str, Any] = {
+            "model": tiny.model,
+            "deployment": deployment,
+            "calibration": tiny.images,
+            "onnx": onnx,
+        }
+        model = jobs.run(DeployTask(isolated=True, **given, batch_size=1)).model
+        latency_ms = jobs.run(HeadlineTask(model=model, batch_size=1, device="cpu")).latency.median_ms
     except ProfilingAgentError as error:
         return _finding(name, str(error), "install it again, or leave it out with --runtimes", is_problem=True)
     return _finding(name, f"runs a tiny model in {latency_ms:.2f} ms")
 
 
 def _check_device(jobs: Jobs, name: str) -> Finding:
-    """Test a device with a small model; a CUDA device that wasn't requested keeps no run from working: `auto` is the CPU."""
+    """Test a device with a tiny model; a CUDA device that wasn't requested keeps no run from working: `auto` is the CPU."""
     is_auto, device = name == "auto", "cuda" if name == "auto" else name
     if is_auto and find_gpu() is None:
         return _finding("device", "the CPU: there is no CUDA device")
-    seen, failure = check_device(jobs, device)
-    if failure:
-        text = "; ".join([device, *seen, failure])
-        return _finding("device", text, "use --device cpu", is_problem=not is_auto)
-    advice = "runs use the CPU unless --device cuda asks for it" if is_auto else ""
-    return _finding("device", "; ".join([device, *seen]), advice)
+    try:
+        seen = f"{device}: {check_device(jobs, device)}"
+    except ProfilingAgentError as error:
+        return _finding("device", f"{device}: {error}", "use --device cpu", is_problem=not is_auto)
+    return _finding("device", seen, "runs use the CPU unless --device cuda asks for it" if is_auto else "")
+
+
+def check_device(jobs: Jobs, device: str) -> str:
+    """Profile, prune and evaluate a tiny model on a device; return what was measured.
+
+    Raises:
+        ProfilingAgentError: a step failed, or the device computes something else than the CPU.
+    """
+    tiny = jobs.run(TinyTask())
+    headline = jobs.run(HeadlineTask(model=tiny.model, batch_size=BATCH_SIZE, device=device))
+    images: dict[str, Any] = {"calibration": tiny.images, "cache": False, "headline": headline}
+    profile = read_profile(jobs, profile_artifact(jobs, tiny.model, batch_size=BATCH_SIZE, device=device, **images))
+    cuts = tuple(Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in profile.units)
+    pruned = jobs.run(PruneTask(baseline=tiny.model, cuts=cuts, calibration=tiny.images, seed=0, device=device))
+    if problem := profile.evidence_note or pruned.compensation_note:
+        raise ArtifactError(problem)
+    distance = 0.0
+    for model in (tiny.model, pruned.model):
+        logits = list[Any]()
+        for place in ("cpu", device):
+            task = LogitsTask(model=model, split=tiny.images, batch_size=BATCH_SIZE, device=place)
+            jobs.run(task)
+            logits.append(load_file(jobs.workspace.jobs / job_key(task) / LOGITS_FILE)[LOGITS])
+        distance = max(distance, float(np.linalg.norm(logits[1] - logits[0]) / np.linalg.norm(logits[0])))
+    if not distance <= MAX_DISTANCE:
+        raise ArtifactError(f"logits are {distance:.2g} from the CPU's (relative), {MAX_DISTANCE:g} is allowed")
+    return (
+        f"{headline.latency.median_ms:.2f} ms a batch of {BATCH_SIZE}, {size(headline.peak_memory_bytes)} at most; "
+        f"{len(cuts)} units pruned, KL {pruned.kl_uncompensated:.2g} nats, {pruned.kl:.2g} after compensation; "
+        f"logits {distance:.1g} from the CPU's"
+    )

@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from profiling_agent.errors import RequestError, RunError
 from profiling_agent.lib.io import DocumentError, expanded, read_json
 from profiling_agent.lib.logs import Progress, keep_stdout
 from profiling_agent.request import Request
-from profiling_agent.schemas import Approval, ApprovalQuestion, RuntimeName
+from profiling_agent.schemas import Approval, ApprovalQuestion
 
 if TYPE_CHECKING:
     from profiling_agent.reporting.report import RunReport
@@ -181,8 +180,8 @@ def profile(request: Request, *, json_: terminal.JsonOption = False) -> None:
     from profiling_agent.cli.tables import profile_tables
     from profiling_agent.jobs.runner import profile_source
 
-    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder, _progress("profiling") as progress:
-        measured = profile_source(request, Path(folder), batch_size=request.batch_size, progress=progress)
+    with _progress("profiling") as progress:
+        measured = profile_source(request, progress)
     terminal.print_result(measured, lambda: Group(*profile_tables(measured)), is_json=json_)
 
 
@@ -274,56 +273,19 @@ SourcesArgument = Annotated[list[Path], SOURCE]
 DeviceOption = Annotated[Literal["cpu", "cuda"], typer.Option(help="where to measure")]
 
 
-def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
-    """Return the requested runtimes that are installed, and a line about each that is not tried."""
-    from profiling_agent.runtimes import registry
-
-    names, left_out = list[RuntimeName](), list[str]()
-    for name in request.runtime_names:
-        reason = registry.missing(name)
-        if reason and request.names_runtimes:
-            raise RequestError(f"runtimes asks for {name}, but {reason}")
-        if reason:
-            left_out.append(f"{name}: {reason}")
-        elif registry.runtime(name).is_slow_to_convert and not request.names_runtimes:
-            left_out.append(f"{name}: it compiles for minutes; --runtimes {name} tries it")
-        else:
-            names.append(name)
-    return names, left_out
-
-
-@terminal.takes_request("output", "llm", "base_url", "advisor", "device", "revision", "runtimes")
-def doctor(
-    request: Request,
-    *,
-    model: Annotated[str | None, typer.Option(help="look at this model instead, by cutting and deploying it")] = None,
-    json_: terminal.JsonOption = False,
-) -> None:
+@terminal.takes_request("output", "llm", "base_url", "advisor", "device")
+def doctor(request: Request, *, json_: terminal.JsonOption = False) -> None:
     """Look at this machine: versions, CPU, memory, disk, noise, each runtime by running a model, the language model's server, a CUDA device.
-
-    With --model a quarter is cut off every part of that model that can be cut, the result is brought into every deployment that
-    is installed here and opened again, and what is refused has its reason. Inductor, which compiles for minutes, is tried if
-    --runtimes names it.
 
     Ends with 1 if something would keep a run from working.
     """
     from profiling_agent.cli import tables
     from profiling_agent.cli.doctor import examine
-    from profiling_agent.jobs.check import LookTask, check_deployments
-    from profiling_agent.jobs.runner import scratch_jobs
 
-    if model is None:
-        with _progress("doctor") as progress:
-            findings = list(examine(request, progress))
-        terminal.print_result(findings, lambda: tables.findings_table(findings), is_json=json_)
-        raise typer.Exit(int(any(row.state == "problem" for row in findings)))
-    names, left_out = _installed(request)
-    with _progress("doctor") as progress, scratch_jobs(progress) as jobs:
-        prunable = jobs.run(LookTask(model=model, revision=request.revision))
-        rows = list(check_deployments(jobs, "pruned" if prunable.cut_share else "whole", names))
-    document = {"prunable": prunable, "deployable": rows, "left_out": left_out}
-    terminal.print_result(document, lambda: tables.model_tables(prunable, rows, left_out), is_json=json_)
-    raise typer.Exit(int(all(row.refused for row in rows)))
+    with _progress("doctor") as progress:
+        findings = list(examine(request, progress))
+    terminal.print_result(findings, lambda: tables.findings_table(findings), is_json=json_)
+    raise typer.Exit(int(any(row.state == "problem" for row in findings)))
 
 
 def pick(

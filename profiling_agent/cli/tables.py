@@ -16,7 +16,7 @@ from profiling_agent.reporting.report import RunReport, differences, final_attem
 from profiling_agent.reporting.results import model_path
 from profiling_agent.reporting.units import count, drop, format_measurement, format_requirement, ms, percent, size
 from profiling_agent.reporting.units import speedup as speedup_text
-from profiling_agent.schemas import ApprovalQuestion, Deployability, ModelProfile, Prunable, Race, Variant, by_cause
+from profiling_agent.schemas import ApprovalQuestion, ModelProfile, Race, Variant, by_cause
 
 if TYPE_CHECKING:
     from profiling_agent.sweep import SweepRow
@@ -265,31 +265,6 @@ def sweep_table(rows: Sequence["SweepRow"]) -> Table:
             cells = (_outcome(report), _lost(report.heldout), _speedup(report.race_result), ratio, "")
         shown.append((row.request.run_id, *cells))
     return _table("sweep", ("run", "verdict", "accuracy lost", "times as fast", "bytes", "failure"), shown)
-
-
-def model_tables(prunable: Prunable, rows: Sequence[Deployability], left_out: Sequence[str]) -> Group:
-    """Return what can be cut of a model, its deployments that work, and the runtimes that were not tried."""
-    spec = prunable.input
-    units: list[Row] = [(kind, number, "can be cut") for kind, number in prunable.units.items()]
-    units += [(kind, "none", reason) for kind, reason in prunable.absent.items()]
-    units += [(code, number, f"stay, as {prunable.examples[code]}") for code, number in prunable.refused.items()]
-    deployments = [
-        (row.deployment.name, "no", "", "", row.refused)
-        if row.refused
-        else (row.deployment.name, "yes", percent(row.size_ratio), f"{row.distance:.1g}", row.num_layers)
-        for row in rows
-    ]
-    columns = ("deployment", "works", "bytes", "distance", "layers not in float32")
-    cut = f"a quarter off every unit: {percent(prunable.cut_share)} of the params"
-    shape = f"{spec.channels}x{spec.height}x{spec.width}"
-    return _stack(
-        f"{prunable.architecture}, {count(prunable.params)} params, images of {shape}",
-        _table("what can be cut", ("kind or reason", "number", "of it"), units),
-        cut if prunable.units else "no unit can be cut; it is deployed whole",
-        _table("what can be deployed here", columns, deployments),
-        "bytes: of the unpruned float32 model's; distance: of the logits from float32's, relative, on noise",
-        *(f"not tried: {line}" for line in left_out),
-    )
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:

@@ -26,7 +26,6 @@ from pydantic import Field, ValidationError
 from profiling_agent.errors import FieldError, RequestError, RunError
 from profiling_agent.graph.state import Allowlist, RunResult, RunState, key_for, require, trusted_addresses
 from profiling_agent.jobs.runner import JOB_LOG, Jobs, read_profile
-from profiling_agent.jobs.store import TIMESHEET_FILE
 from profiling_agent.lib.io import first_problem
 from profiling_agent.lib.logs import raise_if_stopped
 from profiling_agent.llm.chat import Chat, chat_client, name_of
@@ -37,7 +36,15 @@ from profiling_agent.search.deadline import EFFORTS, search_deadline
 from profiling_agent.search.deployments import deployment_choices
 from profiling_agent.search.evaluator import Evaluator, Settings
 from profiling_agent.search.selection import ranked, size_ratio
-from profiling_agent.workspace import HOLDER, LOCK, MANIFEST, Workspace, open_workspace, read_manifest, storage_errors
+from profiling_agent.workspace import (
+    LOCK,
+    MANIFEST,
+    TIMESHEET_FILE,
+    Workspace,
+    open_workspace,
+    read_manifest,
+    storage_errors,
+)
 
 Update = dict[str, Any]
 # Cost of each stage: seconds, passes, and passes for each calibration, search and held-out image. The deployment search, which runs once,
@@ -219,7 +226,7 @@ class Run:
         self._resources = None
         if self._is_new and isinstance(error, RequestError) and not isinstance(error, RunError):
             shutil.rmtree(self.workspace.jobs, ignore_errors=True)
-            for name in (MANIFEST, LOCK, HOLDER, TIMESHEET_FILE, JOB_LOG, FILE):
+            for name in (MANIFEST, LOCK, TIMESHEET_FILE, JOB_LOG, FILE):
                 (self.workspace.root / name).unlink(missing_ok=True)
             with suppress(OSError):
                 self.workspace.root.rmdir()

@@ -34,16 +34,14 @@ class Task(Record, Generic[ResultT]):
 
     Its class variables say how it is run. The time limit is at least that of `passes` of the baseline over one image, several
     times what the job should need. With `sets_torch` the process sets torch's threads and seed first. A `spawned` job
-    measures its own process, to which a fork's imports would add. A `timed` job waits for an idle machine. Installing another
-    runtime changes the keys of jobs that use them.
+    measures its own process, to which a fork's imports would add. Installing another runtime changes the keys of jobs that
+    use them.
     """
 
     timeout_s: ClassVar[float] = 4 * HOUR
-    isolated_timeout_s: ClassVar[float] = HOUR
     passes: ClassVar[int] = 10_000
     sets_torch: ClassVar[bool] = True
     spawned: ClassVar[bool] = False
-    timed: ClassVar[bool] = False
     uses_runtimes: ClassVar[bool] = False
 
     isolated: bool = False
@@ -60,7 +58,7 @@ class Task(Record, Generic[ResultT]):
 
     def limit_s(self, pass_s: float | None = None) -> float:
         """Return the time limit in seconds, if the baseline takes `pass_s` for an image."""
-        return max(self.isolated_timeout_s if self.isolated else self.timeout_s, self.passes * (pass_s or 0.0))
+        return max(self.timeout_s, self.passes * (pass_s or 0.0))
 
     def needs(self, find: Find) -> Mapping[str, tuple["Task[Any]", ...]]:  # noqa: ARG002 (subclasses use it)
         """Return the jobs that are done before this one, by the names under which `run` finds their folders.

@@ -28,8 +28,8 @@ class HeadlineTask(Task[schemas.Headline]):
     """Measure the latency and memory of a model in a process that does nothing else."""
 
     sets_torch = False
-    isolated_timeout_s = HOUR / 2
-    spawned = timed = uses_runtimes = True
+    timeout_s = HOUR / 2
+    spawned = uses_runtimes = True
     isolated: bool = True
     model: schemas.ArtifactRef
     batch_size: int
@@ -70,7 +70,6 @@ def _save_profile(profile: schemas.ModelProfile, context: JobContext) -> Profile
 class ProfileTask(Task[Profiled]):
     """Time a model and its layers; with `times_widths` also each unit at each width."""
 
-    timed = True
     model: schemas.ArtifactRef
     batch_size: int
     device: str
@@ -188,6 +187,7 @@ class EvaluateTask(Task[Evaluated]):
     hundreds of images, and the opened model, which some runtimes compile for minutes. Only missing shards are done.
     """
 
+    timeout_s = HOUR
     sets_torch = False
     uses_runtimes = True
     model: schemas.ArtifactRef
@@ -284,8 +284,9 @@ class OpenHeldoutTask(Task[schemas.Opening]):
 class RaceTask(Task[schemas.Race]):
     """Time models in turns in one session, to choose among them; the first is the baseline."""
 
+    timeout_s = HOUR
     sets_torch = False
-    timed = uses_runtimes = True
+    uses_runtimes = True
     isolated: bool = True
     entries: tuple[tuple[schemas.Variant, schemas.ArtifactRef], ...]
     batch_size: int
@@ -324,7 +325,7 @@ class MemoryTask(Task[schemas.MemoryUse]):
     """Measure the peak memory of a process that only loads and runs a model."""
 
     sets_torch = False
-    isolated_timeout_s = HOUR / 2
+    timeout_s = HOUR / 2
     uses_runtimes = True
     isolated: bool = True
     model: schemas.ArtifactRef
@@ -345,8 +346,9 @@ class LayerTimes(schemas.Record):
 class LayerTimesTask(Task[LayerTimes]):
     """Measure the time of each layer by the model's runtime; `onnx` is the file that the runtime was given, if any."""
 
+    timeout_s = HOUR
     sets_torch = False
-    timed = uses_runtimes = True
+    uses_runtimes = True
     isolated: bool = True
     model: schemas.ArtifactRef
     onnx: schemas.ArtifactRef | None = None

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import shutil
 import tempfile
 import time
@@ -16,11 +15,12 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
+
 from profiling_agent import errors
 from profiling_agent.data.images import PIXELS
-from profiling_agent.errors import AcquisitionError, KilledError, ProfilingAgentError, RequestError, RunError
+from profiling_agent.errors import AcquisitionError, JobError, KilledError, ProfilingAgentError, RunError
 from profiling_agent.jobs.base import PrepareTask, Task
-from profiling_agent.jobs.store import RESULT, TIMESHEET_FILE, JobRequest, Message, Timesheet, artifacts_of
 from profiling_agent.jobs.tasks import (
     MODULES,
     EvidenceTask,
@@ -30,14 +30,14 @@ from profiling_agent.jobs.tasks import (
     ProfileTask,
     ResolveShapeTask,
 )
-from profiling_agent.lib.io import DocumentError, read_record, remove_partial_files
-from profiling_agent.lib.logs import Progress, raise_if_stopped, silent
-from profiling_agent.lib.machine import available_bytes, environment, is_busy
+from profiling_agent.jobs.worker import RESULT, JobRequest, Message
+from profiling_agent.lib.io import read_record, remove_partial_files
+from profiling_agent.lib.logs import Progress, silent
+from profiling_agent.lib.machine import available_bytes, environment, machine_lock
 from profiling_agent.processes.child import Child, can_fork, fork_server
-from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.request import Request
 from profiling_agent.schemas import ArtifactRef, Environment, Headline, ModelProfile, Record, SplitInfo
-from profiling_agent.workspace import Workspace
+from profiling_agent.workspace import TIMESHEET_FILE, Timesheet, Workspace
 
 ResultT = TypeVar("ResultT", bound=Record)
 # What the child processes and their libraries print.
@@ -47,8 +47,6 @@ MIN_FREE_PEAKS = 1.5
 # Bytes that the idle worker may hold, where another one is forked within moments: imports take 0.5 GB, a full-size model and its job another
 # 0.5. A profile with gradients never frees several GB, and a race of a ViT-B/16 in six deployments needs them.
 MAX_RESIDENT = 3 * 2**29
-# Seconds that a run waits for an idle machine, in all, or another number of the environment. On one that is never idle it goes on.
-PATIENCE_VARIABLE, PATIENCE_S = "PROFILING_AGENT_PATIENCE_S", 60.0
 
 
 def job_key(task: Task[ResultT], describe: Callable[[str], Environment] = environment) -> str:
@@ -64,29 +62,24 @@ def job_key(task: Task[ResultT], describe: Callable[[str], Environment] = enviro
     return f"{task.kind()}-{digest[:20]}"
 
 
-def _patience_s() -> float:
-    text = os.environ.get(PATIENCE_VARIABLE, str(PATIENCE_S))
-    try:
-        return float(text)
-    except ValueError:
-        raise RequestError(f"{PATIENCE_VARIABLE} is {text!r}: give a number of seconds") from None
+def artifacts_of(value: Any) -> list[ArtifactRef]:
+    """Return every reference to an artifact in a record, at any depth."""
+    if isinstance(value, ArtifactRef):
+        return [value]
+    if isinstance(value, BaseModel):
+        value = [getattr(value, name) for name in type(value).model_fields]
+    elif isinstance(value, dict):
+        value = list(value.values())
+    return [ref for item in value for ref in artifacts_of(item)] if isinstance(value, (tuple, list)) else []
 
 
 class Jobs:
     """The jobs of one run folder: finished ones are read from disk, others are done in child processes."""
 
     def __init__(
-        self,
-        workspace: Workspace,
-        progress: Progress = silent,
-        *,
-        available: Callable[[], int] = available_bytes,
-        patience_s: float | None = None,
+        self, workspace: Workspace, progress: Progress = silent, *, available: Callable[[], int] = available_bytes
     ) -> None:
-        """Use `workspace`; nothing is started before the first job.
-
-        `available` returns the bytes of memory that are free; timed jobs wait for an idle machine for `patience_s` in all.
-        """
+        """Use `workspace`; nothing is started before the first job. `available` returns the bytes of memory that are free."""
         self.workspace = workspace
         self.progress = progress
         self.timesheet = Timesheet(workspace.root / TIMESHEET_FILE)
@@ -95,12 +88,10 @@ class Jobs:
         # The baseline's peak memory in bytes, in a process that does nothing else; None on a GPU.
         self.peak_bytes: int | None = None
         self._available_bytes = available
-        # Seconds that timed jobs still wait for an idle machine.
-        self.patience_s = _patience_s() if patience_s is None else patience_s
         # A limit on all time limits of jobs.
         self.max_limit_s = math.inf
-        self._worker: Child[Message] | None = None
-        self._running: Child[Message] | None = None
+        # The process of isolated jobs, and the worker, which does the others.
+        self._processes: dict[bool, Child[Message]] = {}
         self._is_closed = False
         self._stack = ExitStack()
         self._supervisor = self._stack.enter_context(fork_server(MODULES))
@@ -127,17 +118,14 @@ class Jobs:
             if self._is_done(key, task):
                 self.timesheet.reach(key)
         self._do(keyed)
-        return [self._result(job_key(task), task) for task in tasks]
+        results: list[Any] = [
+            read_record(task.result_type(), self.workspace.jobs / job_key(task) / RESULT) for task in tasks
+        ]
+        return results
 
     def _is_done(self, key: str, task: Task[Any]) -> bool:
         folder = self.workspace.jobs / key
         return (folder / RESULT).exists() and (not isinstance(task, PrepareTask) or (folder / PIXELS).exists())
-
-    def _result(self, key: str, task: Task[Any]) -> Any:
-        try:
-            return read_record(task.result_type(), self.workspace.jobs / key / RESULT)
-        except DocumentError as error:
-            raise RunError(f"{str(self.workspace.jobs / key)!r} is damaged: delete it, and resume") from error
 
     def path(self, ref: ArtifactRef) -> Path:
         """Return an artifact's path; RunError if it is missing."""
@@ -168,42 +156,28 @@ class Jobs:
             }
             if batch:
                 # Locked by batch, so that another run waits for one batch at most.
-                with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
+                with machine_lock(self.progress):
                     self._check_open()
                     self._check_memory()
                     self._run_batch(batch)
 
-    def _run_batch(self, tasks: dict[str, Task[Any]]) -> None:
+    def _run_batch(self, tasks: Mapping[str, Task[Any]]) -> None:
         """Do tasks of one kind in one process; one whose process was killed is done once more. Raises the first error."""
-        was_killed, started = False, time.monotonic()
-        while tasks:
-            error: ProfilingAgentError | None = None
-            try:
-                with self._process(next(iter(tasks.values()))) as process:
-                    while tasks and error is None:
-                        key, task = next(iter(tasks.items()))
-                        try:
-                            self._carry_out(key, task, process)
-                        except ProfilingAgentError as raised:
-                            self._check_open()
-                            # The process may have ended just after finishing the job.
-                            error = None if self._is_done(key, task) else raised
-                        if error is None:
-                            del tasks[key]
-                            self.timesheet.note(key, time.monotonic() - started)
-                            was_killed, started = False, time.monotonic()
-            finally:
-                # A killed or crashed process leaves temporary folders; other jobs' folders may be in use on another machine.
-                for key in tasks:
-                    remove_partial_files(self.workspace.jobs, key)
-            # One kill must not count against the candidate that the job measures; a second may be for its memory.
-            if error is not None and (was_killed or not isinstance(error, KilledError)):
+        try:
+            for key, task in tasks.items():
+                started, error = time.monotonic(), self._try_job(key, task)
+                if isinstance(error, KilledError):
+                    # One kill must not count against the candidate that the job measures; a second may be for its memory.
+                    error = self._try_job(key, task)
                 # A failed job used its time too.
-                self.timesheet.note(next(iter(tasks)), time.monotonic() - started)
-                raise error
-            was_killed = error is not None
+                self.timesheet.note(key, time.monotonic() - started)
+                if error is not None:
+                    raise error
+        finally:
+            self._end(isolated=True)
 
-    def _carry_out(self, key: str, task: Task[Any], process: Child[Message]) -> None:
+    def _try_job(self, key: str, task: Task[Any]) -> ProfilingAgentError | None:
+        """Have a process do a job; return what it raised, or how the process ended before it was done."""
         shutil.rmtree(self.workspace.jobs / key, ignore_errors=True)
         request = JobRequest(
             root=str(self.workspace.root.resolve()),
@@ -212,13 +186,23 @@ class Jobs:
             task=task.model_dump(mode="json"),
             given={name: tuple(map(job_key, needs)) for name, needs in task.needs(self.path).items()},
         )
-        process.send(request)
         limit_s = min(task.limit_s(self.pass_s), self.max_limit_s)
-        deadline = time.monotonic() + limit_s
-        while (message := process.receive(deadline, f"took longer than {limit_s:.0f} s")).kind == "progress":
-            self.progress(message.text, message.done, message.total)
-        if message.kind == "failed":
-            raise getattr(errors, message.error)(message.text)
+        process, message = self._process(task), Message()
+        try:
+            process.send(request)
+            deadline = time.monotonic() + limit_s
+            while not (message := process.receive(deadline, f"took longer than {limit_s:.0f} s")).is_end:
+                self.progress(message.text, message.done, message.total)
+        except JobError as error:
+            self._check_open()
+            # The process may have ended just after finishing the job.
+            return None if self._is_done(key, task) else error
+        finally:
+            if not message.is_end:
+                self._end(isolated=task.isolated)
+                # A killed or crashed process leaves a temporary folder; other jobs' may be in use on another machine.
+                remove_partial_files(self.workspace.jobs, key)
+        return getattr(errors, message.error)(message.text) if message.error else None
 
     def _check_open(self) -> None:
         """Raise RunError after `close`, which another thread may call while a job runs."""
@@ -228,52 +212,37 @@ class Jobs:
     def _check_memory(self) -> None:
         """Raise RunError if a job needs more memory than is free, even without the idle worker."""
         needed = int(MIN_FREE_PEAKS * (self.peak_bytes or 0))
-        if self._available_bytes() < needed:
-            self._end_worker()
+        worker = self._processes.get(False)
+        is_large = worker is not None and can_fork() and worker.resident_bytes() > MAX_RESIDENT
+        if is_large or self._available_bytes() < needed:
+            self._end(isolated=False)
         if (free := self._available_bytes()) < needed:
             raise RunError(
                 f"{free / 2**30:.1f} GiB of memory are free, and a job on this model takes {needed / 2**30:.1f} at least: end other "
                 "programs and resume, or start a new run with a lower batch_size"
             )
 
-    @contextmanager
-    def _process(self, task: Task[Any]) -> Generator[Child[Message]]:
-        """Yield the process that does one batch of jobs like `task`, the worker unless they are isolated."""
-        while task.timed and self.patience_s > 0 and is_busy():
-            self.progress("waiting for a quieter moment to time in: something else is running on this machine", 0, 0)
-            self.patience_s -= 1
-            time.sleep(1)
-            raise_if_stopped()
-        if (worker := self._worker) is not None:
-            is_large = can_fork() and worker.resident_bytes() > MAX_RESIDENT
-            if is_large or not worker.is_alive:
-                self._end_worker()
-        process = None if task.isolated else self._worker
-        if process is None:
-            try:
-                process = Child(
-                    self._supervisor,
-                    ["profiling_agent.jobs.worker:serve"],
-                    Message,
-                    log=self.workspace.root / JOB_LOG,
-                    spawned=task.spawned,
-                )
-            except KilledError as error:
-                # The machine's fault, or that of a `close` meanwhile; no candidate's.
-                self._check_open()
-                raise RunError(str(error)) from error
-        if not task.isolated:
-            self._worker = process
-        self._running, is_reusable = process, False
+    def _process(self, task: Task[Any]) -> Child[Message]:
+        """Return the process that does jobs like `task`, which is started if there is none."""
+        process = self._processes.get(task.isolated)
+        if process is not None and process.is_alive:
+            return process
+        self._end(isolated=task.isolated)
+        call, log = ["profiling_agent.jobs.worker:serve"], self.workspace.root / JOB_LOG
         try:
+            process = Child(self._supervisor, call, Message, log=log, spawned=task.spawned)
+        except KilledError as error:
+            # The machine's fault, or that of a `close` meanwhile; no candidate's.
             self._check_open()
-            yield process
-            is_reusable = not task.isolated and process.is_alive
-        finally:
-            self._running = None
-            if not is_reusable:
-                process.end()
-                self._worker = None if process is self._worker else self._worker
+            raise RunError(str(error)) from error
+        self._processes[task.isolated] = process
+        if self._is_closed:
+            process.kill()
+        return process
+
+    def _end(self, *, isolated: bool) -> None:
+        if (process := self._processes.pop(isolated, None)) is not None:
+            process.end()
 
     def forget_images(self) -> None:
         """Delete prepared images, most of a run's disk space; they are prepared again when needed."""
@@ -283,32 +252,19 @@ class Jobs:
     def close(self) -> None:
         """End the processes that were started on this machine; a running job's error is RunError."""
         self._is_closed = True
-        if (process := self._running) is not None:
+        for process in list(self._processes.values()):
             process.kill()
-        if process is not self._worker:
-            self._end_worker()
         self._stack.close()
-
-    def _end_worker(self) -> None:
-        if self._worker is not None:
-            self._worker.end()
-            self._worker = None
-
-
-@contextmanager
-def jobs_in(folder: Path, progress: Progress = silent) -> Generator[Jobs]:
-    """Yield jobs of no run, whose results lie in a folder that the caller removes."""
-    workspace = Workspace(folder)
-    workspace.jobs.mkdir(parents=True)
-    with closing(Jobs(workspace, progress)) as jobs:
-        yield jobs
 
 
 @contextmanager
 def scratch_jobs(progress: Progress = silent) -> Generator[Jobs]:
-    """Yield jobs whose results are deleted at the end."""
-    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder, jobs_in(Path(folder), progress) as jobs:
-        yield jobs
+    """Yield jobs of no run, whose results are deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder:
+        workspace = Workspace(Path(folder))
+        workspace.jobs.mkdir()
+        with closing(Jobs(workspace, progress)) as jobs:
+            yield jobs
 
 
 def check_match(jobs: Jobs, fields: Mapping[str, Any]) -> None:
@@ -366,17 +322,13 @@ def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device:
 
 
 def read_profile(jobs: Jobs, profiled: Profiled) -> ModelProfile:
-    """Return the full profile that a job wrote; RunError if the file is missing or damaged."""
-    path = jobs.path(profiled.profile)
-    try:
-        return read_record(ModelProfile, path)
-    except (OSError, DocumentError) as error:
-        raise RunError(f"{str(path)!r} is damaged: delete {str(path.parent)!r}, and resume") from error
+    """Return the full profile that a job wrote; RunError if the file is missing."""
+    return read_record(ModelProfile, jobs.path(profiled.profile))
 
 
-def profile_source(request: Request, folder: Path, *, batch_size: int, progress: Progress = silent) -> ModelProfile:
-    """Return the profile of the request's model, without a data set; work files go to `folder`, which the caller removes."""
-    with jobs_in(folder, progress) as jobs:
+def profile_source(request: Request, progress: Progress = silent) -> ModelProfile:
+    """Return the profile of the request's model, without a data set."""
+    with scratch_jobs(progress) as jobs:
         resolved = jobs.run(ResolveShapeTask(model=request.model, revision=request.revision, device=request.device))
-        profiled = profile_artifact(jobs, resolved.baseline, batch_size=batch_size, device=resolved.device)
+        profiled = profile_artifact(jobs, resolved.baseline, batch_size=request.batch_size, device=resolved.device)
         return read_profile(jobs, profiled)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # What forks have imported: the worker, the measurements, and what nearly every run needs late.
 MODULES = (
-    *("torch", "transformers.models.auto.modeling_auto", "profiling_agent.jobs.worker", "profiling_agent.jobs.check"),
+    *("torch", "transformers.models.auto.modeling_auto", "profiling_agent.jobs.worker"),
     *("profiling_agent.data.splits", "profiling_agent.profiling.evidence", "profiling_agent.profiling.profile"),
     *("profiling_agent.quantization.quantize", "profiling_agent.runtimes.torch_artifact"),
     *("profiling_agent.runtimes.onnx_export", "profiling_agent.data.shape"),
@@ -421,7 +421,7 @@ class Exported(schemas.Record):
 class ExportTask(Task[Exported]):
     """Export a float32 model to ONNX, for the runtimes that read it; isolated, because exporters crash."""
 
-    isolated_timeout_s = HOUR / 2
+    timeout_s = HOUR / 2
     uses_runtimes = True
     isolated: bool = True
     model: schemas.ArtifactRef
@@ -438,7 +438,7 @@ class ExportTask(Task[Exported]):
 class DeployTask(Task[schemas.DeployedModel]):
     """Make one deployment of a float32 model; isolate any but eager torch: converters crash and hang."""
 
-    isolated_timeout_s = HOUR / 2
+    timeout_s = HOUR / 2
     uses_runtimes = True
     model: schemas.ArtifactRef
     deployment: schemas.Deployment

@@ -1,6 +1,5 @@
 """Worker: does jobs in a child process, one request after another, until its parent exits."""
 
-import errno
 import sys
 import traceback
 import warnings
@@ -8,13 +7,40 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from pydantic import Field
+
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.jobs.base import JobContext, Task
-from profiling_agent.jobs.store import RESULT, TASK, JobRequest, Message
-from profiling_agent.lib.io import NO_SPACE, appearing, first_line, storage_problem, write_text
+from profiling_agent.lib.io import DISK_FAILURES, appearing, first_line, write_text
 from profiling_agent.lib.logs import is_out_of_memory
 from profiling_agent.processes.child import Parent
+from profiling_agent.schemas import Record
 from profiling_agent.workspace import storage_error
+
+TASK, RESULT = "task.json", "result.json"
+
+
+class JobRequest(Record):
+    """Request of a run to its worker: do `task`, a record of the class `record` ("module:name"), in the folder `root` under `key`.
+
+    `given` has the keys of the finished jobs that the task needs, by name.
+    """
+
+    root: str
+    key: str
+    record: str
+    task: dict[str, Any]
+    given: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+
+
+class Message(Record):
+    """Message from a worker: a job's progress, or its end, with the error's class if it failed."""
+
+    is_end: bool = False
+    error: str = ""
+    text: str = ""
+    done: int = 0
+    total: int = 0
 
 
 def serve(parent: Parent) -> None:
@@ -24,10 +50,10 @@ def serve(parent: Parent) -> None:
     kept, last_kind = dict[str, Any](), None
 
     def progress(message: str, done: int, total: int) -> None:
-        parent.send(Message(kind="progress", text=message, done=done, total=total))
+        parent.send(Message(text=message, done=done, total=total))
 
     while True:
-        request, reply = parent.receive(JobRequest), Message(kind="done")
+        request, reply = parent.receive(JobRequest), Message(is_end=True)
         root, final = Path(request.root), f"jobs/{request.key}"
         try:
             task: Task[Any] = resolve_name(request.record).model_validate(request.task)
@@ -62,12 +88,11 @@ def serve(parent: Parent) -> None:
 def _failure(error: Exception, root: Path) -> Message:
     """Return the message of a job that raised; print the traceback of an error that isn't ours to the log."""
     if isinstance(error, ProfilingAgentError):
-        return Message(kind="failed", error=type(error).__name__, text=str(error))
+        return Message(is_end=True, error=type(error).__name__, text=str(error))
     if is_out_of_memory(error):
-        return Message(kind="failed", error="JobError", text="out of memory: lower batch_size or num_samples")
+        return Message(is_end=True, error="JobError", text="out of memory: lower batch_size or num_samples")
     traceback.print_exception(error)
-    # A full disk ends the run, which can be resumed; it rejects no candidate.
-    if isinstance(error, OSError) and error.errno in NO_SPACE | {errno.EROFS, errno.EIO}:
-        text = str(storage_error(root, storage_problem(error) or first_line(error)))
-        return Message(kind="failed", error="StorageError", text=text)
-    return Message(kind="failed", error="JobError", text=f"{type(error).__name__}: {first_line(error)}")
+    # A failing disk ends the run, which can be resumed; it rejects no candidate.
+    if isinstance(error, OSError) and error.errno in DISK_FAILURES:
+        return Message(is_end=True, error="StorageError", text=str(storage_error(root, str(error.strerror))))
+    return Message(is_end=True, error="JobError", text=f"{type(error).__name__}: {first_line(error)}")

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sqlite3
-import time
 import unicodedata
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -27,21 +26,9 @@ ModelT = TypeVar("ModelT", bound="BaseModel")
 
 # Prefix of half-written files; one that exists once the folder's lock is taken was left by a killed process.
 TEMPORARY = ".tmp-"
-# The disk is full, the user's quota is, or the file exceeds the size limit.
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# Why the disk can't be written, and the remedy.
-STORAGE_PROBLEMS = {
-    **dict.fromkeys(NO_SPACE, "there is no space left: free some"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "it isn't yours to write: take it over, or choose another folder"),
-    errno.EROFS: "it is read-only: choose a folder that can be written",
-    errno.EIO: "the disk reports an input/output error: look at the disk",
-}
-SQLITE_ERRNO = {
-    sqlite3.SQLITE_FULL: errno.ENOSPC,
-    sqlite3.SQLITE_READONLY: errno.EROFS,
-    sqlite3.SQLITE_CANTOPEN: errno.EACCES,
-    sqlite3.SQLITE_IOERR: errno.EIO,
-}
+# The disk or the user's quota is full, the file exceeds the size limit, or the disk fails.
+DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+SQLITE_FAILURES = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR}
 MAX_QUOTED = 80
 CACHE_VARIABLE = "PROFILING_AGENT_CACHE"
 
@@ -58,12 +45,12 @@ class DocumentError(ValueError):
 
 
 def storage_problem(error: BaseException) -> str | None:
-    """Return why the disk can't be written, and the remedy; None for other errors."""
+    """Return the system's reason why the disk can't be written; None for other errors."""
     if isinstance(error, sqlite3.Error):
         # The low byte of an extended code is the primary one.
-        return STORAGE_PROBLEMS.get(SQLITE_ERRNO.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, 0))
+        return str(error) if getattr(error, "sqlite_errorcode", 0) & 0xFF in SQLITE_FAILURES else None
     if isinstance(error, OSError) and not isinstance(error, FileRefusedError):
-        return STORAGE_PROBLEMS.get(error.errno or 0)
+        return error.strerror if error.errno in DISK_FAILURES | {errno.EACCES, errno.EPERM} else None
     return None
 
 
@@ -290,17 +277,3 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
             f"cache folder {error.filename or name!r} can't be written ({error.strerror}): set {CACHE_VARIABLE} to another"
         ) from error
     return root / name
-
-
-def note_holder(path: Path, what: str) -> None:
-    """Write that this process holds the lock, and what for; ignore errors, as nothing depends on it."""
-    with suppress(OSError):
-        write_text(path, f"{what} (process {os.getpid()}, since {time.strftime('%H:%M:%S')})")
-
-
-def read_holder(path: Path) -> str:
-    """Return the line about a lock's holder, or "another process" if there is none."""
-    with suppress(OSError, UnicodeDecodeError):
-        line = path.read_text(encoding="utf-8")[:300]
-        return "another graph of this process" if f"(process {os.getpid()}, " in line else line
-    return "another process"

@@ -19,7 +19,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.lib.io import NO_SPACE
+from profiling_agent.lib.io import DISK_FAILURES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -141,7 +141,7 @@ def third_party_errors(refuse: Refuse) -> Generator[None]:
     except ProfilingAgentError:
         raise
     except Exception as error:
-        if is_out_of_memory(error) or (isinstance(error, OSError) and error.errno in NO_SPACE):
+        if is_out_of_memory(error) or (isinstance(error, OSError) and error.errno in DISK_FAILURES):
             raise
         cause: BaseException = error
         # A lazy import's error names only the module; its cause has the reason.

@@ -22,8 +22,7 @@ from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.measure import intervals
 from profiling_agent.measure.worker import TimedProcess, WorkerSetup, gpu_free_bytes, gpu_runs, worker_command
-from profiling_agent.processes.child import Supervisor, child_environment, fork_server
-from profiling_agent.processes.machine_lock import machine_lock
+from profiling_agent.processes.child import Supervisor, fork_server
 from profiling_agent.runtimes.artifact import RECIPE, model_bytes, named_folder, open_folder
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.schemas import ArtifactRef, Dropped, Race, RaceResult, Record, Variant
@@ -432,10 +431,7 @@ def race_saved(
     names = {ref.path: model.name for (_, ref), model in zip(entries, models, strict=True)}
     # Imports of a process of one of torch's runtimes.
     modules = ("profiling_agent.measure.worker", "transformers.models.auto.modeling_auto")
-    with (
-        machine_lock(progress, "a measurement of saved models"),
-        fork_server(modules, child_environment()) as server,
-    ):
+    with machine.machine_lock(progress), fork_server(modules) as server:
         conditions = Conditions(root=Path("/"), batch_size=batch_size, device=device, server=server)
         dropped = race_once(entries, conditions, progress=progress).dropped
         entries = [entry for entry in entries if entry[1] not in [each.model for each in dropped]]
@@ -465,7 +461,7 @@ def measure_saved(
     refs = [_ref(model.folder) for model in models]
     rows: list[schemas.Throughput] = []
     measured: list[MeasuredModel] = []
-    with machine_lock(progress, "a measurement of saved models"):
+    with machine.machine_lock(progress):
         for size in batch_sizes:
             conditions = Conditions(
                 root=Path("/"), batch_size=size, device=device, enqueued=True, seconds_per_model=seconds_per_model

@@ -289,7 +289,6 @@ class TimedProcess:
         pass_s: float = 0.0,
         cool_s: float = COOL_S,
     ) -> None:
-        name, advice = f"the race of {command[-1]!r}", "lower batch_size"
         self._on_gpu, self._is_fork = setup.device == "cuda", server is not None
         self._sample_timeout_s, self._cool_s = max(SAMPLE_TIMEOUT_S, MAX_PASSES * pass_s), cool_s
         self.device_bytes: int | None = None
@@ -297,7 +296,8 @@ class TimedProcess:
         self.notes: dict[str, None] = {}
         with ExitStack() as stack:
             starter = server or stack.enter_context(fork_server())
-            self._child = Child(starter, command, Reply, name=name, advice=advice, spawned=not self._is_fork)
+            name = f"the race of {command[-1]!r}"
+            self._child = Child(starter, command, Reply, name=name, spawned=not self._is_fork)
             stack.callback(self._child.end)
             self._child.send(setup)
             self._stack = stack.pop_all()

@@ -9,8 +9,7 @@ from scipy.sparse import csr_array
 
 from profiling_agent import schemas
 from profiling_agent.errors import PlanError
-from profiling_agent.lib.layer_names import matching_names
-from profiling_agent.pruning.widths import aligned_widths, cap_ratios, crossings, resolve
+from profiling_agent.pruning.widths import aligned_widths, cap_ratios, crossings, matching_names, resolve
 from profiling_agent.schemas import Cut, DryRun, Evidence, Goal, ModelProfile, Plan, Target, Unit, WidthOption
 
 MAX_ROUNDS = 12

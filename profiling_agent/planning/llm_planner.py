@@ -9,12 +9,12 @@ from pydantic import AliasChoices, Field, model_validator
 from profiling_agent import schemas
 from profiling_agent.errors import PlanError, ShapeUnresolvedError
 from profiling_agent.lib.io import DocumentError
-from profiling_agent.lib.layer_names import matching_names
 from profiling_agent.llm.transcript import LanguageModel, Question, Tool, quoted
 from profiling_agent.planning import digest
 from profiling_agent.planning.allocation import NATS_A_POINT, allowed_kl, dry_run, guard, is_faster
 from profiling_agent.planning.rules import parse_plan
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
+from profiling_agent.pruning.widths import matching_names
 from profiling_agent.schemas import PRUNING, QUANTIZATION, Goal, InputSpec, Journal, ModelProfile, Plan, in_arrays
 
 MAX_UNITS, MAX_WIDTHS = 12, 60

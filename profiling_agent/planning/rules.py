@@ -5,9 +5,9 @@ import json
 from profiling_agent import schemas
 from profiling_agent.errors import PlanError
 from profiling_agent.lib.io import DocumentError, expanded, parse_json, parse_record
-from profiling_agent.lib.layer_names import matching_names
 from profiling_agent.planning.allocation import dry_run, dry_run_or_none
 from profiling_agent.planning.digest import group_units
+from profiling_agent.pruning.widths import matching_names
 from profiling_agent.schemas import Goal, ModelProfile, Plan, PruningRecommendation, Target, UnitKind, in_arrays
 
 

@@ -3,8 +3,8 @@
     python -m profiling_agent.processes DESCRIPTOR MODULE...
 
 Importing torch and transformers takes a process 4 to 10 s of a core, a fork of one that has done so a twentieth of a second. The supervisor
-computes nothing and starts no thread, so a fork is as isolated as a new process. A request is a byte with three files: the child's end of
-its connection, its standard error, and the socket through which it requests children of its own.
+computes nothing and starts no thread, so a fork is as isolated as a new process. A request is a byte and the requester's process id, with
+three files: the child's end of its connection, its standard error, and the socket through which it requests children of its own.
 """
 
 import contextlib
@@ -12,11 +12,10 @@ import gc
 import importlib
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import sys
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -27,55 +26,45 @@ def main(descriptor: int, modules: list[str]) -> None:
     """Serve requests until standard input closes; then end, with everything that was started."""
     # Children and what they start inherit this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests, poll = socket.socket(fileno=descriptor), select.poll()
-    poll.register(0, select.POLLIN)
-    poll.register(requests, select.POLLIN)
-    running: list[tuple[BaseProcess, Connection]] = []
+    requests = socket.socket(fileno=descriptor)
+    # By sentinel: a process, its connection, and the process that requested it.
+    running: dict[int, tuple[BaseProcess, Connection, int]] = {}
     while True:
-        ready = {number for number, _ in poll.poll()}
+        ready = wait([0, requests, *running])
         if 0 in ready:
             os.killpg(0, signal.SIGKILL)
-        for child in [child for child in running if child[0].sentinel in ready]:
-            process, connection = child
-            running.remove(child)
-            poll.unregister(process.sentinel)
-            with contextlib.suppress(KeyError):
-                poll.unregister(connection)
+        for sentinel in running.keys() & set(ready):
+            process, connection, _ = running.pop(sentinel)
             process.join()
+            for child, _, requester in running.values():
+                # It may be too busy to notice that nothing waits for it any more.
+                if requester == process.pid:
+                    child.kill()
             with connection, contextlib.suppress(OSError):
                 connection.send_bytes(str(process.exitcode).encode())
             process.close()
-        for process, connection in running:
-            if connection.fileno() in ready:
-                # Its parent is gone, and it may be too busy to notice.
-                process.kill()
-                poll.unregister(connection)
-        if requests.fileno() in ready:
-            request, descriptors, _, _ = socket.recv_fds(requests, 1, 3)
+        if requests in ready:
+            request, descriptors, _, _ = socket.recv_fds(requests, 100, 3)
             files = [Connection(number) for number in descriptors]
-            with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-                for file in files:
-                    stack.callback(file.close)
-                # No room for another file: the parent sees the end of a child that never began.
-                if len(files) == 3:
-                    process = _start(request, files, [requests, *(connection for _, connection in running)], modules)
-                    files[0].send_bytes(str(process.pid).encode())
-                    connection = Connection(os.dup(files[0].fileno()))
-                    running.append((process, connection))
-                    poll.register(process.sentinel, select.POLLIN)
-                    # Only for the end of the other side, which is always reported.
-                    poll.register(connection, select.POLLHUP)
+            others = [requests, *(connection for _, connection, _ in running.values())]
+            process = _start(request[:1], files, others, modules)
+            # The requester may be gone already.
+            with contextlib.suppress(OSError):
+                files[0].send_bytes(str(process.pid).encode())
+            running[process.sentinel] = process, files[0], int(request[1:])
+            for file in files[1:]:
+                file.close()
 
 
-def _start(request: bytes, files: list[Connection], others: list[Any], modules: list[str]) -> BaseProcess:
-    while request == FORK and modules:
+def _start(kind: bytes, files: list[Connection], others: list[Any], modules: list[str]) -> BaseProcess:
+    while kind == FORK and modules:
         # A missing or failing module is left for the children to report.
         with contextlib.suppress(Exception):
             importlib.import_module(modules.pop(0))
         # Objects that live now stay alive in all forks: a collector that visited them would write to each of their pages.
         gc.freeze()
-    context: Any = multiprocessing.get_context("fork" if request == FORK else "spawn")
-    process = context.Process(target=run_child, args=(*files, others if request == FORK else []))
+    context: Any = multiprocessing.get_context("fork" if kind == FORK else "spawn")
+    process = context.Process(target=run_child, args=(*files, others if kind == FORK else []))
     process.start()
     return process
 

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -100,16 +99,12 @@ class Supervisor:
     """Client of a process that starts children; it is started with the first one, and replaced if it died."""
 
     def __init__(
-        self,
-        modules: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        *,
-        requests: socket.socket | None = None,
+        self, modules: Sequence[str], environment: Mapping[str, str], requests: socket.socket | None = None
     ) -> None:
         """Use a supervisor whose forks have imported `modules`, or the running one that takes `requests`."""
         # Of `fork_server`, which ends it with the last of them.
         self.num_users = 0
-        self._modules, self._environment = modules, dict(environment or {})
+        self._modules, self._environment = modules, environment
         self._requests, self._lock, self._is_ended = requests, threading.Lock(), False
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -119,30 +114,27 @@ class Supervisor:
         Raises:
             KilledError: the supervisor is gone, or the system has no room for another process.
         """
-        started = self._request(stderr, FORK if can_fork() and not spawned else SPAWN)
-        if started is None and (process := self._process) is not None:
-            # It was killed, maybe by what it imports to fork.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(POLL_S)
-            started = self._request(stderr, SPAWN)
-        if started is None:
-            raise KilledError("no child process could be started: resume")
-        return started
+        # A supervisor that was killed, maybe by what it imports to fork, is replaced.
+        for kind in (FORK if can_fork() and not spawned else SPAWN, SPAWN):
+            if (started := self._request(stderr, kind)) is not None:
+                return started
+            if self._process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(POLL_S)
+        raise KilledError("no child process could be started: resume")
 
-    def _request(self, stderr: IO[bytes], request: bytes) -> tuple[Connection, int] | None:
+    def _request(self, stderr: IO[bytes], kind: bytes) -> tuple[Connection, int] | None:
         ours, theirs = multiprocessing.Pipe()
-        with contextlib.ExitStack() as stack, contextlib.suppress(EOFError, OSError):
-            stack.callback(ours.close)
+        with contextlib.suppress(EOFError, OSError):
             with theirs:
                 requests = self._running()
                 files = [theirs.fileno(), stderr.fileno(), requests.fileno()]
-                socket.send_fds(requests, [request], files)
+                socket.send_fds(requests, [kind + str(os.getpid()).encode()], files)
             for _ in range(round(START_S / POLL_S)):
                 if ours.poll(POLL_S):
-                    pid = int(ours.recv_bytes())
-                    stack.pop_all()
-                    return ours, pid
+                    return ours, int(ours.recv_bytes())
                 raise_if_stopped()
+        ours.close()
         return None
 
     def _running(self) -> socket.socket:
@@ -150,7 +142,7 @@ class Supervisor:
             if self._is_ended:
                 raise KilledError("the run was left before a child process could be started: resume")
             if self._process is not None and self._process.poll() is not None:
-                self._close()
+                self._close(self._process)
             if self._requests is None:
                 # Each request is one message, whichever process it comes from.
                 self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -169,13 +161,11 @@ class Supervisor:
                     )
             return self._requests
 
-    def _close(self) -> None:
-        assert self._requests is not None, "it was started"
-        assert self._process is not None, "it was started"
-        assert self._process.stdin is not None, "it is a pipe"
-        self._process.wait()
-        self._process.stdin.close()
-        self._requests.close()
+    def _close(self, process: "subprocess.Popen[bytes]") -> None:
+        # Closes standard input too.
+        process.communicate()
+        if self._requests is not None:
+            self._requests.close()
         self._requests = self._process = None
 
     def end(self) -> None:
@@ -185,7 +175,7 @@ class Supervisor:
             if self._process is not None:
                 if self._process.poll() is None:
                     os.killpg(self._process.pid, signal.SIGKILL)
-                self._close()
+                self._close(self._process)
 
 
 # The supervisor that started this process, if one did.
@@ -200,7 +190,7 @@ def inherited() -> Supervisor | None:
 
 
 @contextmanager
-def fork_server(modules: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Generator[Supervisor]:
+def fork_server(modules: Sequence[str] = ()) -> Generator[Supervisor]:
     """Yield the supervisor that started this process, or one shared in it, which ends with its last user.
 
     Its forks have imported `modules`.
@@ -208,7 +198,7 @@ def fork_server(modules: Sequence[str] = (), environment: Mapping[str, str] | No
     if _inherited:
         yield _inherited[0]
         return
-    environment = child_environment() if environment is None else environment
+    environment = child_environment()
     variables = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN_PREFIX))
     key = (*modules, *variables)
     with _lock:
@@ -224,31 +214,14 @@ def fork_server(modules: Sequence[str] = (), environment: Mapping[str, str] | No
                 supervisor.end()
 
 
-def ending(code: int) -> str:
-    """Return how a process ended, from its exit code, with the signal if there was one."""
-    if code >= 0:
-        return f"exit status {code}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    if code == -signal.SIGKILL:
-        name += ", killed from outside, as the system does when memory runs out; lower batch_size or num_samples"
-    return f"exit status {code} ({name})"
-
-
-def stderr_tail(text: str) -> str:
-    """Return the last lines of a process's output, after the message of the C++ exception that ended it, if any."""
-    lines = text.strip().splitlines()
-    # C++ prints the message of an uncaught exception first; frames of the stack follow it, more than fit.
-    causes = [cause for line in lines[:-3] if (cause := line.strip()).startswith("what():")]
-    return " | ".join([*(cause[:500] for cause in causes[-1:]), " | ".join(lines[-3:])[-500:]])
-
-
 RecordT = TypeVar("RecordT", bound=Record)
+ADVICE = "lower batch_size or num_samples"
 
 
 class Child(Generic[RecordT]):
     """One child process whose answers are records of one type.
 
-    It dies with this process, because its connection closes; otherwise `end` has to be called.
+    It dies with this process; otherwise `end` has to be called.
     """
 
     def __init__(
@@ -258,21 +231,17 @@ class Child(Generic[RecordT]):
         answer: type[RecordT],
         *,
         name: str = "the job",
-        advice: str = "lower batch_size or num_samples",
         log: Path | None = None,
         spawned: bool = False,
     ) -> None:
         """Start a process that does `call`, a function ("module:name") and its arguments.
 
-        Error messages call its work `name` and end with `advice` if that exceeded a limit. What it and its libraries print
-        goes to `log` or a temporary file.
+        Error messages call its work `name`. What it and its libraries print goes to `log` or a temporary file.
         """
-        self._answer, self._name, self._advice = answer, name, advice
-        with contextlib.ExitStack() as stack:
-            # Closed with the process.
-            self._stderr: IO[bytes] = stack.enter_context(log.open("a+b") if log else tempfile.TemporaryFile())  # noqa: SIM115
-            self._connection, self.pid = supervisor.start(self._stderr, spawned=spawned)
-            stack.pop_all()
+        self._answer, self._name = answer, name
+        # Closed with the process.
+        self._stderr: IO[bytes] = log.open("a+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
+        self._connection, self.pid = supervisor.start(self._stderr, spawned=spawned)
         self._code: int | None = None
         self._is_killed = False
         # Knows the process by the time of its start too, so that it kills and reads no other one of this id.
@@ -280,7 +249,7 @@ class Child(Generic[RecordT]):
         with contextlib.suppress(psutil.NoSuchProcess):
             self._process = psutil.Process(self.pid)
         own = {name: value for name, value in child_environment().items() if name.startswith(OWN_PREFIX)}
-        # Whoever died at its start is noticed when its answer is awaited.
+        # A child that died at its start is noticed when its answer is awaited.
         with contextlib.suppress(OSError):
             self._connection.send_bytes(json.dumps([str(Path.cwd()), own, *call]).encode())
 
@@ -312,12 +281,11 @@ class Child(Generic[RecordT]):
         raise_if_stopped()
         while not self._connection.poll(max(0.0, min(POLL_S, deadline - time.monotonic()))):
             raise_if_stopped()
-            if time.monotonic() >= deadline:
+            used = self.resident_bytes()
+            if time.monotonic() >= deadline or used > MEMORY_FRACTION * total_bytes():
                 self.kill()
-                raise JobError(f"{self._name} {late} and was ended: {self._advice}")
-            if (used := self.resident_bytes()) > MEMORY_FRACTION * total_bytes():
-                self.kill()
-                raise JobError(f"{self._name} used {used / 2**30:.1f} GiB and was ended: {self._advice}")
+                problem = late if time.monotonic() >= deadline else f"used {used / 2**30:.1f} GiB"
+                raise JobError(f"{self._name} {problem} and was ended: {ADVICE}")
         if (data := self._read()) is None:
             raise self._death_error()
         return self._answer.model_validate_json(data)
@@ -359,36 +327,34 @@ class Child(Generic[RecordT]):
         # An interrupt that reaches all processes is no failure of the work.
         raise_if_stopped()
         self._stderr.seek(0)
-        output = stderr_tail(self._stderr.read().decode(errors="replace")) or "it printed nothing"
+        output = " | ".join(self._stderr.read().decode(errors="replace").strip().splitlines()[-3:])[-500:]
         code = -signal.SIGKILL if self._code is None else self._code
+        ending = f"exit status {code}" + (f" ({signal.Signals(-code).name})" if code < 0 else "")
+        if code == -signal.SIGKILL:
+            ending += f", killed from outside, as the system does when memory runs out; {ADVICE}"
         # Signals that come from outside; the others are crashes.
         kind = KilledError if -code in (signal.SIGKILL, signal.SIGTERM) else JobError
-        return kind(f"{self._name} died with {ending(code)}: {output}")
+        return kind(f"{self._name} died with {ending}: {output or 'it printed nothing'}")
 
 
 class Parent:
-    """A child's connection to its parent; the child ends, amid any work, when the parent's end closes."""
+    """A child's connection to its parent."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        threading.Thread(target=self._await_end, daemon=True).start()
 
     def receive(self, kind: type[RecordT]) -> RecordT:
-        """Wait for the parent's next request and return it."""
+        """Wait for the parent's next request and return it; end if the parent is gone."""
         with contextlib.suppress(EOFError, OSError):
             return kind.model_validate_json(self._connection.recv_bytes())
         os._exit(1)
 
     def send(self, record: Record) -> None:
-        """Send one record to the parent."""
-        self._connection.send_bytes(record.model_dump_json().encode())
-
-    def _await_end(self) -> None:
-        closing = select.poll()
-        # Nothing but the end of the other side, which is always reported.
-        closing.register(self._connection, select.POLLHUP)
-        closing.poll()
-        os._exit(1)
+        """Send one record to the parent; end if it is gone."""
+        try:
+            self._connection.send_bytes(record.model_dump_json().encode())
+        except OSError:
+            os._exit(1)
 
 
 def run_child(connection: Connection, stderr: Connection, requests: Connection, others: Sequence[Connection]) -> None:
@@ -398,7 +364,7 @@ def run_child(connection: Connection, stderr: Connection, requests: Connection, 
     for stream in (1, 2):
         os.dup2(stderr.fileno(), stream)
     stderr.close()
-    _inherited[:] = [Supervisor(requests=socket.socket(fileno=os.dup(requests.fileno())))]
+    _inherited[:] = [Supervisor((), {}, socket.socket(fileno=os.dup(requests.fileno())))]
     folder, variables, function, *arguments = json.loads(connection.recv_bytes())
     os.chdir(folder)
     for name in [name for name in os.environ if name.startswith(OWN_PREFIX)]:

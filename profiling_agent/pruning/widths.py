@@ -1,11 +1,13 @@
 """Aligned widths of units, and a plan's layer patterns resolved to cuts. Imports no torch."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+
+import re2
 
 from profiling_agent.errors import PlanError
-from profiling_agent.lib.layer_names import matching_names, near_names
 from profiling_agent.schemas import Cap, Cut, PruningRecommendation, Record, Unit, UnitKind
 
 # oneDNN blocks 16 channels of a convolution (AVX-512), so its time is a staircase of 16; a Linear's is proportional to
@@ -13,6 +15,32 @@ from profiling_agent.schemas import Cap, Cut, PruningRecommendation, Record, Uni
 CONV_STEP, NARROW_MLP_STEP, WIDE_MLP_STEP, WIDE_MLP = 16, 32, 64, 1024
 # Minimum share of a unit that a cut keeps: below it the rest computes something else.
 MIN_KEEP_SHARE = 0.25
+# RE2 rejects a pattern that compiles to more memory, such as nested repetitions.
+MAX_PATTERN_MEMORY_BYTES = 256 * 1024
+
+
+def matching_names(pattern: str, names: Collection[str]) -> list[str]:
+    """Return the `names` in which `pattern`, an RE2 expression, is found, in their order; linear time.
+
+    Raises:
+        PlanError: the pattern is not RE2 (backreferences, lookarounds), or too large once compiled.
+    """
+    options = re2.Options()
+    options.max_mem = MAX_PATTERN_MEMORY_BYTES
+    options.log_errors = False
+    try:
+        regex = re2.compile(pattern, options)
+    except re2.error as error:
+        raise PlanError(
+            f"the layer pattern {pattern!r} is no RE2 expression of a sane size: "
+            "use one without backreferences, lookarounds and large repetitions"
+        ) from error
+    return [name for name in names if regex.search(name)]
+
+
+def near_names(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return up to three of `names` similar to `pattern`, nearest first, or the first three if none is similar."""
+    return get_close_matches(pattern, names, cutoff=0.3) or list(names[:3])
 
 
 def step_for(kind: UnitKind, width: int) -> int:

@@ -16,9 +16,9 @@ from profiling_agent.errors import PlanError, QuantizationError
 from profiling_agent.lib import modules
 from profiling_agent.lib.costs import count_complexity
 from profiling_agent.lib.inference import Folded, quick_products
-from profiling_agent.lib.layer_names import matching_names, near_names
 from profiling_agent.lib.logs import Progress, checked_logits, silent
 from profiling_agent.lib.replay import Walk, in_order
+from profiling_agent.pruning.widths import matching_names, near_names
 from profiling_agent.quantization import layers as quantized_layers
 from profiling_agent.quantization.layers import LEVELS, Grid, QuantizedModule, StaticLayer, supports
 from profiling_agent.schemas import EVERYTHING, InputSpec, LayerCost, QuantizationRecommendation

@@ -9,9 +9,9 @@ from pydantic import model_validator
 from profiling_agent import schemas
 from profiling_agent.errors import PlanError
 from profiling_agent.jobs.tasks import Profiled
-from profiling_agent.lib.layer_names import matching_names
 from profiling_agent.lib.machine import environment
 from profiling_agent.planning.digest import launch_text
+from profiling_agent.pruning.widths import matching_names
 from profiling_agent.reporting.units import count, percent
 from profiling_agent.request import Request, without_retired
 from profiling_agent.search.deadline import EFFORTS

@@ -1,6 +1,6 @@
 """Measurement records: predictions, footprint, races, throughput, memory, and the environment of the machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from statistics import median
 from typing import Literal, Self
@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field
 
 from profiling_agent.schemas.plan import Deployment
-from profiling_agent.schemas.profile import ArtifactRef, InputSpec, LatencyStats, Record
+from profiling_agent.schemas.profile import ArtifactRef, LatencyStats, Record
 
 # With 3 sessions or fewer, Student's t interval is too wide to be of use; with 5 it is 1.4 times as wide as with many.
 NUM_SESSIONS = 5
@@ -232,30 +232,3 @@ class ResourceUse(Record):
     throughput: tuple[Throughput, ...]
     memory: MemoryUse
     environment: Environment
-
-
-Form = Literal["whole", "pruned"]
-
-
-class Prunable(Record):
-    """Prunable units of a model by kind, and the refused layers by reason code, with an example of each."""
-
-    architecture: str
-    input: InputSpec
-    params: int
-    units: Mapping[str, int]
-    refused: Mapping[str, int]
-    absent: Mapping[str, str]  # kinds that it has layers and no unit of, each with the reason
-    examples: Mapping[str, str]  # by the code: "layer: reason"
-    cut_share: float  # of the params, that a quarter off every unit takes
-
-
-class Deployability(Record):
-    """One deployment of one form of a model: built, opened in its own process and compared, or refused."""
-
-    form: Form
-    deployment: Deployment
-    num_layers: int = 0  # layers that aren't float32 any more
-    size_ratio: float = 0.0  # of the float32 folder's bytes
-    distance: float = 0.0  # ||logits - float32 logits|| / ||float32 logits|| on noise
-    refused: str = ""  # "code: layer and cause"; empty where it works

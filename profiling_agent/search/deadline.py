@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from profiling_agent.errors import RequestError
-from profiling_agent.jobs.store import Timesheet
 from profiling_agent.schemas import SHARD
+from profiling_agent.workspace import Timesheet
 
 # Held-out images of each test, whatever the time: they show a drop within about a point.
 MIN_LOOK = 2 * SHARD

@@ -112,7 +112,7 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("run", "--seed", "\x1b[31mx"), "--seed"),
         (("run", "--max-size-ratio", "50"), "--max-size-ratio: give a fraction above 0, up to 2: 0.5 is half, or 50%"),
         (
-            ("doctor", "--model", "max_size_ratio", "--runtimes", "tensorrt"),
+            ("run", "--model", "max_size_ratio", "--runtimes", "tensorrt"),
             "runtimes names 'tensorrt': use auto, or some of eager, graphed, inductor, onnxruntime, openvino\n",
         ),
     ],
@@ -184,7 +184,7 @@ def test_a_run_that_is_in_use_is_refused_and_goes_on_when_it_is_free(run: Path, 
             said = call("resume", run, *flags)
         finally:
             lock.release()
-        assert is_refused(said, "run 'quick' is in use by another graph of this process: wait for it, or end it")
+        assert is_refused(said, "run 'quick' is in use by another process: wait for it, or end it")
         assert said.stdout == ""
 
         is_met = read_report(finished).verdict.outcome == "MET"

@@ -12,8 +12,7 @@ from chat_server import Said, chat_server, error, in_turn
 from commands import call
 from crashing_library import break_library
 
-from profiling_agent.cli.doctor import Finding, _check_device, check_cpu, check_memory, examine
-from profiling_agent.jobs.check import check_device
+from profiling_agent.cli.doctor import Finding, _check_device, check_cpu, check_device, check_memory, examine
 from profiling_agent.jobs.runner import scratch_jobs
 from profiling_agent.lib.machine import environment
 from profiling_agent.request import Request
@@ -92,23 +91,15 @@ def test_a_language_model_is_asked_for_one_word(tmp_path: Path):
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
-@pytest.mark.parametrize(
-    ("device", "works"),
-    [
-        # The CPU computes what the CPU computes.
-        ("cpu", "float32 is 0 from the CPU's; what works: eager bfloat16, eager float16, eager dynamic"),
-        pytest.param("cuda", "eager bfloat16, eager float16, graphed tf32", marks=[pytest.mark.gpu, NO_CUDA]),
-    ],
-)
-def test_a_small_model_goes_through_profile_prune_and_evaluate_on_a_device(device: str, works: str):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])
+def test_a_small_model_goes_through_profile_prune_and_evaluate_on_a_device(device: str):
     with scratch_jobs() as jobs:
-        seen, failure = check_device(jobs, device)
+        seen = check_device(jobs, device)
 
-    assert failure == ""
-    assert [line.partition(":")[0] for line in seen] == ["find", "profile", "prune", "evaluate"]
-    assert "4 units" in seen[1]
-    assert "after compensation" in seen[2]
-    assert works in seen[3]
+    assert "4 units pruned" in seen
+    assert "after compensation" in seen
+    # The CPU computes what the CPU computes.
+    assert device == "cuda" or seen.endswith("logits 0 from the CPU's")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -141,6 +132,5 @@ def test_a_runtime_or_device_that_was_asked_for_or_breaks_is_a_problem_and_a_mis
     assert "SIGILL" in found["onnxruntime"].seen
     if not torch.cuda.is_available():
         assert found["device"].state == "problem"
-        assert "find failed" in found["device"].seen
         assert "no CUDA device" in found["device"].seen
     assert all(one.advice for one in found.values() if one.state != "ok")

@@ -10,9 +10,9 @@ from sample_records import attempt, journal
 
 from profiling_agent.graph.run import STAGES, choose_run_id, seconds_left
 from profiling_agent.graph.state import RunState
-from profiling_agent.jobs.store import Timesheet
 from profiling_agent.request import Request
 from profiling_agent.schemas import Acquired, SplitInfo
+from profiling_agent.workspace import Timesheet
 
 TRIED = attempt(1, 0.25, accepted=True)
 # 740 passes; 2.5 s and 150 passes; 500 passes. Then 45 s, 1,450 passes and 1.5 for each held-out image; 12 s and 200 passes.

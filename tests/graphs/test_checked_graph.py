@@ -103,7 +103,7 @@ def test_a_stream_that_is_left_lets_go_of_its_run(world: World, tmp_path: Path, 
     graph, given = build_graph(), as_terms(world.request(tmp_path, run_id="left"))
 
     for _ in graph.stream(given, stream_mode=mode):
-        with pytest.raises(RunError, match="'left' is in use by another graph of this process"):
+        with pytest.raises(RunError, match="'left' is in use by another process"):
             next(graph.stream(given))
         break
 

@@ -10,14 +10,17 @@ import in_process
 import pytest
 from pruning.families import FAMILIES, TYPICAL, marked, processor_of, spec_of
 
-from profiling_agent.jobs import check
-from profiling_agent.jobs.check import CHECK_FOLDER, TryTask
+from profiling_agent.errors import QuantizationError
 from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.registry import runtime
-from profiling_agent.schemas import Deployability, Deployment, Form, RuntimeName
+from profiling_agent.schemas import Cut, Deployment, RuntimeName
 
 RUNTIMES: tuple[RuntimeName, ...] = ("eager", "onnxruntime", "openvino")
-# Of random weights, on two images of noise: ranges are of 16 images, and rounding is fed through all layers.
+# Of random weights, on 16 images of noise, and rounding is fed through all layers.
 BOUNDS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 0.12, "dynamic": 0.15, "static": 0.25, "static_nncf": 0.8}
 # Half of its layers are depthwise: it is 0.41 away, all others here 0.17 at most.
 FURTHER = {("mobilenet_v1", "whole", "static"): 0.5}
@@ -26,7 +29,7 @@ MISCOMPILED = {("swiftformer", "openvino static"), ("levit", "openvino static")}
 # Their classifier is a convolution, and these schemes are linear layers' alone.
 WITHOUT_LINEAR = {"timm_resnetv2"}
 OF_LINEAR = {"eager float16", "eager dynamic", "onnxruntime dynamic"}
-REFUSALS = ("conversion: OpenVINO computes something else", "conversion: the model has no nn.Linear,")
+REFUSALS = ("OpenVINO computes something else", "the model has no nn.Linear,")
 # One of each kind of architecture.
 KINDS = [
     *("vit", "swin", "resnet_bottleneck", "mobilenet_v2", "levit", "mobilevitv2", "convnext", "segformer"),
@@ -41,11 +44,6 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
         yield jobs
 
 
-def bound(family: str, row: Deployability) -> float:
-    scheme = row.deployment.scheme
-    return FURTHER.get((family, row.form, scheme), BOUNDS[scheme])
-
-
 def case(family: str, form: str):
     mark = pytest.mark.slow if family in KINDS and form == "pruned" else pytest.mark.matrix
     (of_family,) = marked([family])
@@ -53,26 +51,34 @@ def case(family: str, form: str):
 
 
 @pytest.mark.parametrize(("family", "form"), [case(family, form) for family, form in CASES])
-def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere(jobs: Jobs, family: str, form: Form):
-    model, folder = FAMILIES[family](), jobs.workspace.root / CHECK_FOLDER
-    spec = spec_of(model)
+def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere(jobs: Jobs, family: str, form: str):
+    model, root = FAMILIES[family](), jobs.workspace.root
+    spec, cuts = spec_of(model), []
+    if form == "pruned":
+        units = find_units(model, spec, {}).units
+        assert units
+        cuts = [Cut(unit=unit, keep=snap(unit, 0.25), requested_ratio=0.25) for unit in units]
+        cuts = [cut for cut in cuts if cut.keep < cut.unit.width]
+        model = prune_model(model, cuts, spec=spec).model
+    saved = in_process.saved(root, "model", model, spec=spec, processor=processor_of(spec), cuts=cuts)
+    images = in_process.drawn(root, "calibration", 16, side=spec.height)
+    onnx = in_process.run(ExportTask(model=saved), root, "export").onnx
 
-    told = check.lay_out(model, folder, spec=spec, processor=processor_of(spec), name=family)
-    assert check.write_onnx(folder, form) == ""
-    rows = [
-        check.make(folder, form, Deployment(runtime=name, scheme=scheme), num_threads=1)
-        for name in RUNTIMES
-        for scheme in runtime(name).schemes("cpu")
-    ]
+    made, refused = [], {}
+    for deployment in [Deployment(runtime=name, scheme=s) for name in RUNTIMES for s in runtime(name).schemes("cpu")]:
+        task = DeployTask(model=saved, deployment=deployment, calibration=images, onnx=onnx, batch_size=8)
+        try:
+            made.append(in_process.run(task, root, deployment.name))
+        except QuantizationError as error:
+            refused[deployment.name] = str(error)
 
-    assert told.units
-    refused = {row.deployment.name for row in rows if row.refused}
     expected = OF_LINEAR if family in WITHOUT_LINEAR else set[str]()
-    miscompiled = {name for of, name in MISCOMPILED if of == family}
-    assert refused - miscompiled == expected, [row.refused for row in rows if row.refused]
-    assert all(row.refused.startswith(REFUSALS) for row in rows if row.refused)
-    far = [row for row in rows if not row.refused and not row.distance < bound(family, row)]
-    assert far == []
-    kept = [row for row in rows if not row.refused]
+    assert refused.keys() - {name for of, name in MISCOMPILED if of == family} == expected, refused
+    assert all(reason.startswith(REFUSALS) for reason in refused.values())
+    bounds = {each.deployment.scheme: BOUNDS[each.deployment.scheme] for each in made}
+    bounds |= {scheme: far for (of, its, scheme), far in FURTHER.items() if (of, its) == (family, form)}
+    far = {each.deployment.name: each.distance for each in made if not each.distance < bounds[each.deployment.scheme]}
+    assert far == {}
     # One process that has made none of them.
-    assert jobs.run_each([TryTask(step="reopen", row=row, isolated=False) for row in kept]) == kept
+    given = {"split": images, "shard": 0, "batch_size": 8, "device": "cpu"}
+    jobs.run_each([EvaluateTask(model=each.model, **given) for each in made])

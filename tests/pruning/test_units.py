@@ -16,11 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from profiling_agent.errors import PlanError
-from profiling_agent.lib.layer_names import matching_names
 from profiling_agent.pruning import compensation, prune, units
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import FoundUnits, find_units
-from profiling_agent.pruning.widths import ResolvedCuts, aligned_widths, resolve, snap, step_for
+from profiling_agent.pruning.widths import ResolvedCuts, aligned_widths, matching_names, resolve, snap, step_for
 from profiling_agent.schemas import Cut, PruningRecommendation, Unit, UnitKind
 
 
@@ -142,8 +141,8 @@ def test_a_pattern_that_hits_no_unit_is_answered_with_live_names_or_the_refusal(
 
 @pytest.mark.parametrize(
     "pattern",
-    [r"(a)\1", "(?=mlp)", "(?<!x)mlp", "(", "x{1000}{1000}", r"((\pL{50}){10}){2}", "mlp\n(", "a" * 301],
-    ids=["backreference", "lookahead", "lookbehind", "unclosed", "repetition", "too large", "newline", "too long"],
+    [r"(a)\1", "(?=mlp)", "(?<!x)mlp", "(", "x{1000}{1000}", r"((\pL{50}){10}){2}", "mlp\n("],
+    ids=["backreference", "lookahead", "lookbehind", "unclosed", "repetition", "too large", "newline"],
 )
 def test_an_invalid_pattern_is_refused_in_one_line(pattern, capfd):
     with pytest.raises(PlanError) as caught:

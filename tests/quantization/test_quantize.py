@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import in_process
 import pytest
 import torch
 import zoo
@@ -13,7 +14,7 @@ from quantization.asked import IMAGES, asked, calibration, torch_quantize_dynami
 from torch import nn
 
 from profiling_agent.errors import PlanError, QuantizationError
-from profiling_agent.jobs import check
+from profiling_agent.jobs.tasks import DeployTask
 from profiling_agent.lib.inference import Folded
 from profiling_agent.lib.modules import logits_of, relative_distance
 from profiling_agent.quantization.layers import (
@@ -268,12 +269,12 @@ def test_a_convolution_whose_border_has_a_name_is_compiled_in_int8(tmp_path: Pat
     model = FAMILIES["siglip"]()
     spec = spec_of(model)
     deployment = Deployment(runtime="inductor", scheme="static")
-    check.lay_out(model, tmp_path, spec=spec, processor=processor_of(spec), name="siglip")
+    saved = in_process.saved(tmp_path, "siglip", model, spec=spec, processor=processor_of(spec))
+    images = in_process.drawn(tmp_path, "calibration", 16, side=spec.height)
 
-    told = check.make(tmp_path, "whole", deployment, num_threads=1)
+    task = DeployTask(model=saved, deployment=deployment, calibration=images, batch_size=8)
 
-    assert told.refused == ""
-    assert 0 < told.distance < 0.25
+    assert 0 < in_process.run(task, tmp_path, "deployed").distance < 0.25
 
 
 def test_what_takes_a_norms_place_answers_its_attributes_and_keeps_its_activation():

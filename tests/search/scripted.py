@@ -8,7 +8,6 @@ import numpy as np
 import sample_records
 
 from profiling_agent import schemas
-from profiling_agent.jobs.store import TIMESHEET_FILE, Timesheet
 from profiling_agent.jobs.tasks import Evaluated, Exported
 from profiling_agent.lib.machine import environment
 from profiling_agent.measure.predictions import write_predictions
@@ -16,6 +15,7 @@ from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import Acquired, ArtifactRef, DeployedModel, Deployment, DeploymentOption, MemoryUse
 from profiling_agent.search.deployments import DeploymentChoices
 from profiling_agent.search.evaluator import Evaluator, Settings
+from profiling_agent.workspace import TIMESHEET_FILE, Timesheet
 
 
 def name_of(ref: ArtifactRef) -> str:

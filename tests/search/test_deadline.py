@@ -9,9 +9,9 @@ import sample_records
 from search.scripted import Jobs, evaluator
 
 from profiling_agent.errors import RequestError
-from profiling_agent.jobs.store import Timesheet
 from profiling_agent.schemas import NUM_SESSIONS
 from profiling_agent.search.deadline import EFFORTS, Deadline, affordable_images, search_deadline
+from profiling_agent.workspace import Timesheet
 
 PASS_S = 0.1
 # 50 s and 450 passes; 1,024 held-out images of the baseline and the first candidate; 30 s, 600 passes and 1,024 images of a second one.

@@ -7,7 +7,7 @@ from sample_records import BASELINE, GOAL, journal
 from search.scripted import deployment, option
 
 from profiling_agent.errors import PlanError, RequestError
-from profiling_agent.lib.layer_names import matching_names
+from profiling_agent.pruning.widths import matching_names
 from profiling_agent.request import Request
 from profiling_agent.schemas import (
     Deployment,
