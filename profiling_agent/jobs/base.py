@@ -76,8 +76,7 @@ class Task(Record, Generic[ResultT]):
 class JobContext:
     """Context of one job, which writes under `folder`; that becomes `final` (relative to `root`) when it is done.
 
-    `given` has the keys of the jobs that its task needs, by name. What a job stores in `kept` is there for the next job
-    of the process, if that is of the same kind.
+    `given` has the keys of the jobs that its task needs, by name.
     """
 
     root: Path
@@ -85,7 +84,6 @@ class JobContext:
     final: str
     progress: Progress
     given: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    kept: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def path(self, ref: ArtifactRef) -> Path:
         """Return the path of an earlier job's artifact; ArtifactError if that isn't in the run folder."""

@@ -5,6 +5,7 @@ Torch is imported only for its own runtimes.
 
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import Field
@@ -180,6 +181,10 @@ class _OpenedModel(NamedTuple):
     footprint: schemas.Footprint
 
 
+# The model that the last job of this process evaluated, for its next shard.
+_opened: dict[tuple[Path, str, str], _OpenedModel] = {}
+
+
 class EvaluateTask(Task[Evaluated]):
     """Evaluate a model on one shard of a split; isolate any runtime but eager torch, as it may crash.
 
@@ -202,24 +207,21 @@ class EvaluateTask(Task[Evaluated]):
 
     def run(self, context: JobContext) -> Evaluated:
         """Run the model over the shard; count what it takes. The next shard of the same model finds it opened."""
-        images, path, kept = context.images("images"), context.path(self.model), context.kept
-        name = f"{self.model.path} {self.model.sha256} {self.device}"
-        opened: _OpenedModel | None = kept.get(name)
-        if is_new := opened is None:
+        images, path = context.images("images"), context.path(self.model)
+        key = path, self.model.sha256, self.device
+        if key not in _opened:
             # Free the previous model first: memory may not hold two large ones.
-            kept.clear()
-            opened = self._open(context)
-        quick: Any = nullcontext()
+            _opened.clear()
+            _opened[key] = self._open(context)
+        opened, quick = _opened[key], nullcontext()
         if opened.recipe.deployment.runtime == "eager":
             from profiling_agent.lib.inference import quick_products
 
             quick = quick_products()
         with quick:
             answers = answer(opened.session, images, self.batch_size, context.progress)
-        if is_new:
-            # After the images: a runtime that compiles for each batch size then has a larger one for the two golden images.
-            artifact.check_golden(opened.session.run, path, opened.recipe)
-            kept[name] = opened
+        # After the images: a runtime that compiles for each batch size then has a larger one for the two golden images.
+        artifact.check_golden(opened.session.run, path, opened.recipe)
         out = context.folder / "predictions.safetensors"
         predictions.write_predictions(out, answers)
         result = schemas.Predictions(

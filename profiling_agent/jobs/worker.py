@@ -47,7 +47,6 @@ def serve(parent: Parent) -> None:
     """Serve requests until the parent exits; never returns."""
     # Warnings go to the worker's log, not to the user's screen.
     warnings.simplefilter("default")
-    kept, last_kind = dict[str, Any](), None
 
     def progress(message: str, done: int, total: int) -> None:
         parent.send(Message(text=message, done=done, total=total))
@@ -57,9 +56,6 @@ def serve(parent: Parent) -> None:
         root, final = Path(request.root), f"jobs/{request.key}"
         try:
             task: Task[Any] = resolve_name(request.record).model_validate(request.task)
-            if type(task) is not last_kind:
-                # Drop what the last kind of job kept: an opened model, say, would take memory from this one.
-                kept, last_kind = {}, type(task)
             # A job is complete or absent.
             with appearing(root / final) as folder:
                 if task.sets_torch:
@@ -73,7 +69,7 @@ def serve(parent: Parent) -> None:
                     # After each stream of parquet it sleeps five seconds, in case Python shuts down under Arrow's threads
                     # (apache/arrow#45214). A worker ends by `_exit`, so it needn't.
                     setattr(config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # noqa: B010 - a module's
-                result = task.run(JobContext(root, folder, final, progress, request.given, kept))
+                result = task.run(JobContext(root, folder, final, progress, request.given))
                 write_text(folder / TASK, task.model_dump_json(indent=1))
                 write_text(folder / RESULT, result.model_dump_json(indent=1))
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result

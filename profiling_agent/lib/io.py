@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sqlite3
-import unicodedata
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,8 +25,9 @@ ModelT = TypeVar("ModelT", bound="BaseModel")
 
 # Prefix of half-written files; one that exists once the folder's lock is taken was left by a killed process.
 TEMPORARY = ".tmp-"
-# The disk or the user's quota is full, the file exceeds the size limit, or the disk fails.
-DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+# The disk is full, the user's quota is, or the file exceeds the size limit; or the disk fails.
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DISK_FAILURES = NO_SPACE | {errno.EROFS, errno.EIO}
 SQLITE_FAILURES = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR}
 MAX_QUOTED = 80
 CACHE_VARIABLE = "PROFILING_AGENT_CACHE"
@@ -210,12 +210,9 @@ def first_line(error: BaseException) -> str:
 
 
 def clean(text: str, *, layout: bool = False) -> str:
-    """Escape control, format and unassigned characters, which move a cursor or reverse text; `layout` keeps \\n and \\t."""
-    hidden = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+    """Escape control, format and other unprintable characters, which move a cursor or reverse text; `layout` keeps \\n and \\t."""
     return "".join(
-        char.encode("unicode_escape").decode("ascii")
-        if unicodedata.category(char) in hidden and not (layout and char in "\n\t")
-        else char
+        char if char.isprintable() or (layout and char in "\n\t") else char.encode("unicode_escape").decode("ascii")
         for char in text
     )
 

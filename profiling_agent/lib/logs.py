@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ProfilingAgentError
@@ -60,20 +60,20 @@ def interruptible() -> Generator[None]:
 
     The previous SIGINT handler still runs; after the block the process continues as before. Does nothing outside the main thread.
     """
-    previous_handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous_handler):
+    previous: Any = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
         yield
         return
 
-    def handle_interrupt(number: int, frame: FrameType | None) -> None:
+    def handle_interrupt(*arguments: Any) -> None:
         _stops.add("interrupted")
-        previous_handler(number, frame)
+        previous(*arguments)
 
     signal.signal(signal.SIGINT, handle_interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous_handler)
+        signal.signal(signal.SIGINT, previous)
         _stops.discard("interrupted")
 
 
@@ -138,42 +138,26 @@ def third_party_errors(refuse: Refuse) -> Generator[None]:
     """
     try:
         yield
-    except ProfilingAgentError:
-        raise
     except Exception as error:
-        if is_out_of_memory(error) or (isinstance(error, OSError) and error.errno in DISK_FAILURES):
-            raise
-        cause: BaseException = error
-        # A lazy import's error names only the module; its cause has the reason.
-        while isinstance(cause, ImportError) and cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise refuse(_describe(cause)) from error
-
-
-@contextmanager
-def compiled_code(refuse: Refuse) -> Generator[None]:
-    """Raise as `third_party_errors` does, for code that torch compiles, from the innermost exception: torch wraps it several times."""
-    try:
-        yield
-    except Exception as error:
-        cause, seen = error, {id(error)}
-        while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) and id(inner) not in seen:
-            seen.add(id(inner))
+        cause: Any = error
+        # Torch's compiler wraps an error several times; a lazy import's names only the module.
+        while isinstance(cause, ImportError) or type(cause).__module__.startswith("torch."):
+            if (inner := getattr(cause, "inner_exception", None) or cause.__cause__) is None:
+                break
             cause = inner
-        # torch's CPU allocator raises a plain RuntimeError.
-        is_short = is_out_of_memory(cause) or "DefaultCPUAllocator: can't allocate memory" in str(cause)
-        if is_short or isinstance(cause, (OSError, ProfilingAgentError)):
-            raise cause from (None if cause is error else error)
-        raise refuse(_describe(cause)) from error
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__} ({' '.join(str(error).split())[:200]!r})"
+        is_disk = isinstance(cause, OSError) and cause.errno in DISK_FAILURES
+        if is_disk or is_out_of_memory(cause) or isinstance(cause, ProfilingAgentError):
+            raise cause from cause.__cause__
+        raise refuse(f"{type(cause).__name__} ({' '.join(str(cause).split())[:200]!r})") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the machine's or a device's memory ran out."""
-    return isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    names = {kind.__name__ for kind in type(error).__mro__}
+    # torch's CPU allocator raises a plain RuntimeError.
+    return not names.isdisjoint({"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator: can't allocate" in str(
+        error
+    )
 
 
 def checked_logits(model: "nn.Module", images: "Tensor", refuse: Refuse) -> "Tensor":

@@ -28,7 +28,7 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import TEMPORARY
-from profiling_agent.lib.logs import compiled_code, muted, third_party_errors
+from profiling_agent.lib.logs import muted, third_party_errors
 from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
 from profiling_agent.quantization.layers import quantized_modules
 from profiling_agent.runtimes.onnx_runtime import one_thread, write_bare
@@ -104,7 +104,9 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
     _fit_pools_(wrapper, batch)
     is_dynamic = batch_size is None
     advice = "a fixed batch size may work" if is_dynamic else "deploy the saved folder instead"
-    with compiled_code(lambda message: ArtifactError(f"torch can't export the model to ONNX ({message}): {advice}")):
+    with third_party_errors(
+        lambda message: ArtifactError(f"torch can't export the model to ONNX ({message}): {advice}")
+    ):
         # Models that call torch's fused attention themselves are traced as products and softmax too: its output has
         # another layout than its decomposition's, on which the exporter fails if the number of heads is odd.
         with muted("torch.onnx"), sdpa_kernel(SDPBackend.MATH), PlainPatches():

@@ -16,7 +16,7 @@ import numpy as np
 
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import first_line
-from profiling_agent.lib.logs import compiled_code, muted
+from profiling_agent.lib.logs import muted, third_party_errors
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.runtimes.artifact import WEIGHTS, Recipe
 from profiling_agent.runtimes.registry import MODULE, Batch, ModelSession, OperatorTimes, Runtime, Source, recommended
@@ -375,7 +375,7 @@ class Compiled:
             muted("torch._inductor", "torch._dynamo"),
             inductor.patch(settings),
             torch._dynamo.config.patch(recompile_limit=MAX_SIZES),  # pyright: ignore[reportPrivateUsage]
-            compiled_code(refuse),
+            third_party_errors(refuse),
         ):
             try:
                 logits = self._compiled(images)
