@@ -35,7 +35,8 @@ from profiling_agent.cli.terminal import Display, errors
 from profiling_agent.data import is_local
 from profiling_agent.data.models import fetch_model, local_folder
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
-from profiling_agent.jobs.runner import check_match, scratch_jobs
+from profiling_agent.jobs.runner import scratch_jobs
+from profiling_agent.jobs.tasks import MatchLabelsTask
 from profiling_agent.lib.logs import keep_stdout
 from profiling_agent.request import Request
 
@@ -140,7 +141,10 @@ def choose(models: Sequence[str], data: Sequence[DataSet]) -> tuple[list[Subject
     with scratch_jobs() as jobs:
         for (model, family), one in itertools.product(named, data):
             try:
-                check_match(jobs, {"model": model, **one.model_dump(exclude={"stands_for"})})
+                fields = {"model": model, **one.model_dump(exclude={"stands_for"})}
+                labels = jobs.run(MatchLabelsTask.model_validate(fields)).labels
+                if unknown := [label.dataset_label for label in labels if label.model_id is None]:
+                    raise AcquisitionError(f"{len(unknown)} labels are no class of the model: {unknown[:5]}")
                 found.append(Subject(model=model, family=family, data=one))
             except ProfilingAgentError as error:
                 refused.append(f"{family} ({model}) on {one.title}: {error}")

@@ -160,12 +160,11 @@ def _notes(columns: Columns, pool: "Pool", drawn: Mapping[str, DrawnSplit]) -> I
 
 def look_up_labels(
     query: DataQuery, *, id2label: Mapping[int, str], progress: Progress = silent
-) -> tuple[str, tuple[LabelMatch, ...]]:
-    """Return the split to evaluate on, and the matches of its labels; AcquisitionError as in `draw_splits`."""
+) -> tuple[LabelMatch, ...]:
+    """Return the matches of a data set's labels; AcquisitionError as in `draw_splits`."""
     with quiet(), tempfile.TemporaryDirectory() as cache:
         data = open_data(query, cache=Path(cache), progress=progress)
-        columns = choose_columns(data, id2label)
-        return columns.split, columns.matchings[0].matches
+        return choose_columns(data, id2label).matchings[0].matches
 
 
 class StoredImage(NamedTuple):

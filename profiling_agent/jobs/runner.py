@@ -33,7 +33,7 @@ from profiling_agent.jobs.tasks import (
 from profiling_agent.jobs.worker import RESULT, JobRequest, Message
 from profiling_agent.lib.io import read_record, remove_partial_files
 from profiling_agent.lib.logs import Progress, silent
-from profiling_agent.lib.machine import available_bytes, environment, machine_lock
+from profiling_agent.lib.machine import environment, machine_lock
 from profiling_agent.processes.child import Child, can_fork, fork_server
 from profiling_agent.request import Request
 from profiling_agent.schemas import ArtifactRef, Environment, Headline, ModelProfile, Record, SplitInfo
@@ -42,8 +42,6 @@ from profiling_agent.workspace import TIMESHEET_FILE, Timesheet, Workspace
 ResultT = TypeVar("ResultT", bound=Record)
 # What the child processes and their libraries print.
 JOB_LOG = "worker.log"
-# Free memory before a job, in peaks of the baseline: it holds at least two models. Short of memory, the kernel may kill any process.
-MIN_FREE_PEAKS = 1.5
 # Bytes that the idle worker may hold, where another one is forked within moments: imports take 0.5 GB, a full-size model and its job another
 # 0.5. A profile with gradients never frees several GB, and a race of a ViT-B/16 in six deployments needs them.
 MAX_RESIDENT = 3 * 2**29
@@ -76,35 +74,26 @@ def artifacts_of(value: Any) -> list[ArtifactRef]:
 class Jobs:
     """The jobs of one run folder: finished ones are read from disk, others are done in child processes."""
 
-    def __init__(
-        self, workspace: Workspace, progress: Progress = silent, *, available: Callable[[], int] = available_bytes
-    ) -> None:
-        """Use `workspace`; nothing is started before the first job. `available` returns the bytes of memory that are free."""
+    def __init__(self, workspace: Workspace, progress: Progress = silent) -> None:
+        """Use `workspace`; nothing is started before the first job."""
         self.workspace = workspace
         self.progress = progress
         self.timesheet = Timesheet(workspace.root / TIMESHEET_FILE)
         # The baseline's seconds for an image, from which a slow model's time limits follow; None before it was timed.
         self.pass_s: float | None = None
-        # The baseline's peak memory in bytes, in a process that does nothing else; None on a GPU.
-        self.peak_bytes: int | None = None
-        self._available_bytes = available
         # A limit on all time limits of jobs.
         self.max_limit_s = math.inf
         # The process of isolated jobs, and the worker, which does the others.
         self._processes: dict[bool, Child[Message]] = {}
+        self._running: Child[Message] | None = None
         self._is_closed = False
         self._stack = ExitStack()
         self._supervisor = self._stack.enter_context(fork_server(MODULES))
 
-    def set_limits_from(self, headline: Headline, device: str) -> None:
-        """Set time and memory limits from the baseline's `headline` on `device`; a GPU's memory sets none, as it isn't the machine's."""
-        self.pass_s = headline.pass_s
-        self.peak_bytes = headline.peak_memory_bytes if device == "cpu" else None
-
     def run(self, task: Task[ResultT]) -> ResultT:
         """Return the task's result, from disk if this run has it; jobs that it needs are done first.
 
-        Raises what the stage raised, JobError for a crash, a hang or too much memory, or RunError if too little is free to begin.
+        Raises what the stage raised, or JobError for a crash, a hang or too much memory.
         """
         return self.run_each([task])[0]
 
@@ -158,11 +147,12 @@ class Jobs:
                 # Locked by batch, so that another run waits for one batch at most.
                 with machine_lock(self.progress):
                     self._check_open()
-                    self._check_memory()
                     self._run_batch(batch)
 
     def _run_batch(self, tasks: Mapping[str, Task[Any]]) -> None:
         """Do tasks of one kind in one process; one whose process was killed is done once more. Raises the first error."""
+        if (worker := self._processes.get(False)) is not None and can_fork() and worker.resident_bytes() > MAX_RESIDENT:
+            self._end(isolated=False)
         try:
             for key, task in tasks.items():
                 started, error = time.monotonic(), self._try_job(key, task)
@@ -187,7 +177,8 @@ class Jobs:
             given={name: tuple(map(job_key, needs)) for name, needs in task.needs(self.path).items()},
         )
         limit_s = min(task.limit_s(self.pass_s), self.max_limit_s)
-        process, message = self._process(task), Message()
+        message = Message()
+        self._running = process = self._process(task)
         try:
             process.send(request)
             deadline = time.monotonic() + limit_s
@@ -198,6 +189,7 @@ class Jobs:
             # The process may have ended just after finishing the job.
             return None if self._is_done(key, task) else error
         finally:
+            self._running = None
             if not message.is_end:
                 self._end(isolated=task.isolated)
                 # A killed or crashed process leaves a temporary folder; other jobs' may be in use on another machine.
@@ -208,19 +200,6 @@ class Jobs:
         """Raise RunError after `close`, which another thread may call while a job runs."""
         if self._is_closed:
             raise RunError(f"run {self.workspace.root.name!r} was left before it ended: resume it")
-
-    def _check_memory(self) -> None:
-        """Raise RunError if a job needs more memory than is free, even without the idle worker."""
-        needed = int(MIN_FREE_PEAKS * (self.peak_bytes or 0))
-        worker = self._processes.get(False)
-        is_large = worker is not None and can_fork() and worker.resident_bytes() > MAX_RESIDENT
-        if is_large or self._available_bytes() < needed:
-            self._end(isolated=False)
-        if (free := self._available_bytes()) < needed:
-            raise RunError(
-                f"{free / 2**30:.1f} GiB of memory are free, and a job on this model takes {needed / 2**30:.1f} at least: end other "
-                "programs and resume, or start a new run with a lower batch_size"
-            )
 
     def _process(self, task: Task[Any]) -> Child[Message]:
         """Return the process that does jobs like `task`, which is started if there is none."""
@@ -252,8 +231,9 @@ class Jobs:
     def close(self) -> None:
         """End the processes that were started on this machine; a running job's error is RunError."""
         self._is_closed = True
-        for process in list(self._processes.values()):
-            process.kill()
+        for isolated, process in list(self._processes.items()):
+            # The thread that waits for an answer ends the process itself.
+            process.kill() if process is self._running else self._end(isolated=isolated)
         self._stack.close()
 
 
@@ -267,26 +247,15 @@ def scratch_jobs(progress: Progress = silent) -> Generator[Jobs]:
             yield jobs
 
 
-def check_match(jobs: Jobs, fields: Mapping[str, Any]) -> None:
-    """Raise AcquisitionError if a request's model or data set can't be loaded, or a label is no class of the model."""
-    matched = jobs.run(MatchLabelsTask.model_validate(fields))
-    if unknown := [label.dataset_label for label in matched.labels if label.model_id is None]:
-        shown = ", ".join([*map(repr, unknown[:5]), *(["..."] if len(unknown) > 5 else [])])
-        raise AcquisitionError(
-            f"{len(unknown)} of the {len(matched.labels)} labels of split {matched.split!r} are no class of the model "
-            f"({shown}): use the data that it was trained for"
-        )
-
-
 def check_matches(requests: Iterable[Request], progress: Progress = silent) -> None:
     """Raise AcquisitionError, naming both, if a request's model and data set can't be loaded or don't match."""
-    names = tuple(name for name in MatchLabelsTask.model_fields if name in Request.model_fields)
+    names = [name for name in MatchLabelsTask.model_fields if name in Request.model_fields]
     combinations = {tuple(getattr(request, name) for name in names) for request in requests}
     with scratch_jobs(progress) as jobs:
         for values in sorted(combinations, key=str):
             fields = dict(zip(names, values, strict=True))
             try:
-                check_match(jobs, fields)
+                jobs.run(MatchLabelsTask.model_validate(fields))
             except AcquisitionError as error:
                 raise AcquisitionError(f"{fields['model']} on {fields['dataset']}: {error}") from error
 
@@ -317,7 +286,7 @@ def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device:
     """Return the latency and memory of `model`; the first in a run is the baseline's, which sets its jobs' limits."""
     headline = jobs.run(HeadlineTask(model=model, batch_size=batch_size, device=device))
     if jobs.pass_s is None:
-        jobs.set_limits_from(headline, device)
+        jobs.pass_s = headline.pass_s
     return headline
 
 

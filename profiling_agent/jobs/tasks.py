@@ -148,11 +148,9 @@ def _choose_labels(drawn: "DrawnSplits", loaded: "LoadedModel", context: JobCont
 
 
 class MatchedLabels(schemas.Record):
-    """Match of a data set's labels with a model's classes, and the split that would be evaluated on."""
+    """Match of a data set's labels with a model's classes."""
 
-    split: str
     labels: tuple[schemas.LabelMatch, ...]
-    num_classes: int
 
 
 class MatchLabelsTask(SourceTask[MatchedLabels]):
@@ -169,8 +167,7 @@ class MatchLabelsTask(SourceTask[MatchedLabels]):
         config: Any = loaded.model.config
         names: dict[int, str] = config.id2label
         query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
-        split, matches = look_up_labels(query, id2label=names, progress=context.progress)
-        return MatchedLabels(split=split, labels=matches, num_classes=len(names))
+        return MatchedLabels(labels=look_up_labels(query, id2label=names, progress=context.progress))
 
 
 class ResolvedShape(schemas.Record):

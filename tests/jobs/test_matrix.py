@@ -80,5 +80,4 @@ def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere
     far = {each.deployment.name: each.distance for each in made if not each.distance < bounds[each.deployment.scheme]}
     assert far == {}
     # One process that has made none of them.
-    given = {"split": images, "shard": 0, "batch_size": 8, "device": "cpu"}
-    jobs.run_each([EvaluateTask(model=each.model, **given) for each in made])
+    jobs.run_each([EvaluateTask(model=each.model, split=images, shard=0, batch_size=8, device="cpu") for each in made])

@@ -17,13 +17,6 @@ from profiling_agent.errors import JobError, RequestError, RunError, StorageErro
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.runner import JOB_LOG, MAX_RESIDENT, Jobs, job_key
 from profiling_agent.processes.child import can_fork
-from profiling_agent.schemas import Headline, LatencyStats
-
-BASELINE = Headline(
-    latency=LatencyStats(batch_size=1, median_ms=1.0, low_ms=1.0, high_ms=1.0, samples_ms=(1.0,)),
-    peak_memory_bytes=2**30,
-    forward_passes=1,
-)
 
 
 def workers() -> list[psutil.Process]:
@@ -161,26 +154,6 @@ def test_closing_from_another_thread_ends_the_job_under_way_and_starts_no_other(
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     with pytest.raises(RunError, match="was left before it ended"):
         toys.run(DoubleTask(number=1))
-
-
-def test_a_job_that_there_is_no_memory_for_is_not_begun_and_goes_on_when_there_is(tmp_path: Path):
-    free = [2**30]
-    with in_process.opened(tmp_path, available=lambda: free[0]) as jobs:
-        jobs.set_limits_from(BASELINE, "cpu")
-        with pytest.raises(
-            RunError, match=r"1\.0 GiB of memory are free, and a job on this model takes 1\.5 at least: end other"
-        ):
-            jobs.run(DoubleTask(number=1))
-        assert workers() == []
-
-        # What a device allocates is no memory of the machine's.
-        jobs.set_limits_from(BASELINE, "cuda")
-        jobs.run(DoubleTask(number=3))
-        jobs.set_limits_from(BASELINE, "cpu")
-        # The idle worker makes way, which frees nothing here.
-        with pytest.raises(RunError, match=r"1\.0 GiB of memory are free"):
-            jobs.run(DoubleTask(number=1))
-        assert workers() == []
 
 
 @pytest.mark.skipif(not can_fork(), reason="nothing is forked here")
