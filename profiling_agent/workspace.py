@@ -75,12 +75,18 @@ class Workspace:
         return self.root / "checkpoints.sqlite"
 
     def path(self, ref: ArtifactRef) -> Path:
-        """Return an artifact's path; ArtifactError if its reference leads out of the run folder."""
+        """Return an artifact's path; ArtifactError if its reference leads out of the run folder, RunError if it is missing."""
+        path = self.root / ref.path
         try:
-            io.inside(self.root / ref.path, self.root)
+            io.inside(path, self.root)
         except OSError as error:
             raise ArtifactError(f"{ref.path!r} isn't in the run folder ({error.strerror}): start a new run") from error
-        return self.root / ref.path
+        if not path.exists():
+            raise RunError(
+                f"{str(path)!r} is missing: delete {str(self.checkpoints)!r} and go on with `profiling-agent resume "
+                f"{self.root}`, which does again only what is missing"
+            )
+        return path
 
     def lock(self) -> FileLock:
         """Lock the run for this process until release or exit; RunError if it is taken or can't be locked."""

@@ -86,7 +86,7 @@ class JobContext:
     given: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
     def path(self, ref: ArtifactRef) -> Path:
-        """Return the path of an earlier job's artifact; ArtifactError if that isn't in the run folder."""
+        """Return the path of an earlier job's artifact; ArtifactError if that isn't in the run folder, RunError if it is missing."""
         return Workspace(self.root).path(ref)
 
     def folders(self, name: str) -> list[Path]:

@@ -13,7 +13,7 @@ from pydantic import Field
 from profiling_agent import schemas
 from profiling_agent.data.images import PreparedImages, SplitImages, iter_batches
 from profiling_agent.errors import PruningError, RequestError
-from profiling_agent.jobs.base import HOUR, Find, JobContext, Task, complexity_of, prepared
+from profiling_agent.jobs.base import HOUR, Find, JobContext, ResultT, Task, complexity_of, prepared
 from profiling_agent.lib.io import cache_subfolder, read_record, write_text
 from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads, environment
@@ -25,12 +25,18 @@ from profiling_agent.runtimes.registry import ModelSession
 PROFILE, WIDTHS = "profile.json", "widths.json"
 
 
-class HeadlineTask(Task[schemas.Headline]):
+class RuntimeTask(Task[ResultT]):
+    """A job on models in their runtimes, which set torch if they use it."""
+
+    timeout_s = HOUR
+    sets_torch = False
+    uses_runtimes = True
+
+
+class HeadlineTask(RuntimeTask[schemas.Headline]):
     """Measure the latency and memory of a model in a process that does nothing else."""
 
-    sets_torch = False
-    timeout_s = HOUR / 2
-    spawned = uses_runtimes = True
+    spawned = True
     isolated: bool = True
     model: schemas.ArtifactRef
     batch_size: int
@@ -185,16 +191,13 @@ class _OpenedModel(NamedTuple):
 _opened: dict[tuple[Path, str, str], _OpenedModel] = {}
 
 
-class EvaluateTask(Task[Evaluated]):
+class EvaluateTask(RuntimeTask[Evaluated]):
     """Evaluate a model on one shard of a split; isolate any runtime but eager torch, as it may crash.
 
     Request several shards of a model together (`Jobs.run_each`): they share one process, whose start takes as long as
     hundreds of images, and the opened model, which some runtimes compile for minutes. Only missing shards are done.
     """
 
-    timeout_s = HOUR
-    sets_torch = False
-    uses_runtimes = True
     model: schemas.ArtifactRef
     split: schemas.SplitInfo
     shard: int = Field(ge=0)
@@ -236,13 +239,6 @@ class EvaluateTask(Task[Evaluated]):
         path = context.path(self.model)
         recipe = artifact.open_folder(path, verify=True)
         session = artifact.open_session(path, device=self.device, num_threads=available_threads())
-        if recipe.deployment == schemas.Deployment() and self.device == "cpu":
-            from profiling_agent.lib.inference import fuse_norms_
-            from profiling_agent.lib.modules import random_batch
-            from profiling_agent.runtimes.torch_session import TorchSession
-
-            assert isinstance(session, TorchSession), "eager float32 is torch's"
-            fuse_norms_(session.module, random_batch(recipe.input, 2))
         if (counts := recipe.counts) is None:
             from profiling_agent.quantization.layers import parameter_bytes
 
@@ -283,12 +279,9 @@ class OpenHeldoutTask(Task[schemas.Opening]):
         return predictions.note_opening(weights, self.candidate.sha256, encoded, self.fresh)
 
 
-class RaceTask(Task[schemas.Race]):
+class RaceTask(RuntimeTask[schemas.Race]):
     """Time models in turns in one session, to choose among them; the first is the baseline."""
 
-    timeout_s = HOUR
-    sets_torch = False
-    uses_runtimes = True
     isolated: bool = True
     entries: tuple[tuple[schemas.Variant, schemas.ArtifactRef], ...]
     batch_size: int
@@ -323,12 +316,9 @@ class SessionTask(RaceTask):
         return race.run_one_session(self.entries, conditions, self.number, progress=context.progress)
 
 
-class MemoryTask(Task[schemas.MemoryUse]):
+class MemoryTask(RuntimeTask[schemas.MemoryUse]):
     """Measure the peak memory of a process that only loads and runs a model."""
 
-    sets_torch = False
-    timeout_s = HOUR / 2
-    uses_runtimes = True
     isolated: bool = True
     model: schemas.ArtifactRef
     batch_size: int
@@ -345,12 +335,9 @@ class LayerTimes(schemas.Record):
     layers: dict[str, float]
 
 
-class LayerTimesTask(Task[LayerTimes]):
+class LayerTimesTask(RuntimeTask[LayerTimes]):
     """Measure the time of each layer by the model's runtime; `onnx` is the file that the runtime was given, if any."""
 
-    timeout_s = HOUR
-    sets_torch = False
-    uses_runtimes = True
     isolated: bool = True
     model: schemas.ArtifactRef
     onnx: schemas.ArtifactRef | None = None

@@ -15,8 +15,6 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
-
 from profiling_agent import errors
 from profiling_agent.data.images import PIXELS
 from profiling_agent.errors import AcquisitionError, JobError, KilledError, ProfilingAgentError, RunError
@@ -58,17 +56,6 @@ def job_key(task: Task[ResultT], describe: Callable[[str], Environment] = enviro
     }
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
     return f"{task.kind()}-{digest[:20]}"
-
-
-def artifacts_of(value: Any) -> list[ArtifactRef]:
-    """Return every reference to an artifact in a record, at any depth."""
-    if isinstance(value, ArtifactRef):
-        return [value]
-    if isinstance(value, BaseModel):
-        value = [getattr(value, name) for name in type(value).model_fields]
-    elif isinstance(value, dict):
-        value = list(value.values())
-    return [ref for item in value for ref in artifacts_of(item)] if isinstance(value, (tuple, list)) else []
 
 
 class Jobs:
@@ -118,21 +105,13 @@ class Jobs:
 
     def path(self, ref: ArtifactRef) -> Path:
         """Return an artifact's path; RunError if it is missing."""
-        path = self.workspace.path(ref)
-        if not path.exists():
-            raise RunError(
-                f"{str(path)!r} is missing: delete {str(self.workspace.checkpoints)!r} and go on with `profiling-agent resume "
-                f"{self.workspace.root}`, which does again only what is missing"
-            )
-        return path
+        return self.workspace.path(ref)
 
     def _do(self, tasks: Mapping[str, Task[Any]]) -> None:
         """Do tasks that aren't done, after the jobs that they need; raises the first error."""
         missing = {key: task for key, task in tasks.items() if not self._is_done(key, task)}
         needs: dict[str, Task[Any]] = {}
         for task in missing.values():
-            for ref in artifacts_of(task):
-                self.path(ref)
             needs |= {job_key(need): need for need in itertools.chain(*task.needs(self.path).values())}
         if needs:
             self._do(needs)

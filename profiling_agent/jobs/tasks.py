@@ -242,15 +242,13 @@ class LogitsTask(Task[SavedLogits]):
         import torch
         from safetensors.torch import save
 
-        from profiling_agent.lib.inference import fuse_norms_, quick_products
+        from profiling_agent.lib.inference import quick_products
         from profiling_agent.lib.modules import device_of, logits_of
         from profiling_agent.pruning.compensation import Calibration
 
         model = context.load(self.model, self.device)
         read = partial(iter_batches, context.images("images"), batch_size=self.batch_size, limit=self.num_images)
         images = Calibration(batches=read, device=device_of(model), dtype=next(model.parameters()).dtype)
-        if self.device == "cpu":
-            fuse_norms_(model.eval(), next(images.every())[:2])
         with quick_products():
             logits = [logits_of(model, batch).float() for batch in (images.judged() if self.judged else images.every())]
         # Fewer than 32 images hold none that judge; the comparison then uses all.

@@ -8,7 +8,7 @@ from in_process import opened
 from toy_job import CopyTask, Doubled, DoubleTask, NoteTask
 
 from profiling_agent.errors import ArtifactError, RequestError, RunError
-from profiling_agent.jobs.runner import Jobs, artifacts_of, job_key
+from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.schemas import ArtifactRef
 from profiling_agent.workspace import TIMESHEET_FILE, Timesheet
 
@@ -47,13 +47,6 @@ def test_a_reference_that_leads_out_of_the_run_is_refused_here_and_in_the_child(
 
     with opened(tmp_path / "run") as jobs, pytest.raises(ArtifactError, match="isn't in the run folder"):
         jobs.run(CopyTask(source=ref))
-
-
-def test_artifacts_are_found_however_deep():
-    ref = ArtifactRef(path="a", sha256="0", size_bytes=1, kind="split")
-
-    assert artifacts_of(CopyTask(source=ref)) == [ref]
-    assert artifacts_of({"a": [1, (ref, {"b": ref})]}) == [ref, ref]
 
 
 def timesheet(folder: Path, **seconds: float) -> Timesheet:
