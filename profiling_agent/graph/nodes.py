@@ -11,8 +11,8 @@ from profiling_agent.data.labels import why_doubtful
 from profiling_agent.errors import AdvisorError, PlanError, RequestError, RunError, ShapeUnresolvedError
 from profiling_agent.graph.run import Run, Update
 from profiling_agent.graph.state import RESULTS, RunState, choose_endpoint, key_for, require
-from profiling_agent.jobs.runner import Jobs, measure_headline, profile_artifact, read_profile
-from profiling_agent.jobs.tasks import AcquireTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
+from profiling_agent.jobs.runner import Jobs, measure_headline, read_profile
+from profiling_agent.jobs.tasks import AcquireTask, ProfileTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
 from profiling_agent.lib.io import DocumentError, expanded, inside, make_folders, read_record, write_text
 from profiling_agent.llm.chat import check_endpoint, name_of
 from profiling_agent.llm.transcript import FILE, RECORDED, LanguageModel, Recorded, Transcript, open_recording
@@ -119,9 +119,8 @@ def profiling(state: RunState, run: Run) -> Update:
     calibration = split.model_copy(update={"num_images": num_affordable})
     # Without calibration, widths depend on the weights and the plan only.
     images = calibration if state.calibrate else None
-    profiled = profile_artifact(
-        run.jobs, baseline, calibration=images, seed=state.seed, cache=state.cache, headline=headline, **settings
-    )
+    inputs: dict[str, Any] = {"calibration": images, "seed": state.seed, "cache": state.cache}
+    profiled = run.jobs.run(ProfileTask(model=baseline, headline=headline, **settings, **inputs))
     if calibration == split:
         return {"profiled": profiled}
     note = f"calibrated on {num_affordable} of {split.num_images} images: the effort or the time budget allows no more"
@@ -277,7 +276,7 @@ def report(state: RunState, run: Run) -> Update:
     if (torch_winner := torch_model(final.winner, journal, baseline)) != baseline:
         headline = raced_headline(evaluator, final.race, torch_winner)
         settings: dict[str, Any] = {"batch_size": state.batch_size, "device": evaluator.device}
-        profiled = profile_artifact(run.jobs, torch_winner, headline=headline, **settings)
+        profiled = run.jobs.run(ProfileTask(model=torch_winner, headline=headline, **settings))
         profiles["best"] = (profiled, read_profile(run.jobs, profiled))
     document = build_report(
         state.request,

@@ -14,7 +14,7 @@ from profiling_agent import schemas
 from profiling_agent.data.images import PreparedImages, SplitImages, iter_batches
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.jobs.base import HOUR, Find, JobContext, ResultT, Task, complexity_of, prepared
-from profiling_agent.lib.io import cache_subfolder, read_record, write_text
+from profiling_agent.lib.io import cache_subfolder, write_text
 from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads, environment
 from profiling_agent.measure import predictions, race, worker
@@ -22,7 +22,7 @@ from profiling_agent.processes.child import inherited
 from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.registry import ModelSession
 
-PROFILE, WIDTHS = "profile.json", "widths.json"
+PROFILE = "profile.json"
 
 
 class RuntimeTask(Task[ResultT]):
@@ -61,30 +61,24 @@ class Profiled(schemas.Record):
     forward_passes: int
 
 
-def _save_profile(profile: schemas.ModelProfile, context: JobContext) -> Profiled:
-    path = context.folder / PROFILE
-    write_text(path, profile.model_dump_json(indent=1))
-    return Profiled(
-        profile=context.ref(path, "profile"),
-        params=profile.params,
-        macs=profile.macs,
-        latency_ms=profile.headline.latency.median_ms,
-        peak_memory_bytes=profile.headline.peak_memory_bytes,
-        forward_passes=profile.forward_passes,
-    )
-
-
 class ProfileTask(Task[Profiled]):
-    """Time a model and its layers; with `times_widths` also each unit at each width."""
+    """Time a model and its layers; with `calibration` images also each unit at each width, and the KL divergence after pruning it."""
 
+    passes = 100_000
     model: schemas.ArtifactRef
     batch_size: int
     device: str
     headline: schemas.Headline
-    times_widths: bool = False
+    calibration: schemas.SplitInfo | None = None
+    seed: int = 0
+    cache: bool = True
+
+    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
+        """Return the jobs that prepare calibration images."""
+        return {"calibration": prepared(self.calibration, find(self.model)) if self.calibration else ()}
 
     def run(self, context: JobContext) -> Profiled:
-        """Profile the model; write profile.json and the chrome trace, and the latency table if requested."""
+        """Profile the model; write profile.json and the chrome trace."""
         from profiling_agent.lib.modules import random_batch
         from profiling_agent.profiling.profile import profile_model, time_units
         from profiling_agent.runtimes.torch_artifact import load_dequantized
@@ -103,49 +97,32 @@ class ProfileTask(Task[Profiled]):
             trace_path=trace,
             progress=context.progress,
         )
-        if self.times_widths:
+        profile = profile.model_copy(update={"trace": context.ref(trace, "trace")})
+        if self.calibration is not None:
             batch = random_batch(profile.input, self.batch_size).to(self.device)
             table = time_units(model, profile.units, batch, progress=context.progress)
-            write_text(context.folder / WIDTHS, table.model_dump_json())
-        return _save_profile(profile.model_copy(update={"trace": context.ref(trace, "trace")}), context)
-
-
-class EvidenceTask(Task[Profiled]):
-    """Add the KL divergence after pruning each unit to a profile; nothing is timed, so other jobs may run next to it."""
-
-    passes = 100_000
-    model: schemas.ArtifactRef
-    batch_size: int
-    device: str
-    headline: schemas.Headline
-    calibration: schemas.SplitInfo
-    seed: int = 0
-    cache: bool = True
-
-    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
-        """Return the job that makes the profile and latency table, and those that prepare calibration images."""
-        inputs = self.model_dump(include={"model", "batch_size", "device", "headline"})
-        profile = ProfileTask.model_validate({**inputs, "times_widths": True})
-        return {"profile": (profile,), "calibration": prepared(self.calibration, find(self.model))}
-
-    def run(self, context: JobContext) -> Profiled:
-        """Write the profile again, with the evidence on the model's units, or why there is none."""
-        from profiling_agent.profiling.profile import LatencyTable
-
-        (folder,) = context.folders("profile")
-        profile = read_record(schemas.ModelProfile, folder / PROFILE)
-        evidence, note = self._evidence(context, profile, read_record(LatencyTable, folder / WIDTHS))
-        return _save_profile(profile.model_copy(update={"evidence": evidence, "evidence_note": note}), context)
+            del model
+            evidence, note = self._evidence(context, self.calibration, profile, table)
+            profile = profile.model_copy(update={"evidence": evidence, "evidence_note": note})
+        write_text(context.folder / PROFILE, profile.model_dump_json(indent=1))
+        return Profiled(
+            profile=context.ref(context.folder / PROFILE, "profile"),
+            params=profile.params,
+            macs=profile.macs,
+            latency_ms=profile.headline.latency.median_ms,
+            peak_memory_bytes=profile.headline.peak_memory_bytes,
+            forward_passes=profile.forward_passes,
+        )
 
     def _evidence(
-        self, context: JobContext, profile: schemas.ModelProfile, table: Any
+        self, context: JobContext, images: schemas.SplitInfo, profile: schemas.ModelProfile, table: Any
     ) -> tuple[schemas.Evidence | None, str | None]:
+        """Return the evidence on the model's units, or why there is none."""
         from profiling_agent.lib.inference import quick_products
         from profiling_agent.profiling import evidence as stored
 
         path, cached_at = context.path(self.model), None
         if self.cache and (cache := cache_subfolder("evidence")) is not None:
-            images = self.calibration
             depends_on = {
                 "model": self.model.sha256,
                 "images": [images.file.sha256, images.num_images, artifact.processor_text(path)],

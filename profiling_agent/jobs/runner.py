@@ -21,7 +21,6 @@ from profiling_agent.errors import AcquisitionError, JobError, KilledError, Prof
 from profiling_agent.jobs.base import PrepareTask, Task
 from profiling_agent.jobs.tasks import (
     MODULES,
-    EvidenceTask,
     HeadlineTask,
     MatchLabelsTask,
     Profiled,
@@ -34,7 +33,7 @@ from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import environment, machine_lock
 from profiling_agent.processes.child import Child, can_fork, fork_server
 from profiling_agent.request import Request
-from profiling_agent.schemas import ArtifactRef, Environment, Headline, ModelProfile, Record, SplitInfo
+from profiling_agent.schemas import ArtifactRef, Environment, Headline, ModelProfile, Record
 from profiling_agent.workspace import TIMESHEET_FILE, Timesheet, Workspace
 
 ResultT = TypeVar("ResultT", bound=Record)
@@ -239,28 +238,6 @@ def check_matches(requests: Iterable[Request], progress: Progress = silent) -> N
                 raise AcquisitionError(f"{fields['model']} on {fields['dataset']}: {error}") from error
 
 
-def profile_artifact(
-    jobs: Jobs,
-    model: ArtifactRef,
-    *,
-    batch_size: int,
-    device: str,
-    calibration: SplitInfo | None = None,
-    seed: int = 0,
-    cache: bool = True,
-    headline: Headline | None = None,
-) -> Profiled:
-    """Return the reference to `model`'s profile, and its totals; `calibration` images add evidence on its units.
-
-    With `cache`, evidence of an earlier run on the same model, images and machine is used. `headline` is measured if it isn't given.
-    """
-    headline = headline or measure_headline(jobs, model, batch_size=batch_size, device=device)
-    inputs: dict[str, Any] = {"model": model, "batch_size": batch_size, "device": device, "headline": headline}
-    if calibration is None:
-        return jobs.run(ProfileTask(**inputs))
-    return jobs.run(EvidenceTask(**inputs, calibration=calibration, seed=seed, cache=cache))
-
-
 def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device: str) -> Headline:
     """Return the latency and memory of `model`; the first in a run is the baseline's, which sets its jobs' limits."""
     headline = jobs.run(HeadlineTask(model=model, batch_size=batch_size, device=device))
@@ -278,5 +255,6 @@ def profile_source(request: Request, progress: Progress = silent) -> ModelProfil
     """Return the profile of the request's model, without a data set."""
     with scratch_jobs(progress) as jobs:
         resolved = jobs.run(ResolveShapeTask(model=request.model, revision=request.revision, device=request.device))
-        profiled = profile_artifact(jobs, resolved.baseline, batch_size=request.batch_size, device=resolved.device)
-        return read_profile(jobs, profiled)
+        settings: dict[str, Any] = {"batch_size": request.batch_size, "device": resolved.device}
+        headline = measure_headline(jobs, resolved.baseline, **settings)
+        return read_profile(jobs, jobs.run(ProfileTask(model=resolved.baseline, headline=headline, **settings)))

@@ -47,8 +47,7 @@ def test_what_is_quick_to_find_comes_first_and_a_machine_that_is_fit_has_no_prob
     ("cpu_flags", "state", "advice"),
     [
         (("avx2",), "note", "no int8 instructions (VNNI)"),
-        (("avx2", "avx_vnni"), "note", "onnxruntime and openvino use them, torch's int8 doesn't"),
-        (("avx2", "avx512f", "avx512_vnni"), "ok", ""),
+        (("avx2", "avx_vnni"), "ok", ""),
     ],
 )
 def test_a_processor_is_told_by_who_can_use_its_int8_instructions(cpu_flags: tuple[str, ...], state: str, advice: str):
@@ -98,8 +97,6 @@ def test_a_small_model_goes_through_profile_prune_and_evaluate_on_a_device(devic
 
     assert "4 units pruned" in seen
     assert "after compensation" in seen
-    # The CPU computes what the CPU computes.
-    assert device == "cuda" or seen.endswith("logits 0 from the CPU's")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
