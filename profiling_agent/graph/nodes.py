@@ -274,8 +274,9 @@ def report(state: RunState, run: Run) -> Update:
     best, baseline = final.winner.evaluation.model, evaluator.baseline
     profiles = {"baseline": (require(state.profiled), evaluator.profile)}
     if (torch_winner := torch_model(final.winner, journal, baseline)) != baseline:
-        headline = raced_headline(evaluator, final.race, torch_winner)
         settings: dict[str, Any] = {"batch_size": state.batch_size, "device": evaluator.device}
+        headline = raced_headline(evaluator, final.race, torch_winner)
+        headline = headline or measure_headline(run.jobs, torch_winner, **settings)
         profiled = run.jobs.run(ProfileTask(model=torch_winner, headline=headline, **settings))
         profiles["best"] = (profiled, read_profile(run.jobs, profiled))
     document = build_report(
