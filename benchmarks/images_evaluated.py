@@ -46,7 +46,6 @@ def counts(run: Path) -> dict[str, Any]:
         "evaluated": {f"{model} {split}": number for (model, split), number in evaluated.items()},
         "evaluated_twice": twice,
         "decoded": dict(decoded),
-        "reference_logits": sum(1 for _ in tasks(run, "logits")),
     }
 
 

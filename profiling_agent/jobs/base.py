@@ -19,14 +19,13 @@ from profiling_agent.schemas import ArtifactRef, Cut, Record, SplitInfo
 from profiling_agent.workspace import Workspace
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 ResultT = TypeVar("ResultT", bound=Record)
 Device = Literal["auto", "cpu", "cuda"]
 # Returns the path of an artifact.
 Find = Callable[[ArtifactRef], Path]
 HOUR = 3600.0
-LOGITS_FILE, LOGITS = "logits.safetensors", "logits"
 
 
 class Task(Record, Generic[ResultT]):
@@ -107,13 +106,6 @@ class JobContext:
         from profiling_agent.runtimes.torch_artifact import load_module
 
         return on_device(load_module(self.path(ref)), device)
-
-    def logits(self) -> "Tensor | None":
-        """Return the reference logits, float32 (images, classes), that the task needs; None if it needs none."""
-        from safetensors.torch import load_file
-
-        folders = self.folders("logits")
-        return load_file(folders[0] / LOGITS_FILE)[LOGITS] if folders else None
 
     def ref(
         self, path: Path, kind: Literal["model", "profile", "trace", "predictions", "split", "onnx"]

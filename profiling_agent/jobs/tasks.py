@@ -11,11 +11,9 @@ from pydantic import Field
 from profiling_agent import schemas
 from profiling_agent.data.images import SplitImages, iter_batches, processed_batches, relabel_split, shuffled_batches
 from profiling_agent.data.labels import choose_matching
-from profiling_agent.errors import AcquisitionError, QuantizationError, RequestError
+from profiling_agent.errors import AcquisitionError, QuantizationError
 from profiling_agent.jobs.base import (
     HOUR,
-    LOGITS,
-    LOGITS_FILE,
     Device,
     Find,
     JobContext,
@@ -25,7 +23,6 @@ from profiling_agent.jobs.base import (
     prepared,
 )
 from profiling_agent.jobs.measuring import *  # noqa: F403 - re-exported
-from profiling_agent.lib.io import write_bytes
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.measure.predictions import answers_of
 from profiling_agent.runtimes import artifact
@@ -213,59 +210,6 @@ class SurveyShapeTask(ModelTask[schemas.ShapeFacts]):
         return survey(loaded.model, loaded.processor)
 
 
-class SavedLogits(schemas.Record):
-    """Logits, float32 (images, classes), in `logits.safetensors` of the job's folder."""
-
-    num_images: int
-
-
-class LogitsTask(Task[SavedLogits]):
-    """Compute a float32 model's logits, in eager torch, with which models made of it are compared.
-
-    The images are those that judge compensation and recovery, or the first of the split. Batches are as large as in the
-    comparison, so that equal models have equal logits.
-    """
-
-    model: schemas.ArtifactRef
-    split: schemas.SplitInfo
-    batch_size: int
-    device: str = "cpu"
-    judged: bool = False
-    num_images: int | None = Field(default=None, description="at most so many of the split's first, by default all")
-
-    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
-        """Return the jobs that prepare the images."""
-        return {"images": prepared(self.split, find(self.model))}
-
-    def run(self, context: JobContext) -> SavedLogits:
-        """Run the model over the images and write down its logits."""
-        import torch
-        from safetensors.torch import save
-
-        from profiling_agent.lib.inference import quick_products
-        from profiling_agent.lib.modules import device_of, logits_of
-        from profiling_agent.pruning.compensation import Calibration
-
-        model = context.load(self.model, self.device)
-        read = partial(iter_batches, context.images("images"), batch_size=self.batch_size, limit=self.num_images)
-        images = Calibration(batches=read, device=device_of(model), dtype=next(model.parameters()).dtype)
-        with quick_products():
-            logits = [logits_of(model, batch).float() for batch in (images.judged() if self.judged else images.every())]
-        # Fewer than 32 images hold none that judge; the comparison then uses all.
-        if not logits and not self.judged:
-            raise RequestError("there are 0 images to ask a model about: raise num_samples")
-        stacked = torch.cat(logits).cpu() if logits else torch.empty(0, 0)
-        write_bytes(context.folder / LOGITS_FILE, save({LOGITS: stacked}))
-        return SavedLogits(num_images=len(stacked))
-
-
-def reference_logits(task: Any, model: schemas.ArtifactRef, **which: Any) -> tuple[LogitsTask, ...]:
-    """Return the job that computes a model's logits on the calibration images as `task` reads them, if there are any."""
-    images = task.calibration
-    logits = LogitsTask(model=model, split=images, batch_size=task.batch_size, device=task.device, **which)
-    return (logits,) if images.num_images else ()
-
-
 class PruneTask(Task[schemas.PrunedModel]):
     """Cut units of the unpruned model, and by default compensate without training.
 
@@ -282,11 +226,8 @@ class PruneTask(Task[schemas.PrunedModel]):
     device: str = "cpu"
 
     def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
-        """Return the jobs that prepare calibration images and compute the baseline's logits on those that judge compensation."""
-        return {
-            "calibration": prepared(self.calibration, find(self.baseline)),
-            "logits": reference_logits(self, self.baseline, judged=True) if self.compensate else (),
-        }
+        """Return the jobs that prepare calibration images."""
+        return {"calibration": prepared(self.calibration, find(self.baseline))}
 
     def run(self, context: JobContext) -> schemas.PrunedModel:
         """Cut the units, pass the gates, compensate, save the candidate."""
@@ -308,7 +249,6 @@ class PruneTask(Task[schemas.PrunedModel]):
                     self.cuts,
                     pruned.keep,
                     read_batches,
-                    expected=context.logits(),
                     progress=context.progress,
                 )
             model = compensated.model
@@ -341,11 +281,10 @@ class RecoverTask(Task[schemas.RecoveredModel]):
     device: str = "cpu"
 
     def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
-        """Return the jobs that prepare both sets of images and compute the baseline's logits on those that judge the epochs."""
+        """Return the jobs that prepare both sets of images."""
         return {
             "recovery": prepared(self.recovery, find(self.baseline)),
             "calibration": prepared(self.calibration, find(self.baseline)),
-            "logits": reference_logits(self, self.baseline, judged=True),
         }
 
     def run(self, context: JobContext) -> schemas.RecoveredModel:
@@ -367,7 +306,6 @@ class RecoverTask(Task[schemas.RecoveredModel]):
                 shuffled_batches(context.images("recovery"), batch_size=self.batch_size, seed=self.seed),
                 calibration.judged,
                 epochs=self.epochs,
-                expected=context.logits(),
                 progress=context.progress,
             )
         return schemas.RecoveredModel(
@@ -445,17 +383,15 @@ class DeployTask(Task[schemas.DeployedModel]):
     device: str = "cpu"
 
     def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
-        """Return the jobs that prepare calibration images and compute the logits of the first, once for all deployments."""
-        return {
-            "calibration": prepared(self.calibration, find(self.model)),
-            "logits": reference_logits(self, self.model, num_images=MAX_COMPARED),
-        }
+        """Return the jobs that prepare calibration images."""
+        return {"calibration": prepared(self.calibration, find(self.model))}
 
     def run(self, context: JobContext) -> schemas.DeployedModel:
         """Bring a float32 model into a deployment, save it, open it again, and see how far it is from its parent."""
         import torch
 
-        from profiling_agent.lib.modules import mean_kl, relative_distance
+        from profiling_agent.lib.inference import quick_products
+        from profiling_agent.lib.modules import logits_of, mean_kl, relative_distance
         from profiling_agent.runtimes.torch_artifact import read_source, save_deployed
 
         batches = context.images("calibration").batches(self.batch_size, limit=MAX_CALIBRATION)
@@ -464,18 +400,16 @@ class DeployTask(Task[schemas.DeployedModel]):
         parent, onnx = context.path(self.model), context.path(self.onnx) if self.onnx else None
         source = read_source(parent, np.concatenate(images), batch_size=self.batch_size, onnx=onnx, device=self.device)
         folder, num_threads = context.folder / "model", available_threads()
+        # In batches of the same size, so that equal models have equal logits.
+        compared = torch.from_numpy(source.calibration[:MAX_COMPARED]).split(self.batch_size)
+        with quick_products():
+            expected = torch.cat([logits_of(source.module, batch) for batch in compared]).double()
         context.progress(f"converting to {self.deployment.name}", 0, 0)
         started, complexity = time.perf_counter(), complexity_of(parent)
         recipe = save_deployed(source, self.deployment, folder, complexity=complexity, num_threads=num_threads)
         seconds = time.perf_counter() - started
         session = artifact.open_session(folder, device=self.device, num_threads=num_threads)
-        expected = context.logits()
-        assert expected is not None, "where there are calibration images, the float32 model was asked about them"
-        starts = range(0, min(len(expected), len(source.calibration)), self.batch_size)
-        compared = source.calibration[: len(expected)]
-        logits = torch.cat(
-            [torch.from_numpy(session.run(compared[start : start + self.batch_size])) for start in starts]
-        ).double()
+        logits = torch.cat([torch.from_numpy(session.run(batch.numpy())) for batch in compared]).double()
         if not logits.isfinite().all():
             raise QuantizationError("on calibration images the logits aren't finite in this deployment: leave it out")
         artifact.check_golden(session.run, folder, recipe)
@@ -483,8 +417,8 @@ class DeployTask(Task[schemas.DeployedModel]):
             model=context.ref(folder, "model"),
             deployment=self.deployment,
             layers=tuple(layer.name for layer in recipe.quantized),
-            distance=relative_distance(logits, expected.double()),
+            distance=relative_distance(logits, expected),
             # Rounding makes it slightly negative if both are equal.
-            kl=max(0.0, mean_kl(expected.double(), logits)),
+            kl=max(0.0, mean_kl(expected, logits)),
             seconds=seconds,
         )

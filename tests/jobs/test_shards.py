@@ -17,15 +17,12 @@ import zoo
 from profiling_agent.data.images import PIXELS, PreparedImages
 from profiling_agent.jobs.base import PrepareTask
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.tasks import DeployTask, Evaluated, EvaluateTask, LogitsTask, PruneTask
+from profiling_agent.jobs.tasks import Evaluated, EvaluateTask
 from profiling_agent.lib.inference import quick_products
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.measure.predictions import Answers, answers_of, concatenate, read_predictions
-from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.widths import snap
-from profiling_agent.runtimes.registry import recommend
 from profiling_agent.runtimes.torch_artifact import load_module
-from profiling_agent.schemas import SHARD, ArtifactRef, Cut, Deployment, SplitInfo
+from profiling_agent.schemas import SHARD, ArtifactRef, SplitInfo
 
 NUM_IMAGES, BATCH_SIZE = 2 * SHARD + 40, 48
 
@@ -40,7 +37,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     in_process.saved(root, "other", zoo.vit(hidden_size=32))
     in_process.saved(root, "brighter", zoo.vit(), processor=brighter)
     in_process.drawn(root, "search", NUM_IMAGES, seed=1, side=16)
-    in_process.drawn(root, "calibration", 128, seed=2, side=16)
     return root
 
 
@@ -149,26 +145,6 @@ def test_images_that_were_forgotten_are_prepared_again_and_what_was_prepared_sta
     assert np.load(pixels).shape == (NUM_IMAGES - 2 * SHARD, 3, 32, 32)
     jobs.forget_images()
     jobs.forget_images()
-
-
-def test_the_logits_of_a_float_model_are_computed_once_for_all_its_deployments(jobs: Jobs, root: Path):
-    baseline, calibration = ref(root, "baseline"), info(root, "calibration", 128)
-    before = times(root)
-    for scheme in ("dynamic", "float16"):
-        deployment = Deployment(scheme=scheme, recommendations=recommend(scheme))
-        jobs.run(DeployTask(model=baseline, deployment=deployment, calibration=calibration, batch_size=BATCH_SIZE))
-    assert changed(root, before) == {"prepare": 1, "logits": 1, "deploy": 2}
-
-    unit = find_units(zoo.vit(), zoo.SPEC, {}).units[0]
-    cuts = (Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5),)
-    for seed in (0, 1):
-        jobs.run(PruneTask(baseline=baseline, cuts=cuts, calibration=calibration, seed=seed, batch_size=BATCH_SIZE))
-    assert changed(root, before) == {"prepare": 1, "logits": 2, "deploy": 2, "prune": 2}
-
-    whole = LogitsTask(model=baseline, split=calibration, batch_size=BATCH_SIZE, num_images=64)
-    judged = LogitsTask(model=baseline, split=calibration, batch_size=BATCH_SIZE, judged=True)
-    assert (jobs.run(whole).num_images, jobs.run(judged).num_images) == (64, 32)
-    assert done(root)["logits"] == 2
 
 
 def test_whoever_evaluates_imports_no_torch_for_a_runtime_that_has_none():
