@@ -272,7 +272,7 @@ class Run:
         inputs = (state.request, state.goal, acquired, resolved, profiled)
         if self._evaluator is None or self._evaluator[0] != inputs:
             profile = read_profile(self.jobs, profiled)
-            self.jobs.set_limits_from(profile.headline, profile.device)
+            self.jobs.pass_s = profile.headline.pass_s
             evaluator = Evaluator(
                 jobs=self.jobs,
                 acquired=acquired,
