@@ -17,7 +17,7 @@ from profiling_agent.errors import PlanError, RequestError
 from profiling_agent.graph.nodes import choose_advisor, resolve_with
 from profiling_agent.graph.state import Allowlist, RunState, allowlist_from_env
 from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
-from profiling_agent.jobs.runner import jobs_in
+from profiling_agent.jobs.runner import scratch_jobs
 from profiling_agent.jobs.tasks import ResolveShapeTask
 from profiling_agent.llm.chat import Endpoint
 from profiling_agent.request import Request
@@ -90,7 +90,7 @@ def test_the_language_model_settles_a_contradiction_and_the_rules_stand_where_it
     doubtful, other = task_of(tmp_path / "doubtful", 48), tmp_path / "other"
     other.mkdir()
     with (
-        jobs_in(tmp_path / "run") as jobs,
+        scratch_jobs() as jobs,
         chat_server(in_turn(WRONG, RIGHT)) as server,
         chat_server(in_turn(WRONG)) as stubborn,
     ):
