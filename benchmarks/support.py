@@ -77,7 +77,7 @@ def measured(
                 saved = workshop.add(module, form, spec=spec, processor=processor_of(spec), cuts=its)
                 for deployment in [each for each in deployments() if each.runtime in runtimes]:
                     made = workshop.deploy(saved, deployment, images, batch_size=8)
-                    told = {"form": form, "runtime": deployment.runtime, "scheme": deployment.scheme}
+                    told: dict[str, Any] = {"form": form, "runtime": deployment.runtime, "scheme": deployment.scheme}
                     told["num_layers"] = len(made.deployed.layers) if made.deployed else 0
                     told["distance"] = made.deployed.distance if made.deployed else 0.0
                     row["deployable"].append(told | {"refused": made.reason or opening_error(workshop, made, images)})
