@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from profiling_agent.errors import ArtifactError, RequestError, RunError, StorageError
 from profiling_agent.lib import io
 from profiling_agent.lib.machine import environment
-from profiling_agent.request import Request, without_retired
+from profiling_agent.request import Request
 from profiling_agent.schemas import ArtifactRef, Record
 
 # Of a run folder with its checkpoints, and of report.json.
@@ -36,8 +36,6 @@ class Manifest(Record):
     schema_version: int
     request: Request
     machine: str = Field(default="", description="where the run was begun: processor and threads")
-
-    _drop_retired = model_validator(mode="before")(without_retired)
 
 
 @contextmanager

@@ -276,15 +276,6 @@ class Tuned(Record):
     num_images: int
     seconds: float
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_retired(cls, document: Any) -> Any:
-        """Leave out the fields of earlier reports, whose models had LayerNorm scales folded into the next layers."""
-        if not isinstance(document, dict):
-            return document
-        fields = cast("dict[str, Any]", document)
-        return {name: value for name, value in fields.items() if name not in ("model", "sites", "kl_unfolded")}
-
     @property
     def kept(self) -> tuple[str, ...]:
         """Return the layers that the rules leave in float."""
@@ -312,9 +303,6 @@ class Approval(Record):
     min_speedup: SpeedupLimit | None = Field(default=None, description="edit: a stricter limit, such as 1.5 or 1.5x")
     max_size_ratio: RatioLimit | None = Field(
         default=None, description="edit: a stricter limit, relative to the baseline's bytes, such as 0.5 or 50%"
-    )
-    max_memory_ratio: RatioLimit | None = Field(
-        default=None, description="edit: a stricter limit, relative to the baseline's peak, such as 0.5 or 50%"
     )
 
     @property

@@ -200,11 +200,6 @@ class Headline(Record):
         """Return the seconds per image at the timed batch size."""
         return self.latency.median_ms / 1e3 / self.latency.batch_size
 
-    @property
-    def quietest_pass_s(self) -> float:
-        """Return the seconds per image of the fastest batch, the best estimate for an otherwise idle machine."""
-        return min(self.latency.samples_ms) / 1e3 / self.latency.batch_size
-
 
 class LayerProfile(Record):
     """Parameters and cost of one module itself; children are rows of their own, so rows add up to the model."""

@@ -66,7 +66,7 @@ def test_every_record_of_a_real_run_and_those_that_it_lacks_come_back_equal(fini
     tried = tried.model_copy(update={"dry_run": dry_run(tried.plan, profile())})
     recovery = RecoveredModel(model=ref("m1"), epochs_run=3, kl_before=0.2, kl_after=0.1, stopped="made")
     prepared = tried.model_copy(update={"recovery": recovery})
-    by_hand = (tried, prepared, journal(tried, quantized=BASELINE), StopReason.CONVERGED)
+    by_hand = (tried, prepared, journal(tried), StopReason.CONVERGED)
 
     found = records_in(read_report(finished))
 

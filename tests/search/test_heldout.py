@@ -143,7 +143,7 @@ NEVER = 10**6
         # After eight shards of 20 s another two leave a time budget nothing for the report.
         (100, NEVER, "default", 0.0005, 300.0, 100.0, 4096),
         # A thousand though the search has spent the budget.
-        (100, NEVER, "default", 0.0005, 10.0, 100.0, 1024),
+        (100, NEVER, "default", 0.0005, 60.0, 100.0, 1024),
         (100, NEVER, "default", 0.0005, 3600.0, 100.0, 5000),
     ],
 )
@@ -157,8 +157,8 @@ def test_as_many_images_are_looked_at_as_decide_and_as_effort_and_time_allow(
     seen: int,
     tmp_path: Path,
 ):
-    settings = {"effort": effort, "time_budget_s": time_budget_s}
-    tester, jobs = evaluator(tmp_path, 5000, every(lost), pass_s=pass_s, settings=settings)
+    settings = {"effort": effort}
+    tester, jobs = evaluator(tmp_path, 5000, every(lost), pass_s=pass_s, settings=settings, time_budget_s=time_budget_s)
     jobs.right[BASELINE.path] = lambda part: [image % gained != 0 or image == 0 for image in part]
     jobs.shard_s = 10.0 if spent_s else 0.0
     jobs.timesheet.resume_at(spent_s)
