@@ -20,7 +20,7 @@ from langgraph.checkpoint.base import Checkpoint, empty_checkpoint
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
 from pydantic import BaseModel
-from sample_records import BASELINE, attempt, journal, profile, ref
+from sample_records import attempt, journal, profile, ref
 
 from profiling_agent import approve, build_graph, resume
 from profiling_agent.errors import RequestError, RunError, StorageError
