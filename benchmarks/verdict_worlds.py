@@ -216,7 +216,7 @@ def evaluator_in(
             forward_passes=30,
         ),
         goal=goal,
-        request=Request(batch_size=4, **settings),
+        settings=Request(batch_size=4, **settings),
     )
 
 

@@ -318,7 +318,7 @@ class Runs:
                 baseline=report.variants[0].evaluation.model,
                 profile=read_profile(jobs, report.profiles["baseline"]),
                 goal=report.goal,
-                request=asked,
+                settings=asked,
             )
             jobs.set_limits_from(evaluator.profile.headline, evaluator.profile.device)
             yield evaluator

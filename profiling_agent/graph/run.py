@@ -271,7 +271,7 @@ class Run:
                 baseline=resolved.baseline,
                 profile=profile,
                 goal=state.goal,
-                request=state.request,
+                settings=state.request,
                 choices=deployment_choices(state, acquired.source.device),
                 is_advised=state.is_advised,
             )

@@ -63,7 +63,6 @@ EVERYTHING = "all"
 # A plan's array fields: our key, then the paper's.
 PRUNING, QUANTIZATION = (("pruning", "pruning_recommendations"), ("quantization", "quantization_recommendations"))
 ARRAY_KEYS = frozenset({*PRUNING, *QUANTIZATION, "caps"})
-PAPER_KEY = re.compile(rf'"(?:{PRUNING[1]}|{QUANTIZATION[1]})"\s*:')
 DTYPES = {"dynamic": ("qint8", "float16", "float8"), "static": ("qint8",), "cast": ("bfloat16", "float32")}
 
 
@@ -114,29 +113,6 @@ class Cap(Record):
 
     layer: str = Field(min_length=1, max_length=300, description="RE2 pattern searched for in live module names")
     max_ratio: float = Field(default=0.0, ge=0, lt=1)
-
-
-def restore_printed_json(text: str) -> str:
-    """Restore the JSON object from its members as the paper prints them (Figure 4); return other text unchanged.
-
-    The paper prints no braces, no commas between members, and an arrow before the rest of a long line. Text with two members of one name is
-    returned unchanged, which is no JSON: the first member would be lost.
-    """
-    match = PAPER_KEY.search(text)
-    if match is None or "{" in text[: match.start()]:
-        return text
-    body = text[match.start() : text.rfind("}") + 1]
-    if any(body.count(f'"{name}"') > 1 for name in ARRAY_KEYS):
-        return text
-    parts, previous = ["{"], ""
-    for line in map(str.strip, body.splitlines()):
-        if line.startswith("↪"):
-            parts.append(f" {line[1:].lstrip()}")
-        elif line:
-            needs_comma = line.startswith('"') and previous.endswith(("}", "]"))
-            parts.append(f",\n{line}" if needs_comma else f"\n{line}")
-        previous = line or previous
-    return "".join([*parts, "}"])
 
 
 def in_arrays(document: Any) -> Any:

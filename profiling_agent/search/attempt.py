@@ -162,14 +162,14 @@ def _convert(evaluator: Evaluator, deployments: Sequence[Deployment], stage: Dea
 
     A conversion that compiles is left out with little effort, unless nothing else can be made.
     """
-    timesheet, options, tuned = evaluator.jobs.timesheet, list[DeploymentOption](), set[bool]()
+    timesheet, options = evaluator.jobs.timesheet, list[DeploymentOption]()
     took_s = {False: 0.0, True: SLOW_CONVERSION_S}
-    is_named, request = evaluator.choices.is_named, evaluator.request
+    is_named, settings = evaluator.choices.is_named, evaluator.settings
     # Named runtimes take the time that they need, unless the time is named too.
-    is_wanted = is_named and request.time_budget_s is None
+    is_wanted = is_named and settings.time_budget_s is None
     for deployment in deployments:
         is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
-        has_time = stage.allows(took_s[is_slow]) and not (is_slow and request.effort == "quick" and not is_named)
+        has_time = stage.allows(took_s[is_slow]) and not (is_slow and settings.effort == "quick" and not is_named)
         if not has_time and not is_wanted and any(option.deployed for option in options):
             reason = f"not tried: no time left for its conversion; {NO_TIME}"
             options.append(DeploymentOption(deployment=deployment, reason=reason, wants_time=True))
@@ -177,10 +177,6 @@ def _convert(evaluator: Evaluator, deployments: Sequence[Deployment], stage: Dea
         began_s = timesheet.spent_s
         option = evaluator.deployer.make(evaluator.baseline, deployment, choose_layers=True)
         took_s[is_slow] = timesheet.spent_s - began_s
-        # The layer analysis is done once for all static schemes, and once for all dynamic ones.
-        if option.tuned is not None and (is_dynamic := deployment.scheme == "dynamic") not in tuned:
-            tuned.add(is_dynamic)
-            took_s[is_slow] = max(0.0, took_s[is_slow] - option.tuned.seconds)
         deployed, hopeless, reason = option.deployed, hopeless_kl(evaluator.goal), ""
         if deployed is None:
             reason = f"could not be made: {option.reason}"
@@ -220,7 +216,7 @@ def _unit_times(evaluator: Evaluator, best: DeploymentOption) -> dict[str, float
     if not evaluator.deadline.allows((registry.NUM_PASSES + 1) * evaluator.batch_s):
         raise JobError("no time left for it")
     exported = evaluator.deployer.exported(evaluator.baseline, best.deployment)
-    task = LayerTimesTask(model=best.deployed.model, onnx=exported, batch_size=evaluator.request.batch_size)
+    task = LayerTimesTask(model=best.deployed.model, onnx=exported, batch_size=evaluator.settings.batch_size)
     layers = evaluator.jobs.run(task).layers
     total = sum(layers.values()) or 1.0
     return {
@@ -240,7 +236,7 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> Attempt:
         return attempt.model_copy(update={"reason": str(error)})
     if not dry.cuts:
         return attempt.model_copy(update={"dry_run": dry, "reason": f"nothing is cut: {'; '.join(dry.notes[:3])}"})
-    acquired, request = evaluator.acquired, evaluator.request
+    acquired, settings = evaluator.acquired, evaluator.settings
     # Units are ranked by the evidence, or by weights without evidence or calibration.
     evidence = evaluator.profile.evidence if evaluator.goal.calibrate else None
     task = PruneTask(
@@ -248,9 +244,9 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> Attempt:
         cuts=dry.cuts,
         keep=evidence.kept(dict(dry.widths)) if evidence else {},
         calibration=acquired.calibration,
-        seed=request.seed,
+        seed=settings.seed,
         compensate=evaluator.goal.calibrate,
-        batch_size=request.batch_size,
+        batch_size=settings.batch_size,
         device=evaluator.device,
     )
     update: dict[str, Any] = {"dry_run": dry}
@@ -263,14 +259,14 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> Attempt:
             "calibration_kl_uncompensated": pruned.kl_uncompensated,
             "compensation_note": pruned.compensation_note,
         }
-        if acquired.recovery is not None and request.recover_epochs:
+        if acquired.recovery is not None and settings.recover_epochs:
             recover_task = RecoverTask(
                 model=pruned.model,
                 baseline=evaluator.baseline,
                 recovery=acquired.recovery,
                 calibration=acquired.calibration,
-                epochs=request.recover_epochs,
-                seed=request.seed,
+                epochs=settings.recover_epochs,
+                seed=settings.seed,
                 device=evaluator.device,
             )
             recovery = evaluator.jobs.run(recover_task)

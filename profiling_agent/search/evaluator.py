@@ -130,7 +130,7 @@ def affordable_images(limit_s: float | None, pass_s: float, num_images: int) -> 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measuring context of a run: jobs, data, the baseline with its profile, the request and the contract.
+    """Measuring context of a run: jobs, data, the baseline with its profile, the contract and the request.
 
     `is_advised` is whether a language model may plan.
     """
@@ -140,7 +140,7 @@ class Evaluator:
     baseline: ArtifactRef
     profile: schemas.ModelProfile
     goal: schemas.Goal
-    request: Request
+    settings: Request
     choices: DeploymentChoices = field(default_factory=DeploymentChoices)
     is_advised: bool = False
 
@@ -162,19 +162,19 @@ class Evaluator:
     @property
     def effort(self) -> Effort:
         """Return what the run does at most."""
-        return EFFORTS[self.request.effort]
+        return EFFORTS[self.settings.effort]
 
     @property
     def deadline(self) -> Deadline:
         """Return the deadline of the search; a request for training accepts long attempts."""
-        effort = EFFORTS["thorough"] if self.request.recover_epochs else self.effort
-        return search_deadline(self.jobs.timesheet, effort, self.pass_s, self.request.time_budget_s)
+        effort = EFFORTS["thorough"] if self.settings.recover_epochs else self.effort
+        return search_deadline(self.jobs.timesheet, effort, self.pass_s, self.settings.time_budget_s)
 
     @property
     def closing(self) -> Deadline:
         """Return the deadline of the final choice: the time budget's, if there is one."""
         report_s = REPORT_S + REPORT_PASSES * self.pass_s
-        return Deadline(self.jobs.timesheet, self.request.time_budget_s or math.inf, report_s)
+        return Deadline(self.jobs.timesheet, self.settings.time_budget_s or math.inf, report_s)
 
     @property
     def searched(self) -> range:
@@ -193,7 +193,7 @@ class Evaluator:
     @property
     def num_sessions(self) -> int:
         """Return the number of sessions of a speed estimate."""
-        return min(self.request.num_sessions, self.effort.num_sessions)
+        return min(self.settings.num_sessions, self.effort.num_sessions)
 
     @cached_property
     def deployer(self) -> Deployer:
@@ -203,7 +203,7 @@ class Evaluator:
         return Deployer(
             jobs=self.jobs,
             calibration=self.acquired.calibration,
-            batch_size=self.request.batch_size,
+            batch_size=self.settings.batch_size,
             device=self.device,
             latency_shares={name: time / total for name, time in times.items()},
             tunes=self.goal.calibrate,
@@ -228,7 +228,7 @@ class Evaluator:
                 model=model,
                 split=split,
                 shard=shard,
-                batch_size=self.request.batch_size,
+                batch_size=self.settings.batch_size,
                 device=self.device,
                 # Other runtimes may crash their process, which must not be the worker.
                 isolated=deployment is not None and deployment.runtime != "eager",
@@ -293,15 +293,15 @@ class Evaluator:
 
     @property
     def _timing(self) -> dict[str, Any]:
-        sizes = {"batch_size": self.request.batch_size, "seed": self.request.seed, "pass_s": self.batch_s}
+        sizes = {"batch_size": self.settings.batch_size, "seed": self.settings.seed, "pass_s": self.batch_s}
         return {"device": self.device, **sizes}
 
     def latency_ms(self, model: ArtifactRef) -> float:
         """Return the median milliseconds of a batch in a fresh process that only runs this model; timed once."""
-        task = tasks.HeadlineTask(model=model, batch_size=self.request.batch_size, device=self.device)
+        task = tasks.HeadlineTask(model=model, batch_size=self.settings.batch_size, device=self.device)
         return self.jobs.run(task).latency.median_ms
 
     def peak_memory(self, model: ArtifactRef) -> int:
         """Return the peak resident bytes of a fresh process that only runs this model."""
-        task = tasks.MemoryTask(model=model, batch_size=self.request.batch_size, device=self.device)
+        task = tasks.MemoryTask(model=model, batch_size=self.settings.batch_size, device=self.device)
         return self.jobs.run(task).peak_bytes

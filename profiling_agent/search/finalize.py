@@ -257,7 +257,7 @@ def _test_next(
         evaluator,
         winner.evaluation,
         bias=selection_bias([c.evaluation.drop for c in (winner, *queue) if c.evaluation.drop]),
-        fresh=evaluator.request.fresh_ledger if is_first else None,
+        fresh=evaluator.settings.fresh_ledger if is_first else None,
     )
     notes += verdict.opening_notes(test.opening)
     if not test.keeps_accuracy:

@@ -271,7 +271,7 @@ def is_out_of_reach(evaluator: Evaluator, journal: schemas.Journal, term: Litera
         baseline=baseline,
         cuts=tuple(cuts),
         calibration=evaluator.acquired.calibration,
-        seed=evaluator.request.seed,
+        seed=evaluator.settings.seed,
         compensate=False,
         device=evaluator.device,
     )

@@ -136,7 +136,7 @@ def evaluator(
         baseline=baseline,
         profile=profile or sample_records.profile(),
         goal=sample_records.GOAL.model_copy(update=goal),
-        request=Request(batch_size=4, time_budget=time_budget, **(settings or {})),
+        settings=Request(batch_size=4, time_budget=time_budget, **(settings or {})),
         is_advised=is_advised,
         choices=choices or DeploymentChoices(),
     )
