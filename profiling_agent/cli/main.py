@@ -292,7 +292,7 @@ def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
     return names, left_out
 
 
-@terminal.takes_request("output", "llm", "base_url", "advisor", "device", "revision", "runtimes")
+@terminal.takes_request("output", "llm", "base_url", "device", "revision", "runtimes")
 def doctor(
     request: Request,
     *,
