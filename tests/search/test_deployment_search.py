@@ -15,7 +15,7 @@ from profiling_agent.jobs import tasks
 from profiling_agent.schemas import DeploymentSearch, Dropped, LayerCost, Plan, Race, Status, Tuned
 from profiling_agent.search.attempt import open_journal
 from profiling_agent.search.deployments import ASKED_SCHEMES, DeploymentChoices
-from profiling_agent.search.evaluator import EFFORTS, Evaluator
+from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.search.selection import rejudged
 
 NUM_IMAGES = 2000
@@ -218,22 +218,6 @@ def test_whoever_fails_is_out_with_its_reason_and_the_others_go_on(tmp_path: Pat
     assert "dropped out of the race: died of SIGFPE" in said["onnxruntime dynamic"]
     assert "51 images lost, 0 gained, of 512 that were enough" in said["openvino static_nncf"]
     assert "shown slower than the baseline (0.90x)" in said["eager bfloat16"]
-
-
-def test_hopeless_deployments_are_not_raced_and_slow_ones_not_measured(tmp_path: Path):
-    deployments = {
-        f"openvino {scheme}": Made(speedup=5 - i / 2) for i, scheme in enumerate(("static", "static_nncf", "bfloat16"))
-    }
-    held, script = deployment_search(
-        tmp_path, deployments | {"eager dynamic": Made(speedup=1.1), "onnxruntime static": Made(kl=9.0)}
-    )
-
-    (race,) = script.of(tasks.RaceTask)
-    seen = [{t.model.sha256 for t in script.of(tasks.EvaluateTask) if t.shard == n} for n in (0, 3)]
-    assert len(race.entries) == 5
-    # The baseline and the fastest on all images; the next two on those that show enough.
-    assert [len(models) for models in seen] == [1 + EFFORTS["default"].num_deployments, 2]
-    assert "not measured" in reasons(held)["eager dynamic"]
 
 
 @pytest.mark.parametrize(

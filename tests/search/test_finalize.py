@@ -270,15 +270,6 @@ def test_one_image_too_many_on_held_out_images_refuses_nothing_that_the_search_i
     assert "search and held-out images together (+2.10 points on held-out images alone)" in final.verdict.explanation
 
 
-def test_eager_float32_of_a_pruned_model_is_returned_where_it_is_the_fastest(tmp_path: Path):
-    """The embedded default: pruned float32 ran 1.78 times as fast and kept every term, int8 1.58, and int8 was returned."""
-    speedups = {"pruned1": 1.78, "both1": 1.58}
-    final, script = chosen(tmp_path, (attempt(1, lost=1),), {}, speedups, scripted={"lost_in_search": {"pruned1": 1}})
-    assert script.screened == [("m0", "both1", "pruned1")]
-    assert (final.winner.evaluation.variant, returned(final)) == (Variant.PRUNED, "pruned1")
-    assert final.verdict.outcome is Outcome.MET
-
-
 def test_int8_alone_is_returned_where_it_is_as_fast_and_loses_less(tmp_path: Path):
     """The ResNet: 0.50 points for 7.33 times where int8 alone had -0.05 points at 7.12, inside the noise."""
     static = option("openvino", "static", "int8", seen=(0, 1))
@@ -305,12 +296,6 @@ def test_a_runner_up_whose_process_dies_in_every_session_costs_the_first_nothing
     final, script = chosen(tmp_path, (BOLD, MILD), {}, {"both1": 2.01, "both2": 2.0}, script=Dying)
     # Near enough to each other for the more accurate to be first.
     assert (final.winner.attempt, script.timed) == (2, [("both2",)] * NUM_SESSIONS)
-
-
-def test_nothing_that_a_measured_candidate_beats_at_no_worse_accuracy_is_returned(tmp_path: Path):
-    ladder = tuple(attempt(number, lost=lost) for number, lost in ((1, 4), (2, 2), (3, 2), (4, 0)))
-    final, _ = chosen(tmp_path, ladder, {}, {"both1": 2.0, "both2": 2.5, "both3": 3.0, "both4": 1.5})
-    assert final.winner.attempt == 3
 
 
 def test_certified_is_said_of_accuracy_and_speed_together(tmp_path: Path):
