@@ -215,21 +215,6 @@ def test_what_crosses_in_a_bottleneck_is_not_counted_twice():
             assert saving == saved(everything) or saved([other for other in cuts if other is not cut]) < saving
 
 
-def test_fixed_cuts_stay_and_are_counted_and_may_be_all_that_there_is():
-    units, found = drawn()
-    fixed = [Cut(unit=units[2], keep=64, requested_ratio=0.5)]
-    cuts = allocated(units, found, 0.15, fixed=fixed)
-
-    assert fixed[0] in cuts
-    assert share(cuts) >= 0.15
-    assert [cut.unit.name for cut in cuts] == [one.name for one in units if one.name in {c.unit.name for c in cuts}]
-    # 64 channels of 10 params are 6.4% of 10,000: enough alone.
-    assert allocated(units, found, 0.06, fixed=fixed) == tuple(fixed)
-    assert allocated(units[2:3], found, 0.06, fixed=fixed) == tuple(fixed)
-    with pytest.raises(PlanError, match=r"7\.0% of the params is out of reach: everything that may be cut saves 6\.4%"):
-        allocated(units[2:3], found, 0.07, fixed=fixed)
-
-
 def test_widths_that_the_latency_table_speaks_against_are_no_options_whatever_is_asked_for():
     units, found = drawn(latency=lambda keep: 0.0 if keep == 96 else 1.0)
     for saving in (0.01, 0.1, 0.2, 0.3):

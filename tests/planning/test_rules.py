@@ -7,20 +7,10 @@ from sample_records import GOAL, profile
 
 from profiling_agent.errors import PlanError
 from profiling_agent.planning.allocation import dry_run
-from profiling_agent.planning.digest import group_units, pattern_for
+from profiling_agent.planning.digest import pattern_for
 from profiling_agent.planning.llm_planner import PlanAnswer
 from profiling_agent.planning.rules import MIN_PARAMS_SAVED, analyse, parse_plan, read_plan
 from profiling_agent.schemas import Plan
-
-
-def test_repeated_units_are_one_group_whose_shares_add_up():
-    (group,) = group_units(profile(num_layers=2, width=512))
-
-    # Two layers of fc1 and fc2 with 5 x 512 params each, beside a norm of 64; the norm does no MACs.
-    assert len(group.units) == 2
-    assert group.params_share == pytest.approx(10240 / 10304)
-    assert group.macs_share == 1.0
-    assert group.latency_share == pytest.approx(8 / 9)
 
 
 def test_a_groups_pattern_hits_its_members_and_nothing_else():

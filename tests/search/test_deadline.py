@@ -1,6 +1,5 @@
 """What a run does with its time, and what is left of it: counted by hand, with a pass of a tenth of a second."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +35,6 @@ def test_a_time_budget_keeps_enough_for_the_end_of_the_run(tmp_path: Path):
     assert not stage.allows((600.0 - END) / 2 + 1)
     held.timesheet.resume_at(450.0)
     assert not stage.allows((600.0 - END) / 2 - 49)
-
-
-@pytest.mark.parametrize(
-    ("effort", "pass_s", "limit_s"),
-    [
-        ("quick", 0.1, 300.0),
-        ("quick", 0.001, 120.0),
-        ("default", 0.1, 800.0),
-        ("default", 0.001, 600.0),
-        ("thorough", 0.1, math.inf),
-    ],
-)
-def test_without_a_budget_the_effort_ends_the_search_in_proportion_to_the_model(
-    effort: str, pass_s: float, limit_s: float, tmp_path: Path
-):
-    assert deadline(tmp_path, 0.0, None, effort, pass_s).free_s == pytest.approx(limit_s)
 
 
 def test_a_request_for_training_accepts_long_attempts(tmp_path: Path):

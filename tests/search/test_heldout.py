@@ -166,17 +166,6 @@ def test_as_many_images_are_looked_at_as_decide_and_as_effort_and_time_allow(
     assert run_heldout_test(tester, MEASURED).candidate.predictions.num_images == seen
 
 
-def test_a_later_test_takes_more_images_to_show_the_same(tmp_path: Path):
-    shown = []
-    for number in ("1", "5"):
-        tester, _ = evaluator(tmp_path / number, 8000, every(300))
-        tested = run_heldout_test(tester, MEASURED, fresh=number)
-        shown.append((tested.opening.number, tested.candidate.predictions.num_images))
-    assert shown[0][0] == 1
-    assert shown[1][0] == 5
-    assert shown[0][1] < shown[1][1]
-
-
 def test_few_images_are_a_sample_of_fixed_size(tmp_path: Path):
     tester, _ = evaluator(tmp_path, MAX_AT_ONCE, every(100))
     drop = run_heldout_test(tester, MEASURED).candidate.drop

@@ -19,7 +19,6 @@ from profiling_agent.search.deployments import ASKED_SCHEMES, DeploymentChoices,
 from profiling_agent.search.selection import judge, may_be_returned, preference, ranked
 from profiling_agent.search.verdict import ACCURACY_ERROR, HeldoutTest, decide_verdict, is_out_of_reach
 
-PAPER = GOAL.model_copy(update={"selection": "paper"})
 LENIENT = GOAL.model_copy(update={"max_accuracy_drop": 0.015})
 SMALL = {"macs": 900, "params": 900, "size_bytes": 1000}
 
@@ -95,18 +94,6 @@ def test_best_is_not_the_last_attempt_and_what_is_small_enough_comes_before_what
 
     assert [candidate.attempt for candidate in ranked(seen, GOAL)] == [3, 1, None, 4]
     assert ranked(journal(), GOAL) == ()
-
-
-def test_the_papers_rule_prefers_accuracy_then_params_and_nobody_who_does_not_beat_the_baseline():
-    def pruned(number: int, **measured: int):
-        answers = evaluation(f"p{number}", Variant.PRUNED, **measured)
-        return attempt(number, 0.1, accepted=True).model_copy(update={"deployed": answers})
-
-    seen = journal(
-        pruned(1, correct=905, params=950), pruned(2, correct=905, params=900), pruned(3, correct=899, params=100)
-    )
-
-    assert [candidate.attempt for candidate in ranked(seen, PAPER)] == [2, 1]
 
 
 @pytest.mark.parametrize(
