@@ -19,13 +19,12 @@ from checks import Check, finish, parser_of
 
 from profiling_agent import schemas
 from profiling_agent.errors import JobError
-from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, MemoryTask, OpenHeldoutTask, RaceTask, SessionTask
-from profiling_agent.lib.machine import environment
+from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask, RaceTask, SessionTask
 from profiling_agent.measure.predictions import Answers, share, write_predictions
+from profiling_agent.request import Request
 from profiling_agent.schemas import ArtifactRef, Attempt, SplitInfo
-from profiling_agent.search.deadline import PRUNE_PASSES, evidence_passes
-from profiling_agent.search.deployments import SEARCH_SHARE
-from profiling_agent.search.evaluator import Evaluator, Settings
+from profiling_agent.search.attempt import SEARCH_SHARE
+from profiling_agent.search.evaluator import PRUNE_PASSES, Evaluator, evidence_passes
 from profiling_agent.search.finalize import FinalChoice, finalize
 from profiling_agent.search.selection import keeps_accuracy
 from profiling_agent.workspace import Timesheet
@@ -54,17 +53,15 @@ TRUE_SPEEDUP = 6.6
 # Seconds that a pass takes, and minutes that a run is given.
 BUDGETS = ((0.005, 10), (0.025, 10), (0.025, 20), (0.1, 20))
 MAX_MISS, PLANNING_ERROR = 0.05, 0.25
-HERE = environment()
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What is true of a model: its drop, the share of answers changed, times as fast, share of the memory."""
+    """What is true of a model: its drop, the share of answers changed, times as fast."""
 
     drop: float = 0.0
     discordant: float = 0.0
     speedup: float = 1.0
-    memory: float = 1.0
 
 
 def ref(name: str, kind: Any = "model") -> ArtifactRef:
@@ -115,10 +112,6 @@ class World:
         if isinstance(task, RaceTask):
             self.spend(3, 20) if isinstance(task, SessionTask) else self.spend(8, 60)
             return self.session(task)
-        if isinstance(task, MemoryTask):
-            self.spend(1, 4)
-            known: dict[str, Any] = {"batch_size": 4, "size_bytes": 1000, "environment": HERE}
-            return schemas.MemoryUse(model=task.model, peak_bytes=10**9, **known)
         raise JobError("it doesn't exist here")
 
     def spend(self, seconds: float, passes: float) -> None:
@@ -178,7 +171,6 @@ class World:
                     speedup_low=fast * 0.96,
                     speedup_high=fast * 1.04,
                     turns=(tuple(turns.tolist()),),
-                    peak_bytes=(int(10**9 * truth.memory * math.exp(self.noise.normal(0, 0.01))),),
                 )
             )
         return schemas.Race(results=tuple(results), num_repeats=NUM_TURNS, num_sessions=1)
@@ -224,7 +216,7 @@ def evaluator_in(
             forward_passes=30,
         ),
         goal=goal,
-        settings=Settings(batch_size=4, seed=0, **settings),
+        settings=Request(batch_size=4, **settings),
     )
 
 
@@ -298,7 +290,7 @@ def budget_row(root: Path, pass_s: float, minutes: int, num_worlds: int) -> dict
         own = root / f"{pass_s}-{minutes}-{seed}"
         own.mkdir()
         world = World(own, noise, truths_of(drops), pass_s=pass_s, work=work)
-        evaluator = evaluator_in(world, 2000, 4000, time_budget_s=60.0 * minutes)
+        evaluator = evaluator_in(world, 2000, 4000, time_budget=f"{minutes}m")
         deadline, timesheet = evaluator.deadline, world.timesheet
         world.spend(20, evidence_passes(128, 24))
         stage = deadline.part(SEARCH_SHARE)

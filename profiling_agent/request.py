@@ -5,7 +5,6 @@
 
 import difflib
 import re
-import warnings
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
@@ -53,54 +52,10 @@ def _check_duration(text: str | None) -> str | None:
     return text
 
 
-# Fields of version 0.1.0, accepted until 0.3.
-OLD_NAMES = {
-    "advisor": "llm",
-    "advisor_tokens": "llm_tokens",
-    "advisor_timeout_s": "llm_timeout_s",
-    "advisor_requests": None,
-}
-
-
 def _check_reason(value: str | None) -> str | None:
     if value is not None and (not value.strip() or not value.isprintable()):
         raise ValueError("a reason of one printable line is needed, which the report prints")
     return value
-
-
-def current_names(options: dict[str, Any], *, are_flags: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """Return a request's fields by their current names, and a line of advice for each old name."""
-
-    def spell(name: str) -> str:
-        return f"--{name.replace('_', '-')}" if are_flags else name
-
-    fields = {name: value for name, value in options.items() if name not in OLD_NAMES}
-    lines: list[str] = []
-    for old in [name for name in OLD_NAMES if name in options]:
-        new, value = OLD_NAMES[old], options[old]
-        if old == "advisor":
-            # 0.1.0's auto needed only a key in the environment.
-            value = {"rules": "none", "auto": "openai" if options.get("base_url") else "none"}.get(value, value)
-        if new is None:
-            lines.append(f"{spell(old)} has no effect any more: {spell('llm_tokens')} is the budget")
-        else:
-            fields[new] = value
-            lines.append(f"{spell(old)} is now {spell(new)}: write {spell(new)}{' ' if are_flags else '='}{value}")
-    if 0 in (options.get("advisor_tokens"), options.get("advisor_requests")):
-        fields = {name: value for name, value in fields.items() if name != "llm_tokens"} | {"llm": "none"}
-    return fields, lines
-
-
-# Fields that only requests of earlier versions have.
-RETIRED = ("engine", "ray_address", "ray_store", "criterion", "tracker")
-
-
-def without_retired(document: Any) -> Any:
-    """Return the JSON of a manifest or a report without fields that only earlier versions write."""
-    if not isinstance(document, dict) or not isinstance(document.get("request"), dict):
-        return cast("Any", document)
-    fields: dict[str, Any] = {name: document[name] for name in document.keys() - {"nodes", "criteria"}}
-    return fields | {"request": {name: value for name, value in fields["request"].items() if name not in RETIRED}}
 
 
 class Request(BaseModel):
@@ -126,10 +81,7 @@ class Request(BaseModel):
     max_accuracy_drop: DropLimit = Field(default=0.01, description="top-1 that may be lost: 0.01, 1% or 1pt is a point")
     min_speedup: SpeedupLimit = Field(default=1.0, description="least speedup: 1.5 or 1.5x; 1 is not slower")
     max_size_ratio: RatioLimit = Field(default=0.5, description="most bytes on disk: 0.5 or 50% is half of them")
-    max_memory_ratio: RatioLimit | None = Field(default=None, description="most peak memory, over the baseline's")
-    objective: Literal["speed", "size", "memory"] = Field(
-        default="speed", description="what to optimize within the contract"
-    )
+    objective: Literal["speed", "size"] = Field(default="speed", description="what to optimize within the contract")
     selection: Literal["contract", "paper"] = Field(
         default="contract", description="contract: the cheapest that keeps the accuracy; paper: as in the paper"
     )
@@ -188,16 +140,12 @@ class Request(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _rename_old_fields(cls, document: Any, info: ValidationInfo) -> Any:
-        """Accept the names of version 0.1.0, with a warning except in files, and refuse unknown ones."""
-        if not isinstance(document, dict):
-            return document
-        fields, lines = current_names(cast("dict[str, Any]", document))
-        for line in lines if info.mode == "python" else ():
-            warnings.warn(line, FutureWarning, stacklevel=2)
-        if problem := unknown_field(fields, cls.model_fields):
+    def _check_names(cls, document: Any) -> Any:
+        if isinstance(document, dict) and (
+            problem := unknown_field(cast("dict[str, Any]", document), cls.model_fields)
+        ):
             raise ValueError(problem)
-        return fields
+        return document
 
     @field_validator(*SYNONYMS, mode="before")
     @classmethod

@@ -101,8 +101,8 @@ def attempt(number: int, ratio: float, *, accepted: bool, **measured) -> schemas
     )
 
 
-def journal(*attempts: schemas.Attempt, quantized: schemas.Evaluation | None = None) -> schemas.Journal:
-    return schemas.Journal(baseline=BASELINE, quantized=quantized, attempts=attempts)
+def journal(*attempts: schemas.Attempt, search: schemas.DeploymentSearch | None = None) -> schemas.Journal:
+    return schemas.Journal(baseline=BASELINE, deployment_search=search, attempts=attempts)
 
 
 def named_unit(

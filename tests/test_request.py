@@ -1,6 +1,5 @@
 import json
 import re
-import warnings
 
 import pytest
 from pydantic import ValidationError
@@ -23,8 +22,7 @@ from profiling_agent.search.attempt import read_answer
             for value in (0.5, "0.5x", "50%", "twice", 1001)
         ),
         *(
-            ({name: value}, "above 0, up to 2: 0.5 is half, or 50%")
-            for name in ("max_size_ratio", "max_memory_ratio")
+            ({"max_size_ratio": value}, "above 0, up to 2: 0.5 is half, or 50%")
             for value in (0, 50, "50", "201%", "1pt", "half", float("inf"))
         ),
         *(({"llm_tokens": number}, "than or equal to") for number in (10**9 + 1, -1)),
@@ -57,8 +55,6 @@ def test_what_can_not_be_carried_out_is_refused_and_named(asked: dict[str, objec
         *(("max_accuracy_drop", written, 0.005) for written in ("0.5pt", ".5%", "0.50 points")),
         ("max_accuracy_drop", 0, 0.0),
         *(("max_size_ratio", written, 0.5) for written in (0.5, "0.5", "50%", "50.0 %")),
-        *(("max_memory_ratio", written, 1.5) for written in (1.5, "1.5", "150%")),
-        ("max_memory_ratio", None, None),
         ("max_size_ratio", 2, 2.0),
         *(("min_speedup", written, 2.0) for written in (2, "2", "2x", "2 X", "2.0x")),
         ("quantize_dtype", "int8", "qint8"),
@@ -99,31 +95,3 @@ def test_a_time_budget_is_hours_minutes_and_seconds_and_runtimes_come_in_our_ord
     assert Request().time_budget_s is None
     assert Request(runtimes="auto").runtime_names == ("eager", "graphed", "inductor", "onnxruntime", "openvino")
     assert Request(runtimes="openvino, eager").runtime_names == ("eager", "openvino")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "lines"),
-    [
-        ({"advisor": "openai:m"}, {"llm": "openai:m"}, ["advisor is now llm: write llm=openai:m"]),
-        ({"advisor": "rules"}, {"llm": "none"}, ["advisor is now llm: write llm=none"]),
-        # A key in the environment is no longer enough, an address is.
-        ({"advisor": "auto"}, {"llm": "none"}, ["advisor is now llm: write llm=none"]),
-        ({"advisor": "auto", "base_url": "http://h/v1"}, {"llm": "openai"}, ["advisor is now llm: write llm=openai"]),
-        (
-            {"advisor_tokens": 7, "advisor_timeout_s": 9.0, "advisor_requests": 3},
-            {"llm": "none", "llm_tokens": 7, "llm_timeout_s": 9.0},
-            ["advisor_tokens is now llm_tokens: write llm_tokens=7", "advisor_timeout_s is", "advisor_requests has"],
-        ),
-        ({"advisor": "openai:m", "advisor_requests": 0}, {"llm": "none"}, ["advisor is", "advisor_requests has"]),
-    ],
-)
-def test_the_names_of_version_0_1_are_read_with_a_line_that_says_what_to_write(old: dict, new: dict, lines: list[str]):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        request = Request.model_validate(old)
-
-    assert {name: getattr(request, name) for name in new} == new
-    assert len(caught) == len(lines)
-    assert all(str(warning.message).startswith(line) for warning, line in zip(caught, lines, strict=True))
-    # Records in files are read without a word.
-    assert Request.model_validate_json(json.dumps(old)) == request

@@ -50,9 +50,8 @@ from profiling_agent.schemas import (
     Record,
     Variant,
 )
-from profiling_agent.search.deadline import MIN_LOOK
 from profiling_agent.search.deployments import Deployer
-from profiling_agent.search.evaluator import Evaluator, Settings
+from profiling_agent.search.evaluator import MIN_LOOK, Evaluator
 from profiling_agent.search.selection import papers_rank
 from profiling_agent.workspace import Workspace, slug
 
@@ -319,7 +318,7 @@ class Runs:
                 baseline=report.variants[0].evaluation.model,
                 profile=read_profile(jobs, report.profiles["baseline"]),
                 goal=report.goal,
-                settings=Settings(batch_size=asked.batch_size, seed=asked.seed, num_sessions=asked.num_sessions),
+                settings=asked,
             )
             jobs.set_limits_from(evaluator.profile.headline, evaluator.profile.device)
             yield evaluator

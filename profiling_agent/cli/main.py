@@ -273,7 +273,7 @@ SourcesArgument = Annotated[list[Path], SOURCE]
 DeviceOption = Annotated[Literal["cpu", "cuda"], typer.Option(help="where to measure")]
 
 
-@terminal.takes_request("output", "llm", "base_url", "advisor", "device")
+@terminal.takes_request("output", "llm", "base_url", "device")
 def doctor(request: Request, *, json_: terminal.JsonOption = False) -> None:
     """Look at this machine: versions, CPU, memory, disk, noise, each runtime by running a model, the language model's server, a CUDA device.
 

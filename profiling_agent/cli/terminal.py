@@ -23,7 +23,7 @@ from rich.segment import Segment
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError
 from profiling_agent.lib.io import clean, expanded, first_problem
 from profiling_agent.lib.logs import Progress, request_stop
-from profiling_agent.request import OLD_NAMES, Request, current_names
+from profiling_agent.request import Request
 
 if TYPE_CHECKING:
     from profiling_agent.graph.run import ProgressEvent
@@ -142,20 +142,19 @@ JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on s
 
 
 def _field_option(name: str) -> inspect.Parameter:
-    """Return the option of a field of Request, or of an old name of one, made from the field."""
-    is_old, flag, metavar = name in OLD_NAMES, f"--{name.replace('_', '-')}", None
-    field = Request.model_fields[(OLD_NAMES[name] or "llm_tokens") if is_old else name]
+    """Return the option of a field of Request, made from the field."""
+    flag, metavar, field = f"--{name.replace('_', '-')}", None, Request.model_fields[name]
     kind: Any = field.annotation
-    text, default = field.description, None if is_old else field.default
+    text, default = field.description, field.default
     if kind is bool:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
     elif choices := [choice for choice in get_args(kind) if isinstance(choice, str)]:
         # A Literal: pydantic's error lists the choices, so the help lists them as well.
         kind, text = str, f"{text} [{'|'.join(choices)}]"
     # These take a unit, such as 1%, 1pt and 2x.
-    elif name in ("max_accuracy_drop", "min_speedup", "max_size_ratio", "max_memory_ratio"):
+    elif name in ("max_accuracy_drop", "min_speedup", "max_size_ratio"):
         kind, metavar = str, "NUMBER"
-    option = typer.Option(flag, help=text, metavar=metavar, show_default=default is not None, hidden=is_old)
+    option = typer.Option(flag, help=text, metavar=metavar, show_default=default is not None)
     kind = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
@@ -171,14 +170,12 @@ def takes_request(*fields: str) -> Callable[[Callable[..., None]], Callable[...,
 
         @wraps(command)
         def wrapper(**values: Any) -> None:
-            known = Request.model_fields.keys() | OLD_NAMES.keys()
-            given = {name: value for name, value in values.items() if name in known and value is not None}
-            current, lines = current_names(given, are_flags=True)
-            for line in lines:
-                print_line(line, errors)
-            command(Request.model_validate(current), **{each.name: values[each.name] for each in own})
+            given = {
+                name: value for name, value in values.items() if name in Request.model_fields and value is not None
+            }
+            command(Request.model_validate(given), **{each.name: values[each.name] for each in own})
 
-        options = [_field_option(name) for name in fields or (*Request.model_fields, *OLD_NAMES)]
+        options = [_field_option(name) for name in fields or Request.model_fields]
         parameters = [*options, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
         vars(wrapper)["__signature__"] = inspect.Signature(parameters)
         wrapper.__annotations__ = {each.name: each.annotation for each in parameters}

@@ -26,8 +26,8 @@ from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
 from profiling_agent.schemas import SHARD, Approval, ApprovalQuestion, Decided, Origin, Plan, StopReason
 from profiling_agent.search import attempt as attempts
-from profiling_agent.search.deadline import EFFORTS, affordable_images
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
+from profiling_agent.search.evaluator import EFFORTS, affordable_images
 from profiling_agent.search.finalize import FinalChoice, add_race_result, finalize, raced_headline, torch_model
 from profiling_agent.search.planners import first_proposal, milder, next_proposal, setting_of
 from profiling_agent.search.verdict import why_unproven
@@ -112,10 +112,8 @@ def profiling(state: RunState, run: Run) -> Update:
     split = acquired.calibration
     settings: dict[str, Any] = {"batch_size": state.batch_size, "device": acquired.source.device}
     headline = measure_headline(run.jobs, baseline, **settings)
-    most, num_heldout = min(split.num_images, EFFORTS[state.effort].num_calibration), acquired.heldout.num_images
-    num_affordable = affordable_images(
-        state.time_budget_s, headline.pass_s, most, headline.quietest_pass_s, num_heldout=num_heldout
-    )
+    most = min(split.num_images, EFFORTS[state.effort].num_calibration)
+    num_affordable = affordable_images(state.time_budget_s, headline.pass_s, most)
     calibration = split.model_copy(update={"num_images": num_affordable})
     # Without calibration, widths depend on the weights and the plan only.
     images = calibration if state.calibrate else None

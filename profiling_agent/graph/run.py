@@ -32,9 +32,8 @@ from profiling_agent.llm.chat import Chat, chat_client, name_of
 from profiling_agent.llm.transcript import FILE, LanguageModel, Recorded, Transcript, open_recording
 from profiling_agent.request import RUN_ID, Request, unknown_field
 from profiling_agent.schemas import Record
-from profiling_agent.search.deadline import EFFORTS, search_deadline
 from profiling_agent.search.deployments import deployment_choices
-from profiling_agent.search.evaluator import Evaluator, Settings
+from profiling_agent.search.evaluator import EFFORTS, Evaluator, search_deadline
 from profiling_agent.search.selection import ranked, size_ratio
 from profiling_agent.workspace import (
     LOCK,
@@ -279,8 +278,9 @@ class Run:
                 baseline=resolved.baseline,
                 profile=profile,
                 goal=state.goal,
-                settings=Settings.model_validate({name: getattr(state, name) for name in Settings.model_fields}),
+                settings=state.request,
                 choices=deployment_choices(state, acquired.source.device),
+                is_advised=state.is_advised,
             )
             self._evaluator = inputs, evaluator
         return self._evaluator[1]

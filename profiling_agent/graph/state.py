@@ -24,7 +24,7 @@ from profiling_agent.llm.chat import DEFAULT_MODEL, Endpoint
 from profiling_agent.llm.transcript import NO_KEY, RECORDED, SECRETS
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
-from profiling_agent.search.deadline import EFFORTS
+from profiling_agent.search.evaluator import EFFORTS
 from profiling_agent.search.selection import rejudged
 
 ValueT = TypeVar("ValueT")

@@ -270,27 +270,25 @@ class RaceTask(RuntimeTask[schemas.Race]):
         """Let the models take turns."""
         return race.race_once(self.entries, self._conditions(context), progress=context.progress)
 
-    def _conditions(self, context: JobContext, *, reads_memory: bool = False) -> race.Conditions:
+    def _conditions(self, context: JobContext) -> race.Conditions:
         return race.Conditions(
             root=context.root,
             batch_size=self.batch_size,
             device=self.device,
             seed=self.seed,
             pass_s=self.pass_s,
-            server=None if reads_memory else inherited(),
+            server=inherited(),
         )
 
 
 class SessionTask(RaceTask):
-    """Time one of several sessions, each in a new process, that together estimate speedups, and memory if requested."""
+    """Time one of several sessions, each in a new process, that together estimate speedups."""
 
     number: int
-    reads_memory: bool
 
     def run(self, context: JobContext) -> schemas.Race:
         """Hold one session of an estimate."""
-        conditions = self._conditions(context, reads_memory=self.reads_memory)
-        return race.run_one_session(self.entries, conditions, self.number, progress=context.progress)
+        return race.run_one_session(self.entries, self._conditions(context), self.number, progress=context.progress)
 
 
 class MemoryTask(RuntimeTask[schemas.MemoryUse]):

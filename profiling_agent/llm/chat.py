@@ -17,7 +17,7 @@ from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestErr
 from profiling_agent.lib.io import clean, first_line, first_problem
 from profiling_agent.llm import transcript
 from profiling_agent.llm.transcript import Advice, Answer, Check, Question, Tool, Transcript
-from profiling_agent.schemas import Record, restore_printed_json
+from profiling_agent.schemas import Record
 
 OPENAI_URL, DEFAULT_MODEL = "https://api.openai.com/v1", "gpt-5.5"
 # Status codes of servers that don't support tools or a response format.
@@ -233,7 +233,7 @@ def read_answer(reply: AIMessage, answer_type: type[Answer]) -> tuple[Answer | N
         whole = reasoning if reasoning.startswith(("{", "```")) else ""
         text = json.dumps(reply.tool_calls[-1]["args"]) if reply.tool_calls else whole
     value, complaint, answer_end = None, "there is no JSON object: answer with one complete object and nothing else", 0
-    for document, start, end in objects_in(restore_printed_json(text)):
+    for document, start, end in objects_in(text):
         if start < answer_end:
             continue
         try:

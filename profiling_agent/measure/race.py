@@ -53,9 +53,8 @@ def room_bytes(total: int, free: int) -> int:
 class Conditions:
     """Conditions of a race of saved models; paths are relative to `root`.
 
-    With a `server`, processes of torch are forks: ready seconds earlier and as fast, but their peak memory means nothing and is
-    dropped. If `enqueued`, passes on a GPU follow each other without waiting. A session ends when its models were timed for
-    `seconds_per_model` each, on average. `memory_bytes` is for all processes of a session, by default `room_bytes`.
+    With a `server`, processes of torch are forks: ready seconds earlier and as fast. If `enqueued`, passes on a GPU follow each
+    other without waiting. A session ends when its models were timed for `seconds_per_model` each, on average. `memory_bytes` is for all processes of a session, by default `room_bytes`.
     """
 
     root: Path
@@ -187,9 +186,7 @@ class _Session:
     def _result(self, index: int) -> RaceResult:
         samples_ms = [pass_ms for sample in self.samples[index] for pass_ms in sample]
         turns = tuple(np.exp(intervals.log_ratios(self.samples[index], self.samples[0])).tolist())
-        peak = self.processes[index].peak_bytes() if self.conditions.server is None else None
-        peaks = () if peak is None else (peak,)
-        return _race_result(*self.entries[index], samples_ms, self.conditions.batch_size, (turns,), peaks)
+        return _race_result(*self.entries[index], samples_ms, self.conditions.batch_size, (turns,))
 
 
 def _race_result(
@@ -198,7 +195,6 @@ def _race_result(
     samples_ms: Sequence[float],
     batch_size: int,
     turns: tuple[tuple[float, ...], ...],
-    peak_bytes: tuple[int, ...],
 ) -> RaceResult:
     score = intervals.estimate_speedup([np.log(session) for session in turns])
     return RaceResult(
@@ -209,7 +205,6 @@ def _race_result(
         speedup_low=score.low,
         speedup_high=score.high,
         turns=turns,
-        peak_bytes=peak_bytes,
     )
 
 
@@ -335,7 +330,6 @@ def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
             [pass_ms for row in rows for pass_ms in row.latency.samples_ms],
             rows[0].latency.batch_size,
             tuple(turns for row in rows for turns in row.turns),
-            tuple(peak for row in rows for peak in row.peak_bytes),
         )
         for rows in zip(*(race.results for race in sessions), strict=True)
     ]

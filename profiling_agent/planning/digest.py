@@ -124,8 +124,6 @@ def goal_text(goal: Goal) -> str:
         f"at least {goal.min_speedup:g} times as fast as the baseline",
         f"at most {goal.max_size_ratio:.0%} of its bytes on disk",
     ]
-    if goal.max_memory_ratio is not None:
-        terms.append(f"at most {goal.max_memory_ratio:.0%} of its peak memory")
     return f"{'; '.join(terms)}. Among models that keep this, the one with the best {goal.objective} wins."
 
 

@@ -2,7 +2,6 @@
 
 import json
 
-from profiling_agent import schemas
 from profiling_agent.errors import PlanError
 from profiling_agent.lib.io import DocumentError, expanded, parse_json, parse_record
 from profiling_agent.planning.allocation import dry_run, dry_run_or_none
@@ -12,24 +11,14 @@ from profiling_agent.schemas import Goal, ModelProfile, Plan, PruningRecommendat
 
 
 def parse_plan(text: bytes, *, strict: bool | None = None, quotes: bool = True) -> Plan:
-    """Return the plan in a text: our JSON object, or the paper's Figure 4, in arrays or as printed; DocumentError if there is none.
-
-    The error quotes the text only with `quotes`, and only if it is a JSON object.
-    """
-    try:
-        document = parse_json(schemas.restore_printed_json(text.decode("utf-8")))
-    except UnicodeDecodeError:
-        raise DocumentError("it is no UTF-8 text") from None
-    return parse_record(
-        Plan, json.dumps(in_arrays(document)), strict=strict, quotes=quotes and isinstance(document, dict)
-    )
+    """Return the plan in a JSON text, in our format or the paper's; DocumentError if there is none, which `quotes` the text."""
+    return parse_record(Plan, json.dumps(in_arrays(parse_json(text))), strict=strict, quotes=quotes)
 
 
 def read_plan(path: str, *, quotes: bool = True) -> Plan:
     """Return the plan in a JSON file, as `parse_plan` reads it; PlanError if it is none.
 
-    The error quotes the file only with `quotes`, for a caller who may read it, and only if it is a JSON object: any other
-    file was never meant as a plan.
+    The error quotes the file only with `quotes`, for a caller who may read it.
     """
     try:
         plan = parse_plan(expanded(path).read_bytes(), strict=True, quotes=quotes)

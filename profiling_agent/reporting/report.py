@@ -4,8 +4,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from pydantic import model_validator
-
 from profiling_agent import schemas
 from profiling_agent.errors import PlanError
 from profiling_agent.jobs.tasks import Profiled
@@ -13,8 +11,8 @@ from profiling_agent.lib.machine import environment
 from profiling_agent.planning.digest import launch_text
 from profiling_agent.pruning.widths import matching_names
 from profiling_agent.reporting.units import count, percent
-from profiling_agent.request import Request, without_retired
-from profiling_agent.search.deadline import EFFORTS
+from profiling_agent.request import Request
+from profiling_agent.search.evaluator import EFFORTS
 from profiling_agent.search.finalize import FinalChoice
 from profiling_agent.workspace import REPORT_VERSION
 
@@ -107,8 +105,6 @@ class RunReport(schemas.Record):
     artifacts: dict[str, str]
     request: Request
     environment: schemas.Environment
-
-    _drop_retired = model_validator(mode="before")(without_retired)
 
     @property
     def judged(self) -> str:

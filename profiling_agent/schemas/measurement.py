@@ -111,7 +111,6 @@ class RaceResult(Record):
     speedup_low: float
     speedup_high: float
     turns: tuple[tuple[float, ...], ...] = ()  # of each session, the baseline's time over its own at each of its turns
-    peak_bytes: tuple[int, ...] = ()  # peak resident memory in each session; empty if not measured
 
     @property
     def by_session(self) -> tuple[float, ...]:

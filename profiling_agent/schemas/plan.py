@@ -63,7 +63,6 @@ EVERYTHING = "all"
 # A plan's array fields: our key, then the paper's.
 PRUNING, QUANTIZATION = (("pruning", "pruning_recommendations"), ("quantization", "quantization_recommendations"))
 ARRAY_KEYS = frozenset({*PRUNING, *QUANTIZATION, "caps"})
-PAPER_KEY = re.compile(rf'"(?:{PRUNING[1]}|{QUANTIZATION[1]})"\s*:')
 DTYPES = {"dynamic": ("qint8", "float16", "float8"), "static": ("qint8",), "cast": ("bfloat16", "float32")}
 
 
@@ -114,29 +113,6 @@ class Cap(Record):
 
     layer: str = Field(min_length=1, max_length=300, description="RE2 pattern searched for in live module names")
     max_ratio: float = Field(default=0.0, ge=0, lt=1)
-
-
-def restore_printed_json(text: str) -> str:
-    """Restore the JSON object from its members as the paper prints them (Figure 4); return other text unchanged.
-
-    The paper prints no braces, no commas between members, and an arrow before the rest of a long line. Text with two members of one name is
-    returned unchanged, which is no JSON: the first member would be lost.
-    """
-    match = PAPER_KEY.search(text)
-    if match is None or "{" in text[: match.start()]:
-        return text
-    body = text[match.start() : text.rfind("}") + 1]
-    if any(body.count(f'"{name}"') > 1 for name in ARRAY_KEYS):
-        return text
-    parts, previous = ["{"], ""
-    for line in map(str.strip, body.splitlines()):
-        if line.startswith("↪"):
-            parts.append(f" {line[1:].lstrip()}")
-        elif line:
-            needs_comma = line.startswith('"') and previous.endswith(("}", "]"))
-            parts.append(f",\n{line}" if needs_comma else f"\n{line}")
-        previous = line or previous
-    return "".join([*parts, "}"])
 
 
 def in_arrays(document: Any) -> Any:
@@ -276,15 +252,6 @@ class Tuned(Record):
     num_images: int
     seconds: float
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_retired(cls, document: Any) -> Any:
-        """Leave out the fields of earlier reports, whose models had LayerNorm scales folded into the next layers."""
-        if not isinstance(document, dict):
-            return document
-        fields = cast("dict[str, Any]", document)
-        return {name: value for name, value in fields.items() if name not in ("model", "sites", "kl_unfolded")}
-
     @property
     def kept(self) -> tuple[str, ...]:
         """Return the layers that the rules leave in float."""
@@ -312,9 +279,6 @@ class Approval(Record):
     min_speedup: SpeedupLimit | None = Field(default=None, description="edit: a stricter limit, such as 1.5 or 1.5x")
     max_size_ratio: RatioLimit | None = Field(
         default=None, description="edit: a stricter limit, relative to the baseline's bytes, such as 0.5 or 50%"
-    )
-    max_memory_ratio: RatioLimit | None = Field(
-        default=None, description="edit: a stricter limit, relative to the baseline's peak, such as 0.5 or 50%"
     )
 
     @property

@@ -1,11 +1,11 @@
 """Search records: the contract, the deployments and plans that were tried, and the verdict."""
 
 from enum import StrEnum
-from typing import Any, Literal, cast
+from typing import Literal
 
-from pydantic import Field, computed_field, model_validator
+from pydantic import Field
 
-from profiling_agent.schemas.measurement import Evaluation, RaceResult, Variant
+from profiling_agent.schemas.measurement import Evaluation, RaceResult
 from profiling_agent.schemas.plan import (
     Cap,
     Decided,
@@ -29,19 +29,13 @@ class Goal(Record):
     max_size_ratio: float
     selection: Literal["contract", "paper"]
     calibrate: bool = True  # whether calibration images choose what is cut, make up for it and tune int8
-    objective: Literal["speed", "size", "memory"] = "speed"
-    max_memory_ratio: float | None = None
+    objective: Literal["speed", "size"] = "speed"
     pins: tuple[PruningRecommendation, ...] = ()  # ratios that a person fixed for every plan
     caps: tuple[Cap, ...] = ()  # units that a person lets be cut no further, in any plan
 
     def allows_size(self, ratio: float) -> bool:
         """Return whether a share of the baseline's bytes is allowed, rounded to 0.1%: half precision is 50.02%."""
         return min(ratio, round(ratio, 3)) <= self.max_size_ratio
-
-    @property
-    def without_demands(self) -> "Goal":
-        """Return the contract without `pins` and `caps`, which don't affect deployments."""
-        return self.model_copy(update={"pins": (), "caps": ()})
 
 
 class Status(StrEnum):
@@ -60,35 +54,10 @@ class DeploymentOption(Record):
     deployed: DeployedModel | None = None
     evaluation: Evaluation | None = None  # on as many search images as it took
     race_result: RaceResult | None = None
-    memory_ratio: float | None = None  # peak memory of the baseline's, where the contract asks
-    p_keeps: float | None = None  # probability that it keeps the accuracy; None if unmeasured
     status: Status = Status.REJECTED  # rejected, too, where it went no further
     reason: str
     is_unfit: bool = False  # whether it has no layer to take there, or weights or images that it can't take
     wants_time: bool = False  # whether it went no further for want of time
-
-    @computed_field
-    @property
-    def keeps_accuracy(self) -> bool:
-        """Return whether it is accepted."""
-        return self.status is Status.ACCEPTED
-
-    @computed_field
-    @property
-    def is_doubtful(self) -> bool:
-        """Return whether it is uncertain."""
-        return self.status is Status.UNCERTAIN
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_flags(cls, document: Any) -> Any:
-        """Read the status from the flags, which are all that earlier reports have."""
-        if not isinstance(document, dict):
-            return document
-        fields = dict(cast("dict[str, Any]", document))
-        keeps, is_doubtful, _ = (fields.pop(name, False) for name in ("keeps_accuracy", "is_doubtful", "is_larger"))
-        status = Status.ACCEPTED if keeps else Status.UNCERTAIN if is_doubtful else Status.REJECTED
-        return {"status": status, **fields}
 
 
 class DeploymentSearch(Record):
@@ -165,10 +134,8 @@ class Journal(Record):
 
     baseline: Evaluation
     baseline_latency_ms: float | None = None  # of a batch, as that of attempts
-    contract: Goal | None = None  # what the deployments were searched for
     wish: tuple[QuantizationRecommendation, ...] | None = None  # quantization that the user's own plan fixes
     deployment_search: DeploymentSearch | None = None  # the deployments that the baseline was tried in
-    quantized: Evaluation | None = None  # the baseline in the chosen deployment
     attempts: tuple[Attempt, ...] = ()
     rejected: tuple[Decided, ...] = ()  # plans that a person turned down before they cost anything
 
@@ -192,13 +159,13 @@ class Journal(Record):
 
 
 class Candidate(Record):
-    """A model that may be returned: its attempt, and its evaluation on the search images."""
+    """A model that may be returned, judged by its evaluation on the search images."""
 
-    variant: Variant
-    attempt: int | None = None  # number of the attempt; None where nothing was pruned
     evaluation: Evaluation
+    attempt: int | None = None  # number of the attempt; None where nothing was pruned
     p_keeps: float = 1.0  # probability that it keeps the accuracy
     status: Status = Status.ACCEPTED
+    reason: str = ""
 
 
 class Outcome(StrEnum):
@@ -212,7 +179,7 @@ class Outcome(StrEnum):
 class Term(Record):
     """One clause of the contract, and its measurement."""
 
-    name: Literal["accuracy", "speed", "size", "memory"]
+    name: Literal["accuracy", "speed", "size"]
     required: float
     measured: float
     bound: float | None = None  # what is certified of it, all terms together at 95%; None where there is no telling

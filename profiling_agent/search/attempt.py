@@ -1,29 +1,42 @@
-"""Attempts: a plan pruned, deployed, measured and judged, and the approval question about it."""
+"""Steps of the search: deployments of the baseline, then attempts, each a plan pruned, deployed and judged, and the approval of plans."""
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from profiling_agent import schemas
 from profiling_agent.errors import JobError, PlanError, PruningError, RequestError
-from profiling_agent.jobs.tasks import PruneTask, RecoverTask
+from profiling_agent.jobs.tasks import LayerTimesTask, PruneTask, RecoverTask
 from profiling_agent.lib.io import first_problem
+from profiling_agent.measure.race import noise_warning
 from profiling_agent.planning.allocation import apply_demands, dry_run, predicted_kl, with_demands
-from profiling_agent.schemas import SHARD, Approval, Attempt, Deployment, Goal, Journal, Plan, Variant
+from profiling_agent.runtimes import registry
+from profiling_agent.schemas import (
+    SHARD,
+    Approval,
+    Attempt,
+    Deployment,
+    DeploymentOption,
+    DeploymentSearch,
+    Goal,
+    Journal,
+    Plan,
+    Status,
+    Variant,
+)
 from profiling_agent.search.deployments import (
     REFUSALS,
     DeploymentChoices,
     by_promise,
     possible_deployments,
-    search_deployments,
     why_undeployable,
 )
-from profiling_agent.search.evaluator import Evaluator
-from profiling_agent.search.selection import hopeless_kl, judge
+from profiling_agent.search.evaluator import SLOW_CONVERSION_S, Deadline, Evaluator
+from profiling_agent.search.selection import choose_option, hopeless_kl, judge, option_key
 
 # Limits of the contract, each with the direction in which an edit may move it.
-TIGHTER = {"max_accuracy_drop": -1, "min_speedup": 1, "max_size_ratio": -1, "max_memory_ratio": -1}
+TIGHTER = {"max_accuracy_drop": -1, "min_speedup": 1, "max_size_ratio": -1}
 
 
 def build_approval_question(
@@ -75,15 +88,141 @@ def apply_edit(answer: Approval, plan: Plan, goal: Goal, profile: schemas.ModelP
     """
     limits = {name: value for name in TIGHTER if (value := getattr(answer, name)) is not None}
     for name, value in limits.items():
-        limit = getattr(goal, name)
-        limit = math.inf if limit is None else limit
-        if (value - limit) * TIGHTER[name] < 0:
-            raise RequestError(f"{name} is {value:g} but the contract says {limit:g}: an edit can only tighten it")
+        if (value - getattr(goal, name)) * TIGHTER[name] < 0:
+            limit = f"the contract says {getattr(goal, name):g}"
+            raise RequestError(f"{name} is {value:g} but {limit}: an edit can only tighten it")
     goal = with_demands(goal.model_copy(update=limits), answer.pruning, answer.caps)
     edited_plan = plan.model_copy(update={"target": answer.target}) if answer.target else plan
     edited_plan = apply_demands(edited_plan, goal)
     dry_run(edited_plan, profile)
     return edited_plan, goal
+
+
+# Float32 in another order of additions; a conversion that is further away computes something else.
+MAX_DISTANCE = 1e-3
+# Share of the free time that the search for a deployment may take; attempts take the rest.
+SEARCH_SHARE = 0.5
+NO_TIME = "--effort thorough, a longer --time-budget or --runtimes asks for it"
+
+
+def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
+    """Measure the baseline, convert, race and measure its possible deployments, and choose the best by status and contract.
+
+    The best is measured on all search images. A failure of a conversion or a runtime costs only that deployment, and time that runs out those
+    that come later.
+    """
+    goal, split, stage = evaluator.goal, evaluator.acquired.search, evaluator.deadline.part(SEARCH_SHARE)
+    is_paper, timesheet = goal.selection == "paper", evaluator.jobs.timesheet
+    journal = Journal(
+        baseline=evaluator.evaluate_baseline(split, None if is_paper else range(SHARD)),
+        baseline_latency_ms=evaluator.profile.headline.latency.median_ms,
+        wish=plan.quantization,
+    )
+    if is_paper or not (deployments := possible_deployments(plan, evaluator.choices)):
+        return journal
+    options = _convert(evaluator, by_promise(deployments), stage)
+    notes = [*evaluator.choices.notes, *_race(evaluator, options)]
+    waiting = [index for index, option in enumerate(options) if not option.reason]
+    num_accepted, took_s = 0, SHARD * evaluator.pass_s
+    for place, index in enumerate(
+        sorted(waiting, key=lambda index: option_key(options[index], journal.baseline, goal))
+    ):
+        option, began_s = options[index], timesheet.spent_s
+        assert option.deployed is not None, "only converted models are measured"
+        # Until one is accepted, the search may take the attempts' time as well.
+        has_time = (stage if num_accepted else evaluator.deadline).allows(took_s)
+        if num_accepted >= evaluator.effort.num_deployments:
+            update = {"reason": f"behind {num_accepted} others, so it was not measured"}
+        elif place and not has_time:
+            update = {"reason": f"not measured: no time left for it; {NO_TIME}", "wants_time": True}
+        else:
+            model, in_full = option.deployed.model, num_accepted == 0
+            try:
+                evaluation = evaluator.search(Variant.QUANTIZED, model, option.deployment, in_full=in_full)
+                judged = judge(evaluation, goal)
+                update = {"evaluation": evaluation, "status": judged.status, "reason": judged.reason}
+            except REFUSALS as error:
+                update = {"reason": f"could not be run: {error}"}
+            took_s = timesheet.spent_s - began_s
+        options[index] = option.model_copy(update=update)
+        num_accepted += options[index].status is Status.ACCEPTED
+    best, unit_times = choose_option(options, journal.baseline, goal), dict[str, float]()
+    if best is not None and evaluator.is_advised and evaluator.device == "cpu":
+        try:
+            unit_times = _unit_times(evaluator, best)
+        except REFUSALS as error:
+            notes.append(f"what the parts of a pass take in {best.deployment.name} isn't known: {error}")
+    chosen = best.deployment if best else None
+    search = DeploymentSearch(options=tuple(options), chosen=chosen, notes=tuple(notes), unit_times=unit_times)
+    return journal.model_copy(update={"deployment_search": search})
+
+
+def _convert(evaluator: Evaluator, deployments: Sequence[Deployment], stage: Deadline) -> list[DeploymentOption]:
+    """Convert the baseline to each deployment, the most promising first, as long as another conversion fits the time.
+
+    A conversion that compiles is left out with little effort, unless nothing else can be made.
+    """
+    timesheet, options = evaluator.jobs.timesheet, list[DeploymentOption]()
+    took_s = {False: 0.0, True: SLOW_CONVERSION_S}
+    is_named, settings = evaluator.choices.is_named, evaluator.settings
+    # Named runtimes take the time that they need, unless the time is named too.
+    is_wanted = is_named and settings.time_budget_s is None
+    for deployment in deployments:
+        is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
+        has_time = stage.allows(took_s[is_slow]) and not (is_slow and settings.effort == "quick" and not is_named)
+        if not has_time and not is_wanted and any(option.deployed for option in options):
+            reason = f"not tried: no time left for its conversion; {NO_TIME}"
+            options.append(DeploymentOption(deployment=deployment, reason=reason, wants_time=True))
+            continue
+        began_s = timesheet.spent_s
+        option = evaluator.deployer.make(evaluator.baseline, deployment, choose_layers=True)
+        took_s[is_slow] = timesheet.spent_s - began_s
+        deployed, hopeless, reason = option.deployed, hopeless_kl(evaluator.goal), ""
+        if deployed is None:
+            reason = f"could not be made: {option.reason}"
+        elif deployment.scheme == "float32" and not deployed.distance <= MAX_DISTANCE:
+            reason = f"float32 logits are {deployed.distance:.2g} from torch's (relative), {MAX_DISTANCE:g} is allowed"
+        elif not deployed.kl <= hopeless:
+            reason = f"the KL to the float32 model is {deployed.kl:.2g} nats, {hopeless:.2g} is hopeless"
+        options.append(option.model_copy(update={"reason": reason}))
+    return options
+
+
+def _race(evaluator: Evaluator, options: list[DeploymentOption]) -> list[str]:
+    """Race the converted `options`, which get their results or why they are out; return notes for the report."""
+    entrants = {index: row.deployed.model for index, row in enumerate(options) if row.deployed and not row.reason}
+    # Without a rival there is no choice to make; the race at the end of the run shows whether it is faster at all.
+    if len(entrants) < 2:
+        return []
+    try:
+        rivals = [(Variant.QUANTIZED, model) for model in entrants.values()]
+        race = evaluator.race([(Variant.BASELINE, evaluator.baseline), *rivals])
+    except JobError as error:
+        return [f"the deployments could not be raced: {error}"]
+    for index, model in entrants.items():
+        if (reason := race.reason(model)) is not None:
+            update = {"reason": f"dropped out of the race: {reason}"}
+        else:
+            result = race.result_of(model)
+            slower = f"shown slower than the baseline ({result.speedup:.2f}x)"
+            update = {"race_result": result, "reason": slower if result.speedup_high < 1 else ""}
+        options[index] = options[index].model_copy(update=update)
+    return [warning] if (warning := noise_warning(race)) else []
+
+
+def _unit_times(evaluator: Evaluator, best: DeploymentOption) -> dict[str, float]:
+    """Return each unit's share of the unpruned model's pass in the deployment; raises one of REFUSALS if it can't be timed."""
+    assert best.deployed is not None, "what was chosen was made"
+    if not evaluator.deadline.allows((registry.NUM_PASSES + 1) * evaluator.batch_s):
+        raise JobError("no time left for it")
+    exported = evaluator.deployer.exported(evaluator.baseline, best.deployment)
+    task = LayerTimesTask(model=best.deployed.model, onnx=exported, batch_size=evaluator.settings.batch_size)
+    layers = evaluator.jobs.run(task).layers
+    total = sum(layers.values()) or 1.0
+    return {
+        unit.name: round(sum(layers.get(name, 0.0) for name in {*unit.members, unit.name}) / total, 5)
+        for unit in evaluator.profile.units
+    }
 
 
 def prune_attempt(evaluator: Evaluator, plan: Plan) -> Attempt:
@@ -181,26 +320,6 @@ def quantize_attempt(evaluator: Evaluator, attempt: Attempt, deployment: Deploym
     return attempt.model_copy(update={"deployment": deployment, "plan": plan, "reason": option.reason})
 
 
-def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
-    """Measure the baseline and its possible deployments."""
-    contract = evaluator.goal.without_demands
-    if evaluator.goal.selection == "paper":
-        return Journal(
-            baseline=evaluator.evaluate_baseline(evaluator.acquired.search),
-            baseline_latency_ms=evaluator.profile.headline.latency.median_ms,
-            contract=contract,
-            wish=plan.quantization,
-        )
-    baseline = evaluator.evaluate_baseline(evaluator.acquired.search, range(SHARD))
-    journal = Journal(baseline=baseline, contract=contract, wish=plan.quantization)
-    deployments = possible_deployments(plan, evaluator.choices)
-    if not deployments:
-        return journal
-    search = search_deployments(evaluator, deployments, baseline)
-    quantized = search.of(search.chosen).evaluation if search.chosen else None
-    return journal.model_copy(update={"deployment_search": search, "quantized": quantized})
-
-
 def measure_attempt(evaluator: Evaluator, attempt: Attempt, journal: Journal) -> Attempt:
     """Number an attempt, and measure and judge it in its deployment unless it failed before."""
     attempt = attempt.model_copy(update={"number": len(journal.attempts) + 1})
@@ -218,6 +337,6 @@ def measure_attempt(evaluator: Evaluator, attempt: Attempt, journal: Journal) ->
     except REFUSALS as error:
         return attempt.model_copy(update={"reason": str(error)})
     judgement = judge(evaluation, evaluator.goal)
-    is_accepted = judgement.status is schemas.Status.ACCEPTED
-    measured = {"deployed": evaluation, "latency_ms": latency_ms, "accepted": is_accepted, "reason": judgement.reason}
+    accepted = judgement.status is Status.ACCEPTED
+    measured = {"deployed": evaluation, "latency_ms": latency_ms, "accepted": accepted, "reason": judgement.reason}
     return attempt.model_copy(update=measured)

@@ -1,39 +1,29 @@
-"""Deployments: installed runtimes combined with quantization schemes, and the search among them on the baseline.
+"""Deployments: installed runtimes combined with quantization schemes, and the conversion of models.
 
 The choice of runtime gains more than any plan (docs/decisions/0009), so it is measured on this machine at the batch size of the deployment.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import get_args
 
 from profiling_agent import schemas
 from profiling_agent.errors import ArtifactError, JobError, QuantizationError, RequestError
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.measure.race import noise_warning
 from profiling_agent.request import Request
 from profiling_agent.runtimes import registry
-from profiling_agent.schemas import EVERYTHING, ArtifactRef, Deployment, DeploymentOption, Plan, RuntimeName, Scheme
-from profiling_agent.search.deadline import SLOW_CONVERSION_S, Deadline
-from profiling_agent.search.selection import choose_option, hopeless_kl, judge, option_key
-
-if TYPE_CHECKING:
-    from profiling_agent.search.evaluator import Evaluator
-
-# Order of trials: those that led most often in full measurements first, slow compilers last (docs/benchmarks.md). It matters if the time ends before
-# all were tried.
-PROMISE: tuple[tuple[RuntimeName, Scheme], ...] = (
-    *(("openvino", "static"), ("onnxruntime", "dynamic"), ("openvino", "static_nncf"), ("onnxruntime", "static")),
-    *(("eager", "dynamic"), ("openvino", "bfloat16"), ("openvino", "float32"), ("onnxruntime", "float32")),
-    ("inductor", "static"),
+from profiling_agent.schemas import (
+    EVERYTHING,
+    RUNTIMES,
+    ArtifactRef,
+    Deployment,
+    DeploymentOption,
+    Plan,
+    RuntimeName,
+    Scheme,
 )
-# The same on CUDA: graphed launches come first, in the order of their matrix products' rate.
-PROMISE_ON_CUDA: tuple[tuple[RuntimeName, Scheme], ...] = (
-    *(("graphed", "float8"), ("graphed", "dynamic"), ("graphed", "bfloat16"), ("graphed", "float16")),
-    *(("inductor", "float8"), ("inductor", "bfloat16"), ("inductor", "dynamic"), ("inductor", "float16")),
-    *(("graphed", "tf32"), ("inductor", "float32"), ("eager", "bfloat16"), ("eager", "float16"), ("eager", "tf32")),
-)
+
 INT8: frozenset[Scheme] = frozenset({"dynamic", "static", "static_nncf"})
 # On CUDA these are linear layers in a bfloat16 model.
 ROWWISE: frozenset[Scheme] = frozenset({"dynamic", "float8"})
@@ -41,8 +31,8 @@ ROWWISE: frozenset[Scheme] = frozenset({"dynamic", "float8"})
 UNQUANTIZED: frozenset[Scheme] = frozenset({"float32", "tf32"})
 # Schemes that a request's `quantize_dtype` allows when no plan decides.
 ASKED_SCHEMES: Mapping[str, frozenset[Scheme]] = {
-    "auto": frozenset({"bfloat16", "float16", "dynamic", "float8", "static", "static_nncf"}),
-    "qint8": frozenset({"dynamic", "static", "static_nncf"}),
+    "auto": frozenset[Scheme](get_args(Scheme)) - UNQUANTIZED,
+    "qint8": INT8,
     "float8": frozenset({"float8"}),
     "float16": frozenset({"float16"}),
     "bfloat16": frozenset({"bfloat16"}),
@@ -143,16 +133,13 @@ def why_undeployable(plan: Plan, choices: DeploymentChoices, goal: schemas.Goal)
 
 
 def by_promise(deployments: Iterable[Deployment]) -> list[Deployment]:
-    """Return deployments in the order of trial; unlisted ones keep their order behind, slow compilers come last."""
-    ordered = [*deployments]
-    on_cuda = any(deployment.runtime == "graphed" or deployment.scheme == "tf32" for deployment in ordered)
-    places = {pair: place for place, pair in enumerate(PROMISE_ON_CUDA if on_cuda else PROMISE)}
+    """Return deployments in the order of trial: slow compilers last, 8 bits first, eager torch after other runtimes."""
 
-    def place(deployment: Deployment) -> tuple[bool, int]:
+    def place(deployment: Deployment) -> tuple[bool, bool, int]:
         is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
-        return is_slow, places.get((deployment.runtime, deployment.scheme), len(places))
+        return is_slow, deployment.scheme not in INT8 | ROWWISE, -RUNTIMES.index(deployment.runtime)
 
-    return sorted(ordered, key=place)
+    return sorted(deployments, key=place)
 
 
 def check_runtimes(request: Request) -> None:
@@ -247,133 +234,3 @@ class Deployer:
     def exported(self, model: ArtifactRef, deployment: Deployment) -> ArtifactRef | None:
         """Return a float32 model as ONNX, exported once; None if the runtime reads none for this deployment."""
         return self.jobs.run(tasks.ExportTask(model=model)).onnx if registry.reads_onnx(deployment) else None
-
-
-# Float32 in another order of additions; a conversion that is further away computes something else.
-MAX_DISTANCE = 1e-3
-# Share of the free time that the search may take; attempts take the rest.
-SEARCH_SHARE = 0.5
-NO_TIME = "--effort thorough, a longer --time-budget or --runtimes asks for it"
-
-
-def search_deployments(
-    evaluator: "Evaluator", deployments: Sequence[Deployment], baseline: schemas.Evaluation
-) -> schemas.DeploymentSearch:
-    """Convert, check, race and measure `deployments` of the baseline, and choose the best by status and contract.
-
-    A failure of a conversion or a runtime costs only that deployment, and time that runs out those that come later.
-    """
-    stage, notes = evaluator.deadline.part(SEARCH_SHARE), [*evaluator.choices.notes]
-    options = _convert(evaluator, by_promise(deployments), stage)
-    entrants = {index: row.deployed.model for index, row in enumerate(options) if row.deployed and not row.reason}
-    # Without a rival there is no choice to make; the race at the end of the run shows whether it is faster at all.
-    if len(entrants) > 1:
-        try:
-            rivals = [(schemas.Variant.QUANTIZED, model) for model in entrants.values()]
-            race = evaluator.race([(baseline.variant, baseline.model), *rivals])
-            notes += [warning] if (warning := noise_warning(race)) else []
-            for index, model in entrants.items():
-                if (reason := race.reason(model)) is not None:
-                    update = {"reason": f"dropped out of the race: {reason}"}
-                else:
-                    result = race.result_of(model)
-                    slower = f"shown slower than the baseline ({result.speedup:.2f}x)"
-                    update = {"race_result": result, "reason": slower if result.speedup_high < 1 else ""}
-                options[index] = options[index].model_copy(update=update)
-        except JobError as error:
-            notes.append(f"the deployments could not be raced: {error}")
-    options = _measure(evaluator, options, baseline, stage)
-    best, unit_times = choose_option(options, baseline, evaluator.goal), dict[str, float]()
-    if best is not None and evaluator.settings.is_advised and evaluator.device == "cpu":
-        try:
-            unit_times = _unit_times(evaluator, best)
-        except REFUSALS as error:
-            notes.append(f"what the parts of a pass take in {best.deployment.name} isn't known: {error}")
-    chosen = best.deployment if best else None
-    return schemas.DeploymentSearch(options=tuple(options), chosen=chosen, notes=tuple(notes), unit_times=unit_times)
-
-
-def _convert(evaluator: "Evaluator", deployments: Sequence[Deployment], stage: Deadline) -> list[DeploymentOption]:
-    """Convert the baseline to each deployment, the most promising first, as long as another conversion fits the time.
-
-    A conversion that compiles is left out with little effort, unless nothing else can be made.
-    """
-    timesheet, options, tuned = evaluator.jobs.timesheet, list[DeploymentOption](), set[bool]()
-    took_s = {False: 0.0, True: SLOW_CONVERSION_S}
-    is_named, settings = evaluator.choices.is_named, evaluator.settings
-    # Named runtimes take the time that they need, unless the time is named too.
-    is_wanted = is_named and settings.time_budget_s is None
-    for deployment in deployments:
-        is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
-        has_time = stage.allows(took_s[is_slow]) and not (is_slow and settings.effort == "quick" and not is_named)
-        if not has_time and not is_wanted and any(option.deployed for option in options):
-            reason = f"not tried: no time left for its conversion; {NO_TIME}"
-            options.append(DeploymentOption(deployment=deployment, reason=reason, wants_time=True))
-            continue
-        began_s = timesheet.spent_s
-        option = evaluator.deployer.make(evaluator.baseline, deployment, choose_layers=True)
-        took_s[is_slow] = timesheet.spent_s - began_s
-        # The layer analysis is done once for all static schemes, and once for all dynamic ones.
-        if option.tuned is not None and (is_dynamic := deployment.scheme == "dynamic") not in tuned:
-            tuned.add(is_dynamic)
-            took_s[is_slow] = max(0.0, took_s[is_slow] - option.tuned.seconds)
-        deployed, hopeless, reason = option.deployed, hopeless_kl(evaluator.goal), ""
-        if deployed is None:
-            reason = f"could not be made: {option.reason}"
-        elif deployment.scheme == "float32" and not deployed.distance <= MAX_DISTANCE:
-            reason = f"float32 logits are {deployed.distance:.2g} from torch's (relative), {MAX_DISTANCE:g} is allowed"
-        elif not deployed.kl <= hopeless:
-            reason = f"the KL to the float32 model is {deployed.kl:.2g} nats, {hopeless:.2g} is hopeless"
-        options.append(option.model_copy(update={"reason": reason}))
-    return options
-
-
-def _measure(
-    evaluator: "Evaluator", options: Sequence[DeploymentOption], baseline: schemas.Evaluation, stage: Deadline
-) -> list[DeploymentOption]:
-    """Measure the options that have no reason against them, the best first and that on all images.
-
-    It ends when enough are accepted and keep the memory, or the time is over. Memory isn't known before, so an objective of memory measures all.
-    """
-    goal, timesheet, results = evaluator.goal, evaluator.jobs.timesheet, list(options)
-    waiting = [index for index, option in enumerate(options) if not option.reason]
-    num_enough, took_s = 0, schemas.SHARD * evaluator.pass_s
-    for place, index in enumerate(sorted(waiting, key=lambda index: option_key(options[index], baseline, goal))):
-        option, began_s = options[index], timesheet.spent_s
-        assert option.deployed is not None, "only converted models are measured"
-        # Until one is accepted, the search may take the attempts' time as well.
-        has_time = (stage if num_enough else evaluator.deadline).allows(took_s)
-        if num_enough >= evaluator.effort.num_deployments and goal.objective != "memory":
-            update = {"reason": f"behind {num_enough} others, so it was not measured"}
-        elif place and not has_time:
-            update = {"reason": f"not measured: no time left for it; {NO_TIME}", "wants_time": True}
-        else:
-            model = option.deployed.model
-            try:
-                evaluation = evaluator.search(
-                    schemas.Variant.QUANTIZED, model, option.deployment, in_full=num_enough == 0
-                )
-                memory_ratio = evaluator.memory_ratio(model)
-                update = {"evaluation": evaluation, "memory_ratio": memory_ratio, **dict(judge(evaluation, goal))}
-            except REFUSALS as error:
-                update = {"reason": f"could not be run: {error}"}
-            took_s = timesheet.spent_s - began_s
-        results[index] = option.model_copy(update=update)
-        exceeds_memory = option_key(results[index], baseline, goal)[4]
-        num_enough += results[index].status is schemas.Status.ACCEPTED and not exceeds_memory
-    return results
-
-
-def _unit_times(evaluator: "Evaluator", best: DeploymentOption) -> dict[str, float]:
-    """Return each unit's share of the unpruned model's pass in the deployment; raises one of REFUSALS if it can't be timed."""
-    assert best.deployed is not None, "what was chosen was made"
-    if not evaluator.deadline.allows((registry.NUM_PASSES + 1) * evaluator.batch_s):
-        raise JobError("no time left for it")
-    exported = evaluator.deployer.exported(evaluator.baseline, best.deployment)
-    task = tasks.LayerTimesTask(model=best.deployed.model, onnx=exported, batch_size=evaluator.settings.batch_size)
-    layers = evaluator.jobs.run(task).layers
-    total = sum(layers.values()) or 1.0
-    return {
-        unit.name: round(sum(layers.get(name, 0.0) for name in {*unit.members, unit.name}) / total, 5)
-        for unit in evaluator.profile.units
-    }

@@ -1,10 +1,13 @@
-"""Evaluator of a run: models deployed, evaluated and raced as jobs, each once."""
+"""Evaluator of a run: models deployed, evaluated and raced as jobs, each once, within the time of the run.
 
+Time is what the run's jobs took, in seconds. A pass is one forward pass of the baseline in eager float32 on one image.
+"""
+
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from profiling_agent import schemas
 from profiling_agent.errors import RequestError
@@ -13,12 +16,28 @@ from profiling_agent.jobs.runner import Jobs
 from profiling_agent.measure.intervals import counts_of, decide, least_images, paired_drop, sequential_drop
 from profiling_agent.measure.predictions import Answers, concatenate, read_predictions
 from profiling_agent.measure.race import Entries
-from profiling_agent.schemas import NUM_SESSIONS, SHARD, ArtifactRef, Deployment, Evaluation, Race, SplitInfo, Variant
-from profiling_agent.search import deadline
-from profiling_agent.search.deadline import EFFORTS, Deadline, Effort
-from profiling_agent.search.deployments import REFUSALS, Deployer, DeploymentChoices
+from profiling_agent.request import Request
+from profiling_agent.schemas import SHARD, ArtifactRef, Deployment, Evaluation, Race, SplitInfo, Variant
+from profiling_agent.search.deployments import Deployer, DeploymentChoices
 from profiling_agent.search.selection import SEARCH_CONFIDENCE, can_be_bounded, keeps_accuracy
+from profiling_agent.workspace import Timesheet
 
+# Held-out images of each test, whatever the time: they show a drop within about a point.
+MIN_LOOK = 2 * SHARD
+# What a time budget keeps for the end of a run: race, sessions, profile, report, and MIN_LOOK held-out images of two candidates. For models of 11 to
+# 92 ms a pass it took 51 to 130 s with 512 images of one candidate, about 32 s and 910 passes (docs/decisions/LOG.md).
+END_S, END_PASSES = 80.0, 3_100
+# What follows the last held-out images: the winner's profile (140 to 500 passes) and the report.
+REPORT_S, REPORT_PASSES = 15.0, 300
+# The smallest run that ends with a result.
+LEAST_S, LEAST_PASSES = 170.0, 3_200
+# Another candidate's test or conversion, a conversion that compiles, and a race among many candidates.
+TEST_S, SLOW_CONVERSION_S, RACE_S, RACE_PASSES = 30.0, 90.0, 20.0, 300
+# Evidence costs, per image, a forward and a backward pass of three quarters of the images with their moments; and per unit two widths on 16 images. An
+# attempt's compensation takes the last number of passes per calibration image.
+MOMENTS_PASSES, MEASURED_PASSES, PRUNE_PASSES = 3.5, 36, 3.7
+# The least that `pruning.calibration` needs, and the number of units assumed until it is known.
+MIN_CALIBRATION, NUM_UNITS = 128, 24
 # Up to so many images are evaluated at once: a sample of fixed size then shows more than a sequential test.
 MAX_AT_ONCE = 2 * SHARD
 # Error of the early decision; small next to the 10% of a search of fixed size.
@@ -27,30 +46,103 @@ EARLY_ERROR = 0.02
 IMAGES_SHARE = 0.25
 
 
-class Settings(schemas.Record):
-    """Settings of every attempt and measurement, from the request."""
+@dataclass(frozen=True)
+class Effort:
+    """What a run does at most: attempts, sessions, deployments that keep the accuracy to measure, and images.
 
-    batch_size: int
-    seed: int
-    recover_epochs: int = 0
-    num_sessions: int = NUM_SESSIONS
-    fresh_ledger: str | None = None
-    time_budget_s: float | None = None
-    effort: Literal["quick", "default", "thorough"] = "default"
-    is_advised: bool = False
+    The baseline's passes on one set of images take up to `images_s`, or the fewest images if that is more. Optional steps of the search end after
+    the longer of `search_s` and `search_passes`.
+    """
+
+    num_attempts: int
+    num_sessions: int
+    num_deployments: int
+    num_calibration: int
+    images_s: float
+    search_s: float
+    search_passes: float
+
+    def num_images(self, available: int, pass_s: float, fewest: int) -> int:
+        """Return how many of the available images to use: whole shards, or all."""
+        wanted = min(available, max(fewest, self.images_s / pass_s))
+        return min(available, math.ceil(wanted / SHARD) * SHARD)
+
+
+# An attempt after the first accepted one gained little: of five on the small ViT the first saved 45% of the params, the others 46 to 49%.
+EFFORTS: Mapping[str, Effort] = {
+    "quick": Effort(2, 3, 1, MIN_CALIBRATION, 0.0, 120.0, 3_000),
+    "default": Effort(100, 100, 3, 256, 300.0, 600.0, 8_000),
+    "thorough": Effort(100, 100, 5, 256, math.inf, math.inf, math.inf),
+}
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """Time limit of a run or of one of its stages; `reserve_s` is kept for the steps that have to follow."""
+
+    timesheet: Timesheet
+    limit_s: float = math.inf
+    reserve_s: float = 0.0
+
+    @property
+    def free_s(self) -> float:
+        """Return the seconds that optional steps may still take."""
+        return self.limit_s - self.reserve_s - self.timesheet.spent_s
+
+    def allows(self, seconds: float) -> bool:
+        """Return whether an optional step that takes `seconds` fits."""
+        return seconds <= self.free_s
+
+    def part(self, share: float) -> "Deadline":
+        """Return the deadline of a stage that may take this share of the free time."""
+        return Deadline(self.timesheet, self.timesheet.spent_s + share * max(self.free_s, 0.0))
+
+
+def search_deadline(timesheet: Timesheet, effort: Effort, pass_s: float, budget_s: float | None) -> Deadline:
+    """Return the deadline of the search: a time budget without the end of the run, or what the effort allows."""
+    if budget_s is None:
+        return Deadline(timesheet, max(effort.search_s, effort.search_passes * pass_s))
+    return Deadline(timesheet, budget_s, END_S + END_PASSES * pass_s)
+
+
+def evidence_passes(num_images: int, num_units: int) -> float:
+    """Return the cost of evidence on `num_units` units, in passes."""
+    return num_images * MOMENTS_PASSES + num_units * MEASURED_PASSES
+
+
+def affordable_images(limit_s: float | None, pass_s: float, num_images: int) -> int:
+    """Return how many calibration images a time budget allows: all, or the fewest if evidence and an attempt take over a quarter.
+
+    Raises:
+        RequestError: the budget is too small for any run of this model; the message has a sufficient one.
+    """
+    if limit_s is None:
+        return num_images
+    needed = LEAST_S + LEAST_PASSES * pass_s
+    if limit_s < needed:
+        raise RequestError(
+            f"time_budget is {limit_s:.0f} s, and a model that takes {pass_s:.2g} s for an image needs at least "
+            f"{math.ceil(needed / 60)}m: give it so much"
+        )
+    passes = evidence_passes(num_images, NUM_UNITS) + PRUNE_PASSES * num_images
+    return num_images if passes * pass_s <= limit_s / 4 else min(MIN_CALIBRATION, num_images)
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measuring context of a run: jobs, data, the baseline with its profile, and the contract."""
+    """Measuring context of a run: jobs, data, the baseline with its profile, the contract and the request.
+
+    `is_advised` is whether a language model may plan.
+    """
 
     jobs: Jobs
     acquired: schemas.Acquired
     baseline: ArtifactRef
     profile: schemas.ModelProfile
     goal: schemas.Goal
-    settings: Settings
+    settings: Request
     choices: DeploymentChoices = field(default_factory=DeploymentChoices)
+    is_advised: bool = False
 
     @property
     def device(self) -> str:
@@ -74,19 +166,15 @@ class Evaluator:
 
     @property
     def deadline(self) -> Deadline:
-        """Return the deadline of the search."""
-        num_heldout, budget_s = self.acquired.heldout.num_images, self.settings.time_budget_s
-        # A request for training accepts long attempts.
+        """Return the deadline of the search; a request for training accepts long attempts."""
         effort = EFFORTS["thorough"] if self.settings.recover_epochs else self.effort
-        return deadline.search_deadline(self.jobs.timesheet, effort, self.pass_s, budget_s, num_heldout)
+        return search_deadline(self.jobs.timesheet, effort, self.pass_s, self.settings.time_budget_s)
 
     @property
     def closing(self) -> Deadline:
         """Return the deadline of the final choice: the time budget's, if there is one."""
-        if self.settings.time_budget_s is None:
-            return Deadline(self.jobs.timesheet)
-        report_s = deadline.REPORT_S + deadline.REPORT_PASSES * self.pass_s
-        return Deadline(self.jobs.timesheet, self.settings.time_budget_s, report_s)
+        report_s = REPORT_S + REPORT_PASSES * self.pass_s
+        return Deadline(self.jobs.timesheet, self.settings.time_budget_s or math.inf, report_s)
 
     @property
     def searched(self) -> range:
@@ -100,7 +188,7 @@ class Evaluator:
     @property
     def num_heldout(self) -> int:
         """Return how many held-out images a test uses at most."""
-        return self.effort.num_images(self.acquired.heldout.num_images, self.pass_s, deadline.MIN_LOOK)
+        return self.effort.num_images(self.acquired.heldout.num_images, self.pass_s, MIN_LOOK)
 
     @property
     def num_sessions(self) -> int:
@@ -156,14 +244,10 @@ class Evaluator:
             deployment=deployment or Deployment(),
             footprint=shards[0].footprint,
             predictions=schemas.Predictions.joined([shard.predictions for shard in shards]),
-            drop=None,
         )
         if against is None:
             return evaluation
-        before, after = (
-            np.concatenate([read_predictions(self.jobs.path(file)).right for file in each.predictions.files])
-            for each in (against, evaluation)
-        )
+        before, after = self.answers(against).right, self.answers(evaluation).right
         return evaluation.model_copy(update={"drop": paired_drop(before[: len(after)], after)})
 
     def evaluate_baseline(self, split: SplitInfo, images: range | None = None) -> Evaluation:
@@ -199,23 +283,18 @@ class Evaluator:
         """Return a model's answers on the images that it was evaluated on, in the split's order."""
         return concatenate([read_predictions(self.jobs.path(file)) for file in measured.predictions.files])
 
-    def _timing(self, entries: Entries) -> dict[str, Any]:
-        settings = self.settings
-        sizes = {"batch_size": settings.batch_size, "seed": settings.seed, "pass_s": self.batch_s}
-        return {"entries": tuple(entries), "device": self.device, **sizes}
-
     def race(self, entries: Entries) -> Race:
         """Race `entries` in one session to choose among them; the first is the baseline."""
-        return self.jobs.run(tasks.RaceTask(**self._timing(entries)))
+        return self.jobs.run(tasks.RaceTask(entries=tuple(entries), **self._timing))
 
     def hold_session(self, entries: Entries, number: int) -> Race:
         """Run one session of a speed estimate; raises JobError if a process died, which voids it."""
-        timing = self._timing(entries)
-        return self.jobs.run(tasks.SessionTask(**timing, number=number, reads_memory=self._reads_memory))
+        return self.jobs.run(tasks.SessionTask(entries=tuple(entries), number=number, **self._timing))
 
     @property
-    def _reads_memory(self) -> bool:
-        return self.goal.max_memory_ratio is not None or self.goal.objective == "memory"
+    def _timing(self) -> dict[str, Any]:
+        sizes = {"batch_size": self.settings.batch_size, "seed": self.settings.seed, "pass_s": self.batch_s}
+        return {"device": self.device, **sizes}
 
     def latency_ms(self, model: ArtifactRef) -> float:
         """Return the median milliseconds of a batch in a fresh process that only runs this model; timed once."""
@@ -226,12 +305,3 @@ class Evaluator:
         """Return the peak resident bytes of a fresh process that only runs this model."""
         task = tasks.MemoryTask(model=model, batch_size=self.settings.batch_size, device=self.device)
         return self.jobs.run(task).peak_bytes
-
-    def memory_ratio(self, model: ArtifactRef) -> float | None:
-        """Return peak memory as a fraction of the baseline's; None if the contract has no such term or measuring fails."""
-        if not self._reads_memory:
-            return None
-        try:
-            return self.peak_memory(model) / self.peak_memory(self.baseline)
-        except REFUSALS:
-            return None

@@ -1,7 +1,7 @@
 """Selection: the probability that a candidate keeps the accuracy, its status, and the order of candidates."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from profiling_agent import schemas
 from profiling_agent.measure.intervals import largest_passing_drop, likelihood, one_sided_bound, perfect_bound
@@ -18,18 +18,8 @@ SEARCH_CONFIDENCE = ACCEPTED_FROM
 TESTED_FROM = 0.1
 # Default share of images that one of two models only classifies correctly: pruned and int8 models that lost about a point (docs/benchmarks.md).
 CHANGED = 0.03
-# Two processes of one model differ by about this share of memory; a smaller difference decides nothing.
-MEMORY_NOISE = 0.02
-SortKey = tuple[bool, int, bool, bool, bool, float]
+SortKey = tuple[bool, int, bool, bool, float]
 STATUSES = tuple(Status)
-
-
-class Judgement(schemas.Record):
-    """Probability that a candidate keeps the accuracy, the status that follows, and the measurements behind it."""
-
-    p_keeps: float
-    status: Status
-    reason: str
 
 
 def hopeless_kl(goal: Goal) -> float:
@@ -42,13 +32,13 @@ def can_be_bounded(drop: schemas.AccuracyDrop, goal: Goal) -> bool:
     return perfect_bound(drop.num_images, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
 
 
-def judge(candidate: Evaluation, goal: Goal) -> Judgement:
-    """Judge a candidate's accuracy by its search images; the other terms are not checked here.
+def judge(evaluation: Evaluation, goal: Goal, attempt: int | None = None) -> Candidate:
+    """Judge a model's accuracy by its search images; the other terms are not checked here.
 
     The point estimate decides, with a probability of 0 or 1, for the paper's selection and for contracts too strict to be shown on so few images.
     """
-    assert candidate.drop is not None, "a candidate is always compared with the baseline"
-    drop, limit = candidate.drop, goal.max_accuracy_drop
+    assert evaluation.drop is not None, "a candidate is always compared with the baseline"
+    drop, limit = evaluation.drop, goal.max_accuracy_drop
     early_note = f", of {drop.num_images} that were enough" if drop.num_looks > 1 else ""
     change = f"fell by {drop.drop:.4f}" if drop.drop >= 0 else f"rose by {-drop.drop:.4f}"
     loss = f"top-1 {change} ({drop.num_lost} images lost, {drop.num_gained} gained{early_note})"
@@ -57,11 +47,13 @@ def judge(candidate: Evaluation, goal: Goal) -> Judgement:
     if not is_bounded and goal.selection != "paper":
         loss = f"unproven, as {drop.num_images} images can't show it: {loss}"
     if p_keeps >= ACCEPTED_FROM:
-        return Judgement(p_keeps=p_keeps, status=Status.ACCEPTED, reason=f"{loss}, inside the contract's {limit}")
-    status = Status.UNCERTAIN if p_keeps >= UNCERTAIN_FROM else Status.REJECTED
-    position = "too few images to tell if inside" if status is Status.UNCERTAIN else "outside"
-    bound = f"{SEARCH_CONFIDENCE:.0%} bound {one_sided_bound(drop, SEARCH_CONFIDENCE):.4f}"
-    return Judgement(p_keeps=p_keeps, status=status, reason=f"{loss}, {bound}: {position} the contract's {limit}")
+        status, reason = Status.ACCEPTED, f"{loss}, inside the contract's {limit}"
+    else:
+        status = Status.UNCERTAIN if p_keeps >= UNCERTAIN_FROM else Status.REJECTED
+        position = "too few images to tell if inside" if status is Status.UNCERTAIN else "outside"
+        bound = f"{SEARCH_CONFIDENCE:.0%} bound {one_sided_bound(drop, SEARCH_CONFIDENCE):.4f}"
+        reason = f"{loss}, {bound}: {position} the contract's {limit}"
+    return Candidate(evaluation=evaluation, attempt=attempt, p_keeps=p_keeps, status=status, reason=reason)
 
 
 def keeps_accuracy(candidate: Evaluation, goal: Goal) -> bool:
@@ -91,30 +83,22 @@ def size_ratio(candidate: Evaluation, baseline: Evaluation) -> float:
     return candidate.footprint.size_bytes / baseline.footprint.size_bytes
 
 
-def preference(
-    goal: Goal, *, size: float, speedup: float, memory: float | None, status: Status = Status.ACCEPTED
-) -> SortKey:
-    """Return the sort key of a candidate, best first: a term missed, status, size, speed and memory missed, the objective.
+def preference(goal: Goal, *, size: float, speedup: float, status: Status) -> SortKey:
+    """Return the sort key of a candidate, best first: a term missed, status, size missed, speed missed, the objective.
 
-    `size` and `memory` are fractions of the baseline's; unknown memory counts as too much.
+    `size` is the fraction of the baseline's.
     """
-    known_memory = math.inf if memory is None else memory
-    exceeds_memory = goal.max_memory_ratio is not None and known_memory > goal.max_memory_ratio
-    missed = not goal.allows_size(size), speedup < goal.min_speedup, exceeds_memory
-    objective = {"speed": -speedup, "size": size, "memory": known_memory}[goal.objective]
-    return any(missed), STATUSES.index(status), *missed, objective
+    misses_size, misses_speed = not goal.allows_size(size), speedup < goal.min_speedup
+    objective = -speedup if goal.objective == "speed" else size
+    return misses_size or misses_speed, STATUSES.index(status), misses_size, misses_speed, objective
 
 
 def option_key(option: DeploymentOption, baseline: Evaluation, goal: Goal) -> SortKey:
     """Return the sort key of a converted deployment; without a race it counts as too slow."""
     assert option.deployed is not None, "only converted models are ranked"
-    return preference(
-        goal,
-        size=option.deployed.model.size_bytes / baseline.footprint.size_bytes,
-        speedup=option.race_result.speedup if option.race_result else 0.0,
-        memory=option.memory_ratio,
-        status=option.status,
-    )
+    size = option.deployed.model.size_bytes / baseline.footprint.size_bytes
+    speedup = option.race_result.speedup if option.race_result else 0.0
+    return preference(goal, size=size, speedup=speedup, status=option.status)
 
 
 def choose_option(options: Sequence[DeploymentOption], baseline: Evaluation, goal: Goal) -> DeploymentOption | None:
@@ -125,45 +109,35 @@ def choose_option(options: Sequence[DeploymentOption], baseline: Evaluation, goa
 
 def rejudged(journal: Journal, goal: Goal) -> Journal:
     """Judge every measured attempt and deployment again by `goal`, which may have changed."""
-    attempts: list[Attempt] = []
-    for attempt in journal.attempts:
-        if attempt.deployed is None:
-            attempts.append(attempt)
-        else:
-            judgement = judge(attempt.deployed, goal)
-            update = {"accepted": judgement.status is Status.ACCEPTED, "reason": judgement.reason}
-            attempts.append(attempt.model_copy(update=update))
-    journal = journal.model_copy(update={"attempts": tuple(attempts)})
-    search = journal.deployment_search
-    if search is None or journal.contract in (None, goal.without_demands):
+
+    def judged(row: Attempt) -> Attempt:
+        if row.deployed is None:
+            return row
+        result = judge(row.deployed, goal)
+        return row.model_copy(update={"accepted": result.status is Status.ACCEPTED, "reason": result.reason})
+
+    journal = journal.model_copy(update={"attempts": tuple(map(judged, journal.attempts))})
+    if (search := journal.deployment_search) is None:
         return journal
     options = tuple(
-        option.model_copy(update=dict(judge(option.evaluation, goal))) if option.evaluation else option
+        option.model_copy(update=judge(option.evaluation, goal).model_dump(include={"status", "reason"}))
+        if option.evaluation
+        else option
         for option in search.options
     )
     best = choose_option(options, journal.baseline, goal)
     search = search.model_copy(update={"options": options, "chosen": best.deployment if best else None})
-    quantized = best.evaluation if best else None
-    return journal.model_copy(
-        update={"contract": goal.without_demands, "deployment_search": search, "quantized": quantized}
-    )
-
-
-def candidate_of(evaluation: Evaluation, goal: Goal, attempt: int | None = None) -> Candidate:
-    """Return an evaluated model as a candidate, with its probability and status."""
-    judged = judge(evaluation, goal).model_dump(include={"p_keeps", "status"})
-    return Candidate(variant=evaluation.variant, attempt=attempt, evaluation=evaluation, **judged)
+    return journal.model_copy(update={"deployment_search": search})
 
 
 def candidates(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
-    """Return all candidates measured on the search images, in the order of measurement."""
-    search = journal.deployment_search
-    unpruned = [journal.quantized, *(option.evaluation for option in (search.options if search else ()))]
-    results = [candidate_of(item, goal) for item in unpruned if item is not None]
+    """Return all candidates measured on the search images: deployments of the baseline, then attempts."""
+    options = journal.deployment_search.options if journal.deployment_search else ()
+    results = [judge(option.evaluation, goal) for option in options if option.evaluation]
     results += [
-        candidate_of(item, goal, attempt.number)
-        for attempt in journal.attempts
-        if (item := attempt.deployed) is not None and item.variant in (Variant.PRUNED, Variant.BOTH)
+        judge(row.deployed, goal, row.number)
+        for row in journal.attempts
+        if row.deployed and row.deployed.variant in (Variant.PRUNED, Variant.BOTH)
     ]
     return tuple({candidate.evaluation.model.sha256: candidate for candidate in results}.values())
 
@@ -188,7 +162,7 @@ def ranked(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
     if goal.selection == "paper":
         times = {attempt.number: attempt.latency_ms for attempt in journal.attempts}
         keys = {c.attempt: papers_rank(c.evaluation, times.get(c.attempt or 0)) for c in measured}
-        pruned = [c for c in measured if c.variant is Variant.PRUNED]
+        pruned = [c for c in measured if c.evaluation.variant is Variant.PRUNED]
         better = [c for c in pruned if keys[c.attempt] < papers_rank(baseline, journal.baseline_latency_ms)]
         return tuple(sorted(better, key=lambda c: keys[c.attempt]))
 
@@ -201,30 +175,20 @@ def ranked(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
     return tuple(sorted(accepted, key=key))
 
 
-def ties(
-    remaining: Sequence[Candidate],
-    baseline: Evaluation,
-    goal: Goal,
-    race: schemas.Race,
-    memory: Mapping[str, float | None],
-) -> list[Candidate]:
-    """Return the best candidates after a race: those that can't be told from the leader, which is one of them.
-
-    `memory` is by the model's hash.
-    """
+def ties(remaining: Sequence[Candidate], baseline: Evaluation, goal: Goal, race: schemas.Race) -> list[Candidate]:
+    """Return the best candidates after a race: those that can't be told from the leader, which is one of them."""
 
     def key(candidate: Candidate) -> SortKey:
-        model = candidate.evaluation.model
-        size, speedup = size_ratio(candidate.evaluation, baseline), race.result_of(model).speedup
-        return preference(goal, size=size, speedup=speedup, memory=memory.get(model.sha256), status=candidate.status)
+        speedup = race.result_of(candidate.evaluation.model).speedup
+        size = size_ratio(candidate.evaluation, baseline)
+        return preference(goal, size=size, speedup=speedup, status=candidate.status)
 
     leader = min(remaining, key=key)
     first, best = race.result_of(leader.evaluation.model), key(leader)
-    noise = MEMORY_NOISE * best[-1] if goal.objective == "memory" and math.isfinite(best[-1]) else 0.0
 
     def is_tied(candidate: Candidate) -> bool:
         if goal.objective == "speed":
             return not compare(race.result_of(candidate.evaluation.model), first).is_shown_slower
-        return key(candidate)[-1] <= best[-1] + noise
+        return key(candidate) == best
 
     return [c for c in remaining if key(c)[:-1] == best[:-1] and is_tied(c)]

@@ -1,9 +1,9 @@
 """Verdict: sequential tests on held-out images, and the contract's terms against the measurements."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from statistics import fmean
+from typing import Literal
 
 from profiling_agent import schemas
 from profiling_agent.errors import JobError, ProfilingAgentError
@@ -11,17 +11,15 @@ from profiling_agent.jobs.tasks import OpenHeldoutTask, PruneTask
 from profiling_agent.measure import intervals
 from profiling_agent.measure.intervals import bound_over_sessions
 from profiling_agent.measure.predictions import share
-from profiling_agent.measure.race import pool, run_sessions
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import SHARD, AccuracyDrop, ArtifactRef, Evaluation, Goal, Opening, Race, Term, Variant
-from profiling_agent.search.deadline import MIN_LOOK, SLOW_CONVERSION_S, TEST_S
 from profiling_agent.search.deployments import REFUSALS, by_promise, possible_deployments
-from profiling_agent.search.evaluator import MAX_AT_ONCE, Evaluator
-from profiling_agent.search.selection import SEARCH_CONFIDENCE
+from profiling_agent.search.evaluator import MAX_AT_ONCE, MIN_LOOK, SLOW_CONVERSION_S, TEST_S, Evaluator
+from profiling_agent.search.selection import SEARCH_CONFIDENCE, size_ratio
 
 # `certified` may be wrong in 5%: half of it for the accuracy, over all openings, and half for the speed.
-ACCURACY_ERROR = 0.025
+ACCURACY_ERROR = SPEED_ERROR = 0.025
 # Held-out images suffice to refuse a candidate if this one-sided bound of its drop exceeds the contract.
 REFUSAL_CONFIDENCE = 0.95
 
@@ -43,6 +41,11 @@ class HeldoutTest(schemas.Record):
         """Return the drop on the held-out images."""
         assert self.candidate.drop is not None, "a test compares with the baseline"
         return self.candidate.drop
+
+    def loss_text(self, goal: Goal) -> str:
+        """Return the drop as text, with the pooled one if that decided."""
+        text = f"lost {self.drop.drop:.4f} of top-1 on {self.drop.num_images} held-out images"
+        return text if self.drop.drop > goal.max_accuracy_drop else f"{text}, {self.pooled:.4f} with its search images"
 
 
 def error_of(opening: Opening) -> float:
@@ -152,59 +155,26 @@ def why_unproven(acquired: schemas.Acquired, goal: Goal) -> str | None:
     return f"whatever is returned will be unproven: {'; '.join(reasons)}" if reasons else None
 
 
-# The rest of the 5% that `certified` may be wrong in: for the speed, or half each for speed and memory.
-OTHER_ERROR = 0.025
-
-
-class VerdictInputs(schemas.Record):
-    """Measurements that the verdict rests on: the winner on held-out images, in its sessions and on disk.
-
-    `pooled` is the drop on search and held-out images, if it changed the decision of the held-out images. `unproven` means too few images,
-    `label_problem` that labels and answers contradict each other. `memory_ratio` is from one process
-    each, for sessions without memory.
-    """
-
-    drop: AccuracyDrop | None = None
-    pooled: float | None = None
-    accuracy_error: float = ACCURACY_ERROR
-    race: Race | None = None
-    model: ArtifactRef | None = None
-    size_ratio: float
-    memory_ratio: float | None = None
-    refused: str | None = None
-    unproven: str | None = None
-    label_problem: str | None = None
-
-
-def _terms(facts: VerdictInputs, goal: Goal) -> tuple[Term, ...]:
+def _terms(goal: Goal, test: HeldoutTest | None, race: Race | None) -> tuple[Term, ...]:
     """Return the contract's terms; the baseline, returned if nothing was tested, loses nothing and has ratios of 1."""
-    race, drop, size, max_memory = facts.race, facts.drop, facts.size_ratio, goal.max_memory_ratio
-    error = OTHER_ERROR if max_memory is None else OTHER_ERROR / 2
-    lost = facts.pooled if facts.pooled is not None else drop.drop if drop else 0.0
-    drop_bound = intervals.certain_bound(drop, 1 - facts.accuracy_error) if drop else 0.0
-    speedup, speed_bound, memory, memory_bound = 1.0, 1.0, 1.0, 1.0
-    if race is not None and facts.model is not None:
-        result, baseline = race.result_of(facts.model), race.results[0]
-        # A machine that was too noisy gives no bound.
-        speedup, speed_bound = result.speedup, None if race.unsteady else _session_bound(result.by_session, -error)
-        memory, memory_bound = 1.0 if facts.memory_ratio is None else facts.memory_ratio, None
-        if ratios := [peak / other for peak, other in zip(result.peak_bytes, baseline.peak_bytes, strict=False)]:
-            memory, memory_bound = math.exp(fmean(map(math.log, ratios))), _session_bound(ratios, error)
-    is_small, max_drop = goal.allows_size(size), goal.max_accuracy_drop
-    size_bound, keeps = min(size, goal.max_size_ratio) if is_small else size, lost <= max_drop and not facts.refused
-    rows = [
-        ("accuracy", max_drop, lost, drop_bound, keeps),
-        ("speed", goal.min_speedup, speedup, speed_bound, speedup >= goal.min_speedup),
-        ("size", goal.max_size_ratio, size, size_bound, is_small),
-    ]
-    if max_memory is not None:
-        rows.append(("memory", max_memory, memory, memory_bound, memory <= max_memory))
-    return tuple(Term.model_validate(dict(zip(Term.model_fields, row, strict=True))) for row in rows)
-
-
-def _session_bound(ratios: Sequence[float], error: float) -> float | None:
-    """Return the one-sided bound of a ratio, the lower one if `error` is negative; None for one session."""
-    return math.exp(bound_over_sessions([math.log(ratio) for ratio in ratios], error)) if len(ratios) > 1 else None
+    lost, drop_bound, keeps, speedup, speed_bound, size = 0.0, 0.0, True, 1.0, 1.0, 1.0
+    if test is not None and race is not None:
+        lost, keeps, size = test.drop.drop, test.keeps_accuracy, size_ratio(test.candidate, test.baseline)
+        if (lost <= goal.max_accuracy_drop) != keeps:
+            lost = test.pooled
+        drop_bound = intervals.certain_bound(test.drop, 1 - error_of(test.opening))
+        result = race.result_of(test.candidate.model)
+        speedup, speed_bound = result.speedup, None
+        # A machine that was too noisy gives no bound, and neither does one session.
+        if not race.unsteady and len(result.by_session) > 1:
+            speed_bound = math.exp(bound_over_sessions(list(map(math.log, result.by_session)), -SPEED_ERROR))
+    is_fast, is_small = speedup >= goal.min_speedup, goal.allows_size(size)
+    size_bound = min(size, goal.max_size_ratio) if is_small else size
+    return (
+        Term(name="accuracy", required=goal.max_accuracy_drop, measured=lost, bound=drop_bound, holds=keeps),
+        Term(name="speed", required=goal.min_speedup, measured=speedup, bound=speed_bound, holds=is_fast),
+        Term(name="size", required=goal.max_size_ratio, measured=size, bound=size_bound, holds=is_small),
+    )
 
 
 def _shortfall(term: Term) -> float:
@@ -218,26 +188,37 @@ def _is_certain(term: Term) -> bool:
     return term.bound >= term.required if term.name == "speed" else term.bound <= term.required
 
 
-def decide_verdict(facts: VerdictInputs, goal: Goal, out_of_reach: str | None = None) -> schemas.Verdict:
-    """Decide the verdict; `out_of_reach` is the term that even the cheapest model was shown to miss."""
-    terms, drop = _terms(facts, goal), facts.drop
-    missed = [term for term in terms if not term.holds]
-    are_certain, num_needed, binding = [_is_certain(term) for term in terms], None, None
-    if not missed and facts.refused is None:
+def decide_verdict(
+    goal: Goal,
+    acquired: schemas.Acquired,
+    test: HeldoutTest | None,
+    race: Race | None,
+    out_of_reach: Literal["speed", "size"] | None = None,
+) -> schemas.Verdict:
+    """Decide the verdict on the candidate that was tested and raced in sessions, or on the baseline if none was.
+
+    `out_of_reach` is the term that even the cheapest model was shown to miss.
+    """
+    terms = _terms(goal, test, race)
+    missed, are_certain = [term for term in terms if not term.holds], [_is_certain(term) for term in terms]
+    num_needed, binding, is_certified = None, None, False
+    if not missed:
         outcome, images, notes = schemas.Outcome.MET, "held-out images", ""
+        is_certified = all(are_certain) and acquired.doubt is None
         # If another term isn't certain either, more images would not help.
-        if drop and facts.label_problem is None and not are_certain[0] and all(are_certain[1:]):
-            num_needed = intervals.images_to_certify(drop, goal.max_accuracy_drop, 1 - facts.accuracy_error)
+        if test is not None and acquired.doubt is None and not are_certain[0] and all(are_certain[1:]):
+            error = error_of(test.opening)
+            num_needed = intervals.images_to_certify(test.drop, goal.max_accuracy_drop, 1 - error)
             # A larger set is looked at more than once, which takes more images to show the same.
             if num_needed is not None and num_needed > MAX_AT_ONCE:
-                counts = intervals.counts_of(drop)
-                num_needed = intervals.images_until_kept(counts, goal.max_accuracy_drop, facts.accuracy_error)
-        if facts.pooled is not None and drop is not None:
-            images = f"search and {images} together ({drop.drop * 100:+.2f} points on held-out images alone)"
-        if facts.unproven is not None and not all(are_certain):
-            notes = f"; {facts.unproven}"
-        if facts.race is not None and facts.race.unsteady:
-            notes += f"; the speed is unproven, as the machine was too noisy: {facts.race.unsteady}"
+                counts = intervals.counts_of(test.drop)
+                num_needed = intervals.images_until_kept(counts, goal.max_accuracy_drop, error)
+        if test is not None and terms[0].measured != test.drop.drop:
+            images = f"search and {images} together ({test.drop.drop * 100:+.2f} points on held-out images alone)"
+        if not all(are_certain) and (unproven := why_unproven(acquired, goal)):
+            notes = f"; {unproven}"
+        if race is not None and race.unsteady:
+            notes += f"; the speed is unproven, as the machine was too noisy: {race.unsteady}"
         certainty = "meet it too" if all(are_certain) else "do not"
         explanation = f"the contract is met on {images}; its bounds, together at 95%, {certainty}{notes}"
     elif out_of_reach is not None:
@@ -246,20 +227,22 @@ def decide_verdict(facts: VerdictInputs, goal: Goal, out_of_reach: str | None = 
             f"even the cheapest plan in the best of all deployments, whatever its accuracy, misses the {binding} term"
         )
     else:
-        outcome = schemas.Outcome.NEAREST_MISS
-        binding = "accuracy" if facts.refused else max(missed, key=_shortfall).name
-        explanation = facts.refused or f"no candidate that keeps the accuracy meets the {binding} term"
+        outcome, binding = schemas.Outcome.NEAREST_MISS, max(missed, key=_shortfall).name
+        explanation = f"no candidate that keeps the accuracy meets the {binding} term"
+        if test is not None and not test.keeps_accuracy:
+            loss, binding = test.loss_text(goal), "accuracy"
+            explanation = f"the best candidate {loss}; the baseline is returned and the candidate kept beside it"
     return schemas.Verdict(
         outcome=outcome,
-        certified=outcome is schemas.Outcome.MET and facts.label_problem is None and all(are_certain),
+        certified=is_certified,
         terms=terms,
         binding=binding,
         images_to_certify=num_needed,
-        explanation=f"unproven: {facts.label_problem}; {explanation}" if facts.label_problem else explanation,
+        explanation=f"unproven: {acquired.doubt}; {explanation}" if acquired.doubt else explanation,
     )
 
 
-def is_out_of_reach(evaluator: Evaluator, journal: schemas.Journal, term: str) -> bool:
+def is_out_of_reach(evaluator: Evaluator, journal: schemas.Journal, term: Literal["speed", "size"]) -> bool:
     """Return whether the unpruned and the cheapest model miss the size or the speed in every deployment that can be made.
 
     The cheapest has every unit cut as far as allowed, whatever its accuracy. All layers are quantized: those left in float for accuracy, which
@@ -267,9 +250,14 @@ def is_out_of_reach(evaluator: Evaluator, journal: schemas.Journal, term: str) -
     """
     goal, baseline, search = evaluator.goal, evaluator.baseline, journal.deployment_search
     options = search.options if search else ()
-    models = [option.deployed.model for option in options if option.deployed]
-    speedups = [option.race_result.speedup_high for option in options if option.race_result]
-    if term == "speed" and max(speedups, default=0.0) >= goal.min_speedup:
+
+    def is_small(models: Iterable[ArtifactRef]) -> bool:
+        return any(goal.allows_size(model.size_bytes / baseline.size_bytes) for model in models)
+
+    if term == "size" and is_small(option.deployed.model for option in options if option.deployed):
+        return False
+    results = [option.race_result for option in options if option.race_result]
+    if term == "speed" and any(result.speedup_high >= goal.min_speedup for result in results):
         return False
     if not evaluator.closing.allows(TEST_S):
         return False
@@ -291,31 +279,18 @@ def is_out_of_reach(evaluator: Evaluator, journal: schemas.Journal, term: str) -
         cheapest = [evaluator.jobs.run(task).model if cuts else baseline]
     except ProfilingAgentError:
         return False
-    plan = schemas.Plan(quantization=journal.wish)
-    for deployment in by_promise(possible_deployments(plan, evaluator.choices)):
-        sizes = [model.size_bytes / baseline.size_bytes for model in (*models, *cheapest)]
+    for deployment in by_promise(possible_deployments(schemas.Plan(quantization=journal.wish), evaluator.choices)):
+        if term == "size" and is_small(cheapest):
+            return False
         is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
-        has_time = evaluator.closing.allows(SLOW_CONVERSION_S if is_slow else TEST_S)
-        if not has_time or (term == "size" and goal.allows_size(min(sizes))):
+        if not evaluator.closing.allows(SLOW_CONVERSION_S if is_slow else TEST_S):
             return False
         with suppress(*REFUSALS):
             cheapest.append(evaluator.jobs.run(evaluator.deployer.deploy_task(cheapest[0], deployment)).model)
     if term == "size":
-        return not goal.allows_size(min(model.size_bytes for model in (*models, *cheapest)) / baseline.size_bytes)
-    return evaluator.closing.allows(TEST_S) and _are_slow(evaluator, cheapest)
-
-
-def _are_slow(evaluator: Evaluator, models: Sequence[ArtifactRef]) -> bool:
-    """Return whether a race shows all models slower than the contract; sessions of its own decide on the fastest."""
-    goal, baseline = evaluator.goal, (Variant.BASELINE, evaluator.baseline)
+        return not is_small(cheapest)
     try:
-        results = evaluator.race([baseline, *((Variant.BOTH, model) for model in models)]).results[1:]
-        best = max(results, key=lambda result: result.speedup, default=None)
-        if best is None or best.speedup >= goal.min_speedup:
-            return False
-        entries = (baseline, (Variant.BOTH, best.model))
-        sessions = run_sessions(lambda number: evaluator.hold_session(entries, number), evaluator.num_sessions)
+        race = evaluator.race([(Variant.BASELINE, baseline), *((Variant.BOTH, model) for model in cheapest)])
     except JobError:
         return False
-    others = [result for result in results if result.model != best.model]
-    return all(result.speedup_high < goal.min_speedup for result in (pool(*sessions).result_of(best.model), *others))
+    return len(race.results) > 1 and all(result.speedup_high < goal.min_speedup for result in race.results[1:])

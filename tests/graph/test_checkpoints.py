@@ -20,7 +20,7 @@ from langgraph.checkpoint.base import Checkpoint, empty_checkpoint
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
 from pydantic import BaseModel
-from sample_records import BASELINE, attempt, journal, profile, ref
+from sample_records import attempt, journal, profile, ref
 
 from profiling_agent import approve, build_graph, resume
 from profiling_agent.errors import RequestError, RunError, StorageError
@@ -66,7 +66,7 @@ def test_every_record_of_a_real_run_and_those_that_it_lacks_come_back_equal(fini
     tried = tried.model_copy(update={"dry_run": dry_run(tried.plan, profile())})
     recovery = RecoveredModel(model=ref("m1"), epochs_run=3, kl_before=0.2, kl_after=0.1, stopped="made")
     prepared = tried.model_copy(update={"recovery": recovery})
-    by_hand = (tried, prepared, journal(tried, quantized=BASELINE), StopReason.CONVERGED)
+    by_hand = (tried, prepared, journal(tried), StopReason.CONVERGED)
 
     found = records_in(read_report(finished))
 

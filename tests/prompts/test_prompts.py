@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from advisors import advisor_of
 from chat_server import Said, chat_server
+from deployments import all_deployments
 from full_depth import judged_deep
 from prompt_records import questions, searched, setting
 from sample_records import GOAL, attempt, journal, race_result
@@ -19,8 +20,7 @@ from profiling_agent.planning.llm_planner import NextAnswer, PlanAnswer, plan_qu
 from profiling_agent.planning.rules import analyse
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.runtimes.registry import recommend
-from profiling_agent.schemas import Deployment, DeploymentSearch, Goal, Journal, ModelProfile
-from profiling_agent.search.deployments import PROMISE
+from profiling_agent.schemas import DeploymentSearch, Goal, Journal, ModelProfile
 
 AGENTS = {"analysis": PlanAnswer, "iterative_pruning": NextAnswer}
 # What was measured of a ViT and a ResNet on CIFAR-10, whose numbers the examples have: a profile, a journal and a goal each.
@@ -122,10 +122,8 @@ def searched_everywhere() -> DeploymentSearch:
     """Return a search among all runtimes and schemes that are known, in each of which all was measured."""
     model = searched().options[-1]
     options = tuple(
-        model.model_copy(
-            update={"deployment": Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme))}
-        )
-        for runtime, scheme in PROMISE
+        model.model_copy(update={"deployment": each.model_copy(update={"recommendations": recommend(each.scheme)})})
+        for each in all_deployments()
     )
     return DeploymentSearch(options=options, chosen=options[0].deployment)
 
@@ -142,7 +140,7 @@ def test_a_model_of_full_depth_fits(name: str):
         )
         for number in range(1, 5)
     ]
-    everywhere = tuple(f"{runtime} {scheme}" for runtime, scheme in PROMISE)
+    everywhere = tuple(each.name for each in all_deployments())
     seen = journal(*tried).model_copy(update={"deployment_search": searched_everywhere()})
 
     opened = seen.model_copy(update={"attempts": ()})

@@ -9,12 +9,12 @@ import sample_records
 
 from profiling_agent import schemas
 from profiling_agent.jobs.tasks import Evaluated, Exported
-from profiling_agent.lib.machine import environment
 from profiling_agent.measure.predictions import write_predictions
+from profiling_agent.request import Request
 from profiling_agent.runtimes.registry import recommend
-from profiling_agent.schemas import Acquired, ArtifactRef, DeployedModel, Deployment, DeploymentOption, MemoryUse
+from profiling_agent.schemas import Acquired, ArtifactRef, DeployedModel, Deployment, DeploymentOption
 from profiling_agent.search.deployments import DeploymentChoices
-from profiling_agent.search.evaluator import Evaluator, Settings
+from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.workspace import TIMESHEET_FILE, Timesheet
 
 
@@ -99,10 +99,6 @@ def option(
     return DeploymentOption(deployment=made_in, **(known | stated))
 
 
-def memory_use(task: Any, peak_bytes: int) -> MemoryUse:
-    return MemoryUse(model=task.model, batch_size=4, peak_bytes=peak_bytes, size_bytes=1000, environment=environment())
-
-
 def acquired(num_heldout: int = 1000, num_search: int | None = None) -> Acquired:
     """Return three splits, of which the search has as many images as are held out unless it is given."""
 
@@ -129,14 +125,18 @@ def evaluator(
     profile: schemas.ModelProfile | None = None,
     choices: DeploymentChoices | None = None,
     settings: dict[str, Any] | None = None,
+    time_budget_s: float | None = None,
+    is_advised: bool = False,
     **goal: Any,
 ) -> Evaluator:
+    time_budget = None if time_budget_s is None else f"{time_budget_s:.0f}s"
     return Evaluator(
         jobs=jobs,
         acquired=acquired(num_images, num_search),
         baseline=baseline,
         profile=profile or sample_records.profile(),
         goal=sample_records.GOAL.model_copy(update=goal),
-        settings=Settings(batch_size=4, seed=0, **(settings or {})),
+        settings=Request(batch_size=4, time_budget=time_budget, **(settings or {})),
+        is_advised=is_advised,
         choices=choices or DeploymentChoices(),
     )

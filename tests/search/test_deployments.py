@@ -100,7 +100,7 @@ def test_on_cuda_nothing_is_offered_that_has_no_kernels_there():
     assert {deployment.runtime for deployment in found} <= {"eager", "graphed", "inductor"}
     assert not {deployment.scheme for deployment in found} & {"static", "static_nncf"}
     assert {"eager tf32", "eager bfloat16", "eager float16", "graphed dynamic", "graphed float8"} <= named
-    assert deployments.by_promise(found)[0].name == "graphed float8"
+    assert {each.name for each in deployments.by_promise(found)[:2]} == {"graphed dynamic", "graphed float8"}
     assert not any("graphed" in note for note in deployment_choices(Request(), "cpu").notes)
 
 

@@ -11,7 +11,7 @@ from search import scripted
 from search.scripted import Jobs, deployed
 
 from profiling_agent.jobs import tasks
-from profiling_agent.schemas import DeployedModel, Deployment, Headline, Journal, Plan, PrunedModel, Tuned, Variant
+from profiling_agent.schemas import DeployedModel, Deployment, Headline, Journal, Plan, PrunedModel, Tuned
 from profiling_agent.search.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
 from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.search.selection import ranked
@@ -89,18 +89,6 @@ def test_of_attempts_that_are_as_accurate_and_as_large_the_faster_is_the_papers_
     # The first is as accurate and as large as the baseline, and slower: it doesn't beat it. A resumed run ranks alike.
     for kept in (journal, Journal.model_validate_json(journal.model_dump_json())):
         assert [candidate.attempt for candidate in ranked(kept, asked.goal)] == [3, 2]
-
-
-def test_latency_is_timed_for_the_papers_selection_alone(tmp_path: Path):
-    script = Script(tmp_path)
-    asked = evaluator(script, selection="contract", calibrate=True)
-    prepared = quantize_attempt(asked, prune_attempt(asked, sample_records.plan(0.25)), None)
-    baseline = asked.evaluate(Variant.BASELINE, asked.baseline, asked.acquired.search)
-
-    attempt = measure_attempt(asked, prepared, Journal(baseline=baseline))
-
-    assert attempt.latency_ms is None
-    assert script.of(tasks.HeadlineTask) == []
 
 
 def test_a_plan_that_cuts_nothing_is_none_of_the_papers(tmp_path: Path):

@@ -5,21 +5,20 @@ from typing import Any
 
 import pytest
 import sample_records
-from sample_records import BASELINE, GOAL, attempt, drop, evaluation, journal, race, race_result, ref
-from search.scripted import Jobs, deployed, evaluator, name_of, option
+from sample_records import BASELINE, GOAL, attempt, drop, evaluation, journal, race, race_result
+from search.scripted import Jobs, acquired, deployed, evaluator, name_of, option
 
 from profiling_agent import schemas
 from profiling_agent.errors import JobError
-from profiling_agent.jobs.tasks import DeployTask, SessionTask
+from profiling_agent.jobs.tasks import DeployTask
 from profiling_agent.measure.intervals import Counts, upper_bound
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import DeploymentOption, Evaluation, Goal, Journal, Outcome, PrunedModel, Status, Variant
 from profiling_agent.schemas.plan import Scheme
 from profiling_agent.search.deployments import ASKED_SCHEMES, DeploymentChoices, keep_layers_in_float
-from profiling_agent.search.selection import candidate_of, judge, may_be_returned, preference, ranked
-from profiling_agent.search.verdict import VerdictInputs, decide_verdict, is_out_of_reach
+from profiling_agent.search.selection import judge, may_be_returned, preference, ranked
+from profiling_agent.search.verdict import ACCURACY_ERROR, HeldoutTest, decide_verdict, is_out_of_reach
 
-PAPER = GOAL.model_copy(update={"selection": "paper"})
 LENIENT = GOAL.model_copy(update={"max_accuracy_drop": 0.015})
 SMALL = {"macs": 900, "params": 900, "size_bytes": 1000}
 
@@ -70,7 +69,7 @@ def test_a_candidate_is_accepted_by_a_bound_where_the_images_can_show_it(
 
 def test_what_the_contract_lets_be_larger_may_be_returned():
     larger = evaluation("q", Variant.QUANTIZED, size_bytes=4032)
-    seen = candidate_of(larger, GOAL)
+    seen = judge(larger, GOAL)
     assert seen.status is Status.ACCEPTED
     assert not may_be_returned(seen, BASELINE, GOAL)
     assert may_be_returned(seen, BASELINE, GOAL.model_copy(update={"max_size_ratio": 1.01}))
@@ -82,49 +81,35 @@ def opened(*options: DeploymentOption) -> Journal:
 
 
 def test_best_is_not_the_last_attempt_and_what_is_small_enough_comes_before_what_is_cheaper():
-    quantized = evaluation("q", Variant.QUANTIZED, size_bytes=1500)
+    quantized = option("eager", "dynamic").model_copy(
+        update={"evaluation": evaluation("q", Variant.QUANTIZED, size_bytes=1500)}
+    )
     seen = journal(
         attempt(1, 0.1, accepted=True, **SMALL),
         attempt(2, 0.3, accepted=False, correct=800, macs=700, params=700, size_bytes=800),
         attempt(3, 0.2, accepted=True, macs=800, params=800, size_bytes=900),
         attempt(4, 0.15, accepted=True, macs=850, params=850, size_bytes=3900),
-        quantized=quantized,
+        search=schemas.DeploymentSearch(options=(quantized,), chosen=quantized.deployment),
     )
 
     assert [candidate.attempt for candidate in ranked(seen, GOAL)] == [3, 1, None, 4]
     assert ranked(journal(), GOAL) == ()
 
 
-def test_the_papers_rule_prefers_accuracy_then_params_and_nobody_who_does_not_beat_the_baseline():
-    def pruned(number: int, **measured: int):
-        answers = evaluation(f"p{number}", Variant.PRUNED, **measured)
-        return attempt(number, 0.1, accepted=True).model_copy(update={"pruned": answers, "deployed": answers})
-
-    seen = journal(
-        pruned(1, correct=905, params=950), pruned(2, correct=905, params=900), pruned(3, correct=899, params=100)
-    )
-
-    assert [candidate.attempt for candidate in ranked(seen, PAPER)] == [2, 1]
-
-
 @pytest.mark.parametrize(
     ("better", "worse", "goal"),
     [
-        # A term of the contract comes before any gain beyond it: of size, of speed, of memory.
+        # A term of the contract comes before any gain beyond it: of size, of speed.
         ({"size": 0.5}, {"size": 0.9, "speedup": 9.0}, {"max_size_ratio": 0.6}),
         ({"speedup": 2.0}, {"speedup": 1.1, "size": 0.1}, {"min_speedup": 1.5, "objective": "size"}),
-        ({"memory": 0.4}, {"memory": 0.8, "speedup": 9.0}, {"max_memory_ratio": 0.5}),
-        ({"memory": 0.4}, {"memory": None, "speedup": 9.0}, {"max_memory_ratio": 0.5}),
         # All terms kept, the objective decides.
         ({"speedup": 3.0, "size": 0.6}, {"speedup": 2.0, "size": 0.2}, {"objective": "speed"}),
         ({"speedup": 2.0, "size": 0.2}, {"speedup": 3.0, "size": 0.6}, {"objective": "size"}),
-        ({"memory": 0.2}, {"memory": 0.6, "speedup": 9.0}, {"objective": "memory"}),
-        ({"memory": 0.9}, {"memory": None}, {"objective": "memory"}),
     ],
 )
 def test_a_contract_prefers_what_keeps_its_terms_and_then_its_objective(better: dict, worse: dict, goal: dict):
     asked = GOAL.model_copy(update={"max_size_ratio": 1.0, "min_speedup": 1.0} | goal)
-    plain: dict[str, Any] = {"size": 0.5, "speedup": 2.0, "memory": 0.5}
+    plain: dict[str, Any] = {"size": 0.5, "speedup": 2.0, "status": ACCEPTED}
 
     assert preference(asked, **plain | better) < preference(asked, **plain | worse)
 
@@ -137,76 +122,79 @@ def test_half_precision_is_half_the_bytes_to_a_tenth_of_a_percent():
     assert goal.model_copy(update={"max_size_ratio": 0.2505}).allows_size(0.2505)
 
 
-def raced(speedup: float, low: float, high: float) -> dict[str, Any]:
-    return {"race": race(race_result("best", speedup, low, high)), "model": ref("best")}
+def heldout(seen: schemas.AccuracyDrop, size_bytes: int = 1200, error: float = 0.02) -> HeldoutTest:
+    """Return a test of a model of so many bytes, of 4,000, which keeps the accuracy if its point estimate does."""
+    made = evaluation("best", Variant.BOTH, size_bytes=size_bytes).model_copy(update={"drop": seen})
+    opening = schemas.Opening(number=1, share=error / ACCURACY_ERROR)
+    return HeldoutTest(
+        baseline=BASELINE, candidate=made, opening=opening, pooled=seen.drop, keeps_accuracy=seen.drop <= 0.01
+    )
 
 
-GOOD = VerdictInputs(drop=drop(5, 3, 8000), size_ratio=0.3, **raced(1.5, 1.4, 1.6))
+def raced(speedup: float, low: float, high: float) -> schemas.Race:
+    return race(race_result("best", speedup, low, high))
 
 
-def but(**changes: Any) -> VerdictInputs:
-    return GOOD.model_copy(update=changes)
+HELDOUT, GOOD, FAST = acquired(8000), drop(5, 3, 8000), raced(1.5, 1.4, 1.6)
 
 
 @pytest.mark.parametrize(
-    ("facts", "outcome", "certified", "binding"),
+    ("test", "timed", "outcome", "certified", "binding"),
     [
-        (GOOD, Outcome.MET, True, None),
+        (heldout(GOOD), FAST, Outcome.MET, True, None),
         # A near miss names the term that binds, which is missed by most.
-        (but(size_ratio=0.6), Outcome.NEAREST_MISS, False, "size"),
-        (but(**raced(0.99, 0.95, 1.03)), Outcome.NEAREST_MISS, False, "speed"),
-        (but(drop=drop(200, 10, 8000)), Outcome.NEAREST_MISS, False, "accuracy"),
-        (but(size_ratio=0.9, **raced(0.97, 0.94, 1.01)), Outcome.NEAREST_MISS, False, "size"),
-        # Refused on the held-out images.
-        (VerdictInputs(size_ratio=1.0, refused="it lost too much there"), Outcome.NEAREST_MISS, False, "accuracy"),
+        (heldout(GOOD, 2400), FAST, Outcome.NEAREST_MISS, False, "size"),
+        (heldout(GOOD), raced(0.99, 0.95, 1.03), Outcome.NEAREST_MISS, False, "speed"),
+        (heldout(drop(200, 10, 8000)), FAST, Outcome.NEAREST_MISS, False, "accuracy"),
+        (heldout(GOOD, 3600), raced(0.97, 0.94, 1.01), Outcome.NEAREST_MISS, False, "size"),
         # The baseline misses a contract that asks for less size.
-        (VerdictInputs(size_ratio=1.0), Outcome.NEAREST_MISS, False, "size"),
+        (None, None, Outcome.NEAREST_MISS, False, "size"),
     ],
 )
 def test_a_contract_is_met_and_certified_by_its_bounds_or_missed_by_the_term_that_binds(
-    facts: VerdictInputs, outcome: Outcome, certified: bool, binding: str | None
+    test: HeldoutTest | None, timed: schemas.Race | None, outcome: Outcome, certified: bool, binding: str | None
 ):
-    verdict = decide_verdict(facts, GOAL)
+    verdict = decide_verdict(GOAL, HELDOUT, test, timed)
 
     assert (verdict.outcome, verdict.certified, verdict.binding) == (outcome, certified, binding)
     # Only a term that is out of reach makes a contract infeasible.
-    shown = decide_verdict(facts, GOAL, out_of_reach="size")
+    shown = decide_verdict(GOAL, HELDOUT, test, timed, out_of_reach="size")
     assert (shown.outcome is Outcome.INFEASIBLE) == (outcome is not Outcome.MET)
 
 
-@pytest.mark.parametrize("facts", [GOOD, but(size_ratio=0.9)])
-def test_a_baseline_in_doubt_leaves_every_verdict_unproven_in_its_first_line(facts: VerdictInputs):
-    verdict = decide_verdict(facts.model_copy(update={"label_problem": "the baseline guesses"}), GOAL)
+@pytest.mark.parametrize("size_bytes", [1200, 3600])
+def test_a_baseline_in_doubt_leaves_every_verdict_unproven_in_its_first_line(size_bytes: int):
+    doubted = HELDOUT.model_copy(update={"doubt": "the baseline guesses"})
+    verdict = decide_verdict(GOAL, doubted, heldout(GOOD, size_bytes), FAST)
 
     assert not verdict.certified
     assert verdict.explanation.startswith("unproven: the baseline guesses; ")
 
 
 def test_met_by_the_point_estimate_alone_is_not_certified_and_says_how_many_images_it_takes():
-    verdict = decide_verdict(but(drop=drop(30, 24, 1000)), GOAL)
+    verdict = decide_verdict(GOAL, HELDOUT, heldout(drop(30, 24, 1000)), FAST)
 
     assert (verdict.outcome, verdict.certified) == (Outcome.MET, False)
     assert (verdict.images_to_certify or 0) > 1000
     # No number of images certifies what the sessions leave uncertain.
-    unsure = decide_verdict(but(drop=drop(30, 24, 1000), **raced(1.2, 0.8, 1.8)), GOAL)
+    unsure = decide_verdict(GOAL, HELDOUT, heldout(drop(30, 24, 1000)), raced(1.2, 0.8, 1.8))
     assert (unsure.outcome, unsure.certified, unsure.images_to_certify) == (Outcome.MET, False, None)
 
 
-@pytest.mark.parametrize(("drop_of", "gained"), [(30, 24), (12, 2)])
-def test_as_many_images_as_are_said_to_certify_do_by_the_test_that_so_many_get(drop_of: int, gained: int):
-    verdict = decide_verdict(but(drop=drop(drop_of, gained, 1000), accuracy_error=0.02), LENIENT)
-    needed = verdict.images_to_certify
+@pytest.mark.parametrize(("lost", "gained"), [(30, 24), (12, 2)])
+def test_as_many_images_as_are_said_to_certify_do_by_the_test_that_so_many_get(lost: int, gained: int):
+    test = heldout(drop(lost, gained, 1000)).model_copy(update={"keeps_accuracy": True})
+    needed = decide_verdict(LENIENT, HELDOUT, test, FAST).images_to_certify
 
     assert needed is not None
     times = 1.03 * needed / 1000
-    counts = Counts(round(times * drop_of), round(times * gained), round(times * 1000))
+    counts = Counts(round(times * lost), round(times * gained), round(times * 1000))
     assert upper_bound(counts, 0.02) <= 0.015
 
 
 def test_of_a_machine_that_was_too_noisy_no_speed_is_certain():
     unsteady = "the baseline took 880 ms in its sessions, and 204 when it was timed first"
-    assert GOOD.race is not None
-    verdict = decide_verdict(but(race=GOOD.race.model_copy(update={"unsteady": unsteady})), GOAL)
+    verdict = decide_verdict(GOAL, HELDOUT, heldout(GOOD), FAST.model_copy(update={"unsteady": unsteady}))
     speed = next(term for term in verdict.terms if term.name == "speed")
 
     assert (verdict.outcome, verdict.certified, speed.bound) == (Outcome.MET, False, None)
@@ -241,8 +229,6 @@ class Script(Jobs):
             *(sample_records.race_result(name, one, one * 0.98, one * 1.02) for name, one in fast.items())
         )
 
-    SessionTask = RaceTask
-
 
 def raced_in(task: Any) -> tuple[str, ...]:
     return tuple(name_of(ref) for _, ref in task.entries[1:])
@@ -257,7 +243,7 @@ def tried(scheme: Scheme, size_bytes: int, speedup: float) -> DeploymentOption:
 CHOICES = DeploymentChoices({"openvino": ("static", "bfloat16")}, ASKED_SCHEMES["auto"])
 
 
-def is_missed(script: Script, term: str, **asked: Any) -> bool:
+def is_missed(script: Script, term: Any, **asked: Any) -> bool:
     """Return whether the term is out of reach where the unpruned model has a quarter of the bytes, or runs three times as fast."""
     seen = opened(tried("static", 1000, 2.0), tried("bfloat16", 2000, 3.0))
     return is_out_of_reach(evaluator(script, choices=CHOICES, **asked), seen, term)
@@ -286,22 +272,21 @@ def test_the_least_size_is_sought_in_all_deployments_until_one_keeps_the_term(
 
 
 @pytest.mark.parametrize(
-    ("speedups", "min_speedup", "expected", "num_sessions"),
+    ("speedups", "min_speedup", "expected"),
     [
         # The unpruned model may be as fast as 3.15.
-        ({}, 3.1, False, 0),
-        ({"openvino bfloat16": 5.0}, 4.0, False, 0),
-        # Sessions of the fastest show that none is.
-        ({"openvino bfloat16": 3.0, "openvino static": 3.5}, 4.0, True, schemas.NUM_SESSIONS),
+        ({}, 3.1, False),
+        ({"openvino bfloat16": 5.0}, 4.0, False),
+        # Or 4.02.
+        ({"openvino static": 3.95}, 4.0, False),
+        ({"openvino bfloat16": 3.0, "openvino static": 3.5}, 4.0, True),
     ],
 )
-def test_speed_that_none_has_is_shown_by_a_race_of_all_and_sessions_of_the_fastest(
-    speedups: dict[str, float], min_speedup: float, expected: bool, num_sessions: int
-):
-    script = Script(speedups=speedups)
-    assert is_missed(script, "speed", min_speedup=min_speedup) is expected
-    assert len(script.of(SessionTask)) == num_sessions
+def test_speed_that_none_has_is_shown_by_a_race_of_all(speedups: dict[str, float], min_speedup: float, expected: bool):
+    assert is_missed(Script(speedups=speedups), "speed", min_speedup=min_speedup) is expected
 
 
 def test_without_time_for_all_deployments_nothing_is_out_of_reach():
-    assert not is_missed(Script(), "size", max_size_ratio=0.1, settings={"time_budget_s": 10.0})
+    script = Script()
+    script.timesheet.resume_at(50.0)
+    assert not is_missed(script, "size", max_size_ratio=0.1, time_budget_s=60.0)
