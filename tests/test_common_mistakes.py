@@ -1,9 +1,9 @@
 """Common mistakes: each ends in one clear line and exit code 2, and leaves nothing behind."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from profiling_agent.cli.main import USAGE_ERROR, app
 from profiling_agent.jobs.tasks import MODULES
-from profiling_agent.processes.child import child_environment, fork_server
+from profiling_agent.processes.child import fork_server
 
 SETTINGS = {"COLUMNS": "200", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
 
@@ -228,7 +228,11 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
 @pytest.fixture(scope="module")
 def _imported_offline(_imported_once: None) -> Iterator[None]:
     """Keep what the children of offline runs are copies of, for all mistakes."""
-    with fork_server(MODULES, child_environment({**os.environ, **SETTINGS})):
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in SETTINGS.items():
+                patch.setenv(name, value)
+            stack.enter_context(fork_server(MODULES))
         yield
 
 
