@@ -157,7 +157,6 @@ class EvidenceTask(Task[Profiled]):
                     context.load(self.model, self.device),
                     profile.units,
                     partial(iter_batches, context.images("calibration"), batch_size=self.batch_size),
-                    table=table,
                     seed=self.seed,
                     progress=context.progress,
                 )
@@ -165,7 +164,7 @@ class EvidenceTask(Task[Profiled]):
             return None, str(error)
         if cached_at is not None:
             stored.store_evidence(cached_at, evidence)
-        return evidence, None
+        return stored.with_latencies(evidence, profile.units, table), None
 
 
 class Evaluated(schemas.Record):
@@ -234,13 +233,6 @@ class EvaluateTask(Task[Evaluated]):
         path = context.path(self.model)
         recipe = artifact.open_folder(path, verify=True)
         session = artifact.open_session(path, device=self.device, num_threads=available_threads())
-        if recipe.deployment == schemas.Deployment() and self.device == "cpu":
-            from profiling_agent.lib.inference import fuse_norms_
-            from profiling_agent.lib.modules import random_batch
-            from profiling_agent.runtimes.torch_session import TorchSession
-
-            assert isinstance(session, TorchSession), "eager float32 is torch's"
-            fuse_norms_(session.module, random_batch(recipe.input, 2))
         if (counts := recipe.counts) is None:
             from profiling_agent.quantization.layers import parameter_bytes
 

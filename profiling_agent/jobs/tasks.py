@@ -245,15 +245,13 @@ class LogitsTask(Task[SavedLogits]):
         import torch
         from safetensors.torch import save
 
-        from profiling_agent.lib.inference import fuse_norms_, quick_products
-        from profiling_agent.lib.modules import device_of, logits_of
+        from profiling_agent.lib.inference import quick_products
+        from profiling_agent.lib.modules import logits_of
         from profiling_agent.pruning.compensation import Calibration
 
         model = context.load(self.model, self.device)
         read = partial(iter_batches, context.images("images"), batch_size=self.batch_size, limit=self.num_images)
-        images = Calibration(batches=read, device=device_of(model), dtype=next(model.parameters()).dtype)
-        if self.device == "cpu":
-            fuse_norms_(model.eval(), next(images.every())[:2])
+        images = Calibration(model, read)
         with quick_products():
             logits = [logits_of(model, batch).float() for batch in (images.judged() if self.judged else images.every())]
         # Fewer than 32 images hold none that judge; the comparison then uses all.
@@ -303,7 +301,7 @@ class PruneTask(Task[schemas.PrunedModel]):
         read_batches = partial(iter_batches, context.images("calibration"), batch_size=self.batch_size)
         images, _ = next(read_batches(batch_size=NUM_GATE_IMAGES))
         keep = {name: list(indices) for name, indices in self.keep.items()}
-        pruned = prune_model(dense, self.cuts, spec=spec, seed=self.seed, images=images, keep=keep or None)
+        pruned = prune_model(dense, self.cuts, spec=spec, images=images, keep=keep or None)
         model, effect = pruned.model, dict[str, Any]()
         if self.compensate:
             with quick_products():
@@ -356,21 +354,16 @@ class RecoverTask(Task[schemas.RecoveredModel]):
     def run(self, context: JobContext) -> schemas.RecoveredModel:
         """Recover, judged on the images that compensation wasn't fitted to; save what was recovered."""
         from profiling_agent.lib.inference import quick_products
-        from profiling_agent.lib.modules import device_of
         from profiling_agent.pruning.compensation import Calibration, recover
 
         dense, pruned = (context.load(ref, self.device) for ref in (self.baseline, self.model))
-        calibration = Calibration(
-            batches=partial(iter_batches, context.images("calibration"), batch_size=self.batch_size),
-            device=device_of(dense),
-            dtype=next(dense.parameters()).dtype,
-        )
+        read_batches = partial(iter_batches, context.images("calibration"), batch_size=self.batch_size)
         with quick_products():
             recovered = recover(
                 dense,
                 pruned,
                 shuffled_batches(context.images("recovery"), batch_size=self.batch_size, seed=self.seed),
-                calibration.judged,
+                Calibration(dense, read_batches).judged,
                 epochs=self.epochs,
                 expected=context.logits(),
                 progress=context.progress,

@@ -1,9 +1,8 @@
-"""Faster inference on the CPU: float32 products by oneDNN, and batch norms fused into convolutions.
+"""Faster inference on the CPU: float32 products by oneDNN, convolutions with channels last.
 
 Torch multiplies float32 matrices by MKL, which is slow on processors other than Intel's: for the layers of a ViT-B/16
 on two cores of an AMD EPYC, MKL reaches 98 GMAC/s and oneDNN, which torch includes, 210. Convolutions use oneDNN
-anyway, but torch moves the channels back to the front after each one. With channels last and fused norms, a ResNet-50
-takes three quarters of the time.
+anyway, but torch moves the channels back to the front after each one.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -14,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.overrides import TorchFunctionMode
 
 from profiling_agent.lib.machine import cpu_vendor
-from profiling_agent.lib.modules import following_norms
 
 # For fewer rows or columns, a product takes less time than oneDNN needs to look up its kernel.
 MIN_SIZE = 32
@@ -100,13 +97,10 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 class Folded(nn.Module):
-    """The replacement of a fused batch norm: an identity with the attributes of a norm of mean 0 and variance 1.
+    """The replacement of a fused batch norm: an identity with its plain attributes.
 
     timm's norms contain an activation, which stays.
     """
-
-    num_features: int
-    affine: bool
 
     def __init__(self, norm: nn.Module) -> None:
         """Copy the plain attributes of `norm`, and its modules other than identities."""
@@ -118,56 +112,8 @@ class Folded(nn.Module):
         for number, module in enumerate(active):
             self.add_module(str(number), module)
 
-    @property
-    def running_mean(self) -> Tensor:
-        """Return zeros."""
-        return torch.zeros(self.num_features)
-
-    @property
-    def running_var(self) -> Tensor:
-        """Return ones."""
-        return torch.ones(self.num_features)
-
-    @property
-    def weight(self) -> Tensor | None:
-        """Return ones, or None if the norm had no weight."""
-        return self.running_var if self.affine else None
-
-    @property
-    def bias(self) -> Tensor | None:
-        """Return zeros, or None if the norm had no bias."""
-        return self.running_mean if self.affine else None
-
     def forward(self, x: Tensor) -> Tensor:
         """Return `x`, after the activation if there is one."""
         for module in self.children():
             x = module(x)
         return x
-
-
-# Relative to the standard deviation of the logits; correct fusion differs by rounding only, 1e-6.
-MAX_DISTANCE = 1e-4
-
-
-@torch.no_grad()
-def fuse_norms_(model: nn.Module, images: Tensor) -> int:
-    """Fuse each batch norm into the convolution that only it reads, in place; return the number fused.
-
-    None is fused if the logits of `images` (b, c, h, w) change, as when a convolution has another reader or runs twice.
-    The model must be in eval mode and float32.
-    """
-    modules: dict[str, Any] = dict(model.named_modules())
-    convolutions = [name for name, module in modules.items() if type(module) is nn.Conv2d]
-    norm_of = following_norms(model, convolutions, images[:1])
-    pairs = {name: norm for name, norm in norm_of.items() if isinstance(modules[norm], nn.BatchNorm2d)}
-    if not pairs:
-        return 0
-    expected = model(pixel_values=images).logits
-    for name, norm in pairs.items():
-        model.set_submodule(name, fuse_conv_bn_eval(modules[name], modules[norm]))
-        model.set_submodule(norm, Folded(modules[norm]))
-    if (model(pixel_values=images).logits - expected).abs().max() <= MAX_DISTANCE * expected.std():
-        return len(pairs)
-    for name in (*pairs, *pairs.values()):
-        model.set_submodule(name, modules[name])
-    return 0

@@ -34,14 +34,19 @@ def profile_operators(
 ) -> tuple[tuple[OperatorProfile, ...], float | None]:
     """Return the operators of a pass by input shape, most own time first, and the pass's kernel time on CUDA in ms.
 
-    Times come from `passes` passes without stacks, which would slow them; a pass with stacks gives the chrome trace at
-    `trace_path`, gzipped if it ends in .gz, and if `passes` is 1 the times too. Memory is what an operator allocates minus what
-    it frees. A CUDA batch adds CUDA times.
+    Numbers are means over `passes`, whose chrome trace goes to `trace_path`, gzipped if it ends in .gz. Memory is what an
+    operator allocates minus what it frees. A CUDA batch adds CUDA times.
     """
-    with_stacks = _run_profiler(model, batch, passes=1, with_stack=True)
-    timed = with_stacks if passes == 1 else _run_profiler(model, batch, passes=passes, with_stack=False)
+    # Otherwise the profiler's tracer prints two lines a session to the user's terminal.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if batch.is_cuda else [])]
+    with torch.inference_mode(), profile(activities=activities, record_shapes=True, profile_memory=True) as timed:
+        for _ in range(passes):
+            model(pixel_values=batch)
+        if batch.is_cuda:
+            torch.cuda.synchronize(batch.device)
     if trace_path is not None:
-        with_stacks.export_chrome_trace(str(trace_path))
+        timed.export_chrome_trace(str(trace_path))
     on_cuda, rows = batch.is_cuda, list[OperatorProfile]()
     for event in timed.key_averages(group_by_input_shape=True):
         # Only torch's operators (`aten::linear`), no Python frames, CUDA calls or kernels.
@@ -60,21 +65,6 @@ def profile_operators(
     # The operators' own times may be larger: torch counts a kernel again with each of the profiler's own overheads.
     kernels = [e for e in timed.events() or () if e.device_type.name != "CPU" and not e.is_user_annotation]
     return tuple(rows), sum(kernel.time_range.elapsed_us() for kernel in kernels) / 1e3 / passes or None
-
-
-def _run_profiler(model: nn.Module, batch: Tensor, *, passes: int, with_stack: bool) -> profile:
-    # Otherwise the profiler's tracer prints two lines a session to the user's terminal.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if batch.is_cuda else [])]
-    with (
-        torch.inference_mode(),
-        profile(activities=activities, record_shapes=True, profile_memory=True, with_stack=with_stack) as session,
-    ):
-        for _ in range(passes):
-            model(pixel_values=batch)
-        if batch.is_cuda:
-            torch.cuda.synchronize(batch.device)
-    return session
 
 
 # Time limits in ms for the passes with layer hooks and for those under the profiler, and the most passes that improve them.
