@@ -1,5 +1,6 @@
 """Profile of a model: parameters and multiply-accumulates counted; each layer, operator, and unit at each width timed."""
 
+import copy
 import math
 import os
 import time
@@ -325,15 +326,15 @@ def _calls(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device)
     for layer, full_shape, has_rows, has_columns in parts:
         axis, shape = 1 if isinstance(layer, nn.Conv2d) else -1, list(full_shape)
         shape[axis] = round(shape[axis] * share) if has_columns else shape[axis]
-        rows = round(len(layer.weight) * share) if has_rows else len(layer.weight)
-        resized: nn.Module
-        if isinstance(layer, nn.Linear):
-            resized = nn.Linear(shape[axis], rows, bias=has_bias(layer))
-        else:
-            groups = round(layer.groups * share) if layer.groups > 1 and has_columns else layer.groups
-            geometry: dict[str, Any] = {name: getattr(layer, name) for name in ("stride", "padding", "dilation")}
-            kernel: Any = layer.kernel_size
-            resized = nn.Conv2d(shape[axis], rows, kernel, groups=groups, bias=has_bias(layer), **geometry)
+        weight, resized = layer.weight.detach(), copy.deepcopy(layer)
+        weight = weight[: round(len(weight) * share)] if has_rows else weight
+        if isinstance(resized, nn.Conv2d) and resized.groups > 1:
+            resized.groups = round(resized.groups * share) if has_columns else resized.groups
+        elif has_columns:
+            weight = weight[:, : shape[axis]]
+        resized.weight = nn.Parameter(weight.contiguous())
+        if has_bias(layer):
+            resized.bias = nn.Parameter(torch.zeros(len(weight)))
         resized, inputs = resized.to(**kind), torch.randn(shape, **kind)
         if on_gpu and len(shape) == 4:
             # The layout of deployed convolutions on CUDA.

@@ -85,18 +85,6 @@ class Axis:
         return self.held.current()
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One operation with its results; `axis` is that of `source`, the first tensor among the arguments that has one."""
-
-    name: str
-    run: Callable[[Tensor], Any]  # the operation with another tensor in the place of `source`
-    results: Sequence[Tensor]
-    operands: Sequence[tuple[Tensor, Axis | None]]
-    source: Tensor
-    axis: Axis
-
-
 ADDITIONS = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub"})
 ELEMENTWISE = ADDITIONS | {
     *("mul", "imul", "rmul", "multiply", "div", "truediv", "itruediv", "rtruediv", "neg", "pow", "abs", "exp", "sqrt"),
@@ -114,37 +102,39 @@ MOVES = frozenset(
 )
 
 
-def combine(call: Call) -> Axis | None:
+def combine(name: str, operands: Sequence[tuple[Tensor, Axis | None]], result: Tensor) -> Axis | None:
     """Couple the channels of all operands of an elementwise operation, aligned from their last dimensions."""
-    first, *others = (axis for _, axis in call.operands if axis is not None)
-    space, dim, (result, *_) = first.space, first.dim, call.results
+    first, *others = (axis for _, axis in operands if axis is not None)
+    space, dim, is_addition = first.space, first.dim, name in ADDITIONS
     if any(axis.dim != dim or axis.space.size != space.size for axis in others):
         return None
     if result.dim() < -dim or result.shape[dim] != space.size:
         return None
     for axis in others:
-        if space.merge(axis.space) and call.name in ADDITIONS:
-            space.is_added = True
-    for operand, axis in call.operands:
+        space.is_added |= space.merge(axis.space) and is_addition
+    for operand, axis in operands:
         # Its channels are untraced, but there is one for each of the others.
         if axis is None and operand.dim() >= -dim and operand.shape[dim] != 1:
             if isinstance(operand, nn.Parameter):
                 space.block("an operation with a parameter that no layer owns")
                 continue
-            space.is_added |= call.name in ADDITIONS
-            space.block("an addition" if call.name in ADDITIONS else f"{call.name} with other activations")
+            space.is_added |= is_addition
+            space.block("an addition" if is_addition else f"{name} with other activations")
     return first
 
 
-def follow(call: Call) -> Axis | None:
+def follow(operation: Callable[[Tensor], Any], source: Tensor, axis: Axis) -> Axis | None:
     """Find the channels after an operation that moves, pools or averages, or splits them into equal parts.
 
-    It is run once more with each channel's number in its place: 0, 1, 2, ... along one dimension of the results, and
-    nothing else but padding, are the same channels. Parts meet channel by channel, as in a gated unit.
+    The operation runs once more, on each channel's number in place of `source`: where 0, 1, 2, ... lie along one
+    dimension of the results, and nothing else but padding, the channels do. Parts meet channel by channel, as in a gated
+    unit.
     """
-    space, dim = call.axis.space, call.axis.dim
+    space, dim = axis.space, axis.dim
+    if source.shape[dim] != space.size:
+        return None
     numbers = torch.arange(space.size, dtype=torch.float64)
-    results = tensors(call.run(numbers.view(-1, *(1 for _ in range(-dim - 1))).expand(call.source.shape).contiguous()))
+    results = tensors(operation(_along(dim, numbers).expand(source.shape).contiguous()))
     for new_dim in range(-results[0].dim(), 0):
         if all(_has_along(result, new_dim, numbers) for result in results):
             return Axis(space, new_dim)
@@ -161,11 +151,23 @@ def follow(call: Call) -> Axis | None:
     return Axis(part, dim)
 
 
+def _run_with(func: Callable[..., Any], args: Any, kwargs: Any, source: Tensor, other: Tensor) -> Any:
+    """Run an operation with another tensor in the place of `source`."""
+
+    def replaced(value: Any) -> Any:
+        return other if value is source else value
+
+    return func(*map(replaced, args), **{name: replaced(value) for name, value in kwargs.items()})
+
+
 def _has_along(result: Tensor, dim: int, numbers: Tensor) -> bool:
     if result.dim() < -dim or result.shape[dim] != len(numbers):
         return False
-    numbers = numbers.view(-1, *(1 for _ in range(-dim - 1)))
-    return bool((((result - numbers).abs() < 1e-6) | (result == 0)).all())
+    return bool((((result - _along(dim, numbers)).abs() < 1e-6) | (result == 0)).all())
+
+
+def _along(dim: int, numbers: Tensor) -> Tensor:
+    return numbers.view(-1, *(1 for _ in range(-dim - 1)))
 
 
 class UntraceableError(PruningError):
@@ -213,17 +215,12 @@ class Trace(TorchFunctionMode):
                     self.borrowed.setdefault(owner, name)
             traced = [(operand, axis) for operand, axis in operands if axis is not None]
             new_axis = None
-            if traced and name in ELEMENTWISE | MOVES:
+            if traced and name in ELEMENTWISE:
+                new_axis = combine(name, operands, results[0])
+            elif traced and name in MOVES:
                 source, axis = traced[0]
 
-                def run(numbers: Tensor) -> Any:
-                    return func(
-                        *(numbers if each is source else each for each in args),
-                        **{key: numbers if each is source else each for key, each in kwargs.items()},
-                    )
-
-                call = Call(name, run, results, operands, source, axis)
-                new_axis = combine(call) if name in ELEMENTWISE else follow(call)
+                new_axis = follow(partial(_run_with, func, args, kwargs, source), source, axis)
             if new_axis is None:
                 for _, lost_axis in traced:
                     lost_axis.space.block(name)

@@ -159,9 +159,6 @@ def _heads_unit(
     )
 
 
-PLAIN = (bool, int, float, str, tuple, type(None))
-
-
 def _refused_heads(model: nn.Module, trace: Trace, scopes: Mapping[Unit, str]) -> dict[str, str]:
     """Return, by unit name, why attention computes something else with a head cut than with that head masked.
 
@@ -175,11 +172,7 @@ def _refused_heads(model: nn.Module, trace: Trace, scopes: Mapping[Unit, str]) -
             refusals[unit.name] = "unused: the forward pass doesn't reach it"
             continue
         module = model.get_submodule(scope)
-        # Modules' plain attributes: numbers of heads, scales, sizes of windows.
-        settings = [
-            {k: v for k, v in vars(m).items() if isinstance(v, PLAIN) and k != "training"} for m in module.modules()
-        ]
-        alike = f"{module} {settings} {tree_map(_shape_and_dtype, trace.arguments[scope])}"
+        alike = f"{module} {unit.width} {tree_map(_shape_and_dtype, trace.arguments[scope])}"
         if alike not in results:
             results[alike] = _try_cut(module, unit, scope, trace.arguments[scope])
         if (reason := results[alike]) is not None:

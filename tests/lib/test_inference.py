@@ -1,16 +1,12 @@
-"""Faster products and fused norms compute the same."""
-
-from types import SimpleNamespace
+"""Faster products compute the same."""
 
 import pytest
 import torch
-import zoo
-from activated_norms import activated
 from torch import nn
 from torch.nn import functional as F
 
 from profiling_agent.lib import inference
-from profiling_agent.lib.inference import fuse_norms_, quick_products
+from profiling_agent.lib.inference import quick_products
 
 
 def everywhere():
@@ -98,57 +94,3 @@ def test_it_is_for_processors_that_are_not_intels_and_over_at_its_end():
         inside = type(layer(rows).grad_fn).__name__
     assert inside == ("_OneDnnLinearBackward" if inference.mkl_is_slow() else "AddmmBackward0")
     assert type(layer(rows).grad_fn).__name__ == "AddmmBackward0"
-
-
-IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
-def lively(model: nn.Module) -> nn.Module:
-    """Return the model with norms that have seen something."""
-    generator = torch.Generator().manual_seed(1)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            for tensor in (module.weight, module.running_var):
-                assert tensor is not None
-                tensor.data.uniform_(0.5, 2.0, generator=generator)
-            assert module.running_mean is not None
-            module.running_mean.normal_(generator=generator)
-    return model.eval()
-
-
-@pytest.mark.parametrize(("make", "atol"), [(lambda: lively(zoo.resnet()), 1e-4), (activated, 1e-5)])
-def test_a_model_answers_as_before_without_a_norm(make, atol):
-    model = make()
-    norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    expected = zoo.logits(model, IMAGES)
-
-    assert fuse_norms_(model, IMAGES) == norms > 0
-    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    assert torch.allclose(zoo.logits(model, IMAGES), expected, rtol=1e-4, atol=atol)
-    # A norm that has an activation leaves it behind.
-    assert all(isinstance(m.act, nn.ReLU) for name, m in model.named_modules() if name == "norm")
-
-
-class Shared(nn.Module):
-    """A convolution that has another reader besides its norm, or that runs twice."""
-
-    def __init__(self, *, twice: bool):
-        super().__init__()
-        self.conv, self.norm, self.last = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Linear(3, 4)
-        self.twice = twice
-
-    def forward(self, pixel_values):
-        y = self.conv(pixel_values)
-        seen = self.conv(self.norm(y)) if self.twice else self.norm(y) + y
-        return SimpleNamespace(logits=self.last(seen.mean((2, 3))))
-
-
-@pytest.mark.parametrize("twice", [False, True])
-def test_what_others_read_is_left_as_it_is(twice: bool):
-    torch.manual_seed(0)
-    model = lively(Shared(twice=twice))
-    with zoo.left_alone(model):
-        assert fuse_norms_(model, IMAGES) == 0
-    assert type(model.norm) is nn.BatchNorm2d
-    # A transformer has none.
-    assert fuse_norms_(zoo.vit(), IMAGES) == 0

@@ -128,7 +128,8 @@ def test_both_walks_reach_every_layer_with_what_a_whole_pass_gives_though_weight
     cuts = [Cut(unit=unit, keep=aligned_widths(unit.width, unit.step)[0], requested_ratio=0.9) for unit in units]
     pruned = prune_model(model, cuts, spec=zoo.SPEC).model
     layers = consumers_of(model)
-    walk = Walk(model, layers, IMAGES[:1], max_bytes=max_bytes, drops_unread=True)
+    walk = Walk(model, layers, IMAGES[:1], drops_unread=True)
+    walk.max_bytes = max_bytes
     walks = (model, walk), (pruned, walk.through(pruned))
     for layer in layers:
         for number, images in enumerate(IMAGES.split(2)):

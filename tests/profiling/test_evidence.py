@@ -5,7 +5,6 @@ import os
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sample_records
@@ -15,7 +14,7 @@ from pruning import families
 from scipy.stats import spearmanr
 
 from profiling_agent.errors import PruningError
-from profiling_agent.lib.modules import following_norms, has_bias, random_batch
+from profiling_agent.lib.modules import following_norms, random_batch
 from profiling_agent.profiling import evidence
 from profiling_agent.profiling.evidence import (
     evidence_path,
@@ -24,7 +23,7 @@ from profiling_agent.profiling.evidence import (
     store_evidence,
 )
 from profiling_agent.profiling.profile import LatencyTable
-from profiling_agent.pruning.criteria import gather_moments, order_with_kl
+from profiling_agent.pruning.criteria import gather_moments, order_channels
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Cut, Evidence
@@ -45,16 +44,15 @@ MODELS = {
 
 def studied(model, images=IMAGES, *, size=50, **given):
     """The evidence by `images` in batches; labels are whatever they are."""
-    settings: dict[str, Any] = {"criterion": "l2"} | given
     batches = [(part, torch.zeros(len(part))) for part in images.split(size)]
-    return measure_sensitivity(model, zoo.units_of(model), lambda: iter(batches), **settings)
+    return measure_sensitivity(model, zoo.units_of(model), lambda: iter(batches), **given)
 
 
 @pytest.fixture(scope="module")
 def evidenced():
     """A small ViT and its evidence."""
     model = small()
-    return model, studied(model, criterion="auto")
+    return model, studied(model)
 
 
 def kl_of(model, unit, kept, images):
@@ -62,15 +60,9 @@ def kl_of(model, unit, kept, images):
     norm = following_norms(model, [unit.consumer], IMAGES[:1]).get(unit.consumer)
     moments = gather_moments(model, [unit], [IMAGES[~JUDGED]])[unit.name]
     cut = Cut(unit=unit, keep=len(kept), requested_ratio=0.5)
-    pruned = zoo.inside(prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model)
+    pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model
     with torch.no_grad():
-        held = pruned.get_submodule(unit.consumer)
-        folded = evidence.fold(model, unit, moments, kept, shifts=has_bias(held) or norm is not None)
-        held.weight.copy_(folded.weight.reshape(held.weight.shape))
-        if has_bias(held):
-            held.bias.add_(folded.shift)
-        elif norm is not None:
-            pruned.get_submodule(norm).running_mean.sub_(folded.shift)
+        zoo.write_fold_(pruned, unit, kept, evidence.fold(model, unit, moments, kept, norm))
         expected, found = (each(pixel_values=images).logits.double().softmax(1) for each in (model, pruned))
     return float((expected * (expected.log() - found.log())).sum(1).mean())
 
@@ -135,20 +127,19 @@ def test_the_predictions_rank_as_the_measurements_do():
     assert ranks.statistic > 0.8  # pyright: ignore[reportAttributeAccessIssue] - scipy has no types for it
 
 
-def test_by_default_each_kind_has_its_criterion_and_one_that_is_given_orders_all(evidenced):
+def test_channels_are_ordered_by_their_moments_and_a_given_order_stays(evidenced):
     model, found = evidenced
     moments = gather_moments(model, zoo.units_of(model), IMAGES[~JUDGED].split(32))
 
     for unit in zoo.units_of(model):
-        row, named = found.of(unit.name), {"heads": "obs", "mlp": "fisher_obs"}[unit.kind]
+        row = found.of(unit.name)
         assert row is not None
-        loss = (ordered := order_with_kl(model, unit, moments[unit.name], named)).loss
+        loss = (ordered := order_channels(model, unit, moments[unit.name])).loss
         assert row.order == ordered.order
         assert [o.predicted_kl for o in row.options] == pytest.approx([loss[unit.width - o.keep] for o in row.options])
 
-    row = studied(model, IMAGES[:128], criterion="l1").of("vit.layers.0.mlp")
-    assert row is not None
-    assert row.order == tuple(model.vit.layers[0].mlp.fc1.weight.abs().sum(1).argsort(stable=True).tolist())
+    backwards = {row.unit: row.order[::-1] for row in found.units}
+    assert {row.unit: row.order for row in studied(model, IMAGES[:128], orders=backwards).units} == backwards
 
 
 @pytest.mark.parametrize(
@@ -185,15 +176,12 @@ def test_a_channel_that_is_a_huge_constant_changes_nothing_for_the_others():
             # Its square is so large that the variance of the others would be lost beside it in float32.
             mlp = model.vit.layers[0].mlp
             mlp.fc1.weight[3], mlp.fc1.bias[3], mlp.fc2.weight[:, 3] = 0.0, constant, 0.0
-        kls.append([option.kl for row in studied(model, criterion="obs").units for option in row.options])
+        kls.append([option.kl for row in studied(model).units for option in row.options])
     assert kls[1] == pytest.approx(kls[0], rel=0.01)
 
 
 def test_the_same_seed_gives_the_same_evidence_whatever_the_batches():
-    first, again, other = (
-        studied(small(), size=size, seed=seed, criterion="fisher_obs").units
-        for seed, size in ((0, 50), (0, 7), (1, 50))
-    )
+    first, again, other = (studied(small(), size=size, seed=seed).units for seed, size in ((0, 50), (0, 7), (1, 50)))
     # Labels are drawn from the model's answers, and they weigh the errors.
     assert first == again != other
 

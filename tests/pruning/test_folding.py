@@ -3,10 +3,10 @@ import torch
 import zoo
 from pruning import families
 from torch.func import functional_call
-from zoo import logits, units_of
+from zoo import logits, units_of, write_fold_
 
-from profiling_agent.lib.modules import following_norms, has_bias, random_batch
-from profiling_agent.profiling.evidence import fold, simulated_cut_state
+from profiling_agent.lib.modules import following_norms, random_batch
+from profiling_agent.profiling.evidence import fold
 from profiling_agent.pruning.compensation import compensate_units_
 from profiling_agent.pruning.criteria import gather_moments
 from profiling_agent.pruning.prune import prune_model
@@ -25,22 +25,14 @@ def narrowest(unit):
 
 
 def folded_and_cut(model, unit, norms):
-    """The unpruned model with weights laid over it, and the cut model with the same fold written into its layers."""
+    """The unpruned model with the fold laid over it, and the cut model with the same fold written into its layers."""
     cut = narrowest(unit)
     kept = sorted(torch.randperm(unit.width, generator=torch.Generator().manual_seed(0))[: cut.keep].tolist())
-    norm = norms.get(unit.consumer)
-    layer = model.get_submodule(unit.consumer)
     moments = gather_moments(model, [unit], [IMAGES])[unit.name]
-    folded = fold(model, unit, moments, kept, shifts=norm is not None or has_bias(layer))
-    pruned = zoo.inside(prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model)
+    laid = fold(model, unit, moments, kept, norms.get(unit.consumer))
+    pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model
     with torch.no_grad():
-        held = pruned.get_submodule(unit.consumer)
-        held.weight.copy_(folded.weight.reshape(held.weight.shape))
-        if has_bias(held):
-            held.bias.add_(folded.shift)
-        elif norm is not None:
-            pruned.get_submodule(norm).running_mean.sub_(folded.shift)
-        laid = simulated_cut_state(model, unit, folded, norm)
+        write_fold_(pruned, unit, kept, laid)
         return functional_call(model, laid, (), {"pixel_values": IMAGES}).logits, logits(pruned, IMAGES)
 
 
@@ -71,8 +63,7 @@ def test_a_fold_by_the_moments_is_the_fold_that_a_prune_gets(family):
     pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model
     with torch.no_grad():
         compensate_units_(model, pruned, [cut], {unit.name: kept}, lambda: [IMAGES])
-        folded = fold(model, unit, moments, kept, shifts=True)
-        laid = simulated_cut_state(model, unit, folded, norms.get(unit.consumer))
+        laid = fold(model, unit, moments, kept, norms.get(unit.consumer))
         found = functional_call(model, laid, (), {"pixel_values": IMAGES}).logits
 
     expected, dense = logits(pruned, IMAGES), logits(model, IMAGES)
@@ -84,12 +75,13 @@ def test_nothing_to_restore_the_mean_with_makes_a_fold_that_is_not_centred():
     model = zoo.resnet("basic")
     unit = units_of(model)[0]
     moments = gather_moments(model, [unit], [IMAGES])[unit.name]
-    free, shifted = (fold(model, unit, moments, range(16), shifts=shifts) for shifts in (False, True))
-    columns = [index * 9 + tap for index in range(16) for tap in range(9)]
+    norm = following_norms(model, [unit.consumer], IMAGES[:1])[unit.consumer]
+    free, shifted = (fold(model, unit, moments, range(16), each) for each in (None, norm))
+    name, mean = f"{unit.consumer}.weight", f"{norm}.running_mean"
 
-    assert free.columns == shifted.columns == columns
-    assert not free.shift.any()
+    assert free.keys() == {name}
+    assert not free[name][:, 16:].any()
     # The shift makes the means equal: W E[x] = W' E[x_K] + shift.
-    weight = model.get_parameter(f"{unit.consumer}.weight").detach().flatten(1)
-    restored = shifted.weight @ moments.mean[columns] + shifted.shift
-    assert torch.allclose(restored, weight @ moments.mean, atol=1e-5)
+    shift = model.get_buffer(mean) - shifted[mean]
+    weight, folded = model.get_parameter(name).detach().flatten(1), shifted[name].flatten(1)
+    assert torch.allclose(folded @ moments.mean + shift, weight @ moments.mean, atol=1e-5)

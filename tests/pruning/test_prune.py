@@ -1,7 +1,6 @@
 """Pruning: cuts that pass the gate compute what the masked model does; everything else is refused."""
 
 import copy
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from profiling_agent.errors import PruningError
 from profiling_agent.lib.modules import random_batch
 from profiling_agent.pruning.prune import (
     MAX_MASK_ERROR,
-    check_saving,
     cut_units,
     mask_error,
     masked_parameters,
@@ -29,11 +27,10 @@ from profiling_agent.schemas import Cut, UnitKind
 IMAGES = random_batch(zoo.SPEC, 3, seed=7)
 
 
-@pytest.mark.parametrize("importance", ["l1", "random"])
-def test_each_unit_keeps_as_much_as_its_cut_and_computes_what_the_masked_model_does(importance):
+def test_each_unit_keeps_as_much_as_its_cut_and_computes_what_the_masked_model_does():
     model = zoo.vit().double()
     cuts = cuts_of(model)
-    pruned = prune_model(model, cuts, spec=zoo.SPEC, importance=importance, seed=3, images=IMAGES.double())
+    pruned = prune_model(model, cuts, spec=zoo.SPEC, images=IMAGES.double())
 
     assert all(cut.keep < cut.unit.width for cut in cuts)
     assert pruned.mask_error < 5e-6
@@ -81,12 +78,6 @@ def keeping(width):
     return lambda model: {"cuts": [cuts_of(model, kinds=(UnitKind.MLP,))[0].model_copy(update={"keep": width})]}
 
 
-def infinite(model):
-    with torch.no_grad():
-        model.vit.layers[0].mlp.fc1.weight[0, 0] = math.inf
-    return {"cuts": cuts_of(model)}
-
-
 def overflowing(model):
     with torch.no_grad():
         model.classifier.weight.fill_(3e38)
@@ -109,15 +100,13 @@ def forgetful(model):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (infinite, "'vit.layers.0.mlp.fc1.weight' holds values that aren't finite"),
         (overflowing, "gives logits that aren't finite"),
         (forgetful, "doesn't compute what the masked baseline does"),
         (lambda _: {"cuts": cuts_of(zoo.deit())}, "failed with AttributeError .*; leave some of them alone"),
-        (lambda model: {"cuts": cuts_of(model)[:1] * 2}, "each once"),
         (lambda model: {"cuts": cuts_of(model), "images": torch.zeros(1, 3, 48, 48)}, "failed with ValueError"),
-        *((keeping(width), f"'vit.layers.0.mlp' can't keep {width} of 256") for width in (0, 256, 300)),
+        *((keeping(width), f"'vit.layers.0.mlp' has to keep {width} of") for width in (0, 256, 300)),
         *(
-            (kept(indices), "has to keep 2 different indices of 0 to 3, ascending")
+            (kept(indices), "has to keep 2 of the indices 0 to 3, ascending")
             for indices in ([], [0], [1, 0], [1, 1], [0, 4], [-1, 0])
         ),
     ],
@@ -235,12 +224,6 @@ def test_surgery_that_runs_but_is_wrong_is_caught(make, wrong, kind, kept):
     model = make()
 
     assert error_of(model, wrong(model), first_cut(model, kind, len(kept)), kept) > 3 * MAX_MASK_ERROR
-
-
-def test_a_prune_that_saved_nothing_is_refused():
-    model = zoo.vit()
-    with pytest.raises(PruningError, match="saves no params: 113925 after, 113925 before"):
-        check_saving(model, copy.deepcopy(model), zoo.SPEC)
 
 
 class Pair(nn.Module):
