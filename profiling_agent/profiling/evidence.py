@@ -98,16 +98,16 @@ def measure_sensitivity(
     name, the first to remove first, by default those of `order_channels`.
 
     Raises:
-        PruningError: there are fewer than 128 different images, or the model, cut or unpruned, can't be measured on them.
+        PruningError: there are fewer than 128 images, or the model, cut or unpruned, can't be measured on them.
     """
     started = time.perf_counter()
     calibration = Calibration(model, batches)
     eliminations, folds = dict[str, Elimination](), dict[str, dict[int, dict[str, Tensor]]]()
     with preserving_state(model), torch.no_grad():
         model.eval()
-        if (count := calibration.count_different()) < MIN_IMAGES:
+        if (count := calibration.count()) < MIN_IMAGES:
             raise PruningError(
-                f"{count} different calibration images are too few to measure sensitivity: at least {MIN_IMAGES} are needed"
+                f"{count} calibration images are too few to measure sensitivity: at least {MIN_IMAGES} are needed"
             )
         progress("weighing channels", 0, 3)
         judged = torch.cat(list(calibration.judged()))

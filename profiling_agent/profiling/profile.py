@@ -4,7 +4,6 @@ import copy
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -366,8 +365,7 @@ def _time_calls(calls: Sequence[Callable[[], Any]]) -> tuple[float, float]:
 def _gpu_clock(calls: Sequence[Callable[[], Any]]) -> Callable[[], tuple[float, float]]:
     """Return a function that returns the calls' milliseconds by events, from a CUDA graph that repeats them 20 times.
 
-    Launched one by one, small layers take as long at every width; deployed graphs have no such overhead either. Calls that
-    can't be captured are enqueued without waiting.
+    Launched one by one, small layers take as long at every width; deployed graphs have no such overhead either.
     """
     current, side, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -383,20 +381,12 @@ def _gpu_clock(calls: Sequence[Callable[[], Any]]) -> Callable[[], tuple[float, 
         for call in [*calls] * 3:
             call()
     current.wait_stream(side)
-    replay = graph.replay
-    try:
-        with torch.cuda.graph(graph):
-            enqueue()
-    except RuntimeError as error:
-        # A failed capture leaves its stream current.
-        torch.cuda.set_stream(current)
-        torch.cuda.synchronize()
-        warnings.warn(f"layers are timed without a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
-        replay = enqueue
+    with torch.cuda.graph(graph):
+        enqueue()
 
     def clock(_keep_alive: Callable[[], None] = enqueue) -> tuple[float, float]:
         begin.record()
-        replay()
+        graph.replay()
         end.record()
         end.synchronize()
         # The GPU's work needs no core of this machine; events may be too coarse for it.

@@ -5,7 +5,6 @@ Both are checked on images that they aren't fitted to, and undone where they don
 
 import contextlib
 import copy
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,14 +77,14 @@ class Calibration:
             if len(part):
                 yield part
 
-    def count_different(self) -> int:
-        """Return the number of different images, at most MIN_IMAGES; reading stops there."""
-        digests: set[bytes] = set()
+    def count(self) -> int:
+        """Return the number of images, at most MIN_IMAGES; reading stops there."""
+        num_images = 0
         for pixel_values, _ in self.batches():
-            digests |= {hashlib.blake2b(image.cpu().numpy().tobytes()).digest() for image in pixel_values}
-            if len(digests) >= MIN_IMAGES:
-                return MIN_IMAGES
-        return len(digests)
+            num_images += len(pixel_values)
+            if num_images >= MIN_IMAGES:
+                break
+        return min(num_images, MIN_IMAGES)
 
 
 def regrouped(batches: Iterable[Tensor], size: int) -> Iterator[Tensor]:
@@ -249,7 +248,7 @@ def compensate(
 
     `batches` begins a pass over the calibration images: (pixel_values, labels), labels unused. Steps are fitted to
     three quarters of them, and each is kept only if it lowers the mean KL(unpruned || pruned) of the other quarter.
-    With fewer than 128 different images none is tried, and the KL is that of all images. `expected` are the unpruned
+    With fewer than 128 images none is tried, and the KL is that of all images. `expected` are the unpruned
     model's logits on that quarter, if known, (images, classes).
 
     Example:
@@ -275,9 +274,9 @@ def compensate(
     with preserving_state(baseline), preserving_state(model), torch.no_grad():
         baseline.eval()
         model.eval()
-        if (num_different := calibration.count_different()) < MIN_IMAGES:
+        if (num_images := calibration.count()) < MIN_IMAGES:
             kl = _check_finite(mean_kl(_logits(baseline, calibration.every()), _logits(model, calibration.every())))
-            note = f"not compensated: {num_different} different calibration images, at least {MIN_IMAGES} are needed"
+            note = f"not compensated: {num_images} calibration images, at least {MIN_IMAGES} are needed"
             return Compensated(model=pruned, kl_before=kl, kl_after=kl, note=note)
         expected = _logits(baseline, calibration.judged()) if expected is None else expected.to(device_of(model))
         before = kl = _check_finite(mean_kl(expected, _logits(model, calibration.judged())))

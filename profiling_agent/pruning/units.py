@@ -342,11 +342,10 @@ def _absences(
     absent: dict[str, str] = {}
     kinds_with_units = {names.get(unit.kind, "convolutions") for unit in units}
     for kind, reasons in by_kind.items():
+        codes = Counter(reason.partition(":")[0] for reason in reasons.values())
         # The first and last layers are never units: nothing is missed there.
-        if kind not in kinds_with_units and not all(
-            reason.startswith(("stem", "classifier")) for reason in reasons.values()
-        ):
-            code, count = Counter(reason.partition(":")[0] for reason in reasons.values()).most_common(1)[0]
-            name, reason = next((name, reason) for name, reason in reasons.items() if reason.startswith(f"{code}:"))
-            absent[kind] = f"{reason} (so {count} of {len(reasons)} layers, as {name!r})"
+        if kind not in kinds_with_units and codes.keys() - {"stem", "classifier"}:
+            code, count = codes.most_common(1)[0]
+            name = next(name for name, reason in reasons.items() if reason.startswith(f"{code}:"))
+            absent[kind] = f"{reasons[name]} (so {count} of {len(reasons)} layers, as {name!r})"
     return absent

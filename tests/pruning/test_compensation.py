@@ -115,27 +115,14 @@ def test_batch_norm_statistics_are_those_of_the_images():
     assert (model.norm.momentum, model.norm.training, model.drop.training) == (0.3, False, False)
 
 
-@pytest.mark.parametrize(
-    ("make", "images", "number"),
-    [(zoo.vit, IMAGES[:100], 100), (zoo.resnet, IMAGES[:1].repeat(160, 1, 1, 1), 1)],
-    ids=["a hundred images", "one image many times over"],
-)
-def test_too_few_different_images_compensate_nothing_and_it_says_so(make, images, number):
-    pruned, done = pruned_and_compensated(make(), images)
+def test_too_few_images_compensate_nothing_and_it_says_so():
+    pruned, done = pruned_and_compensated(zoo.vit(), IMAGES[:100])
 
     assert done.model is pruned
     assert done.steps == ()
-    assert done.note == f"not compensated: {number} different calibration images, at least 128 are needed"
+    assert done.note == "not compensated: 100 calibration images, at least 128 are needed"
     assert done.kl_before == done.kl_after > 0
     assert math.isfinite(done.kl_after)
-
-
-def test_images_that_hardly_differ_are_no_harm():
-    nearly = IMAGES[:1] + 1e-3 * IMAGES
-    _, done = pruned_and_compensated(zoo.vit(), nearly)
-
-    assert done.kl_after <= done.kl_before
-    assert all(tensor.isfinite().all() for tensor in done.model.state_dict().values())
 
 
 def test_no_image_and_logits_that_are_not_finite_are_refused():
@@ -235,7 +222,6 @@ def test_the_second_moment_is_the_product_with_itself_both_halves_of_it(dtype):
 
 
 GATHERED = random_batch(zoo.SPEC, 6, seed=3)
-WINDOWED = GATHERED[:1], GATHERED[1:2], GATHERED[:2]
 MODELS = {
     "vit": zoo.vit,
     "swin": zoo.swin,
@@ -313,16 +299,6 @@ def test_the_sensitivity_is_the_outer_product_of_the_gradients_of_each_position(
     expected = rows.T @ rows / len(GATHERED)
 
     assert torch.allclose(moments.sensitivity, expected, atol=1e-4 * float(expected.abs().max()))
-
-
-def test_windows_of_one_image_are_one_image():
-    model = zoo.swin()
-    heads = next(unit for unit in units_of(model) if unit.kind is UnitKind.HEADS)
-    first, second, both = (gather_moments(model, [heads], [part])[heads.name].gram for part in WINDOWED)
-
-    # 16 x 16 tokens in windows of 4 x 4; an average over images doesn't grow with their number.
-    assert len(read_by(model, heads, GATHERED[:1])) == 16
-    assert torch.allclose(both, (first + second) / 2, atol=1e-6)
 
 
 def test_a_channel_far_from_zero_leaves_the_variance_of_the_others():

@@ -119,31 +119,16 @@ def resolved(family: str, pattern: str):
 
 OLD_NAMES = [
     ("vit", "vit.encoder.layer.0.intermediate.dense", "vit.layers.0.mlp.fc1"),
-    ("vit_msn", r"vit\.encoder\.layer\.\d+\.attention\.output\.dense", "vit.layers.0.attention.o_proj"),
     ("deit", "deit.encoder.layer.1.output.dense", "deit.layers.1.mlp.fc2"),
     ("beit", r"beit.encoder.layer.\d+.attention.attention.query", "beit.layers.0.attention.q_proj"),
     ("dinov2", "dinov2.encoder.layer.1.attention.attention.key", "dinov2.encoder.layer.1.attention.k_proj"),
-    ("dinov2_swiglu", "dinov2.encoder.layer.0.mlp.weights_in", "dinov2.encoder.layer.0.mlp.gate_proj"),
-    (
-        "dinov2_registers",
-        r"^dinov2_with_registers\.encoder\.layer\.[0-9]+\.attention\.output\.dense$",
-        "dinov2_with_registers.encoder.layer.0.attention.o_proj",
-    ),
     ("swin", "swin.encoder.layers.0.blocks.0.attention.self.value", "swin.encoder.layers.0.blocks.0.attention.v_proj"),
-    ("swin", "swin.encoder.layers.1.blocks.1.intermediate.dense", "swin.encoder.layers.1.blocks.1.mlp.fc1"),
-    (
-        "segformer",
-        r"segformer\.encoder\.block\.1\.0\.attention\.self\.query",
-        "segformer.stages.1.blocks.0.attention.q_proj",
-    ),
     ("segformer", "segformer.encoder.block.0.0.mlp.dense1", "segformer.stages.0.blocks.0.mlp.fc1"),
     ("mobilevit", "mobilevit.encoder.layer.2.transformer.layer.0.mlp.fc1", "mobilevit.encoder.layer.2"),
 ]
 MEMBERS = [
     ("data2vec", r"layer\.0\.attention\.output\.dense", "data2vec_vision.encoder.layer.0.attention.attention"),
     ("swinv2", r"0\.blocks\.0\.attention\.self\.key", "swinv2.encoder.layers.0.blocks.0.attention.self"),
-    ("clip", r"layers\.1\.self_attn\.out_proj", "vision_model.encoder.layers.1.self_attn"),
-    ("dinov2_swiglu", r"layer\.1\.mlp\.up_proj", "dinov2.encoder.layer.1.mlp"),
     ("dinov2_swiglu", r"layer\.1\.mlp\.down_proj", "dinov2.encoder.layer.1.mlp"),
     ("efficientnet", r"2\.squeeze_excite\.reduce", "efficientnet.encoder.blocks.2.expansion.expand_conv"),
     ("efficientnet", r"2\.depthwise_conv\.depth", "efficientnet.encoder.blocks.2.expansion.expand_conv"),
