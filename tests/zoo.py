@@ -1,6 +1,6 @@
 """Tiny real models, one per family, with every norm, bias and table randomised so that equivalence checks bite."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -112,17 +112,6 @@ def halved(units) -> tuple[Cut, ...]:
     """Return cuts that leave half of each width, all heads."""
     widths: list[Unit] = [unit for unit in units if unit.kind is not UnitKind.HEADS]
     return tuple(Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in widths)
-
-
-def write_fold_(pruned: nn.Module, unit: Unit, kept: Sequence[int], laid: Mapping[str, torch.Tensor]) -> None:
-    """Write what a fold lays over an unpruned model into one with the same cut."""
-    reader = f"{unit.consumer}.weight"
-    for name, tensor in laid.items():
-        if name == reader:
-            size = tensor.shape[1] // unit.width
-            tensor = tensor[:, [channel * size + column for channel in kept for column in range(size)]]
-        if name == reader or name.endswith("running_mean") or name == f"{unit.consumer}.bias":
-            pruned.state_dict()[name].copy_(tensor)
 
 
 @contextmanager

@@ -146,8 +146,8 @@ def fit_(moments: PairedMoments, start: Tensor, *, centred: bool) -> tuple[Tenso
 
     W = start + (E[y z'] - start E[z z']) (E[z z'] + ridge m I)^-1 and b = E[y] - W E[z], m the mean of E[z z']'s
     diagonal. Moments are about the means if `centred`; otherwise about zero, and b is zero. `start` (outputs, columns),
-    float64, is the dense weight of the kept columns. If z is the dense activations x_K, W is W_K + W_P C_PK (C_KK + ridge m I)^-1 (ThiNet, 2017; He et al., 2017). If no column varies, W
-    is `start`.
+    float64, is the dense weight of the kept columns: W itself if no column varies. If z is the dense activations x_K, W
+    is W_K + W_P C_PK (C_KK + ridge m I)^-1 (ThiNet, 2017; He et al., 2017).
 
     The second moments are overwritten: those of a wide convolution are as large as the model.
     """
@@ -193,12 +193,8 @@ def compensate_units_(
     pruned_walk = dense_walk.through(pruned)
     for number, name in enumerate(order):
         progress("compensating", number, len(consumers))
-        dense, layer, unit, norm = (
-            baseline.get_submodule(name),
-            pruned.get_submodule(name),
-            consumers[name],
-            norms.get(name),
-        )
+        dense, layer = baseline.get_submodule(name), pruned.get_submodule(name)
+        unit, norm = consumers[name], norms.get(name)
         matrix = matrix_of(dense).double()
         rows = cut_rows.get(name, range(len(matrix)))
         start = matrix[list(rows)][:, columns_of(unit, dense, keep[unit.name])]

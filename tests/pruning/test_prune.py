@@ -1,12 +1,10 @@
 """Pruning: cuts that pass the gate compute what the masked model does; everything else is refused."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_pruning as tp
 import zoo
 from pruning.families import FAMILIES
 from torch import nn
@@ -18,7 +16,6 @@ from profiling_agent.pruning.prune import (
     MAX_MASK_ERROR,
     cut_units,
     mask_error,
-    masked_parameters,
     prune_model,
 )
 from profiling_agent.pruning.units import FoundUnits, find_units
@@ -118,11 +115,6 @@ def test_cuts_that_do_not_fit_the_model_are_refused_in_one_line(given, reason):
     assert "\n" not in str(caught.value)
 
 
-def first_cut(model, kind, keep):
-    unit = next(unit for unit in units_of(model) if unit.kind is kind)
-    return Cut(unit=unit, keep=keep, requested_ratio=0.5)
-
-
 def error_of(model, pruned, cut, kept):
     return mask_error(model, pruned, [cut], {cut.unit.name: kept}, IMAGES)
 
@@ -171,59 +163,6 @@ def test_one_member_of_a_unit_with_the_wrong_channels_is_caught(family, member):
 
     assert error_of(model, cut_out(model, cut, first), cut, first) < 1e-5
     assert error_of(model, wrong, cut, first) > 3 * MAX_MASK_ERROR
-
-
-def test_masking_names_the_readers_alone_and_leaves_the_model():
-    model = FAMILIES["efficientnet"]()
-    unit = next(unit for unit in units_of(model) if unit.side_readers)
-    masked = masked_parameters(model, unit, [0, 5])
-
-    assert masked.keys() == {f"{name}.weight" for name in (unit.consumer, *unit.side_readers)}
-    for name, weight in masked.items():
-        assert [bool(column.any()) for column in weight.unbind(1)] == [i in (0, 5) for i in range(unit.width)]
-        assert model.get_parameter(name).count_nonzero() == model.get_parameter(name).numel()
-
-
-def scrambled(model):
-    """The ViT with half of every head cut in place of half of the heads."""
-    model, half_of_every_head = copy.deepcopy(model), [row for row in range(64) if row % 16 >= 8]
-    attention = model.vit.layers[0].attention
-    for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
-        tp.prune_linear_out_channels(layer, half_of_every_head)
-    tp.prune_linear_in_channels(attention.o_proj, half_of_every_head)
-    return model
-
-
-def shifted(model):
-    """The ResNet cut rightly, a norm's statistics in the wrong order."""
-    cut = first_cut(model, UnitKind.CONV_INNER, 16)
-    wrong = zoo.inside(cut_out(model, cut, list(range(16))))
-    norm = wrong.get_submodule(cut.unit.name.removesuffix("convolution") + "normalization")
-    norm.running_mean = norm.running_mean.roll(1)
-    return wrong
-
-
-def misplaced(model):
-    """The Swin with one of its first two heads, and the other's position table."""
-    wrong = cut_out(model, first_cut(model, UnitKind.HEADS, 1), [1])
-    name = "swin.encoder.layers.0.blocks.0.attention.relative_position_bias"
-    table = model.get_parameter(f"{name}.relative_position_bias_table")[:, :1].detach()
-    wrong.get_submodule(name).relative_position_bias_table = nn.Parameter(table)
-    return wrong
-
-
-@pytest.mark.parametrize(
-    ("make", "wrong", "kind", "kept"),
-    [
-        (zoo.vit, scrambled, UnitKind.HEADS, [0, 1]),
-        (zoo.resnet, shifted, UnitKind.CONV_INNER, list(range(16))),
-        (zoo.swin, misplaced, UnitKind.HEADS, [1]),
-    ],
-)
-def test_surgery_that_runs_but_is_wrong_is_caught(make, wrong, kind, kept):
-    model = make()
-
-    assert error_of(model, wrong(model), first_cut(model, kind, len(kept)), kept) > 3 * MAX_MASK_ERROR
 
 
 class Pair(nn.Module):

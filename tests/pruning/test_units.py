@@ -240,13 +240,6 @@ def model_of(block):
     return zoo.randomised(Model(block))
 
 
-def test_the_rows_of_a_channel_are_as_far_apart_as_a_stack_is_long():
-    unit = named_unit("attention", UnitKind.HEADS, ["qkv"], "proj", 4, stacks=3)
-
-    # 24 rows: three stacks of four heads of two.
-    assert unit.rows_of([1, 3], 24) == [2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23]
-
-
 @pytest.mark.parametrize(
     ("block", "kind", "width", "stacks", "params", "macs"),
     [
