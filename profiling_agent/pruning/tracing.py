@@ -111,7 +111,8 @@ def combine(name: str, operands: Sequence[tuple[Tensor, Axis | None]], result: T
     if result.dim() < -dim or result.shape[dim] != space.size:
         return None
     for axis in others:
-        space.is_added |= space.merge(axis.space) and is_addition
+        if space.merge(axis.space) and is_addition:
+            space.is_added = True
     for operand, axis in operands:
         # Its channels are untraced, but there is one for each of the others.
         if axis is None and operand.dim() >= -dim and operand.shape[dim] != 1:
