@@ -91,8 +91,8 @@ def study(
     draws = [Draw(subject, seed) for seed in seeds]
 
     @cache
-    def ours(seed: int, criterion: str = "auto") -> Ours:
-        return Ours.prepare(draws[seeds.index(seed)], criterion)
+    def ours(seed: int, *, by_weights: bool = False) -> Ours:
+        return Ours.prepare(draws[seeds.index(seed)], by_weights=by_weights)
 
     for draw, share in product(draws, shares):
         book.note(subject, share, "ours", draw.seed, lambda d=draw, s=share: folded(d, ours(d.seed).allocated(s)))
@@ -112,7 +112,7 @@ def of_draw(draw: Draw, share: float, size: float, ours: Callable[..., Ours]) ->
     `share` is what ours was asked for, `size` what it came to.
     """
     found: dict[str, Callable[[], nn.Module]] = {name: partial(make, size) for name, make in per_draw(draw).items()}
-    found["ours, L2 order"] = lambda: folded(draw, ours(draw.seed, "l2").allocated(share))
+    found["ours, L2 order"] = lambda: folded(draw, ours(draw.seed, by_weights=True).allocated(share))
     found["ours, the same ratio"] = lambda: folded(draw, ours(draw.seed).uniform(size))
     found["ours, no compensation"] = lambda: cut(draw.subject, ours(draw.seed).allocated(share))
     return found

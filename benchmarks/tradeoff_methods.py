@@ -27,7 +27,7 @@ from profiling_agent.lib.modules import device_of, following_norms, has_bias
 from profiling_agent.planning.allocation import allocate
 from profiling_agent.profiling.evidence import measure_sensitivity
 from profiling_agent.pruning.compensation import columns_of, compensate
-from profiling_agent.pruning.criteria import UnitMoments, matrix_of
+from profiling_agent.pruning.criteria import UnitMoments, matrix_of, unit_rows
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.schemas import Evidence, InputSpec, Target, Unit, UnitKind
 
@@ -90,10 +90,13 @@ class Ours:
     evidence: Evidence
 
     @classmethod
-    def prepare(cls, draw: Draw, criterion: str = "auto") -> "Ours":
-        """Gather the evidence."""
-        subject = draw.subject
-        found = measure_sensitivity(subject.model, subject.units, draw.batches, criterion=criterion, seed=draw.seed)
+    def prepare(cls, draw: Draw, *, by_weights: bool = False) -> "Ours":
+        """Gather the evidence, the channels in our order or in that of the L2 norms of their weights."""
+        subject, orders = draw.subject, dict[str, list[int]]()
+        for unit in subject.units if by_weights else ():
+            norms = unit_rows(subject.model, unit).detach().norm(dim=1)
+            orders[unit.name] = norms.argsort(stable=True).tolist()
+        found = measure_sensitivity(subject.model, subject.units, draw.batches, orders=orders or None, seed=draw.seed)
         return cls(subject, found)
 
     def _plan(self, widths: Mapping[str, int]) -> Plan:

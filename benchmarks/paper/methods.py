@@ -1,27 +1,33 @@
 """Baseline methods of the paper: uniform cuts, cuts of coupled convolutions, and torch's dynamic int8."""
 
 import copy
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch_pruning as tp
-from torch import nn
+from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
 
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.lib.logs import muted
 from profiling_agent.lib.modules import device_of, without_weights
-from profiling_agent.pruning.criteria import IMPORTANCE, keep_indices
-from profiling_agent.pruning.prune import check_saving, prune_model
+from profiling_agent.pruning.criteria import keep_indices, unit_rows
+from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind
 
-CRITERIA = ("l1", "l2", "random")
+# Scores of channels by their rows of weights, (width, n): L1 (Li et al., 2017), L2, and chance, which any has to beat.
+CRITERIA: Mapping[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "l1": lambda rows, _generator: rows.abs().sum(1),
+    "l2": lambda rows, _generator: cast("Tensor", rows.norm(dim=1)),
+    "random": lambda rows, generator: torch.rand(len(rows), generator=generator),
+}
 WIDTHS = (UnitKind.MLP, UnitKind.CONV_INNER, UnitKind.INVERTED_RESIDUAL)
 
 
@@ -55,7 +61,12 @@ def uniform_prune(
     )
     if not cuts:
         raise PruningError(f"a ratio of {ratio!r} cuts no channel of any unit; raise it")
-    pruned = prune_model(model, cuts, spec=spec, importance=criterion, seed=seed)
+    keep: dict[str, list[int]] = {}
+    for cut in cuts:
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(cut.unit.name.encode()))
+        with torch.no_grad():
+            keep[cut.unit.name] = keep_indices(CRITERIA[criterion](unit_rows(model, cut.unit), generator), cut.keep)
+    pruned = prune_model(model, cuts, spec=spec, keep=keep)
     share = 1 - _num_params(pruned.model) / _num_params(model)
     return PrunedBaseline(model=pruned.model, share=share, keep=pruned.keep, cuts=cuts)
 
@@ -95,7 +106,7 @@ def paper_prune(
             outputs = left(name, layer.out_channels, pruner.prune_out_channels)
             inputs = left(name, layer.in_channels, pruner.prune_in_channels)
             rows = model.get_submodule(name).get_parameter("weight")[outputs][:, inputs].flatten(1).float()
-            scores = IMPORTANCE[criterion](rows, generator)
+            scores = CRITERIA[criterion](rows, generator)
             kept = set(keep_indices(scores, len(outputs) - int(ratio * len(outputs))))
             dropped = [channel for index, channel in enumerate(outputs) if index not in kept]
             if not dropped:
@@ -113,7 +124,8 @@ def paper_prune(
     # Torch-Pruning makes new parameters, which all are trainable.
     for name, parameter in model.named_parameters():
         pruned.get_parameter(name).requires_grad_(parameter.requires_grad)
-    check_saving(model, pruned, spec)
+    if _num_params(pruned) == _num_params(model):
+        raise PruningError(f"a ratio of {ratio!r} cuts no channel of any convolution; raise it")
     return PrunedBaseline(model=pruned, share=1 - _num_params(pruned) / _num_params(model), keep=keep)
 
 

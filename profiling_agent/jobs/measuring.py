@@ -140,7 +140,6 @@ class ProfileTask(Task[Profiled]):
                     context.load(self.model, self.device),
                     profile.units,
                     partial(iter_batches, context.images("calibration"), batch_size=self.batch_size),
-                    table=table,
                     seed=self.seed,
                     progress=context.progress,
                 )
@@ -148,7 +147,7 @@ class ProfileTask(Task[Profiled]):
             return None, str(error)
         if cached_at is not None:
             stored.store_evidence(cached_at, evidence)
-        return evidence, None
+        return stored.with_latencies(evidence, profile.units, table), None
 
 
 class Evaluated(schemas.Record):

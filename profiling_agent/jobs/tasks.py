@@ -239,7 +239,7 @@ class PruneTask(Task[schemas.PrunedModel]):
         read_batches = partial(iter_batches, context.images("calibration"), batch_size=self.batch_size)
         images, _ = next(read_batches(batch_size=NUM_GATE_IMAGES))
         keep = {name: list(indices) for name, indices in self.keep.items()}
-        pruned = prune_model(dense, self.cuts, spec=spec, seed=self.seed, images=images, keep=keep or None)
+        pruned = prune_model(dense, self.cuts, spec=spec, images=images, keep=keep or None)
         model, effect = pruned.model, dict[str, Any]()
         if self.compensate:
             with quick_products():
@@ -290,21 +290,16 @@ class RecoverTask(Task[schemas.RecoveredModel]):
     def run(self, context: JobContext) -> schemas.RecoveredModel:
         """Recover, judged on the images that compensation wasn't fitted to; save what was recovered."""
         from profiling_agent.lib.inference import quick_products
-        from profiling_agent.lib.modules import device_of
         from profiling_agent.pruning.compensation import Calibration, recover
 
         dense, pruned = (context.load(ref, self.device) for ref in (self.baseline, self.model))
-        calibration = Calibration(
-            batches=partial(iter_batches, context.images("calibration"), batch_size=self.batch_size),
-            device=device_of(dense),
-            dtype=next(dense.parameters()).dtype,
-        )
+        read_batches = partial(iter_batches, context.images("calibration"), batch_size=self.batch_size)
         with quick_products():
             recovered = recover(
                 dense,
                 pruned,
                 shuffled_batches(context.images("recovery"), batch_size=self.batch_size, seed=self.seed),
-                calibration.judged,
+                Calibration(dense, read_batches).judged,
                 epochs=self.epochs,
                 progress=context.progress,
             )

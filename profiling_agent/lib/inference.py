@@ -1,4 +1,4 @@
-"""Faster inference on the CPU: float32 products by oneDNN, and convolutions with channels last.
+"""Faster inference on the CPU: float32 products by oneDNN, convolutions with channels last.
 
 Torch multiplies float32 matrices by MKL, which is slow on processors other than Intel's: for the layers of a ViT-B/16
 on two cores of an AMD EPYC, MKL reaches 98 GMAC/s and oneDNN, which torch includes, 210. Convolutions use oneDNN
@@ -97,13 +97,10 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 class Folded(nn.Module):
-    """The replacement of a fused batch norm: an identity with the attributes of a norm of mean 0 and variance 1.
+    """The replacement of a fused batch norm: an identity with its plain attributes.
 
     timm's norms contain an activation, which stays.
     """
-
-    num_features: int
-    affine: bool
 
     def __init__(self, norm: nn.Module) -> None:
         """Copy the plain attributes of `norm`, and its modules other than identities."""
@@ -114,26 +111,6 @@ class Folded(nn.Module):
         active = (module for module in norm.children() if not isinstance(module, nn.Identity))
         for number, module in enumerate(active):
             self.add_module(str(number), module)
-
-    @property
-    def running_mean(self) -> Tensor:
-        """Return zeros."""
-        return torch.zeros(self.num_features)
-
-    @property
-    def running_var(self) -> Tensor:
-        """Return ones."""
-        return torch.ones(self.num_features)
-
-    @property
-    def weight(self) -> Tensor | None:
-        """Return ones, or None if the norm had no weight."""
-        return self.running_var if self.affine else None
-
-    @property
-    def bias(self) -> Tensor | None:
-        """Return zeros, or None if the norm had no bias."""
-        return self.running_mean if self.affine else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x`, after the activation if there is one."""

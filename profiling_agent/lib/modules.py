@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -173,14 +173,6 @@ def has_bias(layer: nn.Module) -> bool:
     return "bias" in dict(layer.named_parameters(recurse=False))
 
 
-def border_of(layer: nn.Conv2d) -> tuple[int, int, int, int]:
+def border_of(layer: nn.Conv2d) -> Sequence[int]:
     """Return the pixels that `layer` pads at the left, right, top and bottom, as `functional.pad` takes them."""
-    if layer.padding == "same":
-        # Like torch: if the sides differ, the last has one pixel more.
-        height, width = (step * (size - 1) for size, step in zip(layer.kernel_size, layer.dilation, strict=True))
-        return width // 2, width - width // 2, height // 2, height - height // 2
-    padding: Any = 0 if layer.padding == "valid" else layer.padding
-    # Like torch, accept one number for both sides, bare or in a list.
-    sides = (padding,) if isinstance(padding, int) else tuple(padding)
-    top, left = sides * (2 // len(sides))
-    return left, left, top, top
+    return layer._reversed_padding_repeated_twice  # pyright: ignore[reportPrivateUsage]

@@ -2,9 +2,8 @@
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -23,24 +22,23 @@ def in_order(model: nn.Module, names: Collection[str], images: Tensor) -> list[s
     return list(reached)
 
 
-def _given(output: Any, *_args: Any, **_kwargs: Any) -> Any:
-    return output
-
-
 @contextmanager
 def _replaying(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
     """Make modules return the given outputs instead of computing them."""
+
+    def constant(output: Any) -> Callable[..., Any]:
+        return lambda *_args, **_kwargs: output
+
     attributes = {name: vars(model.get_submodule(name)) for name in outputs}
-    originals = {name: attributes[name]["forward"] for name in outputs if "forward" in attributes[name]}
+    originals = {name: each["forward"] for name, each in attributes.items() if "forward" in each}
     try:
         for name, output in outputs.items():
-            attributes[name]["forward"] = partial(_given, output)
+            attributes[name]["forward"] = constant(output)
         yield
     finally:
-        for name in outputs:
-            del attributes[name]["forward"]
-        for name, forward in originals.items():
-            attributes[name]["forward"] = forward
+        for name, each in attributes.items():
+            del each["forward"]
+            each.update({"forward": originals[name]} if name in originals else {})
 
 
 class _LayerReachedError(Exception):
@@ -75,21 +73,13 @@ class Walk:
     mode and gradients off.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[str],
-        image: Tensor,
-        *,
-        max_bytes: int | None = None,
-        drops_unread: bool = False,
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[str], image: Tensor, *, drops_unread: bool = False) -> None:
         """Find with one `image` (1, c, h, w) which outputs to cache before each layer.
 
         `drops_unread` saves memory with many batches: outputs that no later layer reads are found by replacing each
         with NaN, in one more pass of the image for each module.
         """
-        self._max_bytes = min(MAX_CACHE_BYTES, available_bytes() // CACHE_DIVISOR) if max_bytes is None else max_bytes
+        self.max_bytes = min(MAX_CACHE_BYTES, available_bytes() // CACHE_DIVISOR)
         self._model, self._cache, self.num_bytes = model, dict[int, dict[str, Any]](), 0
         outputs, ended = _outputs_before(model, layers, image)
         # By layer, the modules that ended before it, and whether their outputs are read after it: if not, the logits
@@ -124,16 +114,13 @@ class Walk:
             # The model computes nan itself, or reads an output that it did not read for the one image.
             return run_to_layer(self._model, layer, images)
         entry = {name: outputs[name] if read else _nan_like(outputs[name]) for name, read in is_read.items()}
-        if self.num_bytes + _num_bytes(entry) <= self._max_bytes:
+        if self.num_bytes + _num_bytes(entry) <= self.max_bytes:
             self._cache[number] = entry
             self.num_bytes += _num_bytes(entry)
         return result
 
     def logits_from_here(self, number: int, images: Tensor, overrides: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the logits of a batch from the layer that it reached last, with the tensors `overrides` in place of the model's.
-
-        They, and modules that replaced the model's, must be that layer's or later ones'.
-        """
+        """Return a batch's logits from the layer that it reached last, with tensors `overrides` of that or later layers."""
         with _replaying(self._model, self._cache.get(number, {})):
             return torch.func.functional_call(self._model, dict(overrides or {}), (), {"pixel_values": images}).logits
 
@@ -146,8 +133,7 @@ def _outputs_before(
     They are called once, and nothing changes their outputs in place later.
     """
     clock, began, ended, num_calls = count(), dict[str, int](), dict[str, int](), Counter[str]()
-    outputs: dict[str, Any] = {}
-    versions: dict[str, list[int]] = {}
+    outputs, versions = dict[str, Any](), dict[str, list[int]]()
 
     def begin(name: str, _inputs: Any) -> None:
         began.setdefault(name, next(clock))
@@ -164,8 +150,7 @@ def _outputs_before(
     before: dict[str, list[str]] = {}
     for layer in layers:
         names = {name for name in ended if num_calls[name] == 1 and ended[name] < began[layer]}
-        outermost = [name for name in began if name in names and names.isdisjoint(parents[name])]
-        before[layer] = [name for name in outermost if name in lasting]
+        before[layer] = [name for name in began if name in names & lasting and names.isdisjoint(parents[name])]
     return outputs, before
 
 

@@ -11,81 +11,66 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
+from scipy.linalg import LinAlgError
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError
 from profiling_agent.lib import io
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.machine import available_bytes
-from profiling_agent.lib.modules import device_of, following_norms, has_bias, mean_kl, preserving_state
+from profiling_agent.lib.modules import following_norms, has_bias, mean_kl, preserving_state
 from profiling_agent.lib.replay import Walk, in_order
 from profiling_agent.profiling.profile import LatencyTable, spread_evenly
-from profiling_agent.pruning import compensation
-from profiling_agent.pruning.criteria import Elimination, UnitMoments, best_for, gather_moments, order_with_kl
+from profiling_agent.pruning.compensation import MIN_IMAGES, Calibration, columns_of, divide_, regrouped
+from profiling_agent.pruning.criteria import (
+    Elimination,
+    UnitMoments,
+    damp_,
+    gather_moments,
+    matrix_of,
+    order_channels,
+)
 from profiling_agent.pruning.prune import masked_parameters
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Cut, Evidence, Unit, UnitEvidence, WidthOption
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoldedUnit:
-    """A unit's folded readers: the kept `columns` of its consumer's matrix, their `weight`, and the `shift` of its bias."""
-
-    columns: list[int]
-    weight: Tensor
-    shift: Tensor
-    masks: Mapping[str, Tensor]
-
-
-def fold(model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int], *, shifts: bool) -> FoldedUnit:
-    """Return the ridge regression of the consumer's inputs on the kept columns: W' = W_K + W_P C_PK (C_KK + ridge m I)^-1.
-
-    `shifts` means that the outputs' means can be restored; otherwise C isn't centred (ThiNet, 2017; He et al., 2017).
-    """
-    layer = model.get_submodule(unit.consumer)
-    weight = compensation.matrix_of(layer).double()
-    second_moment = moments.covariance.double() if shifts else moments.gram
-    columns = compensation.columns_of(unit, layer, kept)
-    is_cut = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
-    is_cut[columns] = False
-    mean_square = second_moment.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
-    damped = compensation.damp_(second_moment[columns][:, columns], mean_square)
-    coefficients = compensation.divide_(second_moment[is_cut][:, columns], damped)
-    folded = weight[:, columns] + weight[:, is_cut] @ coefficients
-    mean = moments.mean.double()
-    shift = weight @ mean - folded @ mean[columns]
-    masked = masked_parameters(model, unit, kept)
-    return FoldedUnit(
-        columns=columns,
-        weight=folded.float(),
-        shift=(shift if shifts else torch.zeros_like(shift)).float(),
-        masks={name: tensor for name, tensor in masked.items() if name != f"{unit.consumer}.weight"},
-    )
-
-
-def simulated_cut_state(model: nn.Module, unit: Unit, folded: FoldedUnit, norm: str | None) -> dict[str, Tensor]:
+def fold(
+    model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int], norm: str | None
+) -> dict[str, Tensor]:
     """Return, by name, parameters and buffers that simulate the compensated cut at full width.
 
-    `norm` is the batch norm that reads the consumer's outputs: it takes the shift if the consumer has no bias.
+    The consumer's weight is the ridge regression on the kept columns: W' = W_K + W_P C_PK (C_KK + ridge m I)^-1, zero
+    elsewhere (ThiNet, 2017; He et al., 2017). Its bias takes the shift of the means, or else `norm`, the batch norm that
+    reads its outputs; with neither C isn't centred.
     """
     layer = model.get_submodule(unit.consumer)
-    weight = layer.get_parameter("weight")
-    matrix = torch.zeros_like(compensation.matrix_of(layer))
-    matrix[:, folded.columns] = folded.weight
-    tensors = {**folded.masks, f"{unit.consumer}.weight": matrix.reshape(weight.shape).to(weight.dtype)}
+    weight, matrix, mean = layer.get_parameter("weight"), matrix_of(layer).double(), moments.mean.double()
+    is_centred = norm is not None or has_bias(layer)
+    second_moment = moments.covariance.double() if is_centred else moments.gram
+    columns = columns_of(unit, layer, kept)
+    is_cut = torch.ones(matrix.shape[1], dtype=torch.bool, device=matrix.device)
+    is_cut[columns] = False
+    mean_square = second_moment.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    damped = damp_(second_moment[columns][:, columns], mean_square)
+    coefficients = divide_(second_moment[is_cut][:, columns], damped)
+    folded = matrix[:, columns] + matrix[:, is_cut] @ coefficients
+    shift = matrix @ mean - folded @ mean[columns]
+    overlay = torch.zeros_like(matrix, dtype=torch.float32)
+    overlay[:, columns] = folded.float()
+    tensors = masked_parameters(model, unit, kept)
+    tensors[f"{unit.consumer}.weight"] = overlay.reshape(weight.shape).to(weight.dtype)
     if has_bias(layer):
         bias = layer.get_parameter("bias").detach()
-        tensors[f"{unit.consumer}.bias"] = bias + folded.shift.to(bias.dtype)
+        tensors[f"{unit.consumer}.bias"] = bias + shift.to(torch.float32).to(bias.dtype)
     elif norm is not None:
-        mean = model.get_submodule(norm).get_buffer("running_mean")
-        tensors[f"{norm}.running_mean"] = mean - folded.shift.to(mean.dtype)
+        running_mean = model.get_submodule(norm).get_buffer("running_mean")
+        tensors[f"{norm}.running_mean"] = running_mean - shift.to(torch.float32).to(running_mean.dtype)
     return tensors
 
 
@@ -102,30 +87,27 @@ def measure_sensitivity(
     units: Sequence[Unit],
     batches: Callable[[], Iterable[tuple[Tensor, Tensor]]],
     *,
-    criterion: str = "auto",
-    table: LatencyTable | None = None,
+    orders: Mapping[str, Sequence[int]] | None = None,
     seed: int = 0,
     progress: Progress = silent,
 ) -> Evidence:
     """Return the evidence on every unit at every aligned width; `model` is unchanged.
 
     `batches` begins a pass over the calibration images: (pixel_values (b, c, h, w), labels), labels unused. Three quarters are
-    used for fitting; 8 to 16 images of the rest for measuring, fewer if there are many units. `criterion` orders the channels:
-    one of CRITERIA, or "auto" for the one that suits each kind of unit. `table` has the units' times, if known.
+    used for fitting; 8 to 16 images of the rest for measuring, fewer if there are many units. `orders` has channels by unit
+    name, the first to remove first, by default those of `order_channels`.
 
     Raises:
-        PruningError: there are fewer than 128 different images, or the model, cut or unpruned, can't be measured on them.
+        PruningError: there are fewer than 128 images, or the model, cut or unpruned, can't be measured on them.
     """
     started = time.perf_counter()
-    weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    calibration = compensation.Calibration(batches=batches, device=device_of(model), dtype=weight.dtype)
-    orders, folds = dict[str, Elimination](), dict[str, dict[int, FoldedUnit]]()
+    calibration = Calibration(model, batches)
+    eliminations, folds = dict[str, Elimination](), dict[str, dict[int, dict[str, Tensor]]]()
     with preserving_state(model), torch.no_grad():
         model.eval()
-        min_images = compensation.MIN_IMAGES
-        if (count := calibration.count_different(min_images)) < min_images:
+        if (count := calibration.count()) < MIN_IMAGES:
             raise PruningError(
-                f"{count} different calibration images are too few to measure sensitivity: at least {min_images} are needed"
+                f"{count} calibration images are too few to measure sensitivity: at least {MIN_IMAGES} are needed"
             )
         progress("weighing channels", 0, 3)
         judged = torch.cat(list(calibration.judged()))
@@ -133,7 +115,7 @@ def measure_sensitivity(
         if not bool(torch.isfinite(model(pixel_values=judged[:BATCH]).logits).all()):
             raise PruningError("the model answers calibration images with logits that aren't finite: check its weights")
         max_batch = min(MAX_PIXELS, available_bytes() // GRADIENT_SHARE // BYTES_PER_PIXEL) // judged[0, 0].numel()
-        fitted = compensation.regrouped(calibration.fitted(), max(1, min(BATCH, max_batch)), rest=True)
+        fitted = regrouped(calibration.fitted(), max(1, min(BATCH, max_batch)))
         norms = following_norms(model, [unit.consumer for unit in units], judged[:1])
         try:
             moments = gather_moments(model, units, fitted, seed=seed) if units else {}
@@ -141,14 +123,15 @@ def measure_sensitivity(
                 progress("ordering channels", index, len(units))
                 # A Gram matrix is as large as its layer, and not needed again.
                 of_unit = moments.pop(unit.name)
-                by = best_for(unit.kind) if criterion == "auto" else criterion
-                order = orders[unit.name] = order_with_kl(model, unit, of_unit, by, seed=seed)
-                shifts = unit.consumer in norms or has_bias(model.get_submodule(unit.consumer))
+                elimination = order_channels(model, unit, of_unit, orders[unit.name] if orders else None)
+                eliminations[unit.name] = elimination
                 folds[unit.name] = {
-                    keep: fold(model, unit, of_unit, sorted(order.order[unit.width - keep :]), shifts=shifts)
+                    keep: fold(
+                        model, unit, of_unit, sorted(elimination.order[unit.width - keep :]), norms.get(unit.consumer)
+                    )
                     for keep in spread_evenly(aligned_widths(unit.width, unit.step)[::-1], NUM_MEASURED)
                 }
-        except compensation.SingularError as error:
+        except (LinAlgError, torch.linalg.LinAlgError) as error:  # pyright: ignore[reportPrivateImportUsage]
             raise PruningError(
                 f"what layers read varies too little next to its mean to be measured: {error}"
             ) from error
@@ -166,17 +149,15 @@ def measure_sensitivity(
         for index, unit in enumerate(sorted(units, key=lambda unit: reached.index(begins[unit.name]))):
             walk.reach(begins[unit.name], 0, judged)
             measured: dict[int, float] = {}
-            for keep, folded in folds[unit.name].items():
-                tensors = simulated_cut_state(model, unit, folded, norms.get(unit.consumer))
+            for keep, tensors in folds[unit.name].items():
                 kl = measured[keep] = mean_kl(expected, walk.logits_from_here(0, judged, tensors))
                 if not math.isfinite(kl):
                     raise PruningError(f"the KL of the model with {unit.name!r} cut is {kl!r}: check its weights")
-            rows[unit.name] = _unit_evidence(unit, orders[unit.name], measured)
+            rows[unit.name] = _unit_evidence(unit, eliminations[unit.name], measured)
             progress("measuring sensitivity", index + 1, len(units))
     seconds = time.perf_counter() - started
     in_model_order = tuple(rows[unit.name] for unit in units)
-    evidence = Evidence(units=in_model_order, num_images=num_images, num_judged=len(judged), seconds=seconds)
-    return evidence if table is None else with_latencies(evidence, units, table)
+    return Evidence(units=in_model_order, num_images=num_images, num_judged=len(judged), seconds=seconds)
 
 
 def _unit_evidence(unit: Unit, order: Elimination, measured: Mapping[int, float]) -> UnitEvidence:
@@ -243,12 +224,9 @@ def read_evidence(path: Path) -> Evidence | None:
 
 
 def store_evidence(path: Path, evidence: Evidence) -> None:
-    """Store evidence for later runs, which add their own times, and delete the oldest files; write errors are ignored."""
+    """Store evidence for later runs, and delete the oldest files; write errors are ignored."""
     with suppress(OSError):
         io.make_folders(path.parent)
         io.write_text(path, evidence.model_dump_json())
-    # If another process holds the lock, that one deletes them.
-    with suppress(OSError, Timeout), FileLock(path.parent / "evidence.lock", timeout=0):
-        io.remove_partial_files(path.parent, path.name)
         for oldest in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-MAX_FILES]:
             oldest.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
 """Profile of a model: parameters and multiply-accumulates counted; each layer, operator, and unit at each width timed."""
 
+import copy
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,14 +34,19 @@ def profile_operators(
 ) -> tuple[tuple[OperatorProfile, ...], float | None]:
     """Return the operators of a pass by input shape, most own time first, and the pass's kernel time on CUDA in ms.
 
-    Times come from `passes` passes without stacks, which would slow them; a pass with stacks gives the chrome trace at
-    `trace_path`, gzipped if it ends in .gz, and if `passes` is 1 the times too. Memory is what an operator allocates minus what
-    it frees. A CUDA batch adds CUDA times.
+    Numbers are means over `passes`, whose chrome trace goes to `trace_path`, gzipped if it ends in .gz. Memory is what an
+    operator allocates minus what it frees. A CUDA batch adds CUDA times.
     """
-    with_stacks = _run_profiler(model, batch, passes=1, with_stack=True)
-    timed = with_stacks if passes == 1 else _run_profiler(model, batch, passes=passes, with_stack=False)
+    # Otherwise the profiler's tracer prints two lines a session to the user's terminal.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if batch.is_cuda else [])]
+    with torch.inference_mode(), profile(activities=activities, record_shapes=True, profile_memory=True) as timed:
+        for _ in range(passes):
+            model(pixel_values=batch)
+        if batch.is_cuda:
+            torch.cuda.synchronize(batch.device)
     if trace_path is not None:
-        with_stacks.export_chrome_trace(str(trace_path))
+        timed.export_chrome_trace(str(trace_path))
     on_cuda, rows = batch.is_cuda, list[OperatorProfile]()
     for event in timed.key_averages(group_by_input_shape=True):
         # Only torch's operators (`aten::linear`), no Python frames, CUDA calls or kernels.
@@ -60,21 +65,6 @@ def profile_operators(
     # The operators' own times may be larger: torch counts a kernel again with each of the profiler's own overheads.
     kernels = [e for e in timed.events() or () if e.device_type.name != "CPU" and not e.is_user_annotation]
     return tuple(rows), sum(kernel.time_range.elapsed_us() for kernel in kernels) / 1e3 / passes or None
-
-
-def _run_profiler(model: nn.Module, batch: Tensor, *, passes: int, with_stack: bool) -> profile:
-    # Otherwise the profiler's tracer prints two lines a session to the user's terminal.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if batch.is_cuda else [])]
-    with (
-        torch.inference_mode(),
-        profile(activities=activities, record_shapes=True, profile_memory=True, with_stack=with_stack) as session,
-    ):
-        for _ in range(passes):
-            model(pixel_values=batch)
-        if batch.is_cuda:
-            torch.cuda.synchronize(batch.device)
-    return session
 
 
 # Time limits in ms for the passes with layer hooks and for those under the profiler, and the most passes that improve them.
@@ -335,15 +325,15 @@ def _calls(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device)
     for layer, full_shape, has_rows, has_columns in parts:
         axis, shape = 1 if isinstance(layer, nn.Conv2d) else -1, list(full_shape)
         shape[axis] = round(shape[axis] * share) if has_columns else shape[axis]
-        rows = round(len(layer.weight) * share) if has_rows else len(layer.weight)
-        resized: nn.Module
-        if isinstance(layer, nn.Linear):
-            resized = nn.Linear(shape[axis], rows, bias=has_bias(layer))
-        else:
-            groups = round(layer.groups * share) if layer.groups > 1 and has_columns else layer.groups
-            geometry: dict[str, Any] = {name: getattr(layer, name) for name in ("stride", "padding", "dilation")}
-            kernel: Any = layer.kernel_size
-            resized = nn.Conv2d(shape[axis], rows, kernel, groups=groups, bias=has_bias(layer), **geometry)
+        weight, resized = layer.weight.detach(), copy.deepcopy(layer)
+        weight = weight[: round(len(weight) * share)] if has_rows else weight
+        if isinstance(resized, nn.Conv2d) and resized.groups > 1:
+            resized.groups = round(resized.groups * share) if has_columns else resized.groups
+        elif has_columns:
+            weight = weight[:, : shape[axis]]
+        resized.weight = nn.Parameter(weight.contiguous())
+        if has_bias(layer):
+            resized.bias = nn.Parameter(torch.zeros(len(weight)))
         resized, inputs = resized.to(**kind), torch.randn(shape, **kind)
         if on_gpu and len(shape) == 4:
             # The layout of deployed convolutions on CUDA.
@@ -375,8 +365,7 @@ def _time_calls(calls: Sequence[Callable[[], Any]]) -> tuple[float, float]:
 def _gpu_clock(calls: Sequence[Callable[[], Any]]) -> Callable[[], tuple[float, float]]:
     """Return a function that returns the calls' milliseconds by events, from a CUDA graph that repeats them 20 times.
 
-    Launched one by one, small layers take as long at every width; deployed graphs have no such overhead either. Calls that
-    can't be captured are enqueued without waiting.
+    Launched one by one, small layers take as long at every width; deployed graphs have no such overhead either.
     """
     current, side, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -392,20 +381,12 @@ def _gpu_clock(calls: Sequence[Callable[[], Any]]) -> Callable[[], tuple[float, 
         for call in [*calls] * 3:
             call()
     current.wait_stream(side)
-    replay = graph.replay
-    try:
-        with torch.cuda.graph(graph):
-            enqueue()
-    except RuntimeError as error:
-        # A failed capture leaves its stream current.
-        torch.cuda.set_stream(current)
-        torch.cuda.synchronize()
-        warnings.warn(f"layers are timed without a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
-        replay = enqueue
+    with torch.cuda.graph(graph):
+        enqueue()
 
     def clock(_keep_alive: Callable[[], None] = enqueue) -> tuple[float, float]:
         begin.record()
-        replay()
+        graph.replay()
         end.record()
         end.synchronize()
         # The GPU's work needs no core of this machine; events may be too coarse for it.

@@ -5,7 +5,6 @@ Both are checked on images that they aren't fitted to, and undone where they don
 
 import contextlib
 import copy
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 from profiling_agent.errors import PruningError
 from profiling_agent.lib import modules
 from profiling_agent.lib.logs import Progress, silent
-from profiling_agent.lib.modules import has_bias, mean_kl, preserving_state
+from profiling_agent.lib.modules import device_of, has_bias, mean_kl, preserving_state
 from profiling_agent.lib.replay import Walk, in_order
-from profiling_agent.pruning.criteria import RIDGE, SingularError, damp_, features, matrix_of, outputs_of, second_moment
+from profiling_agent.pruning.criteria import damp_, features, matrix_of, outputs_of, second_moment
 from profiling_agent.schemas import Cut, Unit
 
 
@@ -33,15 +32,11 @@ def divide_(rows: Tensor, gram: Tensor) -> Tensor:
     """Return rows gram^-1 for a symmetric float64 `gram`, overwriting both: torch would need three more copies.
 
     Raises:
-        SingularError: `gram` isn't positive definite.
+        LinAlgError: `gram` isn't positive definite.
     """
-    gram_array, row_array = gram.cpu().numpy(), rows.cpu().numpy()
-    try:
-        # LAPACK is column-major; the transpose of a symmetric matrix is itself.
-        factor = cho_factor(gram_array.T, overwrite_a=True, check_finite=False)
-    except LinAlgError as error:
-        raise SingularError(str(error)) from error
-    return torch.from_numpy(cho_solve(factor, row_array.T, overwrite_b=True, check_finite=False).T).to(rows)
+    # LAPACK is column-major; the transpose of a symmetric matrix is itself.
+    factor = cho_factor(gram.cpu().numpy().T, overwrite_a=True, check_finite=False)
+    return torch.from_numpy(cho_solve(factor, rows.cpu().numpy().T, overwrite_b=True, check_finite=False).T).to(rows)
 
 
 # Blocks of neighbours, so that both parts hold all classes whether images are sorted by class or interleaved.
@@ -50,21 +45,20 @@ BLOCK, BLOCKS_PER_JUDGED = 8, 4
 MIN_IMAGES = 128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Calibration:
-    """Batches of (pixel_values (b, c, h, w), labels), read again on each pass; labels are unused.
+    """Images for `model`, moved to its device and dtype.
 
-    Images are moved to `device` and `dtype`, those of the models.
+    `batches` begins a pass over them: (pixel_values (b, c, h, w), labels), labels unused.
     """
 
+    model: nn.Module
     batches: Callable[[], Iterable[tuple[Tensor, Tensor]]]
-    device: torch.device
-    dtype: torch.dtype
 
     def every(self) -> Iterator[Tensor]:
         """Yield all images, (b, c, h, w)."""
         for pixel_values, _ in self.batches():
-            yield pixel_values.to(self.device, self.dtype)
+            yield pixel_values.to(modules.device_of(self.model), modules.floating_dtype(self.model))
 
     def fitted(self) -> Iterator[Tensor]:
         """Yield the three quarters that compensation is fitted to."""
@@ -77,24 +71,24 @@ class Calibration:
     def _part(self, *, is_judged: bool) -> Iterator[Tensor]:
         start = 0
         for images in self.every():
-            blocks = torch.arange(start, start + len(images), device=self.device) // BLOCK
+            blocks = torch.arange(start, start + len(images), device=images.device) // BLOCK
             start += len(images)
             part = images[(blocks % BLOCKS_PER_JUDGED == BLOCKS_PER_JUDGED - 1) == is_judged]
             if len(part):
                 yield part
 
-    def count_different(self, enough: int) -> int:
-        """Return the number of different images, at most `enough`; reading stops there."""
-        digests: set[bytes] = set()
+    def count(self) -> int:
+        """Return the number of images, at most MIN_IMAGES; reading stops there."""
+        num_images = 0
         for pixel_values, _ in self.batches():
-            digests |= {hashlib.blake2b(image.cpu().numpy().tobytes()).digest() for image in pixel_values}
-            if len(digests) >= enough:
-                return enough
-        return len(digests)
+            num_images += len(pixel_values)
+            if num_images >= MIN_IMAGES:
+                break
+        return min(num_images, MIN_IMAGES)
 
 
-def regrouped(batches: Iterable[Tensor], size: int, *, rest: bool = False) -> Iterator[Tensor]:
-    """Yield the same images in batches of exactly `size`; an incomplete last batch is yielded only if `rest`."""
+def regrouped(batches: Iterable[Tensor], size: int) -> Iterator[Tensor]:
+    """Yield the same images in batches of `size`, the last one possibly smaller."""
     pending: list[Tensor] = []
     for images in batches:
         pending.append(images)
@@ -102,7 +96,7 @@ def regrouped(batches: Iterable[Tensor], size: int, *, rest: bool = False) -> It
             *full, last = torch.cat(pending).split(size)
             pending = [last] if len(last) < size else []
             yield from full if pending else (*full, last)
-    if rest and pending:
+    if pending:
         yield torch.cat(pending)
 
 
@@ -147,14 +141,13 @@ def paired_moments(
     return PairedMoments(read_mean=read_mean + origins[0], given_mean=given_mean + origins[1], cross=cross, gram=gram)
 
 
-def fit_(moments: PairedMoments, start: Tensor, *, centred: bool, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
+def fit_(moments: PairedMoments, start: Tensor, *, centred: bool) -> tuple[Tensor, Tensor]:
     """Return (W, b) that predict the dense outputs y from the pruned consumer's inputs z, near the weight `start`.
 
     W = start + (E[y z'] - start E[z z']) (E[z z'] + ridge m I)^-1 and b = E[y] - W E[z], m the mean of E[z z']'s
     diagonal. Moments are about the means if `centred`; otherwise about zero, and b is zero. `start` (outputs, columns),
-    float64, is the dense weight of the kept columns, so that an infinite ridge changes nothing. If z is the dense
-    activations x_K, W is W_K + W_P C_PK (C_KK + ridge m I)^-1 (ThiNet, 2017; He et al., 2017). If no column varies, W
-    is `start`.
+    float64, is the dense weight of the kept columns: W itself if no column varies. If z is the dense activations x_K, W
+    is W_K + W_P C_PK (C_KK + ridge m I)^-1 (ThiNet, 2017; He et al., 2017).
 
     The second moments are overwritten: those of a wide convolution are as large as the model.
     """
@@ -166,8 +159,8 @@ def fit_(moments: PairedMoments, start: Tensor, *, centred: bool, ridge: float =
     if mean_variance > ROUNDING * moments.read_mean.square().mean():
         residual = cross.sub_(start @ gram)
         # Without an inverse `start` is the best known weight.
-        with contextlib.suppress(SingularError):
-            weight = start + divide_(residual, damp_(gram, mean_variance, ridge))
+        with contextlib.suppress(LinAlgError):
+            weight = start + divide_(residual, damp_(gram, mean_variance))
     shift = moments.given_mean - weight @ moments.read_mean
     return weight, shift if centred else torch.zeros_like(shift)
 
@@ -200,12 +193,8 @@ def compensate_units_(
     pruned_walk = dense_walk.through(pruned)
     for number, name in enumerate(order):
         progress("compensating", number, len(consumers))
-        dense, layer, unit, norm = (
-            baseline.get_submodule(name),
-            pruned.get_submodule(name),
-            consumers[name],
-            norms.get(name),
-        )
+        dense, layer = baseline.get_submodule(name), pruned.get_submodule(name)
+        unit, norm = consumers[name], norms.get(name)
         matrix = matrix_of(dense).double()
         rows = cut_rows.get(name, range(len(matrix)))
         start = matrix[list(rows)][:, columns_of(unit, dense, keep[unit.name])]
@@ -255,7 +244,7 @@ def compensate(
 
     `batches` begins a pass over the calibration images: (pixel_values, labels), labels unused. Steps are fitted to
     three quarters of them, and each is kept only if it lowers the mean KL(unpruned || pruned) of the other quarter.
-    With fewer than 128 different images none is tried, and the KL is that of all images. `expected` are the unpruned
+    With fewer than 128 images none is tried, and the KL is that of all images. `expected` are the unpruned
     model's logits on that quarter, if known, (images, classes).
 
     Example:
@@ -277,23 +266,19 @@ def compensate(
     Raises:
         PruningError: there is no image, or a model returns logits that aren't finite.
     """
-    weight = next(parameter for parameter in baseline.parameters() if parameter.is_floating_point())
-    calibration = Calibration(batches=batches, device=modules.device_of(baseline), dtype=weight.dtype)
-    with preserving_state(baseline), preserving_state(pruned), torch.no_grad():
+    calibration, model = Calibration(baseline, batches), copy.deepcopy(pruned)
+    with preserving_state(baseline), preserving_state(model), torch.no_grad():
         baseline.eval()
-        pruned.eval()
-        num_different = calibration.count_different(MIN_IMAGES)
-        if num_different < MIN_IMAGES:
-            kl = mean_kl(_logits(baseline, calibration.every()), _logits(pruned, calibration.every()))
-            note = f"not compensated: {num_different} different calibration images, at least {MIN_IMAGES} are needed"
-            return Compensated(model=pruned, kl_before=_check_finite(kl), kl_after=kl, note=note)
-        expected = _logits(baseline, calibration.judged()) if expected is None else expected.to(calibration.device)
-        before = kl = _check_finite(mean_kl(expected, _logits(pruned, calibration.judged())))
-        # Steps are taken on one copy, and undone if they don't help; a copy per step would hold one more model in
-        # memory.
-        model, helpful = copy.deepcopy(pruned), list[str]()
+        model.eval()
+        if (num_images := calibration.count()) < MIN_IMAGES:
+            kl = _check_finite(mean_kl(_logits(baseline, calibration.every()), _logits(model, calibration.every())))
+            note = f"not compensated: {num_images} calibration images, at least {MIN_IMAGES} are needed"
+            return Compensated(model=pruned, kl_before=kl, kl_after=kl, note=note)
+        expected = _logits(baseline, calibration.judged()) if expected is None else expected.to(device_of(model))
+        before = kl = _check_finite(mean_kl(expected, _logits(model, calibration.judged())))
+        helpful = list[str]()
         # Batch norms have to see the fitted weights.
-        for step in (LEAST_SQUARES, *([BATCH_NORM] if modules.batch_norms(pruned) else [])):
+        for step in (LEAST_SQUARES, *([BATCH_NORM] if modules.batch_norms(model) else [])):
             if helpful and kl <= NEGLIGIBLE_KL:
                 break
             consumers = [model.get_submodule(cut.unit.consumer) for cut in cuts if step == LEAST_SQUARES]
@@ -309,16 +294,15 @@ def compensate(
                 kl = step_kl
                 helpful.append(step)
                 continue
+            # Undone in place: a copy per step would hold one more model in memory.
             for tensor, original in zip(changed, saved, strict=True):
                 tensor.copy_(original)
-    _copy_modes_(pruned, model)
     return Compensated(model=model if helpful else pruned, kl_before=before, kl_after=kl, steps=tuple(helpful))
 
 
 def _logits(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
-    weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     with torch.no_grad():
-        logits = [model(pixel_values=images.to(weight.device, weight.dtype)).logits for images in batches]
+        logits = [model(pixel_values=images).logits for images in batches]
     if not logits:
         raise PruningError("there are 0 calibration images: raise num_samples")
     return torch.cat(logits)
@@ -328,11 +312,6 @@ def _check_finite(kl: float) -> float:
     if not math.isfinite(kl):
         raise PruningError(f"the KL of the pruned model to the unpruned one is {kl!r} on calibration images; cut less")
     return kl
-
-
-def _copy_modes_(source: nn.Module, model: nn.Module) -> None:
-    for original, module in zip(source.modules(), model.modules(), strict=True):
-        module.training = original.training
 
 
 def reestimate_(model: nn.Module, batches: Iterable[Tensor]) -> None:
@@ -346,7 +325,8 @@ def reestimate_(model: nn.Module, batches: Iterable[Tensor]) -> None:
             # Momentum None means the cumulative average.
             norm.train().momentum = None
         for images in regrouped(batches, NORM_BATCH):
-            model(pixel_values=images)
+            if len(images) == NORM_BATCH:
+                model(pixel_values=images)
 
 
 # The shared ViT, cut by 57% and compensated to a KL of 0.20, gets to 0.14, 0.11 and 0.09 in 3 epochs of 1,000 images at
@@ -394,11 +374,12 @@ def recover(
     Raises:
         PruningError: there are no images, no parameter is trainable, or a model returns logits that aren't finite.
     """
-    with preserving_state(dense), preserving_state(pruned):
+    student = copy.deepcopy(pruned)
+    if not (trainable := [parameter for parameter in student.parameters() if parameter.requires_grad]):
+        raise PruningError("no parameter of the pruned model requires gradients; there is nothing to train")
+    with preserving_state(dense), preserving_state(student):
         dense.eval()
-        student = copy.deepcopy(pruned).eval()
-        if not (trainable := [parameter for parameter in student.parameters() if parameter.requires_grad]):
-            raise PruningError("no parameter of the pruned model requires gradients; there is nothing to train")
+        student.eval()
         expected = _logits(dense, judged()) if expected is None else expected.to(trainable[0].device)
         optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
         kls = [_check_finite(mean_kl(expected, _logits(student, judged())))]
@@ -419,11 +400,10 @@ def recover(
                 stopped = f"the KL did not fall for {PATIENCE} epochs"
                 break
         progress("recovering", epochs, epochs)
-    model = student if best_weights else pruned
     for parameter, best in zip(trainable, best_weights, strict=False):
         parameter.data.copy_(best)
         parameter.grad = None
-    _copy_modes_(pruned, model)
+    model = student if best_weights else pruned
     return Recovered(model=model, epochs_run=len(kls) - 1, kl_before=kls[0], kl_after=min(kls), stopped=stopped)
 
 
@@ -441,7 +421,7 @@ def _train(
         with torch.no_grad():
             target = dense(pixel_values=pixel_values).logits
         with torch.enable_grad():
-            loss = distillation(target, student(pixel_values=pixel_values).logits)
+            loss = distillation(target, student(pixel_values=pixel_values).logits, TEMPERATURE)
             optimizer.zero_grad()
             loss.backward()
         norm = nn.utils.clip_grad_norm_(trainable, MAX_GRADIENT_NORM)
@@ -454,7 +434,7 @@ def _train(
     return True
 
 
-def distillation(target: Tensor, logits: Tensor, temperature: float = TEMPERATURE) -> Tensor:
+def distillation(target: Tensor, logits: Tensor, temperature: float) -> Tensor:
     """Return the mean KL(target || logits), both (images, classes) and divided by `temperature`, times its square.
 
     The square restores the gradient's size, which falls with it (Hinton et al., 2015, section 2).

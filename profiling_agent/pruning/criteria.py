@@ -1,10 +1,8 @@
-"""Pruning criteria: channels or heads ordered by weights, or by moments of activations and gradients."""
+"""Pruning criteria: channels or heads ordered by moments of activations and gradients, or by weights without them."""
 
 import math
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +13,11 @@ from profiling_agent.lib import modules
 from profiling_agent.lib.inference import mkl_is_slow, product
 from profiling_agent.schemas import Unit, UnitKind
 
-# Scores of a unit's channels by their rows of weights, (width, n): L1 (Li et al., 2017), L2, and chance, which any has
-# to beat.
-IMPORTANCE: Mapping[str, Callable[[Tensor, torch.Generator], Tensor]] = {
-    "l1": lambda rows, _generator: rows.abs().sum(1),
-    "l2": lambda rows, _generator: cast("Tensor", rows.norm(dim=1)),
-    "random": lambda rows, generator: torch.rand(len(rows), generator=generator),
-}
-# The last two are by the error of the outputs after compensation: outputs weighted equally, or by the loss's
-# sensitivity.
-CRITERIA = (*IMPORTANCE, "obs", "fisher_obs")
 
-
-def score(model: nn.Module, unit: Unit, importance: str, *, seed: int = 0) -> Tensor:
-    """Return one score for each channel or head of `unit`: (width,), float32.
-
-    `random` is seeded by `seed` and unit name, so a unit's order is independent of which others are cut.
-    """
-    generator = torch.Generator().manual_seed(seed + zlib.crc32(unit.name.encode()))
+def largest_weights(model: nn.Module, unit: Unit, keep: int) -> list[int]:
+    """Return the `keep` channels or heads of `unit` with the largest L2 norm of weights, ascending."""
     with torch.no_grad():
-        return IMPORTANCE[importance](unit_rows(model, unit), generator)
+        return keep_indices(unit_rows(model, unit).norm(dim=1), keep)
 
 
 def keep_indices(scores: Tensor, keep: int) -> list[int]:
@@ -89,7 +72,6 @@ def _subsample_pixels(pixels: Tensor) -> Tensor:
 
 # Share of the columns' mean second moment, so that the noise of few images isn't fitted (docs/facts.md).
 RIDGE = 1e-2
-SingularError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 
 
 def second_moment(rows: Tensor) -> Tensor:
@@ -103,9 +85,9 @@ def second_moment(rows: Tensor) -> Tensor:
     return rows.T @ rows
 
 
-def damp_(gram: Tensor, mean: Tensor, ridge: float = RIDGE) -> Tensor:
-    """Add `ridge` times `mean`, the intended mean of the diagonal, to the diagonal of `gram`; return it."""
-    gram.diagonal().add_(ridge * mean)
+def damp_(gram: Tensor, mean: Tensor) -> Tensor:
+    """Add RIDGE times `mean`, the intended mean of the diagonal, to the diagonal of `gram`; return it."""
+    gram.diagonal().add_(RIDGE * mean)
     return gram
 
 
@@ -120,11 +102,6 @@ class UnitMoments:
     mean: Tensor  # E[x], (columns,)
     covariance: Tensor  # (columns, columns)
     sensitivity: Tensor  # sum over an image's positions of E[g g'], (outputs, outputs)
-
-    @property
-    def is_felt(self) -> bool:
-        """Return whether gradients are usable: squares of gradients that almost vanish don't fit into float32."""
-        return bool(self.sensitivity.isfinite().all())
 
     @property
     def gram(self) -> Tensor:
@@ -299,28 +276,21 @@ def _errors(weight: Tensor, inverse: Tensor, num_groups: int) -> Tensor:
     return torch.linalg.solve(blocks, products).diagonal(dim1=1, dim2=2).sum(1)
 
 
-def best_for(kind: UnitKind) -> str:
-    """Return the default criterion for a kind of unit: the order in which the remaining columns compensate best.
+def order_channels(
+    model: nn.Module, unit: Unit, moments: UnitMoments, order: Sequence[int] | None = None
+) -> Elimination:
+    """Return the channels or heads of `unit` from the first to remove, and the KL to second order after each removal.
 
-    Weighting channels by the loss's sensitivity was worth a fifth of the KL; heads are few, and their gradients noisy
-    (docs/decisions/LOG.md, 2026-11-21).
-    """
-    return "obs" if kind is UnitKind.HEADS else "fisher_obs"
-
-
-def order_with_kl(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> Elimination:
-    """Return the channels or heads of `unit` in the order of one of CRITERIA, and an estimate of the KL.
-
-    It is the second-order estimate after each removal, in nats, or zero if gradients are unusable.
+    The KL is half the error weighted by the loss's sensitivity, in nats; zero if gradients are unusable. Weighting the
+    order by it too was worth a fifth of the KL, except for heads, which are few, and their gradients noisy
+    (docs/decisions/LOG.md). A given `order` stays.
     """
     weight = matrix_of(model.get_submodule(unit.consumer))
-    order = None
-    if criterion in IMPORTANCE:
-        order = tuple(torch.argsort(score(model, unit, criterion, seed=seed), stable=True).tolist())
-    elif criterion == "obs" or not moments.is_felt:
+    # Squares of gradients that almost vanish don't fit into float32.
+    is_usable = bool(moments.sensitivity.isfinite().all())
+    if order is None and (unit.kind is UnitKind.HEADS or not is_usable):
         order = eliminate(weight, moments.covariance, torch.eye(len(weight), device=weight.device), unit.width).order
-    if order is not None and not moments.is_felt:
-        return Elimination(order=order, loss=(0.0,) * (unit.width + 1))
-    # The order of `fisher_obs` comes with its errors.
+    if order is not None and not is_usable:
+        return Elimination(order=tuple(order), loss=(0.0,) * (unit.width + 1))
     errors = eliminate(weight, moments.covariance, moments.sensitivity, unit.width, order)
     return Elimination(order=errors.order, loss=tuple(error / 2 for error in errors.loss))

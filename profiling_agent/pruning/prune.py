@@ -1,31 +1,145 @@
-"""Pruning of a model: surgery on a copy, which has to compute what the baseline does with the cut channels masked.
-
-The same comparison decides whether attention has independent heads: one is cut on trial, in a copy with random weights.
-"""
+"""Pruning of a model: its attention heads, surgery on a copy, and the check against the model with masked channels."""
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 import torch_pruning as tp
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
-from torch.utils._pytree import tree_map
 
-from profiling_agent.errors import PruningError, RequestError
-from profiling_agent.lib.costs import count_complexity
-from profiling_agent.lib.logs import checked_logits, third_party_errors
-from profiling_agent.lib.modules import device_of, preserving_state, random_batch, tensors, without_weights
-from profiling_agent.pruning.attention import find_attention, head_sizes, set_head_attributes_
-from profiling_agent.pruning.criteria import IMPORTANCE, keep_indices, score
-from profiling_agent.pruning.tracing import blank_image, is_response_norm
+from profiling_agent.errors import PruningError
+from profiling_agent.lib.logs import third_party_errors
+from profiling_agent.lib.modules import device_of, preserving_state, random_batch
+from profiling_agent.pruning.criteria import largest_weights
+from profiling_agent.pruning.tracing import is_response_norm
 from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind
+
+# One layer may compute all three; the rows of q then come before those of k and v.
+PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("qkv",))
+# The output layer is a child, or lies in a module next to the one that holds the projections.
+OUTPUTS, SIBLING_OUTPUT = ("o_proj", "out_proj", "proj"), "output.dense"
+HEAD_COUNTS, HEAD_DIMS = ("num_attention_heads", "num_heads"), ("head_dim", "attention_head_size")
+# Attributes that forward passes read as well: the width of all heads, and the count and width of the heads of k and v.
+WIDTHS, KEY_COUNT, KEY_WIDTH = ("all_head_size", "attn_dim"), "num_kv_heads", "kv_dim"
+# Parameters with one entry per head, and the dimension that counts heads; a network whose last layer computes one.
+HEAD_TABLES, TABLE_NETWORK = {"relative_position_bias_table": -1, "logit_scale": 0}, "continuous_position_bias_mlp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """An attention module by its attributes: (heads * head_dim) rows of q, k and v, as many columns of o; or why not.
+
+    One layer that computes q, k and v together has three `stacks`. A table's value is the dimension that counts heads.
+    `refusal` is a sentence that starts with a code; `consumer` is empty if there is none, `head_dim` 0 if unknown.
+    """
+
+    producers: tuple[str, ...]
+    consumer: str
+    stacks: int
+    num_heads: int
+    head_dim: int
+    tables: Mapping[str, int] = field(default_factory=dict[str, int])
+    refusal: str | None = None
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Return the names of q, k, v and the output layer, if there is one."""
+        return (*self.producers, self.consumer) if self.consumer else self.producers
+
+
+def find_attention(model: nn.Module) -> dict[str, Attention]:
+    """Return every attention module, keyed by the name of the module that holds its q, k and v."""
+    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    holders = {name: children for name, module in model.named_modules() if (children := _projections(module))}
+    tables = _head_tables(model, holders)
+    found: dict[str, Attention] = {}
+    for holder, children in holders.items():
+        parent, prefix = holder.rpartition(".")[0], f"{holder}.".lstrip(".")
+        producers = tuple(prefix + child for child in children)
+        outputs = (*(prefix + child for child in OUTPUTS), f"{parent}.{SIBLING_OUTPUT}".lstrip("."))
+        consumer = next((name for name in outputs if isinstance(modules.get(name), nn.Linear)), "")
+        stacks = 3 // len(producers)
+        rows = modules[producers[0]].out_features // stacks
+        head_dim = _head_dim(modules[holder], rows)
+        refusal = None
+        if not consumer:
+            refusal = "unknown_heads: no layer is found that reads what attention makes"
+        elif not head_dim:
+            refusal = f"unknown_heads: no number and size of heads is stated that makes the {rows} outputs of q"
+        elif {*(modules[name].out_features // stacks for name in producers), modules[consumer].in_features} != {rows}:
+            refusal = "unequal_heads: q, k, v and o don't have the same heads"
+        found[holder] = Attention(
+            producers=producers,
+            consumer=consumer,
+            stacks=stacks,
+            num_heads=rows // head_dim if head_dim else 0,
+            head_dim=head_dim,
+            tables=tables[holder],
+            refusal=refusal,
+        )
+    return found
+
+
+def _projections(holder: nn.Module) -> tuple[str, ...]:
+    """Return the names of the layers that compute q, k and v in `holder`, empty if it has none."""
+    for names in PROJECTIONS:
+        if all(isinstance(getattr(holder, name, None), nn.Linear) for name in names):
+            return names
+    return ()
+
+
+def _head_dim(holder: nn.Module, rows: int) -> int:
+    """Return the rows per head for the `rows` of q, from the module's attributes; 0 if they don't fit."""
+
+    def first_positive_int(names: Collection[str]) -> int | None:
+        values = (getattr(holder, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+    num_heads, head_dim = first_positive_int(HEAD_COUNTS), first_positive_int(HEAD_DIMS)
+    if head_dim is None:
+        head_dim = rows // num_heads if num_heads else 0
+    return head_dim if head_dim and rows % head_dim == 0 and num_heads in (None, rows // head_dim) else 0
+
+
+def _head_tables(model: nn.Module, holders: Collection[str]) -> dict[str, dict[str, int]]:
+    """Return, for each attention, the parameters with an entry per head and the dimension that counts heads.
+
+    A table outside of any attention belongs to the nearest one, or to all that are equally near.
+    """
+    tables: dict[str, dict[str, int]] = {holder: {} for holder in holders}
+    for path, _ in model.named_parameters():
+        scope, _, leaf = path.rpartition(".")
+        if leaf in HEAD_TABLES and holders:
+            # The dot keeps `layer.1` out of `layer.10`.
+            while not (served := [name for name in holders if f"{name}.".startswith(f"{scope}." if scope else "")]):
+                scope = scope.rpartition(".")[0]
+            for name in served:
+                tables[name][path] = HEAD_TABLES[leaf]
+    for name in holders:
+        if isinstance(network := getattr(model.get_submodule(name), TABLE_NETWORK, None), nn.Module):
+            *_, (last, _layer) = network.named_children()
+            tables[name][f"{name}.{TABLE_NETWORK}.{last}.weight".lstrip(".")] = 0
+    return tables
+
+
+def set_head_attributes_(model: nn.Module, attention: Mapping[str, Attention]) -> None:
+    """Set the attributes that state the number of heads to what the layers have, for `attention` before a cut.
+
+    Some forward passes read them; other readers are people, exports and third-party code.
+    """
+    for name, heads in attention.items():
+        holder, layer = model.get_submodule(name), cast("nn.Linear", model.get_submodule(heads.producers[0]))
+        rows = layer.out_features // heads.stacks
+        counts = (*HEAD_COUNTS, KEY_COUNT)
+        for attribute in (*counts, *WIDTHS, KEY_WIDTH) if heads.head_dim else ():
+            if hasattr(holder, attribute):
+                setattr(holder, attribute, rows // heads.head_dim if attribute in counts else rows)
+
 
 # Torch-Pruning's types name all layers that its functions take.
 SURGERY: Any = tp
@@ -38,9 +152,9 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, Sequence
     scaling stay.
     """
     pruned = copy.deepcopy(model)
-    attention, sizes = find_attention(model), head_sizes(model)
+    attention = find_attention(model)
     for cut in cuts:
-        unit, dropped = cut.unit, _others(keep[cut.unit.name], cut.unit.width)
+        unit, dropped = cut.unit, sorted(set(range(cut.unit.width)) - set(keep[cut.unit.name]))
         for name in unit.producers:
             producer = pruned.get_submodule(name)
             _cut_rows_(producer, unit.rows_of(dropped, len(producer.get_parameter("weight"))))
@@ -59,17 +173,13 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, Sequence
                 owner, _, leaf = name.rpartition(".")
                 # A table that a layer computes is cut with that layer's rows.
                 if not isinstance(pruned.get_submodule(owner), nn.Linear):
-                    _select_(pruned.get_submodule(owner), leaf, dim, keep[unit.name])
-            set_head_attributes_(pruned, {unit.name: sizes[unit.name]})
+                    _drop_(pruned.get_submodule(owner), leaf, dim, dropped)
+            set_head_attributes_(pruned, {unit.name: attention[unit.name]})
     # A cut parameter is a new one: copy whether it is frozen.
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, parameter in pruned.named_parameters():
         parameter.requires_grad_(trainable[name])
     return pruned
-
-
-def _others(indices: Iterable[int], width: int) -> list[int]:
-    return sorted(set(range(width)) - set(indices))
 
 
 def _spread(channels: Sequence[int], size: int) -> list[int]:
@@ -90,14 +200,14 @@ def _cut_rows_(module: Any, rows: Sequence[int]) -> None:
             module.groups = groups * module.out_channels // size
             module.in_channels = module.weight.shape[1] * module.groups
     else:
-        for leaf, parameter in list(module.named_parameters(recurse=False)):
-            _select_(module, leaf, -1, _others(rows, parameter.shape[-1]))
+        for leaf in dict(module.named_parameters(recurse=False)):
+            _drop_(module, leaf, -1, rows)
 
 
-def _select_(owner: nn.Module, leaf: str, dim: int, indices: Sequence[int]) -> None:
+def _drop_(owner: nn.Module, leaf: str, dim: int, indices: Sequence[int]) -> None:
     parameter = owner.get_parameter(leaf).detach()
-    index = torch.tensor(indices, device=parameter.device)
-    setattr(owner, leaf, nn.Parameter(parameter.index_select(dim, index)))
+    kept = torch.tensor(sorted(set(range(parameter.shape[dim])) - set(indices)), device=parameter.device)
+    setattr(owner, leaf, nn.Parameter(parameter.index_select(dim, kept)))
 
 
 def masked_parameters(model: nn.Module, unit: Unit, kept: Sequence[int]) -> dict[str, Tensor]:
@@ -147,19 +257,6 @@ def mask_error(
     return float(((logits - expected).abs().amax(dim=1) / norms).amax())
 
 
-def check_saving(baseline: nn.Module, pruned: nn.Module, spec: InputSpec) -> None:
-    """Refuse a prune that saved nothing.
-
-    Raises:
-        PruningError: params or MACs did not go down.
-    """
-    before, after = (count_complexity(without_weights(model), spec).values() for model in (baseline, pruned))
-    for name in ("params", "macs"):
-        new, old = (sum(getattr(row, name) for row in rows) for rows in (after, before))
-        if new >= old:
-            raise PruningError(f"the prune saves no {name}: {new!r} after, {old!r} before; cut more")
-
-
 # Calibration images that go through the gate, or noise images if there are none.
 NUM_GATE_IMAGES = 4
 
@@ -178,15 +275,13 @@ def prune_model(
     cuts: Sequence[Cut],
     *,
     spec: InputSpec,
-    importance: str = "l2",
-    seed: int = 0,
     images: Tensor | None = None,
-    keep: Mapping[str, list[int]] | None = None,
+    keep: Mapping[str, Sequence[int]] | None = None,
 ) -> Pruned:
     """Return a pruned copy of `model`, which is unchanged.
 
-    `keep` has the kept indices by unit name: `cut.keep` ascending ones per cut; without it `importance`, a key of
-    IMPORTANCE, chooses. `images` (b, c, h, w) go through the gate, by default noise of the model's input shape.
+    `keep` has the kept indices by unit name, `cut.keep` ascending ones per cut, by default those with the largest
+    weights. `images` (b, c, h, w) go through the gate, by default noise of the model's input shape.
 
     Example:
         >>> from transformers import ViTConfig, ViTForImageClassification
@@ -202,43 +297,26 @@ def prune_model(
         True
 
     Raises:
-        RequestError: the importance is unknown.
-        PruningError: a weight isn't finite, the cuts or `keep` don't fit the model, the surgery failed, or a gate
-        failed.
+        PruningError: `keep` doesn't fit the cuts, the surgery failed, or the pruned model isn't the masked one.
     """
-    if importance not in IMPORTANCE:
-        raise RequestError(f"there is no importance {importance!r}; choose one of {', '.join(IMPORTANCE)}")
-    # The logits of a model with non-finite weights are undefined.
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise PruningError(f"the model's {name!r} holds values that aren't finite; load or train it again")
-    names = [cut.unit.name for cut in cuts]
-    if not cuts or len(set(names)) < len(names):
-        raise PruningError(f"the cuts {names!r} have to name at least one unit, and each once")
-    kept: dict[str, list[int]] = {}
 
     def to_pruning_error(exception: str) -> PruningError:
-        return PruningError(
-            f"cutting {', '.join(names[:3])} ({len(names)} units) failed with {exception}; leave some of them alone"
-        )
+        units = f"{', '.join(cut.unit.name for cut in cuts[:3])} ({len(cuts)} units)"
+        return PruningError(f"cutting {units} failed with {exception}; leave some of them alone")
 
+    kept: dict[str, list[int]] = {}
     # Torch-Pruning, and a model that it left half cut, raise arbitrary exceptions.
     with third_party_errors(to_pruning_error):
         for cut in cuts:
             name, width = cut.unit.name, cut.unit.width
-            if not 0 < cut.keep < width:
-                raise PruningError(f"{name!r} can't keep {cut.keep!r} of {width}; keep at least 1 and fewer than all")
-            if keep is None:
-                kept[name] = keep_indices(score(model, cut.unit, importance, seed=seed), cut.keep)
-                continue
-            kept[name] = list(keep.get(name, ()))
-            if len(kept[name]) != cut.keep or kept[name] != sorted(set(kept[name]) & set(range(width))):
+            kept[name] = largest_weights(model, cut.unit, cut.keep) if keep is None else list(keep.get(name, ()))
+            if not 0 < len(kept[name]) == cut.keep < width or kept[name] != sorted(set(kept[name]) & set(range(width))):
                 raise PruningError(
-                    f"{name!r} has to keep {cut.keep} different indices of 0 to {width - 1}, ascending; "
+                    f"{name!r} has to keep {cut.keep} of the indices 0 to {width - 1}, ascending and at least one; "
                     f"{str(kept[name])[:60]!r} was given"
                 )
         pruned = cut_units(model, cuts, kept)
-        batch = random_batch(spec, NUM_GATE_IMAGES, seed=seed) if images is None else images
+        batch = random_batch(spec, NUM_GATE_IMAGES) if images is None else images
         error = mask_error(model, pruned, cuts, kept, batch.to(device_of(model)))
     if not math.isfinite(error):
         raise PruningError("the pruned model or the masked baseline gives logits that aren't finite; check the weights")
@@ -247,92 +325,4 @@ def prune_model(
             f"the pruned model doesn't compute what the masked baseline does: its logits differ by {error!r} of "
             f"their norm, at most {MAX_MASK_ERROR:g} is allowed; leave these units alone"
         )
-    check_saving(model, pruned, spec)
     return Pruned(model=pruned, mask_error=error, keep=kept)
-
-
-# Arguments of one module's call.
-Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
-PLAIN = (bool, int, float, str, tuple, type(None))
-
-
-def refused_heads(model: nn.Module, skeleton: nn.Module, spec: InputSpec, scopes: Mapping[Unit, str]) -> dict[str, str]:
-    """Return, by unit name, why attention computes something else with a head cut than with that head masked.
-
-    `scopes` has, for each unit of heads, the module that holds all of its attention. A pass of `skeleton`, the
-    meta-device copy of `model`, shows its arguments; one head is cut in a copy with random weights. Equal modules are
-    tried once.
-    """
-    calls: dict[str, Arguments] = {}
-    with ExitStack() as hooks, torch.no_grad():
-        for scope in set(scopes.values()):
-
-            def record(
-                _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: str = scope
-            ) -> None:
-                calls.setdefault(scope, (args, kwargs))
-
-            hooks.callback(skeleton.get_submodule(scope).register_forward_pre_hook(record, with_kwargs=True).remove)
-        try:
-            if scopes:
-                checked_logits(skeleton.eval(), blank_image(skeleton, spec), PruningError)
-        except PruningError as error:
-            return {unit.name: f"untraceable: {error}" for unit in scopes}
-    results: dict[str, str | None] = {}
-    refusals: dict[str, str] = {}
-    for unit, scope in scopes.items():
-        if scope not in calls:
-            refusals[unit.name] = "unused: the forward pass doesn't reach it"
-            continue
-        module = model.get_submodule(scope)
-        # Modules' plain attributes: numbers of heads, scales, sizes of windows.
-        settings = [
-            {k: v for k, v in vars(m).items() if isinstance(v, PLAIN) and k != "training"} for m in module.modules()
-        ]
-        alike = f"{module} {settings} {tree_map(_shape_and_dtype, calls[scope])}"
-        if alike not in results:
-            results[alike] = _try_cut(module, unit, scope, calls[scope])
-        if (reason := results[alike]) is not None:
-            refusals[unit.name] = reason
-    return refusals
-
-
-def _shape_and_dtype(value: Any) -> Any:
-    return (value.shape, value.dtype) if isinstance(value, Tensor) else value
-
-
-def _try_cut(module: nn.Module, unit: Unit, scope: str, arguments: Arguments) -> str | None:
-    """Return why a head of `unit` can't be cut in `module`, named `scope`, when called with such arguments, or None."""
-    start = len(scope) + 1 if scope else 0
-    names = {"name": unit.name[start:], "consumer": unit.consumer[start:]}
-    members = {key: tuple(name[start:] for name in getattr(unit, key)) for key in ("producers", "inner")}
-    unit = unit.model_copy(update={**names, **members})
-    noise = partial(_noise, generator=torch.Generator().manual_seed(0))
-    # Random weights, and the buffers as they are, such as a table's indices, unless on the meta device.
-    memo: dict[int, Any] = {id(p): nn.Parameter(noise(p) / max(p.shape[-1], 1) ** 0.5) for p in module.parameters()}
-    memo |= {id(b): noise(b) if b.is_meta else b.detach().cpu().clone() for b in module.buffers()}
-    trial, kept = copy.deepcopy(module, memo).eval(), list(range(1, unit.width))
-
-    def output_of(other: nn.Module, parameters: dict[str, Tensor]) -> Tensor:
-        args, kwargs = tree_map(partial(_noise, generator=torch.Generator().manual_seed(1)), arguments)
-        return tensors(functional_call(other, parameters, args, dict(kwargs)))[0]
-
-    try:
-        with third_party_errors(PruningError), torch.no_grad():
-            expected = output_of(trial, masked_parameters(trial, unit, kept))
-            cut = Cut(unit=unit, keep=len(kept), requested_ratio=1 / unit.width)
-            output = output_of(cut_units(trial, [cut], {unit.name: kept}), {})
-    except PruningError as error:
-        return f"unknown_heads: with a head cut its attention fails with {error}"
-    if output.shape == expected.shape and bool((output - expected).norm() <= MAX_MASK_ERROR * expected.norm()):
-        return None
-    return "unknown_heads: with a head cut its attention computes something else than with that head masked"
-
-
-def _noise(value: Any, *, generator: torch.Generator) -> Any:
-    """Return noise of a tensor's shape, zeros for an integer tensor, any other value unchanged."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.is_floating_point():
-        return torch.randn(value.shape, generator=generator)
-    return torch.zeros(value.shape, dtype=value.dtype)

@@ -2,9 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,157 +85,102 @@ class Axis:
         return self.held.current()
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One operation with its results; `axis` is that of `source`, the first tensor among the arguments that has one."""
-
-    name: str
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    results: Sequence[Tensor]
-    operands: Sequence[tuple[Tensor, Axis | None]]
-    source: Tensor
-    axis: Axis
-
-    def integers(self, name: str, position: int, default: Any = None) -> Sequence[int]:
-        """Return an argument that is an integer or several; ValueError if it is something else."""
-        value = self.kwargs.get(name, self.args[position] if len(self.args) > position else default)
-        values = [value] if isinstance(value, int) else value
-        if not isinstance(values, (list, tuple)) or not all(isinstance(item, int) for item in values):
-            raise ValueError(f"{self.name} with {name} = {value!r}")
-        return values
-
-    def dims(self, name: str, position: int, default: Any = None) -> list[int]:
-        """Return dimensions among the arguments, counted from the last one of `source`."""
-        return [dim if dim < 0 else dim - self.source.dim() for dim in self.integers(name, position, default)]
-
-
-# Returns the axis of an operation's results. The channels are lost if it is None, or for a ValueError: the rule can't
-# read the arguments.
-Rule = Callable[[Call], Axis | None]
-
-ADDITIONS = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub", "cat", "concat"})
-ELEMENTWISE = ADDITIONS - {"cat", "concat"} | {
+ADDITIONS = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub"})
+ELEMENTWISE = ADDITIONS | {
     *("mul", "imul", "rmul", "multiply", "div", "truediv", "itruediv", "rtruediv", "neg", "pow", "abs", "exp", "sqrt"),
     *("relu", "relu6", "gelu", "silu", "sigmoid", "tanh", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "elu"),
     *("mish", "softplus", "clamp", "dropout", "contiguous", "to", "float", "type", "type_as", "clone", "detach"),
     *("expand", "expand_as", "broadcast_to"),
 }
+# `split` is none of these: parts of a given size would differ after a cut.
+MOVES = frozenset(
+    {
+        *("view", "reshape", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "transpose", "swapaxes"),
+        *("swapdims", "permute", "roll", "mean", "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d"),
+        *("max_pool2d", "pad", "interpolate", "chunk"),
+    }
+)
 
 
-def elementwise(call: Call) -> Axis | None:
-    """Couple the channels of all operands, aligned from their last dimensions."""
-    first, *others = (axis for _, axis in call.operands if axis is not None)
-    space, dim, (result, *_) = first.space, first.dim, call.results
+def combine(name: str, operands: Sequence[tuple[Tensor, Axis | None]], result: Tensor) -> Axis | None:
+    """Couple the channels of all operands of an elementwise operation, aligned from their last dimensions."""
+    first, *others = (axis for _, axis in operands if axis is not None)
+    space, dim, is_addition = first.space, first.dim, name in ADDITIONS
     if any(axis.dim != dim or axis.space.size != space.size for axis in others):
         return None
     if result.dim() < -dim or result.shape[dim] != space.size:
         return None
     for axis in others:
-        if space.merge(axis.space) and call.name in ADDITIONS:
+        if space.merge(axis.space) and is_addition:
             space.is_added = True
-    for operand, axis in call.operands:
+    for operand, axis in operands:
         # Its channels are untraced, but there is one for each of the others.
         if axis is None and operand.dim() >= -dim and operand.shape[dim] != 1:
             if isinstance(operand, nn.Parameter):
                 space.block("an operation with a parameter that no layer owns")
                 continue
-            space.is_added |= call.name in ADDITIONS
-            space.block("an addition" if call.name in ADDITIONS else f"{call.name} with other activations")
+            space.is_added |= is_addition
+            space.block("an addition" if is_addition else f"{name} with other activations")
     return first
 
 
-def concatenation(call: Call) -> Axis | None:
-    """Couple the channels of tensors that are joined along another dimension."""
-    return None if call.axis.dim in call.dims("dim", 1, 0) else elementwise(call)
+def follow(operation: Callable[[Tensor], Any], source: Tensor, axis: Axis) -> Axis | None:
+    """Find the channels after an operation that moves, pools or averages, or splits them into equal parts.
 
-
-def view(call: Call) -> Axis | None:
-    """Find the channels after a reshape: a dimension of their size with as many elements before it."""
-    axis, shape = call.axis, call.results[0].shape
-    before = math.prod(call.source.shape[: axis.dim])
-    for position, size in enumerate(shape):
-        if size == axis.space.size and math.prod(shape[:position]) == before:
-            return Axis(axis.space, position - len(shape))
-    return None
-
-
-def transposition(call: Call) -> Axis | None:
-    """Follow the channels through an exchange of two dimensions."""
-    (dim0,), (dim1,) = call.dims("dim0", 1), call.dims("dim1", 2)
-    return Axis(call.axis.space, {dim0: dim1, dim1: dim0}.get(call.axis.dim, call.axis.dim))
-
-
-def permutation(call: Call) -> Axis | None:
-    """Follow the channels through a permutation, given as a list or as separate arguments."""
-    rank = call.source.dim()
-    order = call.args[1:] if len(call.args) > 2 else call.integers("dims", 1)
-    return Axis(call.axis.space, [dim % rank for dim in order].index(call.axis.dim % rank) - rank)
-
-
-def reduction(call: Call) -> Axis | None:
-    """Keep the channels if a sum or mean is over other dimensions; without dimensions it is over all."""
-    axis, reduced = call.axis, set(call.dims("dim", 1))
-    if axis.dim in reduced:
+    The operation runs once more, on each channel's number in place of `source`: where 0, 1, 2, ... lie along one
+    dimension of the results, and nothing else but padding, the channels do. Parts meet channel by channel, as in a gated
+    unit.
+    """
+    space, dim = axis.space, axis.dim
+    if source.shape[dim] != space.size:
         return None
-    keeps_dims = call.results[0].dim() == call.source.dim()
-    return Axis(axis.space, axis.dim if keeps_dims else axis.dim + sum(dim > axis.dim for dim in reduced))
-
-
-def pooling(call: Call) -> Axis | None:
-    """Keep the channels if they lie before the dimensions that are padded, pooled or resized."""
-    num_dims = len(call.integers("pad", 1)) // 2 if call.name == "pad" else 1 if call.name.endswith("1d") else 2
-    return call.axis if call.axis.dim < -num_dims else None
-
-
-def rolling(call: Call) -> Axis | None:
-    """Keep the channels if other dimensions are rolled; without dimensions all are, as one."""
-    rolled = call.dims("dims", 2, ())
-    return call.axis if rolled and call.axis.dim not in rolled else None
-
-
-def norm(call: Call) -> Axis | None:
-    """Keep the channels, which can't be cut, in place: a later addition still marks them as a residual."""
-    call.axis.space.block(call.name)
-    return call.axis
-
-
-def parts(call: Call) -> Axis | None:
-    """Follow channels that are split into equal parts, which meet channel by channel as in a gated unit."""
-    axis, space = call.axis, call.axis.space
-    if axis.dim not in call.dims("dim", 2, 0):
-        return axis
-    sizes = [tensor.shape[axis.dim] for tensor in call.results]
+    numbers = torch.arange(space.size, dtype=torch.float64)
+    results = tensors(operation(_along(dim, numbers).expand(source.shape).contiguous()))
+    for new_dim in range(-results[0].dim(), 0):
+        if all(_has_along(result, new_dim, numbers) for result in results):
+            return Axis(space, new_dim)
     is_used = space.stacks > 1 or space.inner or space.readers or space.is_added or space.is_image
-    if is_used or len(set(sizes)) != 1 or sum(sizes) != space.size:
+    parts = numbers.chunk(len(results))
+    if (
+        is_used
+        or not all(_has_along(result, dim, part) for result, part in zip(results, parts, strict=False))
+        or len(set(map(len, parts))) > 1
+    ):
         return None
-    space.merged_into = Space(sizes[0], sizes[0], writers=space.writers, stacks=len(sizes), obstacle=space.obstacle)
-    return Axis(space.merged_into, axis.dim)
+    part = Space(len(parts[0]), len(parts[0]), writers=space.writers, stacks=len(parts), obstacle=space.obstacle)
+    space.merged_into = part
+    return Axis(part, dim)
 
 
-RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE, elementwise),
-    **dict.fromkeys(("layer_norm", "group_norm", "normalize", "instance_norm"), norm),
-    **dict.fromkeys(("view", "reshape", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as"), view),
-    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), transposition),
-    **dict.fromkeys(("cat", "concat"), concatenation),
-    **dict.fromkeys(("mean", "sum"), reduction),
-    **dict.fromkeys(("adaptive_avg_pool1d", "avg_pool1d", "max_pool1d", "pad", "interpolate", "upsample"), pooling),
-    **dict.fromkeys(("adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "max_pool2d"), pooling),
-    "permute": permutation,
-    "roll": rolling,
-}
-# Of operations with several results, which share the axis. `split` has no rule: parts of a given size would differ
-# after a cut.
-SPLITS: Mapping[str, Rule] = {"chunk": parts}
+def _run_with(func: Callable[..., Any], args: Any, kwargs: Any, source: Tensor, other: Tensor) -> Any:
+    """Run an operation with another tensor in the place of `source`."""
+
+    def replaced(value: Any) -> Any:
+        return other if value is source else value
+
+    return func(*map(replaced, args), **{name: replaced(value) for name, value in kwargs.items()})
+
+
+def _has_along(result: Tensor, dim: int, numbers: Tensor) -> bool:
+    if result.dim() < -dim or result.shape[dim] != len(numbers):
+        return False
+    return bool((((result - _along(dim, numbers)).abs() < 1e-6) | (result == 0)).all())
+
+
+def _along(dim: int, numbers: Tensor) -> Tensor:
+    return numbers.view(-1, *(1 for _ in range(-dim - 1)))
 
 
 class UntraceableError(PruningError):
     """A model doesn't run without weights; the message has its exception."""
 
 
+# Positional and keyword arguments of one module's call.
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
 class Trace(TorchFunctionMode):
-    """The channel space that each layer writes and reads, its calls, and other operations on its weights."""
+    """The channel space that each layer writes and reads, its calls, other operations on its weights, and arguments."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -244,6 +189,7 @@ class Trace(TorchFunctionMode):
         self.reads: dict[nn.Module, Space] = {}
         self.calls: Counter[nn.Module] = Counter()
         self.borrowed: dict[nn.Module, str] = {}
+        self.arguments: dict[str, Arguments] = {}
         self._owners = {id(p): m for m in model.modules() if isinstance(m, LAYERS) for p in m.parameters(recurse=False)}
         # Tensors are stored so that no other reuses their id.
         self._axes: dict[int, tuple[Tensor, Axis | None]] = {}
@@ -269,16 +215,23 @@ class Trace(TorchFunctionMode):
                 if (owner := self._owners.get(id(operand))) is not None:
                     self.borrowed.setdefault(owner, name)
             traced = [(operand, axis) for operand, axis in operands if axis is not None]
-            rule, new_axis = (RULES if len(results) == 1 else SPLITS).get(name), None
-            if traced and rule is not None:
-                with suppress(ValueError):
-                    new_axis = rule(Call(name, args, kwargs, results, operands, *traced[0]))
+            new_axis = None
+            if traced and name in ELEMENTWISE:
+                new_axis = combine(name, operands, results[0])
+            elif traced and name in MOVES:
+                source, axis = traced[0]
+
+                new_axis = follow(partial(_run_with, func, args, kwargs, source), source, axis)
             if new_axis is None:
                 for _, lost_axis in traced:
                     lost_axis.space.block(name)
             for tensor in results:
                 self.put(tensor, new_axis)
         return result
+
+    def record(self, scope: str, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note the arguments of the first call of a module."""
+        self.arguments.setdefault(scope, (args, kwargs))
 
     def enter(self, _name: str, _input: Any) -> None:
         """Begin a layer, which is known as a whole: what runs inside isn't traced."""
@@ -344,21 +297,21 @@ def _is_plain_layer(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) or is_response_norm(module)
 
 
-def blank_image(skeleton: nn.Module, spec: InputSpec) -> Tensor:
-    """Return zeros as one image of `spec`, (1, c, h, w), on the device and of the type of the weights."""
-    dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
-    return torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
-
-
-def follow_channels(skeleton: nn.Module, spec: InputSpec) -> Trace:
+def follow_channels(skeleton: nn.Module, spec: InputSpec, scopes: Collection[str] = ()) -> Trace:
     """Run one blank image of `spec` through `skeleton`, a meta-device copy made for it, and return the trace.
+
+    It has the arguments of the modules `scopes` as well.
 
     Raises:
         UntraceableError: the model can't run without weights; names what it raised.
     """
-    image = blank_image(skeleton, spec)
+    dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
+    image = torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
     trace = Trace(skeleton)
     trace.put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
+    for scope in scopes:
+        record = partial(trace.record, scope)
+        skeleton.get_submodule(scope).register_forward_pre_hook(record, with_kwargs=True)
     layers = [name for name, module in skeleton.named_modules() if _is_plain_layer(module)]
     with torch.no_grad(), watching(skeleton, layers, before=trace.enter, after=trace.leave), trace:
         logits = checked_logits(skeleton.eval(), image, UntraceableError)

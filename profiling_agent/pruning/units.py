@@ -1,18 +1,24 @@
 """Structured pruning units from traced channel axes, found by structure and never by model class."""
 
+import copy
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
-from profiling_agent.lib.modules import without_weights
-from profiling_agent.pruning.attention import Attention, find_attention
-from profiling_agent.pruning.prune import refused_heads
-from profiling_agent.pruning.tracing import LAYERS, Space, Trace, UntraceableError, follow_channels
+from profiling_agent.errors import PruningError
+from profiling_agent.lib.logs import third_party_errors
+from profiling_agent.lib.modules import tensors, without_weights
+from profiling_agent.pruning.prune import MAX_MASK_ERROR, Attention, cut_units, find_attention, masked_parameters
+from profiling_agent.pruning.tracing import LAYERS, Arguments, Space, Trace, UntraceableError, follow_channels
 from profiling_agent.pruning.widths import aligned_widths, step_for
-from profiling_agent.schemas import InputSpec, Record, Unit, UnitKind
+from profiling_agent.schemas import Cut, InputSpec, Record, Unit, UnitKind
 
 
 class FoundUnits(Record):
@@ -47,19 +53,24 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
     skeleton = without_weights(model)
     names = {module: name for name, module in skeleton.named_modules()}
     tied = _tied_modules(skeleton)
+    attentions = find_attention(skeleton)
+    # For each attention the module that holds all of it.
+    scopes = {
+        name: _common_module((name, *_parents((attention.consumer, *attention.tables))))
+        for name, attention in attentions.items()
+        if attention.refusal is None
+    }
     try:
-        trace = follow_channels(skeleton, spec)
+        trace = follow_channels(skeleton, spec, set(scopes.values()))
         tied |= {module for module, count in trace.calls.items() if count > 1}
     except UntraceableError as error:
         trace = f"untraceable: {error}"
-    attentions = find_attention(skeleton)
     heads = {name: _heads_unit(skeleton, name, attention, macs, tied) for name, attention in attentions.items()}
-    scopes = {
-        unit: _common_module((name, *_parents((unit.consumer, *attentions[name].tables))))
-        for name, unit in heads.items()
-        if isinstance(unit, Unit)
-    }
-    heads |= refused_heads(model, skeleton, spec, scopes)
+    cuttable = {unit: scopes[name] for name, unit in heads.items() if isinstance(unit, Unit)}
+    if isinstance(trace, str):
+        heads |= {unit.name: trace for unit in cuttable}
+    else:
+        heads |= _refused_heads(model, trace, cuttable)
     results = {layer: heads[name] for name, attention in attentions.items() for layer in attention.projections}
     for layer, name in names.items():
         if isinstance(layer, LAYERS) and name not in results:
@@ -146,6 +157,68 @@ def _heads_unit(
         inner=tuple(name for name in owners if isinstance(model.get_submodule(name), LAYERS)),
         stacks=attention.stacks,
     )
+
+
+def _refused_heads(model: nn.Module, trace: Trace, scopes: Mapping[Unit, str]) -> dict[str, str]:
+    """Return, by unit name, why attention computes something else with a head cut than with that head masked.
+
+    `scopes` has, for each unit of heads, the module that holds all of its attention. One head is cut in a copy with
+    random weights, called as in the trace. Equal modules are tried once.
+    """
+    results: dict[str, str | None] = {}
+    refusals: dict[str, str] = {}
+    for unit, scope in scopes.items():
+        if scope not in trace.arguments:
+            refusals[unit.name] = "unused: the forward pass doesn't reach it"
+            continue
+        module = model.get_submodule(scope)
+        alike = f"{module} {unit.width} {tree_map(_shape_and_dtype, trace.arguments[scope])}"
+        if alike not in results:
+            results[alike] = _try_cut(module, unit, scope, trace.arguments[scope])
+        if (reason := results[alike]) is not None:
+            refusals[unit.name] = reason
+    return refusals
+
+
+def _shape_and_dtype(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else value
+
+
+def _try_cut(module: nn.Module, unit: Unit, scope: str, arguments: Arguments) -> str | None:
+    """Return why a head of `unit` can't be cut in `module`, named `scope`, when called with such arguments, or None."""
+    start = len(scope) + 1 if scope else 0
+    names = {"name": unit.name[start:], "consumer": unit.consumer[start:]}
+    members = {key: tuple(name[start:] for name in getattr(unit, key)) for key in ("producers", "inner")}
+    unit = unit.model_copy(update={**names, **members})
+    noise = partial(_noise, generator=torch.Generator().manual_seed(0))
+    # Random weights, and the buffers as they are, such as a table's indices, unless on the meta device.
+    memo: dict[int, Any] = {id(p): nn.Parameter(noise(p) / max(p.shape[-1], 1) ** 0.5) for p in module.parameters()}
+    memo |= {id(b): noise(b) if b.is_meta else b.detach().cpu().clone() for b in module.buffers()}
+    trial, kept = copy.deepcopy(module, memo).eval(), list(range(1, unit.width))
+
+    def output_of(other: nn.Module, parameters: dict[str, Tensor]) -> Tensor:
+        args, kwargs = tree_map(partial(_noise, generator=torch.Generator().manual_seed(1)), arguments)
+        return tensors(functional_call(other, parameters, args, dict(kwargs)))[0]
+
+    try:
+        with third_party_errors(PruningError), torch.no_grad():
+            expected = output_of(trial, masked_parameters(trial, unit, kept))
+            cut = Cut(unit=unit, keep=len(kept), requested_ratio=1 / unit.width)
+            output = output_of(cut_units(trial, [cut], {unit.name: kept}), {})
+    except PruningError as error:
+        return f"unknown_heads: with a head cut its attention fails with {error}"
+    if output.shape == expected.shape and bool((output - expected).norm() <= MAX_MASK_ERROR * expected.norm()):
+        return None
+    return "unknown_heads: with a head cut its attention computes something else than with that head masked"
+
+
+def _noise(value: Any, *, generator: torch.Generator) -> Any:
+    """Return noise of a tensor's shape, zeros for an integer tensor, any other value unchanged."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_floating_point():
+        return torch.randn(value.shape, generator=generator)
+    return torch.zeros(value.shape, dtype=value.dtype)
 
 
 def _chain_unit(
@@ -269,11 +342,10 @@ def _absences(
     absent: dict[str, str] = {}
     kinds_with_units = {names.get(unit.kind, "convolutions") for unit in units}
     for kind, reasons in by_kind.items():
+        codes = Counter(reason.partition(":")[0] for reason in reasons.values())
         # The first and last layers are never units: nothing is missed there.
-        if kind not in kinds_with_units and not all(
-            reason.startswith(("stem", "classifier")) for reason in reasons.values()
-        ):
-            code, count = Counter(reason.partition(":")[0] for reason in reasons.values()).most_common(1)[0]
-            name, reason = next((name, reason) for name, reason in reasons.items() if reason.startswith(f"{code}:"))
-            absent[kind] = f"{reason} (so {count} of {len(reasons)} layers, as {name!r})"
+        if kind not in kinds_with_units and codes.keys() - {"stem", "classifier"}:
+            code, count = codes.most_common(1)[0]
+            name = next(name for name, reason in reasons.items() if reason.startswith(f"{code}:"))
+            absent[kind] = f"{reasons[name]} (so {count} of {len(reasons)} layers, as {name!r})"
     return absent

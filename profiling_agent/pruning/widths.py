@@ -155,14 +155,13 @@ def _matching_units(pattern: str, units: Sequence[Unit], refusals: Mapping[str, 
 def _select_by_pruning_type_(
     recommendation: PruningRecommendation, units: Sequence[Unit], notes: list[str]
 ) -> Sequence[Unit]:
-    attention = [unit for unit in units if unit.kind is UnitKind.HEADS]
+    heads = [unit for unit in units if unit.kind is UnitKind.HEADS]
     is_structured = recommendation.pruning_type == "structured"
-    noted, verdict = attention, "holds attention, so whole heads are cut"
+    verdict = "holds attention, so whole heads are cut"
     if not is_structured:
-        noted = [unit for unit in units if unit.kind is not UnitKind.HEADS]
         verdict = "has no heads and is left alone; ask for 'structured'"
-    if noted:
+    if noted := heads if is_structured else [unit for unit in units if unit not in heads]:
         more = f" (and {len(noted) - 1} more like it)" if len(noted) > 1 else ""
-        asked = f"{recommendation.layer!r} as {recommendation.pruning_type!r}"
-        notes.append(f"{asked}: {noted[0].name!r}{more} {verdict}")
-    return units if is_structured else attention
+        requested = f"{recommendation.layer!r} as {recommendation.pruning_type!r}"
+        notes.append(f"{requested}: {noted[0].name!r}{more} {verdict}")
+    return units if is_structured else heads

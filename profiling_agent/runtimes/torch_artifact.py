@@ -28,7 +28,7 @@ from profiling_agent.lib.logs import SETTINGS_LOCK, is_out_of_memory, muted, thi
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import check_timm, make_plain_
-from profiling_agent.pruning.attention import head_sizes, set_head_attributes_
+from profiling_agent.pruning.prune import find_attention, set_head_attributes_
 from profiling_agent.quantization.layers import QuantizedModule, quantized_modules, rebuild_layer
 from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.artifact import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe, named_folder, open_folder
@@ -92,14 +92,9 @@ def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
         raise ArtifactError(f"{str(path)!r} is damaged ({first_line(error)}): save the model again") from error
     try:
         model = _build_architecture(recipe)
-        sizes = head_sizes(model)
+        attention = find_attention(model)
         for norm in recipe.folded:
-            # No stored tensor has its width.
-            folded = Folded(model.get_submodule(norm))
-            for cut in recipe.cuts:
-                if norm in cut.unit.inner:
-                    folded.num_features = folded.num_features * cut.keep // cut.unit.width
-            model.set_submodule(norm, folded, strict=True)
+            model.set_submodule(norm, Folded(model.get_submodule(norm)), strict=True)
         for layer in recipe.quantized:
             prefix = f"{layer.name}."
             stored = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
@@ -115,7 +110,7 @@ def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
         for name, first in recipe.tied.items():
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, attrgetter(first)(model))
-        set_head_attributes_(model, sizes)
+        set_head_attributes_(model, attention)
         _halve_buffers_(model)
     except MISFITS as error:
         if is_out_of_memory(error):

@@ -98,7 +98,7 @@ def test_rivals_and_parts_of_ours_are_cut_to_the_size_that_is_asked_for(family):
     ranked = (
         vbp_plan(draw, 0.2) if family == "resnet" else torch_pruning(draw, 0.2, criterion="taylor", isomorphic=False)
     )
-    uniform = Ours.prepare(draw, "l2").uniform(0.2)
+    uniform = Ours.prepare(draw, by_weights=True).uniform(0.2)
 
     assert subject.saved(ranked) == pytest.approx(0.2, abs=0.012)
     assert all(planned.unit.kind is not UnitKind.HEADS for planned in ranked.cuts)

@@ -1,11 +1,6 @@
 """The latency table: what samples of widths show, and what is timed."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
@@ -134,40 +129,6 @@ def test_samples_that_spread_are_unsteady_and_rule_out_all_the_same():
     little = WidthSamples({width: [98.0] * 3 + [100.0] * 2 + [102.0] * 3 for width in TIMED}, waited=0.09)
     assert little.spread == pytest.approx(0.0132, abs=1e-4)
     assert little.is_steady
-
-
-# Torch counts the cores when it is imported. In a worker that is pinned to one it would not let its threads spin.
-BUSY = """
-import json, os, sys
-given = os.sched_getaffinity(0)
-os.sched_setaffinity(0, range(os.cpu_count()))
-import torch
-os.sched_setaffinity(0, given)
-torch.set_num_threads(2)
-import zoo
-from profiling_agent.lib.modules import random_batch
-from profiling_agent.profiling.profile import time_units
-from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.widths import aligned_widths
-model = zoo.vit(num_hidden_layers=1, intermediate_size=64)
-unit = next(unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind == "mlp")
-table = time_units(model, [unit], random_batch(zoo.SPEC, 4))
-print(json.dumps({keep: table.latency_saved_ms(unit, keep) for keep in aligned_widths(unit.width, unit.step)}))
-"""
-
-
-@pytest.mark.slow
-def test_beside_spinning_processes_widths_are_found():
-    spins = [sys.executable, "-c", "while True: pass"]
-    with ExitStack() as stack:
-        for _ in os.sched_getaffinity(0):
-            stack.callback(stack.enter_context(subprocess.Popen(spins)).kill)
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-c", BUSY]
-        child = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
-
-    # A table of medians alone had none in 5 of 6: all widths take as long as the scheduler lets them wait.
-    assert any(json.loads(child.stdout).values())
 
 
 def test_equal_shapes_are_timed_once():

@@ -59,15 +59,6 @@ def test_a_profile_is_whole(vit_profile):
     assert ModelProfile.model_validate_json(vit_profile.model_dump_json()) == vit_profile
 
 
-def test_a_narrower_model_is_comparable_row_by_row(vit_profile):
-    narrow = profile(zoo.vit(intermediate_size=128))
-
-    assert [row.name for row in narrow.layers] == [row.name for row in vit_profile.layers]
-    # Half of fc1's outputs with their biases, and half of fc2's inputs.
-    assert vit_profile.macs - narrow.macs == 2 * 17 * 128 * (64 + 1 + 64)
-    assert vit_profile.params - narrow.params == 2 * 128 * (64 + 1 + 64)
-
-
 def test_a_quantized_model_is_counted_on_its_skeleton_and_timed_itself(vit_profile):
     with warnings.catch_warnings():
         # torch means to move its quantizer elsewhere; here it stands for any module that hides its weights.
@@ -115,8 +106,8 @@ def test_calls_and_memory_are_those_of_one_pass(profiled):
     assert gelu.memory_bytes == 2 * (2 * 17 * 256 * 4)
 
 
-def test_the_trace_is_one_pass_that_a_browser_can_open(profiled):
+def test_the_trace_has_the_passes_and_a_browser_can_open_it(profiled):
     events = json.loads(gzip.decompress(profiled[1].read_bytes()))["traceEvents"]
 
-    assert sum(event["name"] == "aten::gelu" for event in events) == 2
+    assert sum(event["name"] == "aten::gelu" for event in events) == 3 * 2
     assert profiled[1].stat().st_size < 200_000

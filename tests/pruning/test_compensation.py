@@ -14,23 +14,18 @@ from profiling_agent.errors import PruningError
 from profiling_agent.lib.modules import mean_kl, random_batch, watching
 from profiling_agent.lib.replay import Walk, run_to_layer
 from profiling_agent.pruning.compensation import (
-    RIDGE,
     Calibration,
     PairedMoments,
     columns_of,
     compensate,
     distillation,
-    features,
     fit_,
-    matrix_of,
-    outputs_of,
     paired_moments,
     recover,
     reestimate_,
     regrouped,
-    second_moment,
 )
-from profiling_agent.pruning.criteria import gather_moments
+from profiling_agent.pruning.criteria import RIDGE, features, gather_moments, matrix_of, outputs_of, second_moment
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.schemas import Cut, UnitKind
 
@@ -42,7 +37,7 @@ def batches_of(images, size=32):
 
 
 def calibration_of(images, size=32):
-    return Calibration(batches=batches_of(images, size), device=torch.device("cpu"), dtype=torch.float32)
+    return Calibration(nn.Linear(1, 1), batches_of(images, size))
 
 
 def pruned_and_compensated(model, images=IMAGES, **cutting):
@@ -120,27 +115,14 @@ def test_batch_norm_statistics_are_those_of_the_images():
     assert (model.norm.momentum, model.norm.training, model.drop.training) == (0.3, False, False)
 
 
-@pytest.mark.parametrize(
-    ("make", "images", "number"),
-    [(zoo.vit, IMAGES[:100], 100), (zoo.resnet, IMAGES[:1].repeat(160, 1, 1, 1), 1)],
-    ids=["a hundred images", "one image many times over"],
-)
-def test_too_few_different_images_compensate_nothing_and_it_says_so(make, images, number):
-    pruned, done = pruned_and_compensated(make(), images)
+def test_too_few_images_compensate_nothing_and_it_says_so():
+    pruned, done = pruned_and_compensated(zoo.vit(), IMAGES[:100])
 
     assert done.model is pruned
     assert done.steps == ()
-    assert done.note == f"not compensated: {number} different calibration images, at least 128 are needed"
+    assert done.note == "not compensated: 100 calibration images, at least 128 are needed"
     assert done.kl_before == done.kl_after > 0
     assert math.isfinite(done.kl_after)
-
-
-def test_images_that_hardly_differ_are_no_harm():
-    nearly = IMAGES[:1] + 1e-3 * IMAGES
-    _, done = pruned_and_compensated(zoo.vit(), nearly)
-
-    assert done.kl_after <= done.kl_before
-    assert all(tensor.isfinite().all() for tensor in done.model.state_dict().values())
 
 
 def test_no_image_and_logits_that_are_not_finite_are_refused():
@@ -163,7 +145,7 @@ def test_the_two_parts_share_no_image_and_regrouped_batches_are_whole():
 
     assert (len(fitted), len(judged)) == (120, 40)
     assert fitted | judged == set(range(160))
-    assert [len(batch) for batch in regrouped([torch.zeros(n, 1) for n in (3, 20, 1, 64, 12)], 32)] == [32, 32, 32]
+    assert [len(batch) for batch in regrouped([torch.zeros(n, 1) for n in (3, 20, 1, 64, 12)], 32)] == [32, 32, 32, 4]
 
 
 REGRESSED = random_batch(zoo.SPEC, 64, seed=7)
@@ -192,15 +174,6 @@ def test_the_weights_are_the_textbook_regression_of_the_outputs():
 
     assert torch.allclose(weight, expected, atol=1e-4)
     assert torch.allclose(shift, wide @ x.double().mean(0) - weight @ x.double().mean(0)[kept], atol=1e-4)
-
-
-def test_an_endless_ridge_leaves_the_weights_and_restores_the_mean():
-    x, start = torch.randn(300, 3) + 2, torch.randn(2, 3, dtype=torch.float64)
-    given = x @ torch.randn(3, 2) + 4
-    weight, shift = fit_(moments_of(x, given), start, centred=True, ridge=1e12)
-
-    assert torch.allclose(weight, start, atol=1e-9)
-    assert torch.allclose(x.double().mean(0) @ weight.T + shift, given.double().mean(0))
 
 
 @pytest.mark.parametrize("centred", [True, False])
@@ -249,7 +222,6 @@ def test_the_second_moment_is_the_product_with_itself_both_halves_of_it(dtype):
 
 
 GATHERED = random_batch(zoo.SPEC, 6, seed=3)
-WINDOWED = GATHERED[:1], GATHERED[1:2], GATHERED[:2]
 MODELS = {
     "vit": zoo.vit,
     "swin": zoo.swin,
@@ -327,16 +299,6 @@ def test_the_sensitivity_is_the_outer_product_of_the_gradients_of_each_position(
     expected = rows.T @ rows / len(GATHERED)
 
     assert torch.allclose(moments.sensitivity, expected, atol=1e-4 * float(expected.abs().max()))
-
-
-def test_windows_of_one_image_are_one_image():
-    model = zoo.swin()
-    heads = next(unit for unit in units_of(model) if unit.kind is UnitKind.HEADS)
-    first, second, both = (gather_moments(model, [heads], [part])[heads.name].gram for part in WINDOWED)
-
-    # 16 x 16 tokens in windows of 4 x 4; an average over images doesn't grow with their number.
-    assert len(read_by(model, heads, GATHERED[:1])) == 16
-    assert torch.allclose(both, (first + second) / 2, atol=1e-6)
 
 
 def test_a_channel_far_from_zero_leaves_the_variance_of_the_others():

@@ -11,15 +11,13 @@ from zoo import units_of
 
 from profiling_agent.lib.modules import random_batch
 from profiling_agent.pruning.criteria import (
-    CRITERIA,
-    IMPORTANCE,
     RIDGE,
     UnitMoments,
     eliminate,
     gather_moments,
     keep_indices,
-    order_with_kl,
-    score,
+    largest_weights,
+    order_channels,
     unit_rows,
 )
 from profiling_agent.schemas import UnitKind
@@ -49,72 +47,56 @@ def moments_of(mean, variance, *, sensitivity=(1.0, 1.0)):
     )
 
 
-def ordered(criterion, moments):
-    return order_with_kl(two_layers(), UNIT, moments, criterion)
+def ordered(moments, order=None, kind=UnitKind.MLP):
+    return order_channels(two_layers(), UNIT.model_copy(update={"kind": kind}), moments, order)
 
 
-def test_obs_weighs_outputs_alike_and_fisher_obs_as_the_loss_feels_them():
+def test_heads_weigh_outputs_alike_and_channels_as_the_loss_feels_them():
     # With the second output all that is felt, the columns' squared entries are 0, 4 and 16.
     moments = moments_of([5.0, 5.0, 5.0], [4.0, 1.0, 0.5], sensitivity=(0.0, 1.0))
 
-    assert ordered("obs", moments).order[:2] == (0, 1)  # errors 4, 4 and 12.5: the tie is broken by the ridge
-    assert ordered("fisher_obs", moments).order == (0, 1, 2)  # 0, 4, 8
+    # Errors 4, 4 and 12.5: the tie is broken by the ridge.
+    assert ordered(moments, kind=UnitKind.HEADS).order[:2] == (0, 1)
+    assert ordered(moments).order == (0, 1, 2)  # 0, 4, 8
 
 
-@pytest.mark.parametrize("criterion", ["fisher_obs", "obs"])
-def test_gradients_that_overflow_tell_nothing_and_the_order_is_that_of_the_outputs(criterion: str):
-    variance = [1.0, 2.0, 0.2]
-    lost = moments_of([0.0, 0.0, 0.0], variance, sensitivity=(math.inf, 1.0))
+def test_gradients_that_overflow_tell_nothing_and_the_order_is_that_of_the_outputs():
+    lost = moments_of([0.0, 0.0, 0.0], [1.0, 2.0, 0.2], sensitivity=(math.inf, 1.0))
+    found = ordered(lost)
 
-    found = ordered(criterion, lost)
-
-    assert found.order == ordered("obs", moments_of([0.0, 0.0, 0.0], variance)).order
+    assert found.order == ordered(moments_of([0.0, 0.0, 0.0], [1.0, 2.0, 0.2]), kind=UnitKind.HEADS).order
     assert found.loss == (0.0, 0.0, 0.0, 0.0)
+    assert ordered(lost, [2, 0, 1]).order == (2, 0, 1)
 
 
 def test_the_prediction_is_half_the_felt_error():
-    moments = moments_of([5.0, 5.0, 5.0], [4.0, 1.0, 0.5], sensitivity=(2.0, 1.0))
-    predicted = ordered("l2", moments)
+    predicted = ordered(moments_of([5.0, 5.0, 5.0], [4.0, 1.0, 0.5], sensitivity=(2.0, 1.0)), [1, 2, 0])
     ridge = 1e-2 * 5.5 / 3
 
-    # Rows of norms 3, 1.4 and 2. Independent channels can't stand in for each other: variance times the felt squared
-    # norm.
+    # Independent channels can't stand in for each other: variance times the felt squared norm.
     parts = [4 * (1 + ridge), 34 * (0.5 + ridge), 2 * (4 + ridge)]
     assert predicted.order == (1, 2, 0)
     assert predicted.loss == pytest.approx([0.0, parts[0] / 2, (parts[0] + parts[1]) / 2, sum(parts) / 2], rel=1e-5)
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_every_criterion_orders_every_channel_once(family):
+def test_every_channel_is_ordered_once_and_no_removal_gains(family):
     model = MODELS[family]()
     # Heads and an MLP, or what 3 x 3 and 1 x 1 convolutions read.
     units = units_of(model)[:2]
     moments = gather_moments(model, units, [IMAGES])
     for unit in units:
-        for criterion in CRITERIA:
-            order, again, other = (
-                order_with_kl(model, unit, moments[unit.name], criterion, seed=seed) for seed in (1, 1, 2)
-            )
-            assert sorted(order.order) == list(range(unit.width))
-            assert all(math.isfinite(value) for value in order.loss)
-            assert list(order.loss) == sorted(order.loss)
-            assert order == again
-            # Few heads may be drawn alike.
-            assert order == other or criterion == "random"
-            assert order != other or criterion != "random" or unit.kind is UnitKind.HEADS
-
-
-ROWS = torch.tensor([[3.0, 4.0], [6.0, 0.0], [0.0, -1.0]])
-
-
-@pytest.mark.parametrize(("name", "scores"), [("l1", [7.0, 6.0, 1.0]), ("l2", [5.0, 6.0, 1.0])])
-def test_l1_adds_what_l2_squares(name, scores):
-    assert IMPORTANCE[name](ROWS, torch.Generator()).tolist() == scores
+        order = order_channels(model, unit, moments[unit.name])
+        assert sorted(order.order) == list(range(unit.width))
+        assert all(math.isfinite(value) for value in order.loss)
+        assert list(order.loss) == sorted(order.loss)
 
 
 def test_the_highest_scores_stay_in_ascending_order_and_ties_go_to_the_first():
     assert keep_indices(torch.tensor([1.0, 3.0, 2.0, 3.0]), 2) == [1, 3]
     assert keep_indices(torch.tensor([5.0, 5.0, 5.0]), 2) == [0, 1]
+    # Rows of norms 3, 1.4 and 2.
+    assert largest_weights(two_layers(), UNIT, 2) == [0, 2]
 
 
 def test_a_heads_weights_are_its_rows_of_q_k_and_v_and_a_channels_its_filter():
@@ -128,13 +110,6 @@ def test_a_heads_weights_are_its_rows_of_q_k_and_v_and_a_channels_its_filter():
     assert torch.equal(rows[1], expected)
     filters = convolutional.get_submodule(unit.producers[0]).weight
     assert torch.equal(unit_rows(convolutional, unit)[5], filters[5].flatten())
-
-
-def test_chance_is_drawn_for_each_unit():
-    model = zoo.vit()
-    first, second = (score(model, unit, "random") for unit in units_of(model) if unit.kind is UnitKind.MLP)
-
-    assert not torch.equal(first, second)
 
 
 SIZES = pytest.mark.parametrize("size", [1, 2])

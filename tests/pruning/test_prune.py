@@ -1,13 +1,10 @@
 """Pruning: cuts that pass the gate compute what the masked model does; everything else is refused."""
 
-import copy
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_pruning as tp
 import zoo
 from pruning.families import FAMILIES
 from torch import nn
@@ -17,10 +14,8 @@ from profiling_agent.errors import PruningError
 from profiling_agent.lib.modules import random_batch
 from profiling_agent.pruning.prune import (
     MAX_MASK_ERROR,
-    check_saving,
     cut_units,
     mask_error,
-    masked_parameters,
     prune_model,
 )
 from profiling_agent.pruning.units import FoundUnits, find_units
@@ -29,11 +24,10 @@ from profiling_agent.schemas import Cut, UnitKind
 IMAGES = random_batch(zoo.SPEC, 3, seed=7)
 
 
-@pytest.mark.parametrize("importance", ["l1", "random"])
-def test_each_unit_keeps_as_much_as_its_cut_and_computes_what_the_masked_model_does(importance):
+def test_each_unit_keeps_as_much_as_its_cut_and_computes_what_the_masked_model_does():
     model = zoo.vit().double()
     cuts = cuts_of(model)
-    pruned = prune_model(model, cuts, spec=zoo.SPEC, importance=importance, seed=3, images=IMAGES.double())
+    pruned = prune_model(model, cuts, spec=zoo.SPEC, images=IMAGES.double())
 
     assert all(cut.keep < cut.unit.width for cut in cuts)
     assert pruned.mask_error < 5e-6
@@ -81,12 +75,6 @@ def keeping(width):
     return lambda model: {"cuts": [cuts_of(model, kinds=(UnitKind.MLP,))[0].model_copy(update={"keep": width})]}
 
 
-def infinite(model):
-    with torch.no_grad():
-        model.vit.layers[0].mlp.fc1.weight[0, 0] = math.inf
-    return {"cuts": cuts_of(model)}
-
-
 def overflowing(model):
     with torch.no_grad():
         model.classifier.weight.fill_(3e38)
@@ -109,15 +97,13 @@ def forgetful(model):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (infinite, "'vit.layers.0.mlp.fc1.weight' holds values that aren't finite"),
         (overflowing, "gives logits that aren't finite"),
         (forgetful, "doesn't compute what the masked baseline does"),
         (lambda _: {"cuts": cuts_of(zoo.deit())}, "failed with AttributeError .*; leave some of them alone"),
-        (lambda model: {"cuts": cuts_of(model)[:1] * 2}, "each once"),
         (lambda model: {"cuts": cuts_of(model), "images": torch.zeros(1, 3, 48, 48)}, "failed with ValueError"),
-        *((keeping(width), f"'vit.layers.0.mlp' can't keep {width} of 256") for width in (0, 256, 300)),
+        *((keeping(width), f"'vit.layers.0.mlp' has to keep {width} of") for width in (0, 256, 300)),
         *(
-            (kept(indices), "has to keep 2 different indices of 0 to 3, ascending")
+            (kept(indices), "has to keep 2 of the indices 0 to 3, ascending")
             for indices in ([], [0], [1, 0], [1, 1], [0, 4], [-1, 0])
         ),
     ],
@@ -127,11 +113,6 @@ def test_cuts_that_do_not_fit_the_model_are_refused_in_one_line(given, reason):
     with pytest.raises(PruningError, match=reason) as caught:
         prune_model(model, spec=zoo.SPEC, **given(model))
     assert "\n" not in str(caught.value)
-
-
-def first_cut(model, kind, keep):
-    unit = next(unit for unit in units_of(model) if unit.kind is kind)
-    return Cut(unit=unit, keep=keep, requested_ratio=0.5)
 
 
 def error_of(model, pruned, cut, kept):
@@ -182,65 +163,6 @@ def test_one_member_of_a_unit_with_the_wrong_channels_is_caught(family, member):
 
     assert error_of(model, cut_out(model, cut, first), cut, first) < 1e-5
     assert error_of(model, wrong, cut, first) > 3 * MAX_MASK_ERROR
-
-
-def test_masking_names_the_readers_alone_and_leaves_the_model():
-    model = FAMILIES["efficientnet"]()
-    unit = next(unit for unit in units_of(model) if unit.side_readers)
-    masked = masked_parameters(model, unit, [0, 5])
-
-    assert masked.keys() == {f"{name}.weight" for name in (unit.consumer, *unit.side_readers)}
-    for name, weight in masked.items():
-        assert [bool(column.any()) for column in weight.unbind(1)] == [i in (0, 5) for i in range(unit.width)]
-        assert model.get_parameter(name).count_nonzero() == model.get_parameter(name).numel()
-
-
-def scrambled(model):
-    """The ViT with half of every head cut in place of half of the heads."""
-    model, half_of_every_head = copy.deepcopy(model), [row for row in range(64) if row % 16 >= 8]
-    attention = model.vit.layers[0].attention
-    for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
-        tp.prune_linear_out_channels(layer, half_of_every_head)
-    tp.prune_linear_in_channels(attention.o_proj, half_of_every_head)
-    return model
-
-
-def shifted(model):
-    """The ResNet cut rightly, a norm's statistics in the wrong order."""
-    cut = first_cut(model, UnitKind.CONV_INNER, 16)
-    wrong = zoo.inside(cut_out(model, cut, list(range(16))))
-    norm = wrong.get_submodule(cut.unit.name.removesuffix("convolution") + "normalization")
-    norm.running_mean = norm.running_mean.roll(1)
-    return wrong
-
-
-def misplaced(model):
-    """The Swin with one of its first two heads, and the other's position table."""
-    wrong = cut_out(model, first_cut(model, UnitKind.HEADS, 1), [1])
-    name = "swin.encoder.layers.0.blocks.0.attention.relative_position_bias"
-    table = model.get_parameter(f"{name}.relative_position_bias_table")[:, :1].detach()
-    wrong.get_submodule(name).relative_position_bias_table = nn.Parameter(table)
-    return wrong
-
-
-@pytest.mark.parametrize(
-    ("make", "wrong", "kind", "kept"),
-    [
-        (zoo.vit, scrambled, UnitKind.HEADS, [0, 1]),
-        (zoo.resnet, shifted, UnitKind.CONV_INNER, list(range(16))),
-        (zoo.swin, misplaced, UnitKind.HEADS, [1]),
-    ],
-)
-def test_surgery_that_runs_but_is_wrong_is_caught(make, wrong, kind, kept):
-    model = make()
-
-    assert error_of(model, wrong(model), first_cut(model, kind, len(kept)), kept) > 3 * MAX_MASK_ERROR
-
-
-def test_a_prune_that_saved_nothing_is_refused():
-    model = zoo.vit()
-    with pytest.raises(PruningError, match="saves no params: 113925 after, 113925 before"):
-        check_saving(model, copy.deepcopy(model), zoo.SPEC)
 
 
 class Pair(nn.Module):
@@ -304,9 +226,8 @@ def test_channels_that_are_mixed_or_lost_on_the_way_stay(between, width, lost):
         lambda _, x: x.flatten(2).transpose(1, 2).relu().permute(0, 2, 1).reshape(len(x), -1, 15, 15),
         lambda _, x: F.avg_pool2d(F.pad(x, (1, 1, 1, 1)), 3, 1),
         lambda _, x: x.roll(2, dims=3) * x.mean((2, 3), keepdim=True).sigmoid(),
-        lambda _, x: F.avg_pool2d(torch.cat((x, x * x), dim=2), (2, 1)),
     ],
-    ids=["elementwise", "moved and back", "padded and pooled", "gated by itself", "joined along rows"],
+    ids=["elementwise", "moved and back", "padded and pooled", "gated by itself"],
 )
 def test_channels_that_keep_apart_are_found_and_cut_exactly(between):
     model = Pair(between).eval()
