@@ -158,7 +158,7 @@ RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "unknown architecture": (lambda place: place.edited("config.json", model_type="foo"), "foo"),
     "names of fewer classes": (
         lambda place: place.edited("config.json", id2label={"0": "a", "1": "b", "2": "c"}, label2id=None),
-        "has 3 classes by",
+        "names 3 classes by",
     ),
     "no classifier": (no_classifier, "classif"),
     "weights of other widths": (lambda place: place.edited("config.json", intermediate_size=512), "weights"),

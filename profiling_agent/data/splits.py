@@ -55,11 +55,6 @@ class DrawnSplits:
     notes: tuple[str, ...]
     recovery: DrawnSplit | None = None
 
-    @property
-    def labels(self) -> tuple[LabelMatch, ...]:
-        """Return the match of each label by the first matching."""
-        return self.matchings[0].matches
-
 
 def draw_splits(
     query: DataQuery, *, id2label: Mapping[int, str], folder: Path, progress: Progress = silent
@@ -132,28 +127,18 @@ def _draw_train_splits(
 
 
 def _notes(columns: Columns, pool: "Pool", drawn: Mapping[str, DrawnSplit]) -> Iterator[str]:
-    num_calibration, num_search = (
-        drawn[name].num_images + drawn[name].num_skipped for name in ("calibration", "search")
-    )
-    matches, evaluation, num_samples = columns.matchings[0].matches, columns.split, pool.data.query.num_samples
+    matches, evaluation = columns.matchings[0].matches, columns.split
     # If there are several matchings, the model's predictions choose one later.
     if len(columns.matchings) == 1 and (guessed := order_match_note(matches)) is not None:
         yield guessed
     if evaluation in TRAIN:
         yield f"accuracies on split {evaluation!r} are optimistic, as the model was trained on it"
-    if num_calibration < NUM_CALIBRATION:
+    if (num_calibration := drawn["calibration"].num_images) < NUM_CALIBRATION:
         yield f"only {num_calibration} images are there to calibrate with, not {NUM_CALIBRATION}"
     if pool.num_unmapped:
         yield f"{pool.num_unmapped} images of split {evaluation!r} have no label that the model knows"
     if unmapped := [match.dataset_label for match in matches if match.model_id is None]:
-        yield (
-            f"{len(unmapped)} of the data set's {len(matches)} labels match no class of the model or several, and their "
-            f"images were left out: {format_names(unmapped)}"
-        )
-    if num_search < (num_samples or 0):
-        yield f"{num_search} images are searched on, not {num_samples}: by their content, the others are held out"
-    if num_search < columns.num_classes:
-        yield f"{num_search} images to search on are fewer than the data set's {columns.num_classes} classes"
+        yield f"images of labels that match no class of the model or several were left out: {format_names(unmapped)}"
     if pool.data.folder is None:
         yield "images were streamed and drawn in equal numbers per class"
 
@@ -214,23 +199,21 @@ class Pool:
 
     def _draw_from_stream(self, columns: Columns, target: int, progress: Progress) -> list[StoredImage]:
         """Store equal shares per class, `target` images; spare images fill the shares that stay incomplete."""
-        quota, counts = -(-target // columns.num_classes), Counter[int]()
-        taken: list[Any] = []
-        spare: list[Any] = []
+        classes = {match.model_id for match in columns.matchings[0].matches} - {None}
+        quota, counts = -(-target // len(classes)), Counter[int]()
+        taken, spare = list[StoredImage](), list[StoredImage]()
         for row, (cell, raw) in enumerate(self.data.stream(self.split, columns.image, columns.label)):
             label = columns.class_of.get(raw, UNMAPPED)
             is_due = counts[label] < quota
             if label != UNMAPPED and (is_due or len(taken) + len(spare) < target):
                 counts[label] += 1
-                # An image that a cell only names is downloaded once it is drawn.
-                is_named = isinstance(cell, dict) and cell.get("bytes") is None
-                (taken if is_due else spare).append((row, cell, label) if is_named else self._store(row, cell, label))
+                (taken if is_due else spare).append(self._store(row, cell, label))
                 del spare[target - len(taken) :]
             if len(taken) == target:
                 break
             if row % PROGRESS_EVERY == 0:
                 progress(f"streaming images of {self.split}", len(taken) + len(spare), target)
-        return [each if isinstance(each, StoredImage) else self._store(*each) for each in (*taken, *spare)]
+        return [*taken, *spare]
 
     def _store(self, row: int, cell: Any, label: int) -> StoredImage:
         """Append the image of a cell to the spool."""

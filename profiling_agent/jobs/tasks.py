@@ -39,7 +39,7 @@ MODULES = (
     *("torch", "transformers.models.auto.modeling_auto", "profiling_agent.jobs.worker", "profiling_agent.jobs.check"),
     *("profiling_agent.data.splits", "profiling_agent.profiling.evidence", "profiling_agent.profiling.profile"),
     *("profiling_agent.quantization.quantize", "profiling_agent.runtimes.torch_artifact"),
-    *("profiling_agent.runtimes.onnx_export", "profiling_agent.data.shape"),
+    "profiling_agent.runtimes.onnx_export",
 )
 # Images on which each deployment is compared with its parent: float32 takes longest, and large errors show on half of them.
 MAX_COMPARED = 64
@@ -86,8 +86,7 @@ class AcquireTask(SourceTask[schemas.Acquired]):
         import torch
 
         from profiling_agent.data.dataset import DataQuery
-        from profiling_agent.data.models import device_note, resolve_device
-        from profiling_agent.data.shape import check_processor
+        from profiling_agent.data.models import check_processor, device_note, resolve_device
         from profiling_agent.data.splits import draw_splits
 
         device, note = resolve_device(self.device), device_note(self.device, has_cuda=torch.cuda.is_available())
@@ -119,7 +118,7 @@ class AcquireTask(SourceTask[schemas.Acquired]):
             name=loaded.source, revision=loaded.revision, architecture=loaded.architecture, device=device
         )
         notes = (*notes, *([note] if note else []))
-        return schemas.Acquired(source=source, labels=drawn.labels, notes=notes, **splits)
+        return schemas.Acquired(source=source, labels=drawn.matchings[0].matches, notes=notes, **splits)
 
 
 def _choose_labels(drawn: "DrawnSplits", loaded: "LoadedModel", context: JobContext) -> "DrawnSplits":
@@ -161,7 +160,7 @@ class MatchLabelsTask(SourceTask[MatchedLabels]):
     def run(self, context: JobContext) -> MatchedLabels:
         """Open the model and the data set, and match their classes."""
         from profiling_agent.data.dataset import DataQuery
-        from profiling_agent.data.shape import check_processor
+        from profiling_agent.data.models import check_processor
         from profiling_agent.data.splits import look_up_labels
 
         loaded = self.load(context, "cpu")
@@ -189,8 +188,7 @@ class ResolveShapeTask(ModelTask[ResolvedShape]):
 
     def run(self, context: JobContext) -> ResolvedShape:
         """Find the input shape; save the baseline with it."""
-        from profiling_agent.data.models import resolve_device
-        from profiling_agent.data.shape import resolve_input_shape, verify
+        from profiling_agent.data.models import resolve_device, resolve_input_shape, verify
         from profiling_agent.runtimes.torch_artifact import save_model
 
         loaded, folder = self.load(context, self.device), context.folder / "model"
@@ -210,7 +208,7 @@ class SurveyShapeTask(ModelTask[schemas.ShapeFacts]):
 
     def run(self, context: JobContext) -> schemas.ShapeFacts:
         """Gather what is known of the input shape."""
-        from profiling_agent.data.shape import survey
+        from profiling_agent.data.models import survey
 
         loaded = self.load(context, self.device)
         return survey(loaded.model, loaded.processor)

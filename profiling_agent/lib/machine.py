@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 
 from profiling_agent.errors import JobError
-from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
 from profiling_agent.schemas import Environment, Gpu
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -41,6 +40,8 @@ LIBRARIES = (
 )
 # Optional libraries that a runtime's speed depends on.
 RUNTIME_LIBRARIES = ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf", "torchao")
+# What models of timm need.
+TIMM_PACKAGES = ("timm", "torchvision")
 # How long the load is watched.
 BUSY_S = 0.1
 

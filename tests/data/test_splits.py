@@ -170,11 +170,8 @@ def test_images_without_a_known_label_are_left_out_and_counted(parquet, draw):
     assert sizes(drawn) == expected_sizes(known, 400)
     assert sorted(set(labels(drawn.search).tolist())) == [0, 2]
     assert "100 images of split 'test' have no label that the model knows" in drawn.notes
-    left_out = (
-        "1 of the data set's 3 labels match no class of the model or several, and their images were left out: 'unicorn'"
-    )
-    assert left_out in drawn.notes
-    assert [match.rule for match in drawn.labels] == ["name", "name", "unmapped"]
+    assert "images of labels that match no class of the model or several were left out: 'unicorn'" in drawn.notes
+    assert [match.rule for match in drawn.matchings[0].matches] == ["name", "name", "unmapped"]
 
 
 def test_a_damaged_image_is_skipped_and_counted(parquet, draw):
