@@ -17,7 +17,7 @@ from pydantic import Field
 
 from profiling_agent.data import is_local
 from profiling_agent.data.labels import Matching, match_labels, match_numbers
-from profiling_agent.data.models import MAX_TEXT, did_you_mean, hub_errors, local_folder
+from profiling_agent.data.models import did_you_mean, hub_errors, local_folder
 from profiling_agent.data.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.io import files_root
@@ -75,7 +75,6 @@ class OpenedData:
     splits: Mapping[str, Any] = field(default_factory=dict[str, Any])
     build: Callable[..., Any] | None = None
     kind: type | None = None
-    notes: tuple[str, ...] = ()
 
     def features(self, split: str) -> Mapping[str, Any]:
         """Return the columns of a split and their types."""
@@ -129,8 +128,8 @@ class OpenedData:
                     return self.root + path
             elif (target := (self.folder / path).resolve()).is_relative_to(files_root(self.folder)):
                 return str(target)
-        named = f"{file[:MAX_TEXT]!r}, which is not in it"
-        raise AcquisitionError(f"dataset {self.query.dataset!r} can't be read: it names {named}: copy it there")
+        named = f"{file!r}, which is not in it: copy it there"
+        raise AcquisitionError(f"dataset {self.query.dataset!r} can't be read: it names {named}")
 
 
 @contextmanager
@@ -180,17 +179,15 @@ def no_class_folders(dataset: str, split: str) -> AcquisitionError:
 
 def _open_repository(query: DataQuery, cache: Path) -> OpenedData:
     """Open a Hub repository at one commit, or the Hub's parquet copy of it if it needs a script."""
-    name, revision, notes, api = query.dataset, query.dataset_revision, (), HfApi()
+    name, revision, api = query.dataset, query.dataset_revision, HfApi()
     with hub_errors("dataset", name, revision):
         info = api.dataset_info(name, revision=revision)
     script = f"{name.rpartition('/')[2]}.py"
     if revision in (None, "main") and any(file.rfilename == script for file in info.siblings or []):
         with hub_errors("dataset", name, f"{PARQUET_COPY} (its {script} is never run)"):
             info = api.dataset_info(name, revision=PARQUET_COPY)
-        copy = f"{PARQUET_COPY} at {info.sha}"
-        notes = (f"images are read from the Hub's parquet copy, {copy}: {script!r} is never run",)
     commit = info.sha or revision or "main"
-    data = OpenedData(query=query, folder=None, root=f"hf://datasets/{name}@{commit}/", notes=notes)
+    data = OpenedData(query=query, folder=None, root=f"hf://datasets/{name}@{commit}/")
     with read_errors(name):
         return _choose_config(data, partial(datasets.load_dataset_builder, name, revision=commit, cache_dir=str(cache)))
 

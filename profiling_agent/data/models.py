@@ -40,13 +40,8 @@ OUTPUT_FILES = ("recipe.json", "layers.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MODEL_FILES = ["config.json", *PROCESSOR_FILES, WEIGHTS, INDEX, "model-*-of-*.safetensors"]
 HALF_NOTE = "the weights are stored in {}: the baseline, with which sizes and speeds are compared, is float32"
-MAX_TEXT = 200
-# Arguments of `timm.create_model` that load weights, or build something else than a classifier.
-NON_ARCHITECTURE_ARGUMENTS = frozenset(
-    {"model_name", "checkpoint_path", "cache_dir", "scriptable", "exportable", "no_jit"}
-    | {"features_only", "feature_cfg", "out_indices", "kwargs_filter"}
-    | {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict"}
-)
+# Arguments of `timm.create_model` that load weights, some of them as pickles.
+LOADING_ARGUMENTS = {"checkpoint_path", "cache_dir", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 # Two aspect ratios: a processor that keeps the aspect ratio gives two shapes, and so does not fix one.
 BLANK_SIZES = ((320, 320), (480, 320))
 # Parts of the names of image settings.
@@ -81,7 +76,7 @@ def hub_errors(kind: Kind, name: str, revision: str | None) -> Generator[None]:
         at = f" at revision {revision!r}" if revision else ""
         problem = f"is no local folder, and {constants.ENDPOINT} has none for you{at} ({type(error).__name__})"
         advice = "check the name and the network; if it is private or gated, set HF_TOKEN or run `hf auth login`"
-        raise AcquisitionError(f"{kind} {name[:MAX_TEXT]!r} {problem}: {advice}") from error
+        raise AcquisitionError(f"{kind} {name!r} {problem}: {advice}") from error
 
 
 def fetch_model(name: str, revision: str | None) -> Path:
@@ -244,7 +239,7 @@ def check_timm(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     # timm treats a name with a scheme as an address on the Hub or of a folder.
     if ":" in str(fields.get("architecture")):
         raise refuse("it names another model as its architecture, which is never fetched")
-    if forbidden := sorted(NON_ARCHITECTURE_ARGUMENTS & set(arguments)):
+    if forbidden := sorted(LOADING_ARGUMENTS & set(arguments)):
         raise refuse(f"its model_args set {forbidden[0]!r}, which is no setting of an architecture: leave it out")
     if missing := [package for package in TIMM_PACKAGES if find_spec(package) is None]:
         raise refuse(f"it is one of timm's, and {missing[0]} isn't installed: pip install 'profiling-agent[timm]'")
@@ -318,14 +313,6 @@ def _proposals(model: nn.Module, processor: Any) -> list[InputSpec]:
     ]
 
 
-def _refusal(model: nn.Module, spec: InputSpec) -> str:
-    try:
-        verify(model, spec)
-    except ShapeUnresolvedError as error:
-        return str(error)
-    return ""
-
-
 def verify(model: nn.Module, spec: InputSpec) -> None:
     """Run one blank image of the shape `spec` through `model` in eval mode, and restore the model.
 
@@ -345,33 +332,31 @@ def verify(model: nn.Module, spec: InputSpec) -> None:
 
 
 def resolve_input_shape(model: nn.Module, processor: Any) -> InputSpec:
-    """Return the shape of the processor's images, or if the model refuses them of the config, verified by a forward pass.
-
-    `source` names its origin and, after a semicolon, a shape that was refused.
+    """Return the shape of the processor's images, or if they have several that of the config, verified by a forward pass.
 
     Raises:
-        ShapeUnresolvedError: the model accepts neither; the message lists what was tried.
+        ShapeUnresolvedError: neither gives a shape, or the model refuses it.
     """
-    refused: list[str] = []
-    for spec in _proposals(model, processor):
-        if not (refusal := _refusal(model, spec)):
-            return spec.model_copy(update={"source": "; ".join((spec.source, *refused))})
-        refused.append(f"{spec.source}: {refusal}")
-    tried = "; ".join(refused) or "neither its processor nor its config has one"
-    raise ShapeUnresolvedError(f"no input shape is accepted by the model ({tried}): set image_size in its config.json")
+    specs = _proposals(model, processor)
+    if not specs:
+        raise ShapeUnresolvedError(
+            "neither the image processor nor config.json gives an input shape: set image_size there"
+        )
+    try:
+        verify(model, specs[0])
+    except ShapeUnresolvedError as error:
+        stated = ", ".join(f"{spec.source}: {_format_shape(spec)}" for spec in specs)
+        advice = "correct size, crop_size, image_mean or image_std of the image processor, or image_size of the model"
+        raise ShapeUnresolvedError(
+            f"the image processor doesn't fit the model, {error} ({stated}); {advice}"
+        ) from error
+    return specs[0]
 
 
 def check_processor(model: nn.Module, processor: Any) -> None:
-    """Check that the model accepts the images of its processor, if these have one shape.
-
-    Raises:
-        ShapeUnresolvedError: the model refuses them; the message has the shape of its config.
-    """
-    specs = _proposals(model, processor)
-    if specs and specs[0].source == "image processor" and (refusal := _refusal(model, specs[0])):
-        by_config = f", and its config.json says {_format_shape(specs[1])}" if len(specs) > 1 else ""
-        problem = f"the image processor doesn't fit the model: {refusal}{by_config}"
-        raise ShapeUnresolvedError(f"{problem}; correct size, crop_size, image_mean or image_std in its config")
+    """Raise ShapeUnresolvedError if the model refuses the images of its processor; either may leave their size open."""
+    if _proposals(model, processor):
+        resolve_input_shape(model, processor)
 
 
 def survey(model: nn.Module, processor: Any) -> ShapeFacts:
@@ -379,20 +364,22 @@ def survey(model: nn.Module, processor: Any) -> ShapeFacts:
 
     The shape is certain if the processor and the config, as far as they have one, agree on it, and the model accepts it.
     """
-    specs = _proposals(model, processor)
+    specs, findings = _proposals(model, processor), list[str]()
+    for spec in specs:
+        try:
+            verify(model, spec)
+            outcome = "which the model accepts"
+        except ShapeUnresolvedError as error:
+            outcome = f"but {error}"
+        findings.append(f"{spec.source}: {_format_shape(spec)}, {outcome}")
     sources: dict[str, Any] = {"model config": model.config, "image processor": processor}
-    refusals = [_refusal(model, spec) for spec in specs]
-    findings = [
-        f"{spec.source}: {_format_shape(spec)}, {f'but {refusal}' if refusal else 'which the model accepts'}"
-        for spec, refusal in zip(specs, refusals, strict=True)
-    ]
     settings = [
         f"{title}: {name} = {value!r}"
         for title, source in sources.items()
         for name, value in sorted(source.to_dict().items())
         if any(part in name for part in KEYWORDS)
     ]
-    is_certain = len({spec.batch(1) for spec in specs}) == 1 and not any(refusals)
+    is_certain = len({spec.batch(1) for spec in specs}) == 1 and findings[0].endswith("which the model accepts")
     return ShapeFacts(settings=tuple(settings), findings=tuple(findings), is_certain=is_certain)
 
 

@@ -26,7 +26,7 @@ TRAIN = ("train", "training")
 MAX_SEARCH = 2000
 HELDOUT_RATIO = 4
 NUM_CALIBRATION = 256
-MAX_CORRUPT = MAX_REPEATED = 0.01
+MAX_CORRUPT = 0.01
 UNMAPPED = -1
 # Few, as a table of photographs has hundreds of megabytes in as many rows as are read of labels.
 BATCH_IMAGES = 64
@@ -69,7 +69,7 @@ def draw_splits(
     with quiet(), tempfile.TemporaryDirectory(dir=folder) as cache, tempfile.TemporaryFile(dir=folder) as spool:
         data = open_data(query, cache=Path(cache), progress=progress)
         columns = choose_columns(data, id2label)
-        evaluation, notes = columns.split, [*data.notes, *columns.notes]
+        evaluation, notes = columns.split, list(columns.notes)
         train = next((split for split in TRAIN if split in data.splits and split != evaluation), None)
         if query.num_recovery and train is None:
             raise AcquisitionError(f"there is no train split besides {evaluation!r}: set recover_epochs to 0")
@@ -105,18 +105,13 @@ def _draw_train_splits(
     """Write images of the train split for calibration and, if requested, for recovery, without those that are `measured` on."""
     train, num_recovery = columns.split, measured.data.query.num_recovery
     num_wanted = NUM_CALIBRATION + num_recovery
-    num_rows = num_wanted + int(MAX_REPEATED * num_wanted) + 1
+    num_rows = num_wanted + num_wanted // 100 + 1
     pool = Pool.read(measured.data, columns, num_rows, measured.spool, progress)
-    images, originals = pool.distinct_images(), {image.digest: image for image in measured.images}
-    if shared := [image for image in images if image.digest in originals]:
-        problem = (
-            f"{len(shared)} of {len(images)} images drawn from split {train!r} are in split {measured.split!r} too"
-        )
-        if len(shared) > MAX_REPEATED * len(images):
-            pair = f"{shared[0].location}, there {originals[shared[0].digest].location}"
-            raise AcquisitionError(f"{problem}, such as {pair}: remove them from one (up to 1% are left out)")
-        notes.append(f"{problem}, and were left out")
-    usable = [image for image in images if image.digest not in originals][:num_wanted]
+    images, measured_digests = pool.distinct_images(), {image.digest for image in measured.images}
+    usable = [image for image in images if image.digest not in measured_digests]
+    if num_shared := len(images) - len(usable):
+        notes.append(f"{num_shared} images of split {train!r} are in split {measured.split!r} too, and were left out")
+    usable = usable[:num_wanted]
     parts = {"calibration": usable[:NUM_CALIBRATION]}
     if num_recovery:
         parts["recovery"] = usable[NUM_CALIBRATION:]
@@ -230,13 +225,10 @@ class Pool:
         )
 
     def distinct_images(self) -> list[StoredImage]:
-        """Return the images without copies of earlier ones; AcquisitionError if more than one in a hundred is a copy."""
+        """Return the images without copies of earlier ones."""
         originals: dict[bytes, StoredImage] = {}
-        copies = [image for image in self.images if originals.setdefault(image.digest, image) is not image]
-        if len(copies) > MAX_REPEATED * len(self.images):
-            problem = f"{len(copies)} of {len(self.images)} images of split {self.split!r} are there more than once"
-            pair = f"{copies[0].location}, a copy of {originals[copies[0].digest].location}"
-            raise AcquisitionError(f"{problem}, such as {pair}: remove them (up to 1% are counted once)")
+        for image in self.images:
+            originals.setdefault(image.digest, image)
         return list(originals.values())
 
     def write(

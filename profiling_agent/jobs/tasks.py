@@ -1,15 +1,24 @@
 """Tasks that make models and read data: acquisition, shapes, logits, pruning, recovery, tuning, export, deployment."""
 
+import tempfile
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from profiling_agent import schemas
-from profiling_agent.data.images import SplitImages, iter_batches, processed_batches, relabel_split, shuffled_batches
+from profiling_agent.data.images import (
+    PreparedImages,
+    SplitImages,
+    iter_batches,
+    relabel_split,
+    shuffled_batches,
+    write_prepared,
+)
 from profiling_agent.data.labels import choose_matching
 from profiling_agent.errors import AcquisitionError, QuantizationError, RequestError
 from profiling_agent.jobs.base import (
@@ -133,10 +142,11 @@ def _choose_labels(drawn: "DrawnSplits", loaded: "LoadedModel", context: JobCont
         return drawn
     context.progress(f"labels fit in {len(drawn.matchings)} ways, of which the model's answers choose one", 0, 0)
     split, device = SplitImages(drawn.calibration.path), next(loaded.model.parameters()).device
-    with torch.inference_mode():
+    with torch.inference_mode(), tempfile.TemporaryDirectory(dir=context.folder) as folder:
+        write_prepared(Path(folder), split, range(len(split)), loaded.processor)
         logits = [
-            loaded.model(pixel_values=torch.from_numpy(pixels).to(device)).logits.cpu().numpy()
-            for pixels in processed_batches(split, range(len(split)), loaded.processor)
+            loaded.model(pixel_values=pixels.to(device)).logits.cpu().numpy()
+            for pixels, _ in iter_batches(PreparedImages([Path(folder)]), batch_size=32)
         ]
     predicted = answers_of(np.concatenate(logits), split.labels).predicted
     chosen, note = choose_matching(drawn.matchings, predicted, split.labels)

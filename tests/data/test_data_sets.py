@@ -118,7 +118,7 @@ NUMBERS, OTHERS = (
         (pa.array([0, 1, -7], pa.int8()), "abc", NUMBERS.format("-7 to 1")),
         (pa.array([1, 2, 3]), "abc", NUMBERS.format("1 to 3")),
         # Numbers that classes are called by may reach beyond the last class.
-        (pa.array([1, 2, 3]), "123", "there more than once"),
+        (pa.array([1, 2, 3]), "123", "has 1 usable images"),
         (pa.array([0.0, float("nan")]), "ab", OTHERS),
         (pa.array([b"a", b"b"]), "ab", OTHERS),
         (pa.nulls(2), "ab", OTHERS),

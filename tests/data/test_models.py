@@ -60,7 +60,7 @@ def test_half_precision_weights_are_loaded_as_float32_and_that_is_noted(tmp_path
 
 def test_what_is_no_model_is_one_line(folder):
     assert "did you mean 'vit'?" in refusal(f"{folder}t")
-    assert "no public Hub id" in refusal("not a model")
+    assert "is no local folder, and https://" in refusal("not a model")
 
 
 @pytest.mark.parametrize(

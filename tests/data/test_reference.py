@@ -1,6 +1,5 @@
 """The embedded digits and the classifiers trained on them."""
 
-import threading
 from dataclasses import replace
 
 import pyarrow.parquet as pq
@@ -10,8 +9,7 @@ from sklearn.datasets import load_digits
 
 from profiling_agent.data.images import SplitImages, decode_rgb
 from profiling_agent.data.models import load_model
-from profiling_agent.data.reference import RECIPES, augment, reference_dataset, reference_model, train
-from profiling_agent.lib.io import cached
+from profiling_agent.data.reference import RECIPES, reference_dataset, reference_model, train
 from profiling_agent.lib.logs import silent
 
 DIGITS = [str(digit) for digit in range(10)]
@@ -59,48 +57,11 @@ def test_training_is_seeded_and_leaves_the_global_seed_alone():
     assert all(torch.equal(here, there) for here, there in zip(first.parameters(), again.parameters(), strict=True))
 
 
-@pytest.mark.slow
-def test_training_learns_what_it_is_shown():
-    images, labels = noise(10)
-    recipe = replace(RECIPES["vit"], num_steps=60, shift=0.0, scale=0.0, rotation=0.0, batch_size=10)
-    seen = []
-    model = train(recipe, images, labels, lambda message, done, total: seen.append((done, total)))
-    assert num_right(model, images, labels) == 10
-    assert seen == [(step, 60) for step in range(1, 61)]
-
-
-def test_distortion_shifts_by_at_most_the_fraction_asked_for():
-    images = torch.zeros(64, 1, 20, 20)
-    images[:, :, 10, 10] = 1.0
-    still = replace(RECIPES["vit"], shift=0.0, scale=0.0, rotation=0.0)
-    assert torch.allclose(augment(images, still, torch.Generator()), images, atol=1e-5)
-    moved = augment(images, replace(still, shift=0.1), torch.Generator().manual_seed(0))
-    rows, columns = moved.sum((1, 3)).argmax(1), moved.sum((1, 2)).argmax(1)
-    assert (rows - 10).abs().max() == 2
-    assert (columns - 10).abs().max() == 2
-
-
 @pytest.mark.parametrize("family", RECIPES)
 def test_each_reference_is_small_and_its_inner_widths_can_be_pruned(family):
     model = RECIPES[family].build()
     assert 300_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 1_300_000
     assert model.config.id2label == dict(enumerate(DIGITS))
-
-
-def test_two_that_ask_at_once_build_once():
-    built = []
-    barrier = threading.Barrier(2)
-
-    def ask():
-        barrier.wait()
-        cached("thing", lambda folder: built.append(folder))
-
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(built) == 1
 
 
 @pytest.mark.parametrize(

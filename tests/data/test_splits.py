@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 from data.image_sets import TEST, expected_sizes, images_of, is_heldout, png, pngs, sizes, table, train_and_test
 from datasets import DatasetDict
-from scipy import stats
 
 from profiling_agent.data.dataset import DataQuery, choose_columns, open_data
 from profiling_agent.data.images import SplitImages
@@ -25,7 +24,6 @@ from profiling_agent.data.splits import (
     StoredImage,
     content_order,
     evaluation_sizes,
-    num_images_to_read,
     stratified_order,
 )
 from profiling_agent.errors import AcquisitionError
@@ -68,20 +66,9 @@ def test_a_few_copies_count_once_and_those_of_measured_images_are_left_out_of_th
     test = datasets.concatenate_datasets([rows["test"], rows["test"].select([4, 5])])
     drawn = draw(parquet(train=train, test=test), NAMES)
     assert "2 images of split 'test' are copies of others, and were counted once" in drawn.notes
-    assert "1 of 258 images drawn from split 'train' are in split 'test' too, and were left out" in drawn.notes
+    assert "1 images of split 'train' are in split 'test' too, and were left out" in drawn.notes
     assert drawn.search.num_images + drawn.heldout.num_images <= 300
     assert set(images_of(drawn.calibration)).isdisjoint(images_of(drawn.search, drawn.heldout))
-
-
-def test_many_copies_are_named_by_their_files(photographs, cats_and_dogs, refusal):
-    message = refusal(photographs(cats_and_dogs | {"test/cat/again.png": cats_and_dogs["test/cat/7.png"]}))
-    assert "1 of 81 images of split 'test'" in message
-    (pair,) = re.findall(r"such as row \d+ \('(\S+)'\), a copy of row \d+ \('(\S+)'\): remove", message)
-    assert set(pair) == {"test/cat/7.png", "test/cat/again.png"}
-    (photographs({}) / "test/cat/again.png").unlink()
-    message = refusal(photographs({"train/dog/leaked.png": cats_and_dogs["test/dog/7.png"]}))
-    said = r"1 of 81 images.*in split 'test' too, such as row \d+ \('train/dog/leaked\.png'\), there row \d+ \('test/dog/7\.png'\)"
-    assert re.search(said, message)
 
 
 def test_the_seed_alone_decides_which_rows(folder, draw):
@@ -184,14 +171,13 @@ def test_a_damaged_image_is_skipped_and_counted(parquet, draw):
     assert (drawn.search.num_skipped, drawn.heldout.num_skipped) == (0, 1)
 
 
-@pytest.mark.parametrize(("called", "shown"), [("bad", "bad"), ("b\x1b", r"b\x1b"), ("b\u202e", r"b\u202e")])
-def test_more_than_one_damaged_image_in_a_hundred_is_an_error(photographs, cats_and_dogs, refusal, called, shown):
+def test_more_than_one_damaged_image_in_a_hundred_is_an_error(photographs, cats_and_dogs, refusal):
     # All that are to be held out are drawn.
     damaged = filter(is_heldout, (f"damaged {n}".encode() for n in itertools.count()))
-    bad = {f"test/cat/{called}{n}.png": data for n, data in enumerate(itertools.islice(damaged, 7))}
+    bad = {f"test/cat/bad{n}.png": data for n, data in enumerate(itertools.islice(damaged, 7))}
     message = refusal(photographs(cats_and_dogs | bad))
     why = "its beginning is damaged, or of no format that is read: repair"
-    assert re.search(rf"7 of \d+ images of split 'test'.*'test/cat/{re.escape(shown)}\d\.png'\): {why}", message)
+    assert re.search(rf"7 of \d+ images of split 'test'.*'test/cat/bad\d\.png'\): {why}", message)
 
 
 CLASSES = np.repeat([0, 1, 2], [600, 300, 100])
@@ -233,15 +219,6 @@ def test_as_many_are_held_out_as_are_searched_on_and_at_most_four_times_as_many(
     else:
         with pytest.raises(AcquisitionError, match=expected):
             evaluation_sizes(*there, asked, "test")
-
-
-@pytest.mark.parametrize(("asked", "num_calibration"), [(None, 0), (100, 0), (100, 256), (1, 0)])
-def test_so_many_are_looked_at_that_chance_leaves_enough_on_either_side(asked, num_calibration):
-    wanted, num_rows = asked or 2000, num_images_to_read(asked, num_calibration)
-    most = max(4 * wanted, wanted + num_calibration)
-    # Half of them is most + 3 sqrt(2 most), six standard deviations of a fair coin above most.
-    assert stats.binom.cdf(most - 1, num_rows, 0.5) < 2e-3
-    assert num_rows < 2.5 * most + 20
 
 
 POOLS = ["ant", "bee"]

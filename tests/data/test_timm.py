@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -17,11 +16,9 @@ from PIL import Image
 from pruning.families import TIMM_FAMILIES
 from safetensors.torch import load_file, save_file
 from skips import TIMM
-from typer.testing import CliRunner
 from world import fitted, pictures, write_data
 
 from profiling_agent import load, optimize
-from profiling_agent.cli.main import app
 from profiling_agent.data.models import load_model, resolve_input_shape
 from profiling_agent.errors import ArtifactError
 from profiling_agent.runtimes.torch_artifact import load_module, load_processor, save_model
@@ -163,15 +160,6 @@ class TestRead:
 
         assert torch.allclose(ours, timms(folder, image), atol=1e-6)
 
-    def test_an_odd_margin_is_cut_at_most_one_pixel_from_where_timm_cuts_it(self, folder):
-        # 35 pixels are cropped to 32: timm leaves out two of them before the crop, we one.
-        rewrite(folder, pretrained_cfg=PREPARED | {"crop_pct": 0.9})
-        image = picture((35, 35))
-
-        ours = load_model(str(folder)).processor(images=[image], return_tensors="pt")["pixel_values"]
-
-        assert torch.allclose(ours[..., 1:, 1:], timms(folder, image)[..., :-1, :-1], atol=1e-6)
-
     @pytest.mark.parametrize(
         ("changes", "said"),
         [
@@ -215,22 +203,6 @@ except AcquisitionError as error:
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
     assert f"one of timm's, and {missing} isn't installed: pip install 'profiling-agent[timm]'" in said
-
-
-@pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
-def test_without_timm_the_command_ends_in_one_line_and_leaves_nothing(tmp_path):
-    (tmp_path / "net").mkdir()
-    (tmp_path / "net" / "config.json").write_text(json.dumps({"architecture": "resnet50", "pretrained_cfg": PREPARED}))
-    (tmp_path / "net" / "model.safetensors").touch()
-
-    arguments = ["run", "--model", str(tmp_path / "net"), "--dataset", str(write_data(tmp_path / "data")), "--quiet"]
-
-    ended = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "runs")], env={"COLUMNS": "200"})
-
-    assert ended.exit_code == 2
-    assert "pip install 'profiling-agent[timm]'" in ended.stderr
-    assert len(ended.stderr.strip().splitlines()) == 1
-    assert not list((tmp_path / "runs").glob("*"))
 
 
 def picture(size):
