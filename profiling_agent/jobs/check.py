@@ -135,10 +135,9 @@ class LookTask(ModelTask[schemas.Prunable]):
 
     def run(self, context: JobContext) -> schemas.Prunable:
         """Read a model and lay it out; AcquisitionError and ShapeUnresolvedError if it can't be read."""
-        from profiling_agent.data.models import check_processor, resolve_input_shape
+        from profiling_agent.data.models import resolve_input_shape
 
         loaded = self.load(context, "cpu")
-        check_processor(loaded.model, loaded.processor)
         spec, folder = resolve_input_shape(loaded.model, loaded.processor), context.root / CHECK_FOLDER
         return lay_out(loaded.model, folder, spec=spec, processor=loaded.processor, name=self.model)
 

@@ -96,15 +96,6 @@ def test_plain_integers_are_class_ids_of_which_a_split_may_lack_some(parquet, dr
     assert [way.by for way in drawn.matchings] == ["number", "from-1"]
 
 
-def test_a_class_label_that_the_data_set_has_no_name_for_is_left_out(parquet, draw):
-    folder = parquet(**train_and_test(np.arange(60) % 3, ["a", "b", "c"]))
-    (file,) = folder.rglob("test-*")
-    rows = pq.read_table(file)
-    place, labels = rows.schema.get_field_index("label"), pa.array([3, -2, *rows["label"].to_pylist()[2:]])
-    pq.write_table(rows.set_column(place, rows.schema.field("label"), labels), file)
-    assert "2 images of split 'test' have no label that the model knows" in draw(folder, "abc").notes
-
-
 NUMBERS, OTHERS = (
     "labels are whole numbers from {}, but the model has 3 classes, 0 to 2",
     "label_column 'label' is no class or text or number",

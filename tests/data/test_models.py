@@ -66,6 +66,7 @@ def test_what_is_no_model_is_one_line(folder):
 @pytest.mark.parametrize(
     ("file", "content", "text"),
     [
+        ("config.json", b"{", "JSONDecodeError"),
         ("config.json", b"[1, 2]", "can't be read from its config.json: TypeError"),
         (
             "preprocessor_config.json",

@@ -40,7 +40,9 @@ def test_the_processor_is_believed_first_and_then_the_next(model, images, side, 
 
 
 def test_a_size_that_neither_states_is_told():
-    with pytest.raises(ShapeUnresolvedError, match="neither the image processor nor config.json gives an input shape"):
+    with pytest.raises(
+        ShapeUnresolvedError, match=r"neither the image processor nor config\.json gives an input shape"
+    ):
         resolve_input_shape(zoo.resnet(), ViTImageProcessorPil(do_resize=False))
 
 

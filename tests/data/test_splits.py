@@ -12,7 +12,6 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from data.image_sets import TEST, expected_sizes, images_of, is_heldout, png, pngs, sizes, table, train_and_test
 from datasets import DatasetDict
@@ -98,14 +97,10 @@ def test_an_unlabelled_test_split_is_passed_over_unless_it_is_named(parquet, dra
     assert re.search(r"split 'test' has no labels", refusal(folder, NAMES, split="test"))
 
 
-@pytest.mark.parametrize("on_disk", ["parquet", "arrow"])
-def test_a_test_split_without_the_label_column_is_passed_over(parquet, draw, refusal, tmp_path, on_disk):
+def test_a_test_split_without_the_label_column_is_passed_over(draw, refusal, tmp_path):
     rows: dict[Any, Any] = three_splits("dev")
     rows["test"] = rows["test"].remove_columns("label")
-    if on_disk == "parquet":
-        parquet("held", **rows)
-    else:
-        DatasetDict(rows).save_to_disk(tmp_path / "held")
+    DatasetDict(rows).save_to_disk(tmp_path / "held")
     assert draw(tmp_path / "held", NAMES).search.source_split == "dev"
     assert "did you mean 'dev'" in refusal(tmp_path / "held", NAMES, split="devv")
 
@@ -198,12 +193,6 @@ def test_every_prefix_holds_each_class_in_its_share(order):
         assert np.abs(counts - size * np.array([0.6, 0.3, 0.1])).max() <= 1
 
 
-def test_an_order_is_the_same_wherever_the_classes_and_images_lie():
-    moved = np.concatenate([np.arange(900, 1000), np.arange(0, 600), np.arange(600, 900)])
-    assert moved[stratified_order(CLASSES[moved], 7)].tolist() == stratified_order(CLASSES, 7).tolist()
-    assert by_content(np.random.default_rng(0).permutation(1000)) == by_content(range(1000))
-
-
 @pytest.mark.parametrize(
     ("there", "asked", "expected"),
     [((5040, 4960), None, (2000, 4960)), ((490, 510), None, (490, 510)), ((510, 490), None, (490, 490)),
@@ -241,16 +230,6 @@ def write_archive(folder):
         packed.writestr("metadata.jsonl", "\n".join(lines))
 
 
-def write_named(folder):
-    cells = [{"bytes": image, "path": f"{row}.png"} for row, image in enumerate(IMAGES)]
-    labels = [POOLS[row % 2] for row in range(NUM_IMAGES)]
-    pq.write_table(pa.table({"image": cells, "label": labels}), folder / "test.parquet")
-
-
-def write_unnamed(folder):
-    table(np.arange(NUM_IMAGES) % 2, POOLS).to_parquet(folder / "test.parquet")
-
-
 @pytest.fixture
 def opened(tmp_path_factory):
     """Return a function that opens a folder and its columns, as one of this machine or as a repository."""
@@ -270,8 +249,6 @@ def opened(tmp_path_factory):
     [
         (write_pictures, "test/{name}/{number:04}.png"),
         (write_archive, "zip://{number:04}.png::test.zip"),
-        (write_unnamed, None),
-        (write_named, "{number}.png"),
     ],
 )
 def test_images_come_with_their_labels_their_digests_and_their_files(opened, tmp_path, write, file, streamed):
@@ -284,8 +261,8 @@ def test_images_come_with_their_labels_their_digests_and_their_files(opened, tmp
         encoded = pool.spool.read(image.size)
         number = IMAGES.index(encoded)
         assert (image.label, image.digest) == (number % 2, sha256(encoded).digest())
-        name = file and file.format(name=POOLS[number % 2], number=number)
-        assert re.fullmatch(rf"row \d+ \({re.escape(repr(name))}\)" if name else r"row \d+", image.location)
+        name = file.format(name=POOLS[number % 2], number=number)
+        assert re.fullmatch(rf"row \d+ \({re.escape(repr(name))}\)", image.location)
     assert {image.digest for image in pool.images} == {sha256(image).digest() for image in IMAGES}
 
 
