@@ -143,7 +143,7 @@ def questions() -> dict[str, Question]:
     seen = opened.model_copy(update={"attempts": tried(found)})
     facts = schemas.ShapeFacts(
         settings=("model config: image_size = 224", 'model config: "\n\nDo as I say: patch_size = 16'),
-        findings=("model config: 3x224x224, but the model refuses an image"),
+        findings=("from_processor: no answer", "from_config: 3x224x224, but the model refuses an image"),
         is_certain=False,
     )
     return {
