@@ -33,8 +33,7 @@ MIN_EQUAL, MIN_FOUND, MIN_COVERED = 0.8, 0.8, 0.9
 
 def save(model: Path, folder: Path) -> Path:
     """Save an artifact of a Hugging Face folder."""
-    from profiling_agent.data.models import load_model
-    from profiling_agent.data.shape import resolve_input_shape
+    from profiling_agent.data.models import load_model, resolve_input_shape
     from profiling_agent.runtimes.torch_artifact import save_model
 
     loaded = load_model(str(model))

@@ -76,7 +76,7 @@ class Request(BaseModel):
     label_match: MatchBy = Field(
         default="auto",
         description="how labels become the model's classes. auto: by names, or by what the model's answers fit best. number: "
-        "label 3 is class 3. from-1: label 1 is class 0. place: the order of the list. natural: folders as timm sorts them",
+        "label 3 is class 3. from-1: label 1 is class 0. place: the order of the list",
     )
     max_accuracy_drop: DropLimit = Field(default=0.01, description="top-1 that may be lost: 0.01, 1% or 1pt is a point")
     min_speedup: SpeedupLimit = Field(default=1.0, description="least speedup: 1.5 or 1.5x; 1 is not slower")

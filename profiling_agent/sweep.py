@@ -53,21 +53,17 @@ def read_sweep(path: Path, output: str) -> tuple[Request, ...]:
         sweep = parse_record(SweepFile, json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))), quotes=True)
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise RequestError(f"sweep file {str(path)!r} can't be used: {error}") from error
-    requests: dict[str | None, Request] = {}
+    requests: list[Request] = []
     for model, dataset, contract, seed in itertools.product(sweep.models, sweep.datasets, sweep.contracts, sweep.seeds):
-        fields = {**sweep.request, **contract, "seed": seed}
+        fields = {**sweep.request, **contract, "seed": seed, "output": output}
         for name, entry in (("model", model), ("dataset", dataset)):
             fields |= {name: "", **entry} if isinstance(entry, dict) else {name: entry}
-        label = f"{str(path)!r}: the run of {model} on {dataset}, contract {contract}, seed {seed}"
-        if reserved := fields.keys() & {"output", "run_id", "approve"}:
-            raise RequestError(f"{label} has {min(reserved)}, which no run of a sweep may have: leave it out")
         try:
-            request = with_run_id(Request.model_validate({**fields, "output": output}))
+            requests.append(with_run_id(Request.model_validate(fields)))
         except ValidationError as error:
-            raise RequestError(f"{label} can't be requested: {first_problem(error)}") from error
-        if requests.setdefault(request.run_id, request) is not request:
-            raise RequestError(f"{label} is requested twice: leave one out")
-    return tuple(requests.values())
+            label = f"the run of {model} on {dataset}, contract {contract}, seed {seed}"
+            raise RequestError(f"{str(path)!r}: {label} can't be requested: {first_problem(error)}") from error
+    return tuple(requests)
 
 
 def with_run_id(request: Request) -> Request:
@@ -86,18 +82,17 @@ def optimize_many(
     """
     cells = {cell.run_id: cell for cell in map(with_run_id, requests)}
     if len(cells) < len(requests) or len({cell.output for cell in requests}) != 1:
-        raise RequestError("the runs of a sweep lie in one output, each with a run_id of its own")
+        raise RequestError("the runs of a sweep lie in one output, each with a run_id of its own: none is there twice")
     root, rows = requests[0].output_dir, dict[str | None, SweepRow]()
 
     def write_page() -> None:
-        try:
-            make_folders(root)
-            write_text(root / PAGE, render_sweep([rows[run_id] for run_id in cells if run_id in rows], len(cells)))
-        except OSError as error:
-            reason = f"can't be written ({error.strerror}): choose another"
-            raise StorageError(f"sweep folder {str(root)!r} {reason}") from error
+        write_text(root / PAGE, render_sweep([rows[run_id] for run_id in cells if run_id in rows], len(cells)))
 
-    write_page()
+    try:
+        make_folders(root)
+        write_page()
+    except OSError as error:
+        raise StorageError(f"sweep folder {str(root)!r} can't be written ({error.strerror}): choose another") from error
     for row in _on_ray(cells, ray_address) if ray_address else (run_cell(cell, listener) for cell in cells.values()):
         rows[row.request.run_id] = row
         write_page()

@@ -81,8 +81,6 @@ class Hub(BaseHTTPRequestHandler):
             # As the Hub, which doesn't tell a stranger what there is.
             return self.refuse(404 if self.user() else 401, "RepoNotFound")
         gated = name.split("/")[1].startswith("gated")
-        if route == "auth-check":
-            return self.refuse(403, "GatedRepo") if gated else self.answer({})
         folder, commit = self.at(kind, name, unquote(revision) or "main")
         if folder is None:
             return self.refuse(404, "RevisionNotFound")

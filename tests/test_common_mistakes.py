@@ -154,17 +154,13 @@ RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "model that is a file": (lambda place: ("--model", place.file("model.txt", "x")), "model"),
     "unknown embedded model": (lambda _: ("--model", "reference:vgg"), "reference:"),
     "folder that is no model": (lambda place: ("--model", empty_folder(place)), "config.json"),
-    "config that is no JSON": (lambda place: ("--model", place.folder("config.json", "{")), "config.json"),
-    "unknown architecture": (lambda place: place.edited("config.json", model_type="foo"), "foo"),
     "names of fewer classes": (
         lambda place: place.edited("config.json", id2label={"0": "a", "1": "b", "2": "c"}, label2id=None),
-        "has 3 classes by",
+        "names 3 classes by",
     ),
     "no classifier": (no_classifier, "classif"),
-    "weights of other widths": (lambda place: place.edited("config.json", intermediate_size=512), "weights"),
     "weights as a pickle": (pickled, "safetensors"),
     "weights cut off": (truncated, "model.safetensors"),
-    "weights missing": (lambda place: without_file(place, "model.safetensors"), "safetensors"),
     "processor missing": (lambda place: without_file(place, "preprocessor_config.json"), "processor"),
     "processor of another size": (
         lambda place: place.edited("preprocessor_config.json", size={"height": 48, "width": 48}),

@@ -20,7 +20,7 @@ import torch
 import zoo
 from torch import nn
 
-from profiling_agent.data.shape import verify
+from profiling_agent.data.models import verify
 from profiling_agent.errors import PruningError, QuantizationError, ShapeUnresolvedError
 from profiling_agent.jobs.runner import job_key
 from profiling_agent.jobs.tasks import HeadlineTask

@@ -1,7 +1,6 @@
 """Labelled image data sets in a local folder or on the Hugging Face Hub: their splits, and their image and label columns."""
 
-import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,16 +10,14 @@ from typing import Any
 
 import datasets
 import fsspec
-from datasets import config as datasets_config
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.parquet.parquet import Parquet
-from huggingface_hub import DatasetCard, HfApi, hf_hub_download
-from huggingface_hub.errors import RevisionNotFoundError
+from huggingface_hub import HfApi
 from pydantic import Field
 
 from profiling_agent.data import is_local
 from profiling_agent.data.labels import Matching, match_labels, match_numbers
-from profiling_agent.data.models import MAX_TEXT, did_you_mean, hub_errors, local_folder
+from profiling_agent.data.models import did_you_mean, hub_errors, local_folder
 from profiling_agent.data.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.io import files_root
@@ -36,13 +33,6 @@ TABLE_ADVICE = (
 )
 # The revision of the Hub's parquet copy of a data set: CONFIG/SPLIT/*.parquet.
 PARQUET_COPY = "refs/convert/parquet"
-CARD = "README.md"
-# The words in names of folders and tables by which `datasets` recognises a split.
-SPLIT_WORD = re.compile(
-    r"(?:^|[-._ 0-9])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation)(?:$|[-._ 0-9])"
-)
-# Only names of these files may name a split: a photograph's name does not, and its folder is its class.
-TABLE_EXTENSIONS = frozenset({".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip"})
 BATCH_ROWS = 2048
 SHUFFLE_BUFFER = 1000
 EVALUATION = ("test", "validation", "valid", "val", "dev")
@@ -85,7 +75,6 @@ class OpenedData:
     splits: Mapping[str, Any] = field(default_factory=dict[str, Any])
     build: Callable[..., Any] | None = None
     kind: type | None = None
-    notes: tuple[str, ...] = ()
 
     def features(self, split: str) -> Mapping[str, Any]:
         """Return the columns of a split and their types."""
@@ -98,8 +87,12 @@ class OpenedData:
                 view: Any = self.build(columns=[column]).as_streaming_dataset(split)
             else:
                 view = self.splits[split].select_columns([column])
-            for table in view.with_format("arrow").iter(batch_size=batch_rows):
-                yield from table[column]
+            try:
+                for table in view.with_format("arrow").iter(batch_size=batch_rows):
+                    yield from table[column]
+            except KeyError as error:
+                # `datasets` gives no labels to such a split.
+                raise no_class_folders(self.query.dataset, split) from error
 
     def labels(self, split: str, column: str, limit: int | None = None) -> Iterator[Any]:
         """Yield the raw labels of a split's rows in file order, at most `limit` of them."""
@@ -135,8 +128,8 @@ class OpenedData:
                     return self.root + path
             elif (target := (self.folder / path).resolve()).is_relative_to(files_root(self.folder)):
                 return str(target)
-        named = f"{file[:MAX_TEXT]!r}, which is not in it"
-        raise AcquisitionError(f"dataset {self.query.dataset!r} can't be read: it names {named}: copy it there")
+        named = f"{file!r}, which is not in it: copy it there"
+        raise AcquisitionError(f"dataset {self.query.dataset!r} can't be read: it names {named}")
 
 
 @contextmanager
@@ -166,8 +159,7 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
     data = OpenedData(query=query, folder=folder, root=f"{folder.as_posix().rstrip('/')}/")
     with read_errors(name):
         if not any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
-            card = folder / CARD if (folder / CARD).is_file() else None
-            return _choose_config(data, card, partial(datasets.load_dataset_builder, str(folder), cache_dir=str(cache)))
+            return _choose_config(data, partial(datasets.load_dataset_builder, str(folder), cache_dir=str(cache)))
         loaded: Any = datasets.load_from_disk(str(folder))
         is_dict = isinstance(loaded, datasets.DatasetDict)
         splits: Any = dict(loaded) if is_dict else {str(loaded.split or "train"): loaded}
@@ -177,121 +169,70 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
         return replace(data, splits=splits)
 
 
+def no_class_folders(dataset: str, split: str) -> AcquisitionError:
+    """Return the error for a split of images that lie in no folders of classes, or in a single one."""
+    problem = f"split {split!r} of {dataset!r} has no folders of several classes"
+    return AcquisitionError(
+        f"{problem}: put its images into {split}/CLASS/, as {split}/cat/1.png and {split}/dog/1.png"
+    )
+
+
 def _open_repository(query: DataQuery, cache: Path) -> OpenedData:
     """Open a Hub repository at one commit, or the Hub's parquet copy of it if it needs a script."""
-    name, revision, notes, api = query.dataset, query.dataset_revision, (), HfApi()
-    if datasets_config.HF_HUB_OFFLINE:
-        setting = "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set"
-        raise AcquisitionError(f"dataset {name!r} is no local folder, and the Hub can't be reached: {setting}")
+    name, revision, api = query.dataset, query.dataset_revision, HfApi()
     with hub_errors("dataset", name, revision):
         info = api.dataset_info(name, revision=revision)
-        api.auth_check(name, repo_type="dataset")
-        files = {sibling.rfilename for sibling in info.siblings or []}
-        script = f"{name.rpartition('/')[2]}.py"
-        if revision in (None, "main") and script in files:
-            try:
-                info = api.dataset_info(name, revision=PARQUET_COPY)
-            except RevisionNotFoundError as error:
-                problem = f"{script!r}, which is never run, and the Hub has no parquet copy of it: give a local one"
-                raise AcquisitionError(f"dataset {name!r} needs {problem}") from error
-            files = {sibling.rfilename for sibling in info.siblings or []}
-            copy = f"{PARQUET_COPY} at {info.sha}"
-            notes = (f"images are read from the Hub's parquet copy, {copy}: {script!r} is never run",)
+    script = f"{name.rpartition('/')[2]}.py"
+    if revision in (None, "main") and any(file.rfilename == script for file in info.siblings or []):
+        with hub_errors("dataset", name, f"{PARQUET_COPY} (its {script} is never run)"):
+            info = api.dataset_info(name, revision=PARQUET_COPY)
     commit = info.sha or revision or "main"
-    data = OpenedData(query=query, folder=None, root=f"hf://datasets/{name}@{commit}/", notes=notes)
+    data = OpenedData(query=query, folder=None, root=f"hf://datasets/{name}@{commit}/")
     with read_errors(name):
-        card = hf_hub_download(name, CARD, repo_type="dataset", revision=commit) if CARD in files else None
-        build = partial(datasets.load_dataset_builder, name, revision=commit, cache_dir=str(cache))
-        return _choose_config(data, Path(card) if card else None, build)
+        return _choose_config(data, partial(datasets.load_dataset_builder, name, revision=commit, cache_dir=str(cache)))
 
 
-def _choose_config(data: OpenedData, card: Path | None, build: Callable[..., Any]) -> OpenedData:
-    """Return the data set opened with the requested config, which is one of the card's or a folder.
-
-    Without a card, `datasets` reads every folder named as a split into that split: a data set in three sizes gives each image
-    three times.
-    """
-    dataset, requested = data.query.dataset, data.query.dataset_config
-    configs = DatasetCard.load(card, ignore_metadata_errors=True).data.get("configs") if card else None
-    if configs:
-        names, build = [config["config_name"] for config in configs], partial(build, name=requested)
+def _choose_config(data: OpenedData, build: Callable[..., Any]) -> OpenedData:
+    """Return the data set opened with the requested config, which is one of its card's or a folder."""
+    requested = data.query.dataset_config
+    chosen = partial(build, name=requested)
+    try:
+        builder = chosen()
+    except ValueError as error:
+        if requested is None:
+            raise
+        chosen = partial(build, data_dir=requested)
         try:
-            builder = build()
-        except ValueError as error:
-            if requested in names or (requested is None and len(names) == 1):
-                raise
-            raise _config_error(dataset, requested, names) from error
-    else:
-        builder = build()
-        files = {
-            split: [str(file).removeprefix(data.root) for file in files]
-            for split, files in (builder.config.data_files or {}).items()
-        }
-        if (folder := choose_sibling_folder(dataset, requested, files)) is not None:
-            build = partial(build, data_dir=folder)
-            builder = build()
-        elif requested not in (None, builder.config.name):
-            raise _config_error(dataset, requested, [builder.config.name])
+            builder = chosen()
+        except FileNotFoundError:
+            raise error from None
+    files = {split: list(map(str, names)) for split, names in (builder.config.data_files or {}).items()}
+    tops: list[set[str]] = []
+    for names in files.values():
+        for file in names:
+            data.inside(file)
+        tops.append({file.removeprefix(data.root).partition("/")[0] for file in names})
+    # `datasets` would read several data sets as one: each image of one in three sizes would be there three times.
+    shared = sorted(top for top in set[str]().union(*tops) if sum(top in each for each in tops) > 1)
+    if requested is None and len(shared) > 1:
+        problem = f"holds several data sets, {', '.join(shared)}: name one with dataset_config"
+        raise AcquisitionError(f"dataset {data.query.dataset!r} {problem}")
     if hasattr(builder.config, "decode_num_threads"):
         # Threads would decode every image of a Hub data set, not only the drawn ones.
         setattr(builder.config, "decode_num_threads", 0)  # noqa: B010 - only some kinds declare it
-    split_of: dict[str, str] = {}
-    for split, names in (builder.config.data_files or {}).items():
-        for file in map(str, names):
-            data.inside(file)
-            if (other := split_of.setdefault(file, split)) != split and isinstance(builder, ImageFolder):
-                raise AcquisitionError(
-                    f"{file.removeprefix(data.root)!r} is in split {other!r} and in {split!r}, as folders on its way are "
-                    "called like both: rename one of them"
-                )
     kind = next((kind for kind in (ImageFolder, Parquet) if isinstance(builder, kind)), None)
-    return replace(data, splits=builder.as_streaming_dataset(), build=build, kind=kind)
-
-
-def _config_error(dataset: str, requested: str | None, names: list[str]) -> AcquisitionError:
-    listed = ", ".join(names)
-    if requested is None:
-        return AcquisitionError(f"dataset {dataset!r} has several configs, {listed}: name one with dataset_config")
-    near = did_you_mean(requested, names)
-    return AcquisitionError(f"dataset {dataset!r} has no config {requested!r}: use one of {listed}{near}")
-
-
-def choose_sibling_folder(dataset: str, requested: str | None, files: Mapping[str, Iterable[str]]) -> str | None:
-    """Return which of several sibling folders to read, given the files of each split; None if there is only one.
-
-    Raises:
-        AcquisitionError: no folder was requested, or one that does not exist or has another inside.
-    """
-
-    def parent_of_split(file: str) -> str | None:
-        path = PurePosixPath(file)
-        names = path.parts if not TABLE_EXTENSIONS.isdisjoint(path.suffixes) else path.parts[:-1]
-        return next(("/".join(names[:depth]) for depth, name in enumerate(names) if SPLIT_WORD.search(name)), None)
-
-    parents = [set(map(parent_of_split, names)) - {None} for names in files.values()]
-    folders = sorted({folder or "" for names in parents if len(names) > 1 for folder in names})
-    # A folder with another inside would be read with it; the top, "", has all others inside of it.
-    inner = [
-        each for each in folders if not any(other.startswith(each and f"{each}/") for other in folders if other != each)
-    ]
-    if folders and requested not in inner:
-        raise _config_error(dataset, requested, inner)
-    return requested if folders else None
+    return replace(data, splits=builder.as_streaming_dataset(), build=chosen, kind=kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The image column, the label column, and `class_of`: the model's class of each raw label.
-
-    `class_of` follows the first of `matchings`; `num_classes` is the number of classes among the labels.
-    """
+    """The image column, the label column, and `class_of`: the model's class of each raw label by the first of `matchings`."""
 
     split: str
     image: str
     label: str
     matchings: tuple[Matching, ...]
     class_of: Mapping[Any, int]
-    num_classes: int
     notes: tuple[str, ...] = ()
 
 
@@ -340,8 +281,7 @@ def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Co
     for option, allowed in (("image_column", ["image"]), ("label_column", ["class", "text", "number"])):
         column = getattr(data.query, option)
         if column is not None and kinds.get(column) not in allowed:
-            near = "" if column in kinds else did_you_mean(column, list(kinds))
-            raise AcquisitionError(f"{option} {column!r} is no {' or '.join(allowed)}: {described}{near}")
+            raise AcquisitionError(f"{option} {column!r} is no {' or '.join(allowed)}: {described}")
     # Other columns of bytes may hold anything, next to one of images.
     images = [name for name, feature in data.features(split).items() if isinstance(feature, datasets.Image)]
     images = images or [name for name, kind in kinds.items() if kind == "image"]
@@ -349,32 +289,32 @@ def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Co
     image = data.query.image_column or usual or (images[0] if len(images) == 1 else None)
     if image is None:
         raise AcquisitionError(f"no image column: {described}; name image_column, or {TABLE_ADVICE}")
-    tiers = [
-        [name for name, kind in kinds.items() if kind == "class"],
-        *([name for name in LABEL_NAMES if kinds.get(name) == kind] for kind in ("text", "number")),
-    ]
-    if data.query.label_column is not None:
-        tiers = [[data.query.label_column]]
-    if not any(tiers):
-        advice = "; folders are labels only if all images lie equally deep" if data.kind is ImageFolder else ""
-        raise AcquisitionError(f"no label column: {described}; name label_column{advice}")
+    labels = [data.query.label_column] if data.query.label_column else []
+    labels = labels or [name for name, kind in kinds.items() if kind == "class"]
+    labels = labels or [name for name in LABEL_NAMES if kinds.get(name) in ("text", "number")]
+    if not labels and data.kind is ImageFolder:
+        raise no_class_folders(data.query.dataset, split)
+    if not labels:
+        raise AcquisitionError(f"no label column: {described}; name label_column")
     refusals: list[AcquisitionError] = []
-    for tier in tiers:
-        matched: list[tuple[float, int, Columns]] = []
-        for column in tier:
-            try:
-                columns = match_column(data, split, image, column, id2label)
-            except AcquisitionError as error:
-                refusals.append(error)
-            else:
-                is_matched = [match.model_id is not None for match in columns.matchings[0].matches]
-                matched.append((sum(is_matched) / len(is_matched), sum(is_matched), columns))
-        if matched:
-            *_, best = max(matched, key=lambda row: row[:2])
-            unused = ", ".join(repr(column) for column in tier if column != best.label)
-            note = f"labels are read from column {best.label!r}, which maps best to the model's classes; not used: {unused}"
-            return replace(best, notes=(note, *best.notes)) if unused else best
-    raise refusals[0]
+    matched: list[Columns] = []
+    for column in labels:
+        try:
+            matched.append(match_column(data, split, image, column, id2label))
+        except AcquisitionError as error:
+            refusals.append(error)
+    if not matched:
+        raise refusals[0]
+    best = max(matched, key=_matched_share)
+    unused = ", ".join(repr(column) for column in labels if column != best.label)
+    note = f"labels are read from column {best.label!r}, which maps best to the model's classes; not used: {unused}"
+    return replace(best, notes=(note, *best.notes)) if unused else best
+
+
+def _matched_share(columns: Columns) -> tuple[float, int]:
+    """Return the share and the number of labels that are a class of the model."""
+    is_matched = [match.model_id is not None for match in columns.matchings[0].matches]
+    return sum(is_matched) / len(is_matched), sum(is_matched)
 
 
 def match_column(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
@@ -388,7 +328,9 @@ def match_column(data: OpenedData, split: str, image: str, column: str, id2label
     if not labels:
         raise AcquisitionError(f"column {column!r} of split {split!r} has no labels: name another column or split")
     if kind == "class":
-        labels = list(range(len(feature.names)))
+        # Of images without folders of classes, `datasets` takes the folders of splits for classes.
+        if data.kind is ImageFolder and set(feature.names) <= set(data.splits):
+            raise no_class_folders(data.query.dataset, split)
         matchings = match_labels(list[str](feature.names), id2label, by=by)
     elif kind == "text":
         matchings = match_labels(labels, id2label, ordered=False, by=by)
@@ -402,5 +344,4 @@ def match_column(data: OpenedData, split: str, image: str, column: str, id2label
                 f"the first {limit} rows of split {split!r}, a stream, have {len(labels)} labels: the verdict is about no others; "
                 "if rows are sorted by class, download the data set and give its folder",
             )
-    occurring = class_of if limit else set(labels) & set(class_of)
-    return Columns(split, image, column, matchings, class_of, len({class_of[label] for label in occurring}), notes)
+    return Columns(split, image, column, matchings, class_of, notes)

@@ -51,9 +51,7 @@ def decode_rgb(data: bytes) -> Image.Image:
         # Pillow's message names an object in memory.
         except UnidentifiedImageError as error:
             raise CorruptImageError("its beginning is damaged, or of no format that is read") from error
-        except Image.DecompressionBombError as error:
-            raise CorruptImageError("it has more pixels than are read") from error
-        except (*METADATA_ERRORS, RuntimeError, MemoryError, zlib.error) as error:
+        except (*METADATA_ERRORS, Image.DecompressionBombError, RuntimeError, MemoryError, zlib.error) as error:
             raise CorruptImageError(f"{type(error).__name__} ({str(error)!r})") from error
 
 
@@ -146,15 +144,6 @@ def _process(images: Sequence[Image.Image], processor: Any, **settings: bool) ->
     if values.ndim != 4 or len(values) != len(images):
         raise ArtifactError(f"the model's image processor gives the shape {values.shape!r} for {len(images)} images")
     return values
-
-
-def processed_batches(split: SplitImages, rows: range, processor: Any) -> Iterator[Pixels]:
-    """Yield the pixel values of the rows, in order, in batches of as many images as may be decoded at once."""
-    for images in _image_batches(split, rows, processor):
-        values = _process(images, processor).astype(np.float32, copy=False)
-        # The next batch is decoded while the caller's loop still holds this list.
-        images.clear()
-        yield values
 
 
 def _decode(codes: NDArray[np.uint8], table: Pixels, out: Pixels) -> Pixels:

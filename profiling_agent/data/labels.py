@@ -9,7 +9,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 from scipy.stats import binomtest
 
 from profiling_agent.errors import AcquisitionError
@@ -31,11 +30,8 @@ NO_WORDS = frozenset({"no", "not", "non", "without", "w/o"})
 NEGATION = re.compile(r"\b(?:no|un|anti|none|nor|never|cannot|lacking|missing|absent|minus|sans)\b|n['\u2019]t\b")
 # One-sided error rates of two tests: the choice between two matchings, and predictions better than chance.
 CHOICE_ERROR, CHANCE_ERROR = 0.01, 0.05
-# With fewer images a gain of MIN_GAIN may be chance: of 100 images its standard error is at most seven points.
-MIN_JUDGED_IMAGES = 100
-MIN_GAIN = 0.2
 NUM_SHOWN = 5
-ORDER_RULES = ("number", "from-1", "place", "natural")
+ORDER_RULES = ("number", "from-1", "place")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +52,8 @@ def match_labels(
 ) -> tuple[Matching, ...]:
     """Return every way in which labels fit the classes, the likeliest first.
 
-    By id, if the names agree at every id. By number, by place or in timm's order of folders, if either side is numbers. Else
-    each label by its name, synonym or wnid. `labels` are distinct names; `ordered` is False if their positions mean nothing.
+    By id, if the names agree at every id. By number or by place, if either side is numbers. Else each label by its name,
+    synonym or wnid. `labels` are distinct names; `ordered` is False if their positions mean nothing.
 
     Raises:
         AcquisitionError: no label is a class, or none in the chosen way.
@@ -137,36 +133,21 @@ def choose_matching(matchings: Sequence[Matching], predicted: Classes, true: Cla
     if len(fitting) == 1:
         chosen = fitting[0][0]
         return chosen, order_match_note(chosen.matches) or f"labels are matched by {chosen.by}"
-    ranked = sorted(fitting, key=lambda pair: -np.sum(pair[1] == predicted))
-    (chosen, best), (second, others), *_ = ranked
+    (chosen, best), (_, others), *_ = ranked = sorted(fitting, key=lambda pair: -np.sum(pair[1] == predicted))
     num_won, num_lost = (int(np.sum((a == predicted) & (b != predicted))) for a, b in ((best, others), (others, best)))
     is_better = num_won > 0 and binomtest(num_won, num_won + num_lost, alternative="greater").pvalue < CHOICE_ERROR
-    # Show a label that the two matchings disagree on, which a reader can check.
-    pairs = zip(chosen.matches, second.matches, strict=True)
-    shown = next(index for index, (a, b) in enumerate(pairs) if a.model_id != b.model_id)
-    accuracies = ", ".join(
-        f"by {way.by} ({_format_pair(way.matches[shown])}) {np.mean(classes == predicted):.0%} right"
-        for way, classes in ranked
-    )
+    accuracies = ", ".join(f"by {way.by} {np.mean(classes == predicted):.0%} right" for way, classes in ranked)
     message = f"the model's answers on {len(true)} calibration images"
     if is_better and _is_above_chance(predicted, best, CHOICE_ERROR):
-        return chosen, f"{message} decide: {accuracies}"
+        return chosen, f"{message} decide how labels are matched: {accuracies}"
     kinds = " or ".join(way.by for way, _ in ranked)
     raise AcquisitionError(
         f"labels fit in several ways, and {message} don't decide: {accuracies}; set label_match to {kinds}"
     )
 
 
-def why_doubtful(predicted: Classes, true: Classes, matches: Sequence[LabelMatch]) -> str | None:
-    """Return why a baseline's predictions say nothing about accuracy; None if they are better than chance.
-
-    Raises:
-        AcquisitionError: they contradict labels that were matched by place or number only.
-    """
-    if reason := _mislabelling_reason(predicted, true, matches):
-        if any(match.rule in ORDER_RULES for match in matches):
-            raise AcquisitionError(reason)
-        return reason
+def why_doubtful(predicted: Classes, true: Classes) -> str | None:
+    """Return why a baseline's predictions say nothing about accuracy; None if they are better than chance."""
     if _is_above_chance(predicted, true, CHANCE_ERROR):
         return None
     return (
@@ -182,63 +163,23 @@ def _is_above_chance(predicted: Classes, true: Classes, error: float) -> bool:
     return bool(binomtest(num_right, len(true), min(chance, 1.0), alternative="greater").pvalue < error)
 
 
-def _mislabelling_reason(predicted: Classes, true: Classes, matches: Sequence[LabelMatch]) -> str | None:
-    """Report that another pairing of labels and classes would make 20 points more of the predictions right; None if not.
-
-    The best pairing of one half of the images is judged on the other half, where chance gains nothing.
-    """
-    has_prediction = predicted >= 0
-    predicted, true = predicted[has_prediction], true[has_prediction]
-    if len(predicted) // 2 < MIN_JUDGED_IMAGES:
-        return None
-    classes, indices = np.unique(np.concatenate([predicted, true]), return_inverse=True)
-    prediction, label = np.split(indices, 2)
-    # Half a count on the diagonal: a class without counts keeps its label.
-    counts = np.identity(len(classes)) * 0.5
-    np.add.at(counts, (label[::2], prediction[::2]), 1.0)
-    _, pairing = linear_sum_assignment(counts, maximize=True)
-    current, paired = np.mean(prediction[1::2] == label[1::2]), np.mean(prediction[1::2] == pairing[label[1::2]])
-    if paired - current < MIN_GAIN:
-        return None
-    old, new = next((int(classes[old]), int(classes[pairing[old]])) for old in np.unique(label) if pairing[old] != old)
-    label_of = {match.model_id: match.dataset_label[:MAX_QUOTED] for match in matches}
-    name_of = {match.model_id: (match.model_label or "")[:MAX_QUOTED] for match in matches}
-    return (
-        f"the model answers {current:.0%} of the images right as labels are matched, and {paired:.0%} with others, such as "
-        f"{label_of.get(old)!r} as {name_of.get(new)!r}: correct the names of its classes in config.json (id2label, or timm's "
-        "label_names), or those of the data set"
-    )
-
-
 def order_match_note(matches: Sequence[LabelMatch]) -> str | None:
-    """Return a note on labels matched by order only: each pair, and what to do if it is wrong; None without any."""
-    guessed = [
-        match
-        for match in matches
-        if match.rule in ORDER_RULES
-        and _parse_number(match.dataset_label) != _parse_number(match.model_label or "")
-        and not _synonyms(match.dataset_label) & _synonyms(match.model_label or "")
-    ]
-    if not guessed:
-        return None
-    basis = "places" if _parse_number(guessed[0].dataset_label) is None else "numbers"
-    return (
-        f"{_listed([_format_pair(match) for match in guessed])}, by their {basis} alone: if the model was trained with "
-        "another order, name its classes in config.json (id2label, or timm's label_names)"
-    )
-
-
-def _format_pair(match: LabelMatch) -> str:
-    return f"{match.dataset_label[:MAX_QUOTED]!r} is taken for {(match.model_label or '')[:MAX_QUOTED]!r}"
+    """Return a note on labels matched by order only, with one of them, and what to do if it is wrong; None without any."""
+    for match in matches:
+        label, name = match.dataset_label, match.model_label or ""
+        is_guess = match.rule in ORDER_RULES and _parse_number(label) != _parse_number(name)
+        if is_guess and not _synonyms(label) & _synonyms(name):
+            return (
+                f"labels are matched with classes by {match.rule} only, such as {label[:MAX_QUOTED]!r} with "
+                f"{name[:MAX_QUOTED]!r}: if that is wrong, correct id2label or label_names in the model's config.json"
+            )
+    return None
 
 
 def format_names(names: Sequence[str]) -> str:
     """Format the first few names, quoted, and the number of the rest."""
-    return _listed([repr(name[:MAX_QUOTED]) for name in names])
-
-
-def _listed(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:NUM_SHOWN]) + (f" and {len(texts) - NUM_SHOWN} more" if len(texts) > NUM_SHOWN else "")
+    rest = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
+    return ", ".join(repr(name[:MAX_QUOTED]) for name in names[:NUM_SHOWN]) + rest
 
 
 def _normalise(name: str) -> str:
@@ -285,17 +226,7 @@ def _match_by_order(
         return {"id": [offset + position for position in positions]}
     if offset == 0 and is_numbered:
         return {"number": numbers, "place": positions}
-    if not is_unnamed or not ordered:
-        return {}
-    if list(labels) != sorted(labels):
-        return {"place": positions}
-
-    def natural_key(position: int) -> list[str | int]:
-        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", labels[position].casefold())]
-
-    # timm's order of class folders: 2 before 10, upper case equal to lower case.
-    natural_order = sorted(positions, key=natural_key)
-    return {"place": positions, "natural": [natural_order.index(position) for position in positions]}
+    return {"place": positions} if is_unnamed and ordered else {}
 
 
 def _match_by_name(labels: Sequence[str], id2label: Mapping[int, str]) -> tuple[LabelMatch, ...]:

@@ -1,40 +1,51 @@
-"""Image classifiers and their image processors from the Hub, a folder or the references; and the device to run on."""
+"""Image classifiers from the Hub, a folder or the references: their weights, image processors, input shapes and devices."""
 
 import json
 import math
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from huggingface_hub import constants, errors, snapshot_download
 from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage] - of the transport library
-from safetensors import safe_open
+from PIL import Image
 from torch import nn
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, TimmWrapperConfig
-from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    CLIPImageProcessorPil,
+    TimmWrapperConfig,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
-from profiling_agent.data import is_local
+from profiling_agent.data import TIMM, is_local
+from profiling_agent.data.images import to_processor_channels
 from profiling_agent.data.reference import PREFIX, reference_model
-from profiling_agent.errors import AcquisitionError, RequestError
-from profiling_agent.lib.logs import Progress, quiet, silent, third_party_errors
-from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
-from profiling_agent.lib.timm_config import check_timm, make_plain_, processor_of_timm
+from profiling_agent.errors import AcquisitionError, RequestError, ShapeUnresolvedError
+from profiling_agent.lib.logs import Progress, Refuse, quiet, silent, third_party_errors
+from profiling_agent.lib.machine import TIMM_PACKAGES
+from profiling_agent.lib.modules import device_of, preserving_state
+from profiling_agent.schemas import InputSpec, ShapeFacts
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files of this package's saved and exported models, whose int8 weights transformers may read as floats.
 OUTPUT_FILES = ("recipe.json", "layers.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MODEL_FILES = ["config.json", *PROCESSOR_FILES, WEIGHTS, INDEX, "model-*-of-*.safetensors"]
-LOGIN = "set the HF_TOKEN environment variable or run `hf auth login`"
-MAX_TEXT = 200
-HALF_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
+HALF_NOTE = "the weights are stored in {}: the baseline, with which sizes and speeds are compared, is float32"
+# Arguments of `timm.create_model` that load weights, some of them as pickles.
+LOADING_ARGUMENTS = {"checkpoint_path", "cache_dir", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
+# Two aspect ratios: a processor that keeps the aspect ratio gives two shapes, and so does not fix one.
+BLANK_SIZES = ((320, 320), (480, 320))
+# Parts of the names of image settings.
+KEYWORDS = ("size", "shape", "channel", "patch", "stride", "depth", "hidden", "embed", "kernel", "resolution", "crop")
 
 Kind = Literal["model", "dataset"]
 
@@ -44,7 +55,9 @@ def local_folder(name: str, kind: Kind) -> Path:
     path = Path(name).expanduser().absolute()
     if not path.is_dir():
         problem = "is a file" if path.exists() else "does not exist"
-        raise AcquisitionError(f"{kind} path {name!r} {problem}: give an existing folder or a Hub id{_suggest(path)}")
+        siblings = path.parent.iterdir() if path.parent.is_dir() else ()
+        near = did_you_mean(path.name, [folder.name for folder in siblings if folder.is_dir()])
+        raise AcquisitionError(f"{kind} path {name!r} {problem}: give an existing folder or a Hub id{near}")
     return path
 
 
@@ -54,32 +67,16 @@ def did_you_mean(name: str, names: Collection[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-def _suggest(path: Path) -> str:
-    try:
-        return did_you_mean(path.name, [folder.name for folder in path.parent.iterdir() if folder.is_dir()])
-    except OSError:
-        return ""
-
-
 @contextmanager
 def hub_errors(kind: Kind, name: str, revision: str | None) -> Generator[None]:
-    """Raise a one-line AcquisitionError for each kind of Hub error."""
-    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
+    """Raise a one-line AcquisitionError for any error of the Hub."""
     try:
         yield
     except (HTTPError, errors.HFValidationError, errors.LocalEntryNotFoundError, ConnectionError) as error:
-        near = _suggest(Path(name[:MAX_TEXT]))
-        match error:
-            case errors.GatedRepoError():
-                problem = f"is gated: accept its terms at {page}, then {LOGIN}"
-            case errors.RevisionNotFoundError():
-                problem = f"has no revision {revision!r}: see {page}"
-            case errors.RepositoryNotFoundError() | errors.HFValidationError():
-                problem = f"is no local folder and no public Hub id: check the name; if it is private, {LOGIN}{near}"
-            case _:
-                text = f"{constants.ENDPOINT} can't be reached for it ({type(error).__name__})"
-                problem = f"is no local folder and {text}: check the network, or give a local folder{near}"
-        raise AcquisitionError(f"{kind} {name[:MAX_TEXT]!r} {problem}") from error
+        at = f" at revision {revision!r}" if revision else ""
+        problem = f"is no local folder, and {constants.ENDPOINT} has none for you{at} ({type(error).__name__})"
+        advice = "check the name and the network; if it is private or gated, set HF_TOKEN or run `hf auth login`"
+        raise AcquisitionError(f"{kind} {name!r} {problem}: {advice}") from error
 
 
 def fetch_model(name: str, revision: str | None) -> Path:
@@ -126,7 +123,7 @@ def load_model(
         progress(f"loading {name}", 0, 0)
         config = _read_config(folder, name)
         model: Any = _read_weights(folder, name, config)
-        processor, note = _read_processor(folder, name, config), _precision_note(folder)
+        processor = _read_processor(folder, name, config)
         model.config.name_or_path = model.name_or_path = str(folder)
     return LoadedModel(
         model=model.to(device).eval(),
@@ -134,61 +131,47 @@ def load_model(
         source=str(folder) if is_local(name) else name,
         revision=commit,
         architecture=type(model).__name__,
-        note=note,
+        note=None
+        if config.dtype in (None, torch.float32)
+        else HALF_NOTE.format(str(config.dtype).removeprefix("torch.")),
     )
 
 
-def _precision_note(folder: Path) -> str | None:
-    """Return a note if the first file's largest tensor is in half precision, else None."""
-    with safe_open(min(folder.glob("*.safetensors")), framework="pt") as file:
-        tensors = [file.get_slice(key) for key in file.keys()]  # noqa: SIM118 - no mapping
-    _, stored = max((math.prod(tensor.get_shape()), str(tensor.get_dtype())) for tensor in tensors)
-    if (name := HALF_DTYPES.get(stored)) is None:
-        return None
-    return f"the weights are stored in {name}: the baseline, with which sizes and speeds are compared, is float32"
-
-
-def _refused(start: str, advice: str, problem: str) -> AcquisitionError:
-    return AcquisitionError(f"{start}{problem}{advice}")
+def _refused(start: str, problem: str) -> AcquisitionError:
+    return AcquisitionError(f"{start}{problem}")
 
 
 def _read_config(folder: Path, name: str) -> Any:
-    """Return the config of an unquantized image classifier that transformers itself implements, with a name for every class."""
-    if any((folder / file).exists() for file in OUTPUT_FILES):
-        raise AcquisitionError(f"model {name!r} was written by profiling-agent: give the model that it was made from")
-    if (folder / "adapter_config.json").exists():
-        raise AcquisitionError(f"model {name!r} is an adapter of another: merge it into its base model, and save that")
-    if not (folder / "config.json").exists():
-        raise AcquisitionError(f"model {name!r} has no config.json: give an ordinary Hugging Face model folder or id")
-    refuse = partial(_refused, f"model {name!r} has a config.json that can't be used, ", ": correct it")
+    """Return the config of a classifier of one label an image that transformers itself implements, with a name for every class."""
+    refuse = partial(_refused, f"model {name!r} can't be read from its config.json: ")
     with third_party_errors(refuse):
         fields: dict[str, Any] = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    is_timm = fields.get("model_type", TIMM if "pretrained_cfg" in fields else None) == TIMM
-    model_type = TIMM if is_timm else fields.get("model_type")
-    if fields.get("quantization_config") is not None:
-        raise AcquisitionError(f"model {name!r} is quantized already: give the model that it was made from")
-    if model_type not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
-        if fields.get("auto_map"):
+        model_type = fields.get("model_type", TIMM if "pretrained_cfg" in fields else None)
+        is_supported = model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+        if fields.get("auto_map") and not is_supported:
             raise AcquisitionError(f"model {name!r} needs Python code of its own, which is never run: choose another")
-        if model_type not in CONFIG_MAPPING_NAMES:
-            near = did_you_mean(str(model_type), list(MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES))
-            unknown = f"model_type {model_type!r}, which transformers {transformers.__version__} doesn't know"
-            raise AcquisitionError(f"model {name!r} has a config.json of {unknown}{near}")
-        built_for = ", ".join(fields.get("architectures") or [str(model_type)])
-        raise AcquisitionError(f"model {name!r} is no image classifier ({built_for}): choose one that is")
-    with third_party_errors(refuse):
-        if is_timm:
-            fields = check_timm(fields, partial(_refused, f"model {name!r} can't be built: ", ""))
-            config: Any = TimmWrapperConfig.from_dict(fields)
+        if model_type == TIMM:
+            config: Any = TimmWrapperConfig.from_dict(check_timm(fields, refuse))
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        labels = dict(config.id2label)
-    # Labels of a data set become these numbers, and are compared with the indices of logits.
-    if set(labels) != set(range(len(labels))) or not all(isinstance(label, str) for label in labels.values()):
-        advice = f'from 0 to {len(labels) - 1}: give them as {{"0": "cat", "1": "dog"}}'
-        raise AcquisitionError(f"model {name!r} has names of classes (id2label) that aren't numbered {advice}")
-    if len(labels) < 2:
-        raise AcquisitionError(f"model {name!r} has one output, the same answer for every image: give a classifier")
+        labels: dict[int, Any] = dict(config.id2label)
+    built_for, origin = ", ".join(config.architectures or [config.model_type]), "give the model that it was made from"
+    is_numbered = set(labels) == set(range(len(labels))) and all(isinstance(label, str) for label in labels.values())
+    one_output = (
+        "has one output, as regressions and yes-or-no questions have: give a classifier with one for each class"
+    )
+    one_label = f"has problem_type {config.problem_type!r}, and only models with one label an image are supported"
+    problems = {
+        f"was written by profiling-agent: {origin}": any((folder / file).exists() for file in OUTPUT_FILES),
+        f"is quantized already: {origin}": fields.get("quantization_config") is not None,
+        f"is no image classifier ({built_for}): choose one that is": not is_supported,
+        one_output: len(labels) < 2,
+        one_label: config.problem_type not in (None, "single_label_classification"),
+        # Labels of a data set become these numbers, and are compared with the indices of logits.
+        f"has names of classes (id2label) that aren't numbered from 0 to {len(labels) - 1}": not is_numbered,
+    }
+    if problem := next((text for text, is_so in problems.items() if is_so), None):
+        raise AcquisitionError(f"model {name!r} {problem}")
     return config
 
 
@@ -196,7 +179,7 @@ def _read_weights(folder: Path, name: str, config: Any) -> nn.Module:
     """Return the model with all of its weights, which are in safetensors files of its folder."""
     if not any((folder / file).exists() for file in (WEIGHTS, INDEX)):
         raise AcquisitionError(f"model {name!r} has no {WEIGHTS}: save it as safetensors, as pickles are never loaded")
-    refuse = partial(_refused, f"model {name!r} can't be loaded from {WEIGHTS}, ", ": download or save it again")
+    refuse = partial(_refused, f"model {name!r} can't be loaded from {WEIGHTS}: ")
     with third_party_errors(refuse):
         if not (folder / WEIGHTS).exists():
             for file in set(json.loads((folder / INDEX).read_text())["weight_map"].values()):
@@ -213,33 +196,23 @@ def _read_weights(folder: Path, name: str, config: Any) -> nn.Module:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    if mismatches := sorted((key, tuple(stored), tuple(built)) for key, stored, built in info["mismatched_keys"]):
-        (key, stored, built), num_names = mismatches[0], len(config.id2label)
-        if all(shape[:1] == (num_names,) for _, _, shape in mismatches):
-            names = "num_classes and label_names" if config.model_type == TIMM else "id2label; 2 where it has none"
-            stated = f"{num_names} classes by its config.json ({names})"
-            raise AcquisitionError(f"model {name!r} has {stated}, and {stored[0]} by its weights ({key!r}): name each")
-        shapes = f"{key!r} is {stored}, {built} by the config, and {len(mismatches) - 1} more differ"
-        raise AcquisitionError(f"model {name!r} has weights of another config.json: {shapes}")
+    if mismatched := sorted((key, tuple(stored), tuple(built)) for key, stored, built in info["mismatched_keys"]):
+        key, stored, built = mismatched[0]
+        classes = f"it names {len(config.id2label)} classes by id2label (2 if it has none) or label_names"
+        raise AcquisitionError(f"model {name!r} has {key!r} of {stored}, and by its config.json of {built}: {classes}")
     if missing := sorted(info["missing_keys"]):
         built_for = ", ".join(config.architectures or ["an unknown task"])
         lacking = f"its weights ({built_for}) lack {missing[0]!r} and {len(missing) - 1} more"
         raise AcquisitionError(f"model {name!r} is no complete image classifier: {lacking}")
     make_plain_(model)
-    for key, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise AcquisitionError(f"model {name!r} holds NaN or infinite values in {key!r}: its weights are damaged")
     return model
 
 
 def _read_processor(folder: Path, name: str, config: Any) -> Any:
-    start = f"model {name!r} has no image processor that can be used: "
-    refuse = partial(_refused, start, "; save the one that it was trained with into its folder")
-    if not any((folder / file).exists() for file in PROCESSOR_FILES):
-        if timm_config := getattr(config, "pretrained_cfg", None):
-            return processor_of_timm(timm_config, refuse)
-        raise refuse(f"{PROCESSOR_FILES[0]} is missing")
-    with third_party_errors(refuse):
+    start = f"model {name!r} has no image processor that can be used; save the one that it was trained with: "
+    with third_party_errors(partial(_refused, start)):
+        if not any((folder / file).exists() for file in PROCESSOR_FILES) and config.model_type == TIMM:
+            return processor_of_timm(config.pretrained_cfg)
         return AutoImageProcessor.from_pretrained(
             folder,
             # By default it first looks into a timm config.
@@ -248,6 +221,170 @@ def _read_processor(folder: Path, name: str, config: Any) -> Any:
             trust_remote_code=False,
             local_files_only=True,
         )
+
+
+def check_timm(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """Return a timm model's config as transformers reads it: timm's exports repeat the number of classes among the arguments.
+
+    Raises:
+        ProfilingAgentError: `refuse` with what is wrong or not installed.
+    """
+    fields, arguments = dict(config), dict(config.get("model_args") or {})
+    repeated = arguments.pop("num_classes", None)
+    count = fields.get("num_classes", repeated)
+    names = fields.get("label_names") or fields.get("labels") or None
+    # transformers would ignore all names, and number the classes.
+    if names and (not isinstance(names, list) or len(names) != (count or len(names))):
+        raise refuse(f"it has {count} classes and {len(names)} label_names: list a name for each class, in order")
+    # timm treats a name with a scheme as an address on the Hub or of a folder.
+    if ":" in str(fields.get("architecture")):
+        raise refuse("it names another model as its architecture, which is never fetched")
+    if forbidden := sorted(LOADING_ARGUMENTS & set(arguments)):
+        raise refuse(f"its model_args set {forbidden[0]!r}, which is no setting of an architecture: leave it out")
+    if missing := [package for package in TIMM_PACKAGES if find_spec(package) is None]:
+        raise refuse(f"it is one of timm's, and {missing[0]} isn't installed: pip install 'profiling-agent[timm]'")
+    changes = {"model_args": arguments, "num_classes": count, "label_names": names}
+    return fields | {name: value for name, value in changes.items() if value is not None}
+
+
+def make_plain_(model: nn.Module) -> None:
+    """Replace timm's linear layers by torch's, in place: they differ for TorchScript only."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and type(module).__module__ == "timm.layers.linear":
+            module.__class__ = nn.Linear
+
+
+def processor_of_timm(pretrained_cfg: Mapping[str, Any]) -> Any:
+    """Return a transformers image processor that prepares images as timm's evaluation does.
+
+    Both give the same pixels, up to float32 rounding, if an even number is cropped from an edge. For an odd number timm's crop may be one
+    pixel lower or further right.
+
+    Raises:
+        AcquisitionError: it crops in a way that this processor doesn't support.
+    """
+    from timm.data.config import resolve_data_config  # pyright: ignore[reportMissingImports] - an extra
+
+    config = resolve_data_config(pretrained_cfg=dict(pretrained_cfg))
+    _, height, width = config["input_size"]
+    mode = config["crop_mode"]
+    # `border` keeps the whole picture and pads it.
+    if mode != "squash" and (mode != "center" or height != width):
+        raise AcquisitionError(
+            f"an input_size of {height}x{width} with crop_mode {mode!r} in pretrained_cfg is not supported"
+        )
+    size = {"height": math.floor(height / config["crop_pct"]), "width": math.floor(width / config["crop_pct"])}
+    return CLIPImageProcessorPil(
+        size=size if mode == "squash" else {"shortest_edge": size["height"]},
+        resample=Image.Resampling[config["interpolation"].upper()],
+        crop_size={"height": height, "width": width},
+        image_mean=list(config["mean"]),
+        image_std=list(config["std"]),
+    )
+
+
+def _processor_shape(processor: Any) -> tuple[int, ...] | None:
+    """Return the shape of images from the processor, (channels, height, width); None if it gives several, or fails."""
+    shapes = set[tuple[int, ...]]()
+    try:
+        # Its settings may fit no image.
+        with third_party_errors(ShapeUnresolvedError):
+            for size in BLANK_SIZES:
+                blank = to_processor_channels(Image.new("RGB", size), processor)
+                shapes.add(tuple(processor(images=blank, return_tensors="pt")["pixel_values"].shape[1:]))
+    except ShapeUnresolvedError:
+        return None
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def _proposals(model: nn.Module, processor: Any) -> list[InputSpec]:
+    """Return the shapes that the processor and the model's config give, as far as they give one."""
+    config: Any = model.config
+    size: Any = getattr(config, "image_size", None)
+    sizes = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    shapes: dict[str, tuple[int, ...] | None] = {
+        "image processor": _processor_shape(processor),
+        "model config": None if size is None else (getattr(config, "num_channels", 3), *sizes),
+    }
+    return [
+        InputSpec(channels=shape[0], height=shape[1], width=shape[2], source=source)
+        for source, shape in shapes.items()
+        if shape is not None
+    ]
+
+
+def verify(model: nn.Module, spec: InputSpec) -> None:
+    """Run one blank image of the shape `spec` through `model` in eval mode, and restore the model.
+
+    Raises:
+        ShapeUnresolvedError: the model refuses the image, or its output isn't one row of logits.
+    """
+    shape = _format_shape(spec)
+
+    def refuse(text: str) -> ShapeUnresolvedError:
+        return ShapeUnresolvedError(f"the model refuses an image of {shape!r} with {text}")
+
+    with preserving_state(model), torch.inference_mode(), third_party_errors(refuse):
+        output = model.eval()(pixel_values=torch.zeros(spec.batch(1), device=device_of(model)))
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or len(logits) != 1:
+        raise ShapeUnresolvedError(f"the model answers one image of {shape!r}, but not with one row of logits")
+
+
+def resolve_input_shape(model: nn.Module, processor: Any) -> InputSpec:
+    """Return the shape of the processor's images, or if they have several that of the config, verified by a forward pass.
+
+    Raises:
+        ShapeUnresolvedError: neither gives a shape, or the model refuses it.
+    """
+    specs = _proposals(model, processor)
+    if not specs:
+        raise ShapeUnresolvedError(
+            "neither the image processor nor config.json gives an input shape: set image_size there"
+        )
+    try:
+        verify(model, specs[0])
+    except ShapeUnresolvedError as error:
+        stated = ", ".join(f"{spec.source}: {_format_shape(spec)}" for spec in specs)
+        advice = "correct size, crop_size, image_mean or image_std of the image processor, or image_size of the model"
+        raise ShapeUnresolvedError(
+            f"the image processor doesn't fit the model, {error} ({stated}); {advice}"
+        ) from error
+    return specs[0]
+
+
+def check_processor(model: nn.Module, processor: Any) -> None:
+    """Raise ShapeUnresolvedError if the model refuses the images of its processor; either may leave their size open."""
+    if _proposals(model, processor):
+        resolve_input_shape(model, processor)
+
+
+def survey(model: nn.Module, processor: Any) -> ShapeFacts:
+    """Return each shape that is stated, whether the model accepts it, and the image settings.
+
+    The shape is certain if the processor and the config, as far as they have one, agree on it, and the model accepts it.
+    """
+    specs, findings = _proposals(model, processor), list[str]()
+    for spec in specs:
+        try:
+            verify(model, spec)
+            outcome = "which the model accepts"
+        except ShapeUnresolvedError as error:
+            outcome = f"but {error}"
+        findings.append(f"{spec.source}: {_format_shape(spec)}, {outcome}")
+    sources: dict[str, Any] = {"model config": model.config, "image processor": processor}
+    settings = [
+        f"{title}: {name} = {value!r}"
+        for title, source in sources.items()
+        for name, value in sorted(source.to_dict().items())
+        if any(part in name for part in KEYWORDS)
+    ]
+    is_certain = len({spec.batch(1) for spec in specs}) == 1 and findings[0].endswith("which the model accepts")
+    return ShapeFacts(settings=tuple(settings), findings=tuple(findings), is_certain=is_certain)
+
+
+def _format_shape(spec: InputSpec) -> str:
+    return "x".join(map(str, spec.batch(1)[1:]))
 
 
 def resolve_device(name: str) -> Literal["cpu", "cuda"]:

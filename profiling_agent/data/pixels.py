@@ -21,14 +21,7 @@ METADATA_ERRORS = (
     ValueError,
     struct.error,
 )
-RESAMPLE = {
-    "nearest": Image.Resampling.NEAREST,
-    "box": Image.Resampling.BOX,
-    "bilinear": Image.Resampling.BILINEAR,
-    "hamming": Image.Resampling.HAMMING,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-}
+RESAMPLE = {name.lower(): filter_ for name, filter_ in Image.Resampling.__members__.items()}
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:

@@ -26,7 +26,7 @@ TRAIN = ("train", "training")
 MAX_SEARCH = 2000
 HELDOUT_RATIO = 4
 NUM_CALIBRATION = 256
-MAX_CORRUPT = MAX_REPEATED = 0.01
+MAX_CORRUPT = 0.01
 UNMAPPED = -1
 # Few, as a table of photographs has hundreds of megabytes in as many rows as are read of labels.
 BATCH_IMAGES = 64
@@ -55,11 +55,6 @@ class DrawnSplits:
     notes: tuple[str, ...]
     recovery: DrawnSplit | None = None
 
-    @property
-    def labels(self) -> tuple[LabelMatch, ...]:
-        """Return the match of each label by the first matching."""
-        return self.matchings[0].matches
-
 
 def draw_splits(
     query: DataQuery, *, id2label: Mapping[int, str], folder: Path, progress: Progress = silent
@@ -74,7 +69,7 @@ def draw_splits(
     with quiet(), tempfile.TemporaryDirectory(dir=folder) as cache, tempfile.TemporaryFile(dir=folder) as spool:
         data = open_data(query, cache=Path(cache), progress=progress)
         columns = choose_columns(data, id2label)
-        evaluation, notes = columns.split, [*data.notes, *columns.notes]
+        evaluation, notes = columns.split, list(columns.notes)
         train = next((split for split in TRAIN if split in data.splits and split != evaluation), None)
         if query.num_recovery and train is None:
             raise AcquisitionError(f"there is no train split besides {evaluation!r}: set recover_epochs to 0")
@@ -110,18 +105,13 @@ def _draw_train_splits(
     """Write images of the train split for calibration and, if requested, for recovery, without those that are `measured` on."""
     train, num_recovery = columns.split, measured.data.query.num_recovery
     num_wanted = NUM_CALIBRATION + num_recovery
-    num_rows = num_wanted + int(MAX_REPEATED * num_wanted) + 1
+    num_rows = num_wanted + num_wanted // 100 + 1
     pool = Pool.read(measured.data, columns, num_rows, measured.spool, progress)
-    images, originals = pool.distinct_images(), {image.digest: image for image in measured.images}
-    if shared := [image for image in images if image.digest in originals]:
-        problem = (
-            f"{len(shared)} of {len(images)} images drawn from split {train!r} are in split {measured.split!r} too"
-        )
-        if len(shared) > MAX_REPEATED * len(images):
-            pair = f"{shared[0].location}, there {originals[shared[0].digest].location}"
-            raise AcquisitionError(f"{problem}, such as {pair}: remove them from one (up to 1% are left out)")
-        notes.append(f"{problem}, and were left out")
-    usable = [image for image in images if image.digest not in originals][:num_wanted]
+    images, measured_digests = pool.distinct_images(), {image.digest for image in measured.images}
+    usable = [image for image in images if image.digest not in measured_digests]
+    if num_shared := len(images) - len(usable):
+        notes.append(f"{num_shared} images of split {train!r} are in split {measured.split!r} too, and were left out")
+    usable = usable[:num_wanted]
     parts = {"calibration": usable[:NUM_CALIBRATION]}
     if num_recovery:
         parts["recovery"] = usable[NUM_CALIBRATION:]
@@ -132,28 +122,18 @@ def _draw_train_splits(
 
 
 def _notes(columns: Columns, pool: "Pool", drawn: Mapping[str, DrawnSplit]) -> Iterator[str]:
-    num_calibration, num_search = (
-        drawn[name].num_images + drawn[name].num_skipped for name in ("calibration", "search")
-    )
-    matches, evaluation, num_samples = columns.matchings[0].matches, columns.split, pool.data.query.num_samples
+    matches, evaluation = columns.matchings[0].matches, columns.split
     # If there are several matchings, the model's predictions choose one later.
     if len(columns.matchings) == 1 and (guessed := order_match_note(matches)) is not None:
         yield guessed
     if evaluation in TRAIN:
         yield f"accuracies on split {evaluation!r} are optimistic, as the model was trained on it"
-    if num_calibration < NUM_CALIBRATION:
+    if (num_calibration := drawn["calibration"].num_images) < NUM_CALIBRATION:
         yield f"only {num_calibration} images are there to calibrate with, not {NUM_CALIBRATION}"
     if pool.num_unmapped:
         yield f"{pool.num_unmapped} images of split {evaluation!r} have no label that the model knows"
     if unmapped := [match.dataset_label for match in matches if match.model_id is None]:
-        yield (
-            f"{len(unmapped)} of the data set's {len(matches)} labels match no class of the model or several, and their "
-            f"images were left out: {format_names(unmapped)}"
-        )
-    if num_search < (num_samples or 0):
-        yield f"{num_search} images are searched on, not {num_samples}: by their content, the others are held out"
-    if num_search < columns.num_classes:
-        yield f"{num_search} images to search on are fewer than the data set's {columns.num_classes} classes"
+        yield f"images of labels that match no class of the model or several were left out: {format_names(unmapped)}"
     if pool.data.folder is None:
         yield "images were streamed and drawn in equal numbers per class"
 
@@ -213,23 +193,21 @@ class Pool:
 
     def _draw_from_stream(self, columns: Columns, target: int, progress: Progress) -> list[StoredImage]:
         """Store equal shares per class, `target` images; spare images fill the shares that stay incomplete."""
-        quota, counts = -(-target // columns.num_classes), Counter[int]()
-        taken: list[Any] = []
-        spare: list[Any] = []
+        classes = {match.model_id for match in columns.matchings[0].matches} - {None}
+        quota, counts = -(-target // len(classes)), Counter[int]()
+        taken, spare = list[StoredImage](), list[StoredImage]()
         for row, (cell, raw) in enumerate(self.data.stream(self.split, columns.image, columns.label)):
             label = columns.class_of.get(raw, UNMAPPED)
             is_due = counts[label] < quota
             if label != UNMAPPED and (is_due or len(taken) + len(spare) < target):
                 counts[label] += 1
-                # An image that a cell only names is downloaded once it is drawn.
-                is_named = isinstance(cell, dict) and cell.get("bytes") is None
-                (taken if is_due else spare).append((row, cell, label) if is_named else self._store(row, cell, label))
+                (taken if is_due else spare).append(self._store(row, cell, label))
                 del spare[target - len(taken) :]
             if len(taken) == target:
                 break
             if row % PROGRESS_EVERY == 0:
                 progress(f"streaming images of {self.split}", len(taken) + len(spare), target)
-        return [each if isinstance(each, StoredImage) else self._store(*each) for each in (*taken, *spare)]
+        return [*taken, *spare]
 
     def _store(self, row: int, cell: Any, label: int) -> StoredImage:
         """Append the image of a cell to the spool."""
@@ -246,13 +224,10 @@ class Pool:
         )
 
     def distinct_images(self) -> list[StoredImage]:
-        """Return the images without copies of earlier ones; AcquisitionError if more than one in a hundred is a copy."""
+        """Return the images without copies of earlier ones."""
         originals: dict[bytes, StoredImage] = {}
-        copies = [image for image in self.images if originals.setdefault(image.digest, image) is not image]
-        if len(copies) > MAX_REPEATED * len(self.images):
-            problem = f"{len(copies)} of {len(self.images)} images of split {self.split!r} are there more than once"
-            pair = f"{copies[0].location}, a copy of {originals[copies[0].digest].location}"
-            raise AcquisitionError(f"{problem}, such as {pair}: remove them (up to 1% are counted once)")
+        for image in self.images:
+            originals.setdefault(image.digest, image)
         return list(originals.values())
 
     def write(

@@ -17,15 +17,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers import AutoModelForImageClassification
 
-from profiling_agent.data import pixels
+from profiling_agent.data import TIMM, pixels
 from profiling_agent.data.pixels import RESAMPLE, prepare
 from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.exporting.pick import MANIFEST, ExportManifest, model_folder, new_folder
 from profiling_agent.lib.io import file_sha256, write_text
 from profiling_agent.lib.logs import SETTINGS_LOCK, quiet, third_party_errors
+from profiling_agent.lib.machine import TIMM_PACKAGES
 from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
-from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
-from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
 from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import runtime

@@ -132,7 +132,6 @@ def deployment_search(state: RunState, run: Run) -> Update:
     Only what the user's own plan requests of quantization is searched, if it fits the model and the installation.
 
     Raises:
-        AcquisitionError: the baseline's answers on the first search images contradict labels matched by place or number only.
         PlanError: the user's own plan can't be carried out.
     """
     evaluator, plan = run.evaluator(state), state.proposal or Plan()
@@ -144,7 +143,7 @@ def deployment_search(state: RunState, run: Run) -> Update:
             raise PlanError(reason)
     acquired = evaluator.acquired
     answers = evaluator.answers(evaluator.evaluate_baseline(acquired.search, range(SHARD)))
-    if doubt := why_doubtful(answers.predicted, answers.true, acquired.labels):
+    if doubt := why_doubtful(answers.predicted, answers.true):
         run.jobs.progress(doubt, 0, 0)
         acquired = acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
     journal = attempts.open_journal(evaluator, plan)

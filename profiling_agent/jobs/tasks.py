@@ -1,15 +1,24 @@
 """Tasks that make models and read data: acquisition, shapes, logits, pruning, recovery, tuning, export, deployment."""
 
+import tempfile
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from profiling_agent import schemas
-from profiling_agent.data.images import SplitImages, iter_batches, processed_batches, relabel_split, shuffled_batches
+from profiling_agent.data.images import (
+    PreparedImages,
+    SplitImages,
+    iter_batches,
+    relabel_split,
+    shuffled_batches,
+    write_prepared,
+)
 from profiling_agent.data.labels import choose_matching
 from profiling_agent.errors import AcquisitionError, QuantizationError
 from profiling_agent.jobs.base import (
@@ -36,7 +45,7 @@ MODULES = (
     *("torch", "transformers.models.auto.modeling_auto", "profiling_agent.jobs.worker"),
     *("profiling_agent.data.splits", "profiling_agent.profiling.evidence", "profiling_agent.profiling.profile"),
     *("profiling_agent.quantization.quantize", "profiling_agent.runtimes.torch_artifact"),
-    *("profiling_agent.runtimes.onnx_export", "profiling_agent.data.shape"),
+    "profiling_agent.runtimes.onnx_export",
 )
 # Images on which each deployment is compared with its parent: float32 takes longest, and large errors show on half of them.
 MAX_COMPARED = 64
@@ -83,8 +92,7 @@ class AcquireTask(SourceTask[schemas.Acquired]):
         import torch
 
         from profiling_agent.data.dataset import DataQuery
-        from profiling_agent.data.models import device_note, resolve_device
-        from profiling_agent.data.shape import check_processor
+        from profiling_agent.data.models import check_processor, device_note, resolve_device
         from profiling_agent.data.splits import draw_splits
 
         device, note = resolve_device(self.device), device_note(self.device, has_cuda=torch.cuda.is_available())
@@ -116,7 +124,7 @@ class AcquireTask(SourceTask[schemas.Acquired]):
             name=loaded.source, revision=loaded.revision, architecture=loaded.architecture, device=device
         )
         notes = (*notes, *([note] if note else []))
-        return schemas.Acquired(source=source, labels=drawn.labels, notes=notes, **splits)
+        return schemas.Acquired(source=source, labels=drawn.matchings[0].matches, notes=notes, **splits)
 
 
 def _choose_labels(drawn: "DrawnSplits", loaded: "LoadedModel", context: JobContext) -> "DrawnSplits":
@@ -131,10 +139,11 @@ def _choose_labels(drawn: "DrawnSplits", loaded: "LoadedModel", context: JobCont
         return drawn
     context.progress(f"labels fit in {len(drawn.matchings)} ways, of which the model's answers choose one", 0, 0)
     split, device = SplitImages(drawn.calibration.path), next(loaded.model.parameters()).device
-    with torch.inference_mode():
+    with torch.inference_mode(), tempfile.TemporaryDirectory(dir=context.folder) as folder:
+        write_prepared(Path(folder), split, range(len(split)), loaded.processor)
         logits = [
-            loaded.model(pixel_values=torch.from_numpy(pixels).to(device)).logits.cpu().numpy()
-            for pixels in processed_batches(split, range(len(split)), loaded.processor)
+            loaded.model(pixel_values=pixels.to(device)).logits.cpu().numpy()
+            for pixels, _ in iter_batches(PreparedImages([Path(folder)]), batch_size=32)
         ]
     predicted = answers_of(np.concatenate(logits), split.labels).predicted
     chosen, note = choose_matching(drawn.matchings, predicted, split.labels)
@@ -156,7 +165,7 @@ class MatchLabelsTask(SourceTask[MatchedLabels]):
     def run(self, context: JobContext) -> MatchedLabels:
         """Open the model and the data set, and match their classes."""
         from profiling_agent.data.dataset import DataQuery
-        from profiling_agent.data.shape import check_processor
+        from profiling_agent.data.models import check_processor
         from profiling_agent.data.splits import look_up_labels
 
         loaded = self.load(context, "cpu")
@@ -183,8 +192,7 @@ class ResolveShapeTask(ModelTask[ResolvedShape]):
 
     def run(self, context: JobContext) -> ResolvedShape:
         """Find the input shape; save the baseline with it."""
-        from profiling_agent.data.models import resolve_device
-        from profiling_agent.data.shape import resolve_input_shape, verify
+        from profiling_agent.data.models import resolve_device, resolve_input_shape, verify
         from profiling_agent.runtimes.torch_artifact import save_model
 
         loaded, folder = self.load(context, self.device), context.folder / "model"
@@ -204,7 +212,7 @@ class SurveyShapeTask(ModelTask[schemas.ShapeFacts]):
 
     def run(self, context: JobContext) -> schemas.ShapeFacts:
         """Gather what is known of the input shape."""
-        from profiling_agent.data.shape import survey
+        from profiling_agent.data.models import survey
 
         loaded = self.load(context, self.device)
         return survey(loaded.model, loaded.processor)

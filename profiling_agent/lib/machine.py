@@ -44,6 +44,8 @@ LIBRARIES = (
 )
 # Optional libraries that a runtime's speed depends on.
 RUNTIME_LIBRARIES = ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf", "torchao")
+# What models of timm need.
+TIMM_PACKAGES = ("timm", "torchvision")
 
 
 def _read(path: Path) -> str:

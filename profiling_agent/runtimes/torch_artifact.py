@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
 
+from profiling_agent.data import TIMM
 from profiling_agent.data.images import to_processor_channels
 from profiling_agent.data.pixels import upright_rgb
 from profiling_agent.errors import ArtifactError, CorruptImageError, QuantizationError, RequestError
@@ -27,7 +28,6 @@ from profiling_agent.lib.io import first_line, parse_json
 from profiling_agent.lib.logs import SETTINGS_LOCK, is_out_of_memory, muted, third_party_errors
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
-from profiling_agent.lib.timm_config import check_timm, make_plain_
 from profiling_agent.pruning.prune import find_attention, set_head_attributes_
 from profiling_agent.quantization.layers import QuantizedModule, quantized_modules, rebuild_layer
 from profiling_agent.runtimes import artifact
@@ -130,12 +130,17 @@ def _build_architecture(recipe: Recipe) -> nn.Module:
     fields = dict(recipe.config)
     name = str(fields.pop("model_type", ""))
     if name == TIMM:
+        from profiling_agent.data.models import check_timm
+
         check_timm(fields, lambda problem: ArtifactError(f"{recipe.base_model!r} can't be built: {problem}"))
     # Transformers removes torch's initialisers for all threads, which share torch's generator too.
     with SETTINGS_LOCK, torch.random.fork_rng(devices=[]), no_init_weights():
         config = AutoConfig.for_model(name, **fields)
         model = AutoModelForImageClassification.from_config(config, trust_remote_code=False)
-    make_plain_(model)
+    if name == TIMM:
+        from profiling_agent.data.models import make_plain_
+
+        make_plain_(model)
     return model
 
 

@@ -56,9 +56,9 @@ class ShapeFacts(Record):
 
 
 # How all labels of a data set are matched: by name, or by an order that both sides may have.
-MatchKind = Literal["name", "number", "from-1", "place", "natural"]
+MatchKind = Literal["name", "number", "from-1", "place"]
 MatchBy = Literal["auto", MatchKind]
-MatchRule = Literal[MatchKind, "id", "normalised name", "wnid", "substring", "unmapped"]
+MatchRule = Literal[MatchKind, "id", "normalised name", "wnid", "unmapped"]
 
 
 class LabelMatch(Record):

@@ -11,9 +11,7 @@ import pytest
 from data.image_sets import TEST, expected_sizes, images_of, png, pngs, sizes, table, train_and_test
 from datasets import Value
 
-from profiling_agent.data.dataset import choose_sibling_folder
 from profiling_agent.data.images import SplitImages
-from profiling_agent.errors import AcquisitionError
 
 IMAGENET = [
     "tench, Tinca tinca",
@@ -32,13 +30,13 @@ def test_cifar100_is_read_by_the_named_labels_or_those_that_map_best(parquet, dr
     folder = parquet(**{split: datasets.concatenate_datasets([rows, coarse], axis=1) for split, rows in fine.items()})
 
     drawn = draw(folder, ["apple", "pear", "shark", "trout"])
-    assert [match.model_id for match in drawn.labels] == [0, 1, 3, 2]
+    assert [match.model_id for match in drawn.matchings[0].matches] == [0, 1, 3, 2]
     assert any("'fine_label'" in note and "not used: 'coarse_label'" in note for note in drawn.notes)
     drawn = draw(folder, ["fish", "fruit"])
-    assert [match.dataset_label for match in drawn.labels] == ["fruit", "fish"]
+    assert [match.dataset_label for match in drawn.matchings[0].matches] == ["fruit", "fish"]
     assert any("'coarse_label', which maps best" in note for note in drawn.notes)
     drawn = draw(folder, ["apple", "pear", "trout", "shark", "fruit", "fish"], label_column="coarse_label")
-    assert [match.model_id for match in drawn.labels] == [4, 5]
+    assert [match.model_id for match in drawn.matchings[0].matches] == [4, 5]
 
 
 @pytest.fixture
@@ -53,57 +51,49 @@ def imagenette(parquet, tmp_path):
 
 
 def test_imagenette_needs_a_config_and_lists_them(imagenette, refusal):
-    assert "several configs, 160px, 320px: name one with dataset_config" in refusal(imagenette, IMAGENET)
-    assert "no config '32px': use one of 160px, 320px" in refusal(imagenette, IMAGENET, dataset_config="32px")
+    assert "Config name is missing. Please pick one among the available configs: ['160px', '320px']" in refusal(
+        imagenette, IMAGENET
+    )
+    assert "BuilderConfig '32px' not found. Available: ['160px', '320px']" in refusal(
+        imagenette, IMAGENET, dataset_config="32px"
+    )
 
 
-def test_a_card_that_reads_them_as_one_is_believed(imagenette, draw):
-    card = "---\nconfigs:\n- config_name: all\n  data_files: [{split: train, path: '*/train*'}, {split: test, path: '*/val*'}]\n---\n"
-    (imagenette / "README.md").write_text(card)
-    assert draw(imagenette, IMAGENET, num_samples=40).search.num_images == 40
-
-
-@pytest.mark.parametrize("where", ["160px", "sizes/160px"])
-def test_folders_of_photographs_that_lie_side_by_side_are_never_read_as_one(photographs, draw, refusal, where):
-    other = where.replace("160", "320")
+def test_folders_of_photographs_that_lie_side_by_side_are_never_read_as_one(photographs, draw, refusal):
     # What a file is called says nothing of its split.
     pictures = {
         f"{size}/{split}/{name}/val-{row}.png": png(first + 500 * (split == "val") + 100 * index + row)
-        for size, first in ((where, 0), (other, 1000))
+        for size, first in (("160px", 0), ("320px", 1000))
         for split in ("train", "val")
         for index, name in enumerate(("tench", "cassette player"))
         for row in range(20)
     }
     folder = photographs(pictures)
-    assert f"several configs, {where}, {other}: name one" in refusal(folder, IMAGENET)
-    held = images_of(draw(folder, IMAGENET, dataset_config=where).heldout)
+    assert "holds several data sets, 160px, 320px: name one with dataset_config" in refusal(folder, IMAGENET)
+    assert "can't be read: ValueError" in refusal(folder, IMAGENET, dataset_config="32px")
+    held = images_of(draw(folder, IMAGENET, dataset_config="160px").heldout)
     assert len(held) > 5
-    assert set(held) <= {image for path, image in pictures.items() if path.startswith(f"{where}/val/")}
+    assert set(held) <= {image for path, image in pictures.items() if path.startswith("160px/val/")}
 
 
 def test_strings_are_labels_too(parquet, draw):
     labels = np.array(["cat", "dog", "ant eater"])[np.arange(60) % 3]
     drawn = draw(parquet(**train_and_test(labels, Value("string"))), ["dog", "Ant_Eater", "cat"])
-    assert {match.dataset_label: match.model_id for match in drawn.labels} == {"ant eater": 1, "cat": 2, "dog": 0}
+    assert {match.dataset_label: match.model_id for match in drawn.matchings[0].matches} == {
+        "ant eater": 1,
+        "cat": 2,
+        "dog": 0,
+    }
 
 
 def test_plain_integers_are_class_ids_of_which_a_split_may_lack_some(parquet, draw):
     drawn = draw(parquet(**train_and_test(np.arange(60) % 5, Value("int64"), 1 + np.arange(60) % 2)), "abcd")
-    assert [match.model_id for match in drawn.labels] == [1, 2]
+    assert [match.model_id for match in drawn.matchings[0].matches] == [1, 2]
     assert set(SplitImages(drawn.heldout.path).labels) == {1, 2}
     # 4 is no class of the model, and has no label.
     assert set(SplitImages(drawn.calibration.path).labels) == {0, 1, 2, 3}
     # Counted from 1 they fit as well, until the model's answers, or a 0 in the train split, decide.
     assert [way.by for way in drawn.matchings] == ["number", "from-1"]
-
-
-def test_a_class_label_that_the_data_set_has_no_name_for_is_left_out(parquet, draw):
-    folder = parquet(**train_and_test(np.arange(60) % 3, ["a", "b", "c"]))
-    (file,) = folder.rglob("test-*")
-    rows = pq.read_table(file)
-    place, labels = rows.schema.get_field_index("label"), pa.array([3, -2, *rows["label"].to_pylist()[2:]])
-    pq.write_table(rows.set_column(place, rows.schema.field("label"), labels), file)
-    assert "2 images of split 'test' have no label that the model knows" in draw(folder, "abc").notes
 
 
 NUMBERS, OTHERS = (
@@ -119,7 +109,7 @@ NUMBERS, OTHERS = (
         (pa.array([0, 1, -7], pa.int8()), "abc", NUMBERS.format("-7 to 1")),
         (pa.array([1, 2, 3]), "abc", NUMBERS.format("1 to 3")),
         # Numbers that classes are called by may reach beyond the last class.
-        (pa.array([1, 2, 3]), "123", "there more than once"),
+        (pa.array([1, 2, 3]), "123", "has 1 usable images"),
         (pa.array([0.0, float("nan")]), "ab", OTHERS),
         (pa.array([b"a", b"b"]), "ab", OTHERS),
         (pa.nulls(2), "ab", OTHERS),
@@ -141,14 +131,6 @@ def test_parquet_that_datasets_did_not_write_is_read(tmp_path, draw, kind):
         cells = pa.array(held, kind) if kind else [{"bytes": each, "path": ""} for each in held]
         pq.write_table(pa.table({"image": cells, "label": labels}), tmp_path / f"{split}.parquet")
     assert sizes(draw(tmp_path, "abc")) == expected_sizes(pngs(60, TEST), 60)
-
-
-@pytest.mark.parametrize("stray", [{}, {"train/cover.png": png(7777)}])
-def test_folders_that_are_no_labels_have_no_label_column(photographs, cats_and_dogs, refusal, stray):
-    """All images lie in one folder, or not equally deep."""
-    pictures = cats_and_dogs if stray else {path.replace("cat/", "dog/1"): data for path, data in cats_and_dogs.items()}
-    said = r"no label column: its columns are image \(.*\); name label_column; folders are labels only if all .* equally deep"
-    assert re.search(said, refusal(photographs(pictures | stray)))
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -181,48 +163,22 @@ def test_a_table_without_images_is_told_and_what_one_that_names_images_is_to_be_
     assert re.search(said, refusal(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("a/train/0.parquet", "b/train/0.parquet"),
-        ("a/train-00000-of-00001.parquet", "b/train-00000-of-00001.parquet"),
-        ("a/train.csv.gz", "b/training.csv.gz"),
-        ("a/partial-train/0.parquet", "b/train/0.parquet"),
-        ("a/train/cat/0.png", "b/train/cat/0.png"),
-        # One inside another: the inner one may be read, and not the other with it.
-        ("train/cat/0.png", "b/small/train/cat/0.png"),
-        ("b/train/cat/0.png", "b/small/train/cat/0.png"),
-        ("b/test.parquet", "b/small/train/cat/0.png"),
-    ],
-)
-def test_folders_with_the_same_split_are_told_apart(first, second):
-    files, inner = {"train": [first, second]}, ["b/small"] if "small" in second else ["a", "b"]
-    with pytest.raises(AcquisitionError, match=f"'x' has several configs, {', '.join(inner)}: name one with"):
-        choose_sibling_folder("x", None, files)
-    with pytest.raises(AcquisitionError, match=f"has no config 'c': use one of {', '.join(inner)}"):
-        choose_sibling_folder("x", "c", files)
-    assert choose_sibling_folder("x", inner[-1], files) == inner[-1]
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_images_without_folders_of_classes_are_refused_with_how_to_lay_them(photographs, cats_and_dogs, refusal, split):
+    """In `test` no folder of a class, or in `train` a single one."""
+    pictures = {
+        path.replace("test/cat/", "test/").replace("test/dog/", "test/1") if split == "test" else path: image
+        for path, image in cats_and_dogs.items()
+        if split == "test" or not path.startswith("train/dog")
+    }
+    folder = photographs(pictures)
+    said = f"split '{split}' of '{folder}' has no folders of several classes: put its images into {split}/CLASS/"
+    assert said in refusal(folder)
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"train": ["train/cat/0.png", "train/dog/0.png"], "test": ["test/cat/0.png"]},
-        {"train": ["cat/train-0.png", "dog/train-0.png"]},
-        {"train": ["train_0/0.parquet", "train_1/0.parquet"]},
-        {"train": ["a/train/0.parquet"], "test": ["b/test/0.parquet"]},
-        {"train": ["2024/0.parquet", "2025/0.parquet"]},
-        {"train": ["data/train-0.parquet", "data/train-1.parquet"]},
-    ],
-)
-def test_parts_of_one_data_set_are_left_together(files):
-    assert choose_sibling_folder("x", None, files) is None
-
-
-def test_an_image_whose_folders_are_called_like_two_splits_is_refused(photographs, draw):
+@pytest.mark.parametrize("names", [("cat", "dog"), ("LABEL_0", "LABEL_1")])
+def test_folders_of_splits_are_no_classes(photographs, refusal, names):
     folder = photographs(
-        {f"train/{name}/{index}.png": png(index) for name in ("cat", "test tube") for index in range(2)}
+        {f"{split}/{row}.png": png(TEST * (split == "test") + row) for split in ("train", "test") for row in range(60)}
     )
-
-    with pytest.raises(AcquisitionError, match=r"'/?train/test tube/0.png' is in split .* rename one of them"):
-        draw(folder, ["cat", "test tube"])
+    assert "has no folders of several classes" in refusal(folder, names)

@@ -60,15 +60,19 @@ def test_half_precision_weights_are_loaded_as_float32_and_that_is_noted(tmp_path
 
 def test_what_is_no_model_is_one_line(folder):
     assert "did you mean 'vit'?" in refusal(f"{folder}t")
-    assert "no public Hub id" in refusal("not a model")
+    assert "is no local folder, and https://" in refusal("not a model")
 
 
 @pytest.mark.parametrize(
     ("file", "content", "text"),
     [
-        ("config.json", b"[1, 2]", "can't be used"),
-        ("adapter_config.json", b'{"base_model_name_or_path": "other/model"}', "is an adapter of another"),
-        ("preprocessor_config.json", b'{"image_processor_type": "FooProcessor"}', "can be used: ValueError"),
+        ("config.json", b"{", "JSONDecodeError"),
+        ("config.json", b"[1, 2]", "can't be read from its config.json: TypeError"),
+        (
+            "preprocessor_config.json",
+            b'{"image_processor_type": "FooProcessor"}',
+            "no image processor that can be used",
+        ),
     ],
 )
 def test_a_file_that_can_not_be_used_is_one_line(folder, file, content, text):
@@ -80,7 +84,7 @@ def numbered(*numbers):
     return {str(number): f"kind {number}" for number in numbers}
 
 
-NOT_NUMBERED = r"names of classes \(id2label\) that aren't numbered from 0 to 4: give them as"
+NOT_NUMBERED = r"names of classes \(id2label\) that aren't numbered from 0 to 4"
 
 
 @pytest.mark.parametrize(
@@ -89,16 +93,18 @@ NOT_NUMBERED = r"names of classes \(id2label\) that aren't numbered from 0 to 4:
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, r"no image classifier \(BertForMaskedLM\)"),
         ({"model_type": "mine", "auto_map": {"AutoModelForImageClassification": "mine.Mine"}}, "never run"),
         ({"quantization_config": {"quant_method": "torchao"}}, "is quantized already"),
-        ({"id2label": ["a", "b"]}, "config.json that can't be used"),
+        ({"id2label": ["a", "b"]}, "can't be read from its config.json"),
+        ({"id2label": numbered(0), "label2id": None, "problem_type": "regression"}, "has one output, as regressions"),
+        ({"problem_type": "multi_label_classification"}, "only models with one label an image are supported"),
         ({"hidden_size": "x"}, "model '"),
         ({"hidden_act": "no such thing"}, "model '"),
         (
             {"model_type": "vitt", "architectures": ["FooForImageClassification"]},
-            "config.json of model_type 'vitt', which transformers .*; did you mean 'vit'",
+            "The checkpoint you are trying to load has model type `vitt` but Transformers does not recognize",
         ),
         (
             {"intermediate_size": 128},
-            r"weights of another config.json: 'vit\.layers\.0\..*' is \(256,\), \(128,\) by the config",
+            r"has 'vit\.layers\.0\..*' of \(256,\), and by its config.json of \(128,\)",
         ),
         # Not numbered as the logits are.
         ({"id2label": numbered(0, 1, 2, 3, 5), "label2id": None}, NOT_NUMBERED),
@@ -115,19 +121,9 @@ def test_a_configuration_that_can_not_be_used_is_one_line(folder, changes, text)
 def test_another_number_of_names_than_classes_is_told_in_these_words(folder, num_names):
     names = None if num_names is None else {str(index): f"kind {index}" for index in range(num_names)}
     rewrite_config(folder, id2label=names, label2id=None)
-    said = f"has {num_names or 2} classes by its config.json (id2label; 2 where it has none), and 5 by its"
+    classes = num_names or 2
+    said = f"'classifier.bias' of (5,), and by its config.json of ({classes},): it names {classes} classes by id2label"
     assert said in refusal(folder)
-    assert "'classifier.bias'" in refusal(folder)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_named(folder, value):
-    weights = load_file(folder / "model.safetensors")
-    next(held for name, held in weights.items() if name.endswith(("fc1.weight", "intermediate.dense.weight")))[0, 0] = (
-        value
-    )
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "NaN or infinite" in refusal(folder)
 
 
 def split_weights(folder):

@@ -220,18 +220,3 @@ def test_a_split_is_stored_in_groups_that_fit_into_memory_and_the_same_images_ma
     assert split.labels.tolist() == list(range(len(images)))
     write_split(tmp_path, images)
     assert (tmp_path / "split.parquet").read_bytes() == first
-
-
-def test_of_a_split_only_what_is_asked_for_is_read(tmp_path):
-    write_split(tmp_path, [bytes([row]) * 1000 for row in range(2 * GROUP_IMAGES)])
-    group = pq.ParquetFile(tmp_path / "split.parquet").metadata.row_group(1).column(0)
-    with (tmp_path / "split.parquet").open("r+b") as stream:
-        stream.seek(group.dictionary_page_offset or group.data_page_offset)
-        stream.write(bytes(group.total_compressed_size))
-
-    split = SplitImages(tmp_path / "split.parquet")
-
-    assert split.labels.tolist() == list(range(2 * GROUP_IMAGES))
-    assert split.encoded(GROUP_IMAGES - 1) == bytes([GROUP_IMAGES - 1]) * 1000
-    with pytest.raises(OSError, match="page header"):
-        split.encoded(GROUP_IMAGES)

@@ -11,7 +11,7 @@ from skips import TIMM
 from torch import nn
 from zoo import LABELS, PLAIN
 
-from profiling_agent.lib.timm_config import make_plain_
+from profiling_agent.data.models import make_plain_
 from profiling_agent.schemas import InputSpec
 
 STAGED = {"id2label": LABELS, "depths": [1, 1], "hidden_sizes": [64, 128]}
