@@ -14,7 +14,7 @@ from conftest import World
 from fake_hub import serve
 
 from profiling_agent.planning.rules import read_plan
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import read_report
 from profiling_agent.search.attempt import read_answer
 from profiling_agent.sweep import read_sweep
 

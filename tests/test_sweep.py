@@ -20,7 +20,7 @@ from interrupted import decisions, predictions_of
 from profiling_agent import Request, optimize_many
 from profiling_agent.errors import RequestError, StorageError
 from profiling_agent.reporting.render import render_sweep
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import read_report
 from profiling_agent.sweep import PAGE, SweepRow, read_sweep, with_run_id
 from profiling_agent.workspace import MANIFEST, create_workspace
 

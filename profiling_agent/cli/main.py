@@ -1,32 +1,30 @@
 """Command-line application: commands on runs and sweeps, then those on models and this machine, and the entry point."""
 
 import json
-import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from profiling_agent.cli import terminal
-from profiling_agent.errors import RequestError, RunError
+from profiling_agent.errors import RequestError
 from profiling_agent.lib.io import DocumentError, expanded, read_json
 from profiling_agent.lib.logs import Progress, keep_stdout
 from profiling_agent.request import Request
-from profiling_agent.schemas import Approval, ApprovalQuestion, RuntimeName
+from profiling_agent.schemas import Approval, ApprovalQuestion
 
 if TYPE_CHECKING:
     from profiling_agent.reporting.report import RunReport
 
 # Commands import the libraries of a run when they are called, so that `--help` is quick.
 app = typer.Typer(
-    no_args_is_help=True,
+    cls=terminal.Commands,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Measure, prune and quantize a vision model until a contract is met.",
@@ -34,18 +32,16 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_requested: bool) -> None:  # noqa: FBT001 - a flag's callback
-    if is_requested:
-        typer.echo(f"profiling-agent {metadata.version('profiling-agent')}")
-        raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def common(
-    *,
-    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version)] = False,
+    context: typer.Context, *, version: Annotated[bool, typer.Option("--version", help="print the version")] = False
 ) -> None:
     """Measure, prune and quantize a vision model until a contract is met."""
+    if version:
+        typer.echo(f"profiling-agent {metadata.version('profiling-agent')}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(terminal.EXIT_BAD_REQUEST)
 
 
 def watch(work: Callable[..., "RunReport"], root: Path, *, is_quiet: bool = False, is_json: bool = False) -> NoReturn:
@@ -53,8 +49,6 @@ def watch(work: Callable[..., "RunReport"], root: Path, *, is_quiet: bool = Fals
 
     As JSON: a line for each event, and one at the end.
     """
-    from profiling_agent.cli import tables
-
     if is_json:
         keep_stdout()
     with (
@@ -73,8 +67,18 @@ def watch(work: Callable[..., "RunReport"], root: Path, *, is_quiet: bool = Fals
     elif is_quiet:
         terminal.console.print(f"{verdict.outcome}: {verdict.explanation} ({root})", markup=False, highlight=False)
     else:
-        terminal.console.print(tables.verdict_table(report, root))
+        _print_verdict(report, root)
     raise typer.Exit(terminal.EXIT_MET if verdict.outcome == "MET" else terminal.EXIT_NOT_MET)
+
+
+def _print_verdict(report: "RunReport", root: Path) -> None:
+    from rich.markdown import Markdown
+
+    from profiling_agent.reporting.render import render_markdown
+
+    terminal.console.print(Markdown(render_markdown(report, "summary.md.jinja")))
+    for name, path in (("best model", root / "best"), ("full report", root / "report.html")):
+        terminal.print_line(f"{name}: {path}")
 
 
 def is_answered_here() -> bool:
@@ -115,6 +119,7 @@ def _read_answer(choice: str, text: str) -> Approval:
     return read_answer({**document, "decision": "edit"})
 
 
+@app.command()
 @terminal.takes_request()
 def run(request: Request, *, quiet: terminal.QuietOption = False, json_: terminal.EventsOption = False) -> None:
     """Run a request to its verdict; with no flags, the embedded model and data: no network, no key, minutes.
@@ -130,6 +135,7 @@ def run(request: Request, *, quiet: terminal.QuietOption = False, json_: termina
     watch(partial(optimize, request), root, is_quiet=quiet, is_json=json_)
 
 
+@app.command()
 def resume(
     run: terminal.RunArgument,
     *,
@@ -143,6 +149,7 @@ def resume(
     watch(partial(api.resume, run, base_url=base_url), run, is_quiet=quiet, is_json=json_)
 
 
+@app.command()
 def show(
     run: terminal.RunArgument,
     *,
@@ -150,29 +157,17 @@ def show(
     plan: Annotated[bool, typer.Option("--plan", help="why each layer was changed or left alone")] = False,
 ) -> None:
     """Show a finished run: the verdict, before and after, every attempt."""
-    from profiling_agent.cli import tables
-    from profiling_agent.reporting.results import read_report
+    from profiling_agent.cli.tables import plan_table
+    from profiling_agent.reporting.report import read_report
 
     report = read_report(run)
-    table = partial(tables.plan_table, report) if plan else partial(tables.verdict_table, report, run)
-    terminal.print_result(report, table, is_json=json_)
+    if json_ or plan:
+        terminal.print_result(report, plan_table(report), is_json=json_)
+    else:
+        _print_verdict(report, run)
 
 
-def report(run: terminal.RunArgument) -> None:
-    """Write the report of a finished run again, and show it."""
-    from rich.markdown import Markdown
-
-    from profiling_agent.reporting.render import write_report
-    from profiling_agent.reporting.results import read_report
-
-    try:
-        write_report(read_report(run), run)
-    except OSError as error:
-        reason = f"can't be written to {str(run)!r} ({error.strerror}): copy the run elsewhere"
-        raise RunError(f"the report {reason}") from error
-    terminal.console.print(Markdown((run / "report.md").read_text(encoding="utf-8")))
-
-
+@app.command()
 @terminal.takes_request("model", "revision", "batch_size", "device")
 def profile(request: Request, *, json_: terminal.JsonOption = False) -> None:
     """Profile a model: where its time, memory, MACs and parameters are, and what can be pruned."""
@@ -183,7 +178,7 @@ def profile(request: Request, *, json_: terminal.JsonOption = False) -> None:
 
     with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder, _progress("profiling") as progress:
         measured = profile_source(request, Path(folder), batch_size=request.batch_size, progress=progress)
-    terminal.print_result(measured, lambda: Group(*profile_tables(measured)), is_json=json_)
+    terminal.print_result(measured, Group(*profile_tables(measured)), is_json=json_)
 
 
 @contextmanager
@@ -192,14 +187,14 @@ def _progress(stage: str) -> Generator[Progress]:
         yield display.stage(stage)
 
 
+@app.command()
 def sweep(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of the runs; see above")],
     *,
     output: Annotated[str, typer.Option(help="folder of the runs and of sweep.html")] = "runs/sweep",
-    engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="local: one run after the other; ray: one on each node of a cluster")
-    ] = "local",
-    ray_address: Annotated[str | None, typer.Option(metavar="ADDRESS", help="HOST:PORT of another cluster")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="auto|HOST:PORT", help="Ray cluster that makes one run on each node")
+    ] = None,
     json_: terminal.JsonOption = False,
 ) -> None:
     """Run every combination of the models, data sets, contracts and seeds in a file; the same command resumes it.
@@ -213,28 +208,26 @@ def sweep(
     from profiling_agent.jobs.runner import check_matches
     from profiling_agent.sweep import PAGE, optimize_many, read_sweep
 
-    if ray_address and engine == "local":
-        raise RequestError(f"--ray-address is {ray_address!r} but --engine is 'local': use --engine ray")
     if json_:
         keep_stdout()
     root = Request.model_validate({"output": output}).output_dir
     advice = "; the same command goes on with what is complete"
-    address = (ray_address or "auto") if engine == "ray" else None
     with terminal.exit_on_stop(advice), terminal.Display(terminal.errors) as display:
         requests = read_sweep(file, str(root))
         check_matches(requests, display.stage("models and data"))
-        rows = optimize_many(requests, display.show, ray_address=address)
+        rows = optimize_many(requests, display.show, ray_address=ray)
     # Of each report what is compared.
     compared = {"verdict": True, "baseline": True, "best": True, "heldout": {"drop"}, "environment": True}
     include = {"request": True, "failure": True, "report": compared}
     document = [row.model_dump(mode="json", include=include) for row in rows]
-    terminal.print_result(document, lambda: sweep_table(rows), is_json=json_)
+    terminal.print_result(document, sweep_table(rows), is_json=json_)
     if not json_:
         terminal.print_line(str(root / PAGE))
     is_met = all(row.report is not None and row.report.verdict.outcome == "MET" for row in rows)
     raise typer.Exit(terminal.EXIT_MET if is_met else terminal.EXIT_NOT_MET)
 
 
+@app.command()
 def approve(
     run: terminal.RunArgument,
     *,
@@ -262,7 +255,7 @@ def approve(
     if question is None:
         raise RequestError(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
     if not answers and (json_ or not is_answered_here()):
-        terminal.print_result(question, lambda: approval_table(question), is_json=json_)
+        terminal.print_result(question, approval_table(question), is_json=json_)
         raise typer.Exit(terminal.EXIT_WAITING)
     answer = answers[0] if answers else ask(question)
     watch(partial(api.approve, run, answer, base_url=base_url), run)
@@ -270,62 +263,25 @@ def approve(
 
 SOURCE = typer.Argument(parser=terminal.run_folder, metavar="RUN_OR_FOLDER", help="a run, or a saved model")
 SourceArgument = Annotated[Path, SOURCE]
-SourcesArgument = Annotated[list[Path], SOURCE]
-DeviceOption = Annotated[Literal["cpu", "cuda"], typer.Option(help="where to measure")]
 
 
-def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
-    """Return the requested runtimes that are installed, and a line about each that is not tried."""
-    from profiling_agent.runtimes import registry
-
-    names, left_out = list[RuntimeName](), list[str]()
-    for name in request.runtime_names:
-        reason = registry.missing(name)
-        if reason and request.names_runtimes:
-            raise RequestError(f"runtimes asks for {name}, but {reason}")
-        if reason:
-            left_out.append(f"{name}: {reason}")
-        elif registry.runtime(name).is_slow_to_convert and not request.names_runtimes:
-            left_out.append(f"{name}: it compiles for minutes; --runtimes {name} tries it")
-        else:
-            names.append(name)
-    return names, left_out
-
-
-@terminal.takes_request("output", "llm", "base_url", "advisor", "device", "revision", "runtimes")
-def doctor(
-    request: Request,
-    *,
-    model: Annotated[str | None, typer.Option(help="look at this model instead, by cutting and deploying it")] = None,
-    json_: terminal.JsonOption = False,
-) -> None:
+@app.command()
+@terminal.takes_request("output", "llm", "base_url", "device")
+def doctor(request: Request, *, json_: terminal.JsonOption = False) -> None:
     """Look at this machine: versions, CPU, memory, disk, noise, each runtime by running a model, the language model's server, a CUDA device.
-
-    With --model a quarter is cut off every part of that model that can be cut, the result is brought into every deployment that
-    is installed here and opened again, and what is refused has its reason. Inductor, which compiles for minutes, is tried if
-    --runtimes names it.
 
     Ends with 1 if something would keep a run from working.
     """
     from profiling_agent.cli import tables
     from profiling_agent.cli.doctor import examine
-    from profiling_agent.jobs.check import LookTask, check_deployments
-    from profiling_agent.jobs.runner import scratch_jobs
 
-    if model is None:
-        with _progress("doctor") as progress:
-            findings = list(examine(request, progress))
-        terminal.print_result(findings, lambda: tables.findings_table(findings), is_json=json_)
-        raise typer.Exit(int(any(row.state == "problem" for row in findings)))
-    names, left_out = _installed(request)
-    with _progress("doctor") as progress, scratch_jobs(progress) as jobs:
-        prunable = jobs.run(LookTask(model=model, revision=request.revision))
-        rows = list(check_deployments(jobs, "pruned" if prunable.cut_share else "whole", names))
-    document = {"prunable": prunable, "deployable": rows, "left_out": left_out}
-    terminal.print_result(document, lambda: tables.model_tables(prunable, rows, left_out), is_json=json_)
-    raise typer.Exit(int(all(row.refused for row in rows)))
+    with _progress("doctor") as progress:
+        findings = list(examine(request, progress))
+    terminal.print_result(findings, tables.findings_table(findings), is_json=json_)
+    raise typer.Exit(int(any(row.state == "problem" for row in findings)))
 
 
+@app.command()
 def pick(
     run: terminal.RunArgument,
     *,
@@ -343,18 +299,19 @@ def pick(
 
     if candidate is None and output is None:
         measured = picking.candidates(run)
-        terminal.print_result(measured, lambda: tables.candidates_table(measured), is_json=json_)
+        terminal.print_result(measured, tables.candidates_table(measured), is_json=json_)
         return
     if output is None:
         raise typer.BadParameter("name a folder to write it to: --output small")
     if candidate is None:
         raise typer.BadParameter("name a candidate of the list: --candidate 2")
     picked = picking.pick(run, output, candidate=candidate)
-    terminal.print_result(picked, lambda: tables.picked_table(picked), is_json=json_)
+    terminal.print_result(picked, tables.picked_table(picked), is_json=json_)
     if not json_:
         terminal.print_line(f"wrote {output}")
 
 
+@app.command()
 def export(
     source: SourceArgument,
     *,
@@ -377,6 +334,7 @@ def export(
     terminal.print_line(write(source, format_, output, batch_size=batch_size))
 
 
+@app.command()
 def push(
     source: SourceArgument,
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="owner/name on the Hub; created if missing")],
@@ -395,45 +353,40 @@ def push(
     terminal.print_line(f"{pushed.url} holds {', '.join(pushed.files)} (commit {pushed.commit[:12]})")
 
 
-@terminal.takes_request("batch_size", "num_sessions")
-def race(
+@app.command()
+@terminal.takes_request("batch_size", "num_sessions", "device")
+def benchmark(
     request: Request,
-    sources: SourcesArgument,
+    sources: Annotated[list[Path], SOURCE],
     *,
-    device: DeviceOption = "cpu",
     json_: terminal.JsonOption = False,
 ) -> None:
-    """Race saved models on this machine: samples are interleaved, a process each; speed-ups are over the first.
+    """Time saved models, or all those of a run, on this machine: they take turns, and speed-ups are over the first.
 
-    What was the fastest on one CPU need not be on another: race a run's models again where you deploy them.
+    Prints images per second at batch sizes 1, 8 and 32, peak memory and bytes on disk as well. What is the fastest on one CPU
+    need not be on another: benchmark a run's models again where you deploy them.
     """
-    from profiling_agent.cli.tables import race_table
-    from profiling_agent.measure.race import race_saved
-    from profiling_agent.reporting.results import models_of_all
+    from profiling_agent.cli.tables import benchmark_table
+    from profiling_agent.measure.race import measure_saved, race_saved
+    from profiling_agent.reporting.report import models_of_all
 
-    batch_size, num_sessions, models = request.batch_size, request.num_sessions, models_of_all(sources)
-    with _progress("race") as progress:
-        names, result = race_saved(
-            models, batch_size=batch_size, num_sessions=num_sessions, device=device, progress=progress
+    models, device = models_of_all(sources), "cuda" if request.device == "cuda" else "cpu"
+    with _progress("benchmark") as progress:
+        names, race = race_saved(
+            models,
+            batch_size=request.batch_size,
+            num_sessions=request.num_sessions,
+            device=device,
+            progress=progress,
         )
-    terminal.print_result(result, lambda: race_table(names, result), is_json=json_)
+        dropped = [each.model.path for each in race.dropped]
+        timed = [model for model in models if str(model.folder) not in dropped]
+        measured = measure_saved(timed, device=device, progress=progress).models
+    document = {"race": race, "models": measured}
+    terminal.print_result(document, benchmark_table(names, race, measured), is_json=json_)
 
 
-def measure(sources: SourcesArgument, *, device: DeviceOption = "cpu", json_: terminal.JsonOption = False) -> None:
-    """Measure what saved models take: images per second at batch sizes 1, 8 and 32, peak memory, bytes on disk.
-
-    Of a run, its baseline and its best model are measured.
-    """
-    from profiling_agent.cli.tables import measurement_table
-    from profiling_agent.measure.race import measure_saved
-    from profiling_agent.reporting.results import before_and_after
-
-    with _progress("measure") as progress:
-        models = [model for source in sources for model in before_and_after(source)]
-        measurements = measure_saved(models, device=device, progress=progress)
-    terminal.print_result(measurements, lambda: measurement_table(measurements), is_json=json_)
-
-
+@app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(parser=terminal.run_folder, metavar="RUN...", help="finished runs")],
     *,
@@ -441,40 +394,16 @@ def compare(
 ) -> None:
     """Show finished runs side by side: contract, verdict, accuracy, speed, size, plans."""
     from profiling_agent.cli.tables import compare_table
-    from profiling_agent.reporting.results import read_report
+    from profiling_agent.reporting.report import read_report
 
     reports = {str(run): read_report(run) for run in runs}
-    terminal.print_result(reports, lambda: compare_table(reports), is_json=json_)
-
-
-# In the order of `--help`.
-for command in (
-    *(run, resume, show, report, profile, sweep, approve),
-    *(doctor, pick, export, push, race, measure, compare),
-):
-    app.command()(terminal.handle_errors(command))
-
-# Typer's error for arguments that it can't parse has no public name.
-USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
+    terminal.print_result(reports, compare_table(reports), is_json=json_)
 
 
 def main() -> None:
-    """Run the command line; exit with 2 on a usage error as on every bad request, with 70 on a bug of ours."""
+    """Run the command line."""
     terminal.listen_to_signals()
-    try:
-        # Without arguments the error is the help, which only standalone mode prints over several lines.
-        sys.exit(app(standalone_mode=len(sys.argv) == 1))
-    except USAGE_ERROR as error:
-        message = getattr(error, "format_message", error.__str__)()
-        sys.exit(terminal.refusal(f"{message} (`profiling-agent --help` lists all)").exit_code)
-    except typer.Abort:
-        sys.exit(terminal.SIGNALLED + signal.SIGINT)
-    except Exception:  # noqa: BLE001 - the boundary: an unexpected error is no verdict on a model
-        traceback.print_exc()
-        terminal.print_line(
-            "profiling-agent: this is a bug of ours: please report it, with the lines above", terminal.errors
-        )
-        sys.exit(terminal.EXIT_CRASHED)
+    app()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Terminal tables of verdicts, plans, races, candidates, measurements and profiles."""
+"""Terminal tables of plans, candidates, benchmarks, profiles, sweeps and several runs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -11,12 +11,17 @@ from rich.text import Text
 
 from profiling_agent.cli.doctor import Finding
 from profiling_agent.exporting.pick import FAILED, RunCandidate
-from profiling_agent.measure.race import Measurements, noise_warning
-from profiling_agent.reporting.report import RunReport, differences, final_attempt, predictions, unit_decisions
-from profiling_agent.reporting.results import model_path
+from profiling_agent.measure.race import MeasuredModel, noise_warning
+from profiling_agent.reporting.report import (
+    RunReport,
+    differences,
+    final_attempt,
+    predictions,
+    unit_decisions,
+)
 from profiling_agent.reporting.units import count, drop, format_measurement, format_requirement, ms, percent, size
 from profiling_agent.reporting.units import speedup as speedup_text
-from profiling_agent.schemas import ApprovalQuestion, Deployability, ModelProfile, Prunable, Race, Variant, by_cause
+from profiling_agent.schemas import ApprovalQuestion, ModelProfile, Race, Variant, by_cause
 
 if TYPE_CHECKING:
     from profiling_agent.sweep import SweepRow
@@ -29,7 +34,7 @@ BY_BOUND = "accuracy holds as in the search: the 90% bound of what was lost coun
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Row]) -> Table:
     """Return a table of plain texts whose columns fold what is long instead of cutting it."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE)
     for name in columns:
         table.add_column(escape(name), overflow="fold")
     for row in rows:
@@ -68,31 +73,6 @@ def _speedup(result: Any) -> str:
     return speedup_text(result) if result else "not raced"
 
 
-def verdict_table(report: RunReport, root: Path) -> Group:
-    """Return the verdict, the contract, before and after, the attempts, the notes, and the files."""
-    verdict, base, best, attempts = report.verdict, report.baseline, report.best, list[Row]()
-    head = f"{verdict.outcome}{' (certified)' if verdict.certified else ''}: {verdict.explanation}"
-    shown = (("top1", percent), ("latency_ms", ms), ("params", count), ("macs", count), ("size_bytes", size))
-    for attempt in report.attempts:
-        model = attempt.deployed
-        params, top1 = (count(model.footprint.params), percent(model.top1)) if model else ("", "")
-        attempts.append((attempt.number, _yes(attempt.accepted), params, top1, attempt.reason))
-    return _stack(
-        Text(head, style="bold"),
-        _contract(f"contract, measured of {report.judged}", verdict.terms),
-        _table(
-            "before and after",
-            ("", "baseline", f"best ({best.variant}, {best.deployment.name})"),
-            [(name, show(getattr(base, name)), show(getattr(best, name))) for name, show in shown],
-        ),
-        f"timed on {report.environment.machine}",
-        _table("attempts", ("attempt", "accepted", "params", "search top-1", "reason"), attempts),
-        *(f"noted: {note}" for note in report.acquired.notes),
-        f"stopped: {report.stopped}",
-        *(f"{name}: {model_path(root, path)}" for name, path in report.artifacts.items()),
-    )
-
-
 def plan_table(report: RunReport) -> Group:
     """Return why each unit and layer was changed or left alone, by the best model's attempt."""
     attempt = final_attempt(report)
@@ -101,10 +81,6 @@ def plan_table(report: RunReport) -> Group:
     origin, state = attempt.origin, "accepted" if attempt.accepted else f"refused: {attempt.reason}"
     units = [(row.unit, row.width, row.kept, row.reason) for row in unit_decisions(report, attempt)]
     layers = [(r.layer, f"{r.quantization_type} {r.dtype}", r.justification) for r in attempt.plan.quantization or ()]
-    checks = [
-        (check.what, check.predicted, check.measured, "off by more than twice" if check.is_off else "")
-        for check in predictions(attempt, report)
-    ]
     return _stack(
         f"attempt {attempt.number} by {origin.by}, {state}",
         f"reason: {origin.reason}" if origin.reason else "",
@@ -113,7 +89,7 @@ def plan_table(report: RunReport) -> Group:
         f"made milder: {origin.cut_back}" if origin.cut_back else "",
         _table("what can be pruned", ("unit", "width", "kept", "why"), units),
         _table("what is quantized", ("layers", "type", "why"), layers),
-        _table("predicted and measured", ("", "predicted", "measured", ""), checks),
+        _table("predicted and measured", ("", "predicted", "measured", ""), predictions(attempt, report)),
     )
 
 
@@ -161,11 +137,18 @@ def approval_table(question: ApprovalQuestion) -> Group:
     )
 
 
-def race_table(names: Mapping[str, str], race: Race) -> Group:
-    """Return the results of a race and who dropped out; `names` has each model's by its path in the results."""
-    rows = [(names[each.model.path], ms(each.latency.median_ms), speedup_text(each)) for each in race.results]
+def benchmark_table(names: Mapping[str, str], race: Race, measured: Sequence[MeasuredModel]) -> Group:
+    """Return what each model of a benchmark takes, and who dropped out; `names` has each one's by its path in the race."""
+    batch_size, rows = race.results[0].latency.batch_size, list[Row]()
+    sizes = [row.batch_size for row in measured[0].taken.throughput]
+    for model, result in zip(measured, race.results, strict=True):
+        rates, memory = {row.batch_size: row.images_per_s for row in model.taken.throughput}, model.taken.memory
+        speeds = [f"{rates[each]:.4g}" if each in rates else "can't" for each in sizes]
+        rows.append((model.name, speedup_text(result), *speeds, size(memory.peak_bytes), size(memory.size_bytes)))
+    rates_at = [f"images/s at {each}" for each in sizes]
+    columns = ("model", f"times as fast, batch of {batch_size}", *rates_at, "peak memory", "on disk")
     return _stack(
-        _table("race", ("model", "median", "times as fast as the first"), rows),
+        _table("benchmark", columns, rows),
         *(f"{names[dropped.model.path]} dropped out: {dropped.reason}" for dropped in race.dropped),
         noise_warning(race),
     )
@@ -211,19 +194,6 @@ def _holds_text(candidate: RunCandidate) -> str:
     return {True: "holds", False: f"doesn't hold ({failed})", None: "may hold"}[candidate.holds]
 
 
-def measurement_table(measurements: Measurements) -> Table:
-    """Return the measurements of models, each with its ratio to the first in brackets."""
-    first, rows = measurements.models[0].taken, list[Row]()
-    rates = {row.batch_size: row.images_per_s for row in first.throughput}
-    for model in measurements.models:
-        memory, own = model.taken.memory, {row.batch_size: row.images_per_s for row in model.taken.throughput}
-        speeds = [f"{own[n]:.1f} ({own[n] / rates[n]:.2f}x)" if n in own else "can't" for n in rates]
-        peak = f"{size(memory.peak_bytes)} ({memory.peak_bytes / first.memory.peak_bytes:.2f}x)"
-        disk = f"{size(memory.size_bytes)} ({memory.size_bytes / first.memory.size_bytes:.2f}x)"
-        rows.append((model.name, *speeds, peak, disk))
-    return _table("measured", ("model", *(f"images/s at {n}" for n in rates), "peak memory", "on disk"), rows)
-
-
 def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
     """Return the totals, the costliest layers and operators, what can be pruned, and what can't be, by cause."""
     latency = profile.headline.latency
@@ -265,31 +235,6 @@ def sweep_table(rows: Sequence["SweepRow"]) -> Table:
             cells = (_outcome(report), _lost(report.heldout), _speedup(report.race_result), ratio, "")
         shown.append((row.request.run_id, *cells))
     return _table("sweep", ("run", "verdict", "accuracy lost", "times as fast", "bytes", "failure"), shown)
-
-
-def model_tables(prunable: Prunable, rows: Sequence[Deployability], left_out: Sequence[str]) -> Group:
-    """Return what can be cut of a model, its deployments that work, and the runtimes that were not tried."""
-    spec = prunable.input
-    units: list[Row] = [(kind, number, "can be cut") for kind, number in prunable.units.items()]
-    units += [(kind, "none", reason) for kind, reason in prunable.absent.items()]
-    units += [(code, number, f"stay, as {prunable.examples[code]}") for code, number in prunable.refused.items()]
-    deployments = [
-        (row.deployment.name, "no", "", "", row.refused)
-        if row.refused
-        else (row.deployment.name, "yes", percent(row.size_ratio), f"{row.distance:.1g}", row.num_layers)
-        for row in rows
-    ]
-    columns = ("deployment", "works", "bytes", "distance", "layers not in float32")
-    cut = f"a quarter off every unit: {percent(prunable.cut_share)} of the params"
-    shape = f"{spec.channels}x{spec.height}x{spec.width}"
-    return _stack(
-        f"{prunable.architecture}, {count(prunable.params)} params, images of {shape}",
-        _table("what can be cut", ("kind or reason", "number", "of it"), units),
-        cut if prunable.units else "no unit can be cut; it is deployed whole",
-        _table("what can be deployed here", columns, deployments),
-        "bytes: of the unpruned float32 model's; distance: of the logits from float32's, relative, on noise",
-        *(f"not tried: {line}" for line in left_out),
-    )
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:

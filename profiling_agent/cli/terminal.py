@@ -4,14 +4,17 @@ import contextlib
 import inspect
 import json
 import math
+import re
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, get_args
 
 import typer
 from pydantic import ValidationError
@@ -19,11 +22,12 @@ from pydantic_core import to_jsonable_python
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.segment import Segment
+from typer.core import TyperGroup
 
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError
 from profiling_agent.lib.io import clean, expanded, first_problem
 from profiling_agent.lib.logs import Progress, request_stop
-from profiling_agent.request import OLD_NAMES, Request, current_names
+from profiling_agent.request import Request
 
 if TYPE_CHECKING:
     from profiling_agent.graph.run import ProgressEvent
@@ -33,6 +37,8 @@ EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING = 0, 1, 2, 3
 EXIT_CRASHED, SIGNALLED = 70, 128
 # `timeout` signals the program and then its whole group, so that one signal arrives twice; a person's second one takes longer.
 SAME_SIGNAL_S = 1.0
+# Typer's error for arguments that it can't parse has no public name.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class _CleanConsole(Console):
@@ -53,12 +59,12 @@ def print_line(line: str, to: Console = console, style: str | None = None) -> No
     to.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_result(document: Any, show: Callable[[], RenderableType], *, is_json: bool) -> None:
-    """Print a command's result: one JSON document for programs, in ASCII, or what `show` returns for people."""
+def print_result(document: Any, shown: RenderableType, *, is_json: bool) -> None:
+    """Print a command's result: one JSON document for programs, in ASCII, or what is `shown` to people."""
     if is_json:
         typer.echo(json.dumps(to_jsonable_python(document, by_alias=False), indent=1))
     else:
-        console.print(show())
+        console.print(shown)
 
 
 def listen_to_signals() -> None:
@@ -100,26 +106,34 @@ def refusal(message: str) -> typer.Exit:
     return typer.Exit(EXIT_BAD_REQUEST)
 
 
-def handle_errors(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a command so that an error of ours, a bad request or a stop is one line and an exit code."""
+class Commands(TyperGroup):
+    """Group of all commands: a mistake, a stop or a crash of any is one line on standard error and an exit code."""
 
-    @wraps(command)
-    def wrapper(*arguments: Any, **options: Any) -> Any:
+    def invoke(self, ctx: Any) -> Any:
+        """Call the command."""
         try:
             with exit_on_stop():
-                return command(*arguments, **options)
+                return super().invoke(ctx)
         except ApprovalPendingError as error:
             print_line(str(error), errors)
             raise typer.Exit(EXIT_WAITING) from None
         except ProfilingAgentError as error:
             raise refusal(str(error)) from None
         except ValidationError as error:
-            field, separator, problem = first_problem(error).partition(": ")
-            is_flag = separator and field.isidentifier()
-            line = f"--{field.replace('_', '-')}: {problem}" if is_flag else f"{field}{separator}{problem}"
-            raise refusal(line) from None
+            flagged = re.sub(r"^\w+(?=: )", lambda field: f"--{field[0].replace('_', '-')}", first_problem(error))
+            raise refusal(flagged) from None
 
-    return wrapper
+    def main(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Run the command line; exit with 2 on a usage error as on every bad request, with 70 on a bug of ours."""
+        try:
+            sys.exit(super().main(*arguments, **options | {"standalone_mode": False}))
+        except USAGE_ERROR as error:
+            message = getattr(error, "format_message", error.__str__)()
+            sys.exit(refusal(f"{message} (`profiling-agent --help` lists all)").exit_code)
+        except Exception:  # noqa: BLE001 - the boundary: an unexpected error is no verdict on a model
+            traceback.print_exc()
+            print_line("profiling-agent: this is a bug of ours: please report it, with the lines above", errors)
+            sys.exit(EXIT_CRASHED)
 
 
 def run_folder(name: str) -> Path:
@@ -142,20 +156,19 @@ JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on s
 
 
 def _field_option(name: str) -> inspect.Parameter:
-    """Return the option of a field of Request, or of an old name of one, made from the field."""
-    is_old, flag, metavar = name in OLD_NAMES, f"--{name.replace('_', '-')}", None
-    field = Request.model_fields[(OLD_NAMES[name] or "llm_tokens") if is_old else name]
+    """Return the option of a field of Request, made from the field."""
+    flag, metavar, field = f"--{name.replace('_', '-')}", None, Request.model_fields[name]
     kind: Any = field.annotation
-    text, default = field.description, None if is_old else field.default
+    text, default = field.description, field.default
     if kind is bool:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
     elif choices := [choice for choice in get_args(kind) if isinstance(choice, str)]:
         # A Literal: pydantic's error lists the choices, so the help lists them as well.
         kind, text = str, f"{text} [{'|'.join(choices)}]"
     # These take a unit, such as 1%, 1pt and 2x.
-    elif name in ("max_accuracy_drop", "min_speedup", "max_size_ratio", "max_memory_ratio"):
+    elif name in ("max_accuracy_drop", "min_speedup", "max_size_ratio"):
         kind, metavar = str, "NUMBER"
-    option = typer.Option(flag, help=text, metavar=metavar, show_default=default is not None, hidden=is_old)
+    option = typer.Option(flag, help=text, metavar=metavar, show_default=default is not None)
     kind = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
@@ -171,14 +184,12 @@ def takes_request(*fields: str) -> Callable[[Callable[..., None]], Callable[...,
 
         @wraps(command)
         def wrapper(**values: Any) -> None:
-            known = Request.model_fields.keys() | OLD_NAMES.keys()
-            given = {name: value for name, value in values.items() if name in known and value is not None}
-            current, lines = current_names(given, are_flags=True)
-            for line in lines:
-                print_line(line, errors)
-            command(Request.model_validate(current), **{each.name: values[each.name] for each in own})
+            given = {
+                name: value for name, value in values.items() if name in Request.model_fields and value is not None
+            }
+            command(Request.model_validate(given), **{each.name: values[each.name] for each in own})
 
-        options = [_field_option(name) for name in fields or (*Request.model_fields, *OLD_NAMES)]
+        options = [_field_option(name) for name in fields or Request.model_fields]
         parameters = [*options, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
         vars(wrapper)["__signature__"] = inspect.Signature(parameters)
         wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -217,27 +228,25 @@ class Display:
     """
 
     def __init__(self, console: Console, *, is_quiet: bool = False, is_json: bool = False) -> None:
-        self._console, self._is_quiet, self._is_json = console, is_quiet, is_json
-        self._last = ("", "")
-        self._counter = console.status("") if console.is_terminal and not (is_quiet or is_json) else None
+        self._file = console.file if is_json else None
+        self._console = Console(quiet=True) if is_quiet or is_json else console
+        self._counter, self._last = self._console.status(""), ("", "")
 
     def __enter__(self) -> Self:
-        if self._counter:
-            self._counter.start()
+        self._counter.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._counter:
-            self._counter.stop()
+        self._counter.stop()
 
     @contextmanager
     def paused(self) -> Generator[None]:
         """Release the terminal for a while."""
-        self.__exit__()
+        self._counter.stop()
         try:
             yield
         finally:
-            self.__enter__()
+            self._counter.start()
 
     def stage(self, name: str) -> Progress:
         """Return a callback that shows under one stage's name."""
@@ -249,15 +258,14 @@ class Display:
 
     def show(self, event: "ProgressEvent") -> None:
         """Show an event."""
-        if self._is_json:
+        if self._file:
             line = json.dumps({"event": "progress", **event.model_dump(mode="json", exclude_none=True)})
-            print(line, file=self._console.file, flush=True)
-        elif not self._is_quiet and event.message == "started":
+            print(line, file=self._file, flush=True)
+        if event.message == "started":
             status = status_text(event)
             print_line(f"{event.stage}{f' ({status})' if status else ''}", self._console)
-        elif not self._is_quiet and (event.stage, event.message) != self._last:
+        elif (event.stage, event.message) != self._last:
             print_line(f"  {event.message}", self._console)
-        if self._counter:
-            counted = f"{event.done}/{event.total}" if event.total else ""
-            self._counter.update(escape(f"{event.stage}: {event.message} {counted}"))
+        counted = f"{event.done}/{event.total}" if event.total else ""
+        self._counter.update(escape(f"{event.stage}: {event.message} {counted}"))
         self._last = (event.stage, event.message)

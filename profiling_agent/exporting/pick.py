@@ -5,13 +5,11 @@ import shutil
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.lib.io import DocumentError, expanded, file_sha256, inside, read_record
-from profiling_agent.reporting.report import RunReport, VariantRow
-from profiling_agent.reporting.results import is_run, read_report, run_of
+from profiling_agent.reporting.report import RunReport, VariantRow, is_run, read_report, run_of
 from profiling_agent.reporting.units import count, drop, percent, size, speedup
 from profiling_agent.runtimes.artifact import CARD, RECIPE, CardRow, appearing, open_folder, write_card
 from profiling_agent.schemas import Deployment, Evaluation, Goal, InputSpec, RaceResult, Record, Term, Variant
@@ -139,7 +137,7 @@ def candidates_of(report: RunReport) -> tuple[RunCandidate, ...]:
     for number, (row, mine) in enumerate(zip(rows, merits, strict=True)):
         evaluation = row.evaluation
         is_judged = evaluation.model == report.heldout.model
-        terms, unmeasured = _terms(row, rows[0], report.goal)
+        terms, unmeasured = _terms(row, rows[0].evaluation, report.goal)
         if is_judged and evaluation.variant is not Variant.BASELINE:
             terms, unmeasured = report.verdict.terms, ()
         is_on_front = not any(
@@ -159,25 +157,21 @@ def candidates_of(report: RunReport) -> tuple[RunCandidate, ...]:
     return tuple(result)
 
 
-def _terms(row: VariantRow, baseline: VariantRow, goal: Goal) -> tuple[tuple[Term, ...], tuple[str, ...]]:
+def _terms(row: VariantRow, baseline: Evaluation, goal: Goal) -> tuple[tuple[Term, ...], tuple[str, ...]]:
     """Return the terms that search images, one race and file sizes measure, and the names of the others."""
-    evaluation, race, base_race = row.evaluation, row.race_result, baseline.race_result
-    lost, bytes_ratio = evaluation.drop.drop if evaluation.drop else 0.0, size_ratio(evaluation, baseline.evaluation)
-    speed, memory, limit = race.speedup if race else None, None, goal.max_memory_ratio
-    if race and base_race and race.peak_bytes and base_race.peak_bytes:
-        memory = median(race.peak_bytes) / median(base_race.peak_bytes)
-    rows: list[tuple[Any, float | None, float | None, bool]] = [
+    evaluation, speed = row.evaluation, row.race_result.speedup if row.race_result else None
+    lost, bytes_ratio = evaluation.drop.drop if evaluation.drop else 0.0, size_ratio(evaluation, baseline)
+    rows: list[tuple[Any, float, float | None, bool]] = [
         ("accuracy", goal.max_accuracy_drop, lost, evaluation.drop is None or keeps_accuracy(evaluation, goal)),
         ("speed", goal.min_speedup, speed, (speed or 0.0) >= goal.min_speedup),
         ("size", goal.max_size_ratio, bytes_ratio, goal.allows_size(bytes_ratio)),
-        ("memory", limit, memory, limit is not None and memory is not None and memory <= limit),
     ]
     terms = [
         Term(name=name, required=required, measured=measured, holds=holds)
         for name, required, measured, holds in rows
-        if required is not None and measured is not None
+        if measured is not None
     ]
-    return tuple(terms), tuple(name for name, required, value, _ in rows if required is not None and value is None)
+    return tuple(terms), tuple(name for name, _, value, _ in rows if value is None)
 
 
 def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:

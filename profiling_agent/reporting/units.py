@@ -63,7 +63,6 @@ def format_requirement(term: Term) -> str:
         "accuracy": f"lose at most {term.required * 100:.2f} points",
         "speed": f"at least {term.required:.2f} times as fast",
         "size": f"at most {term.required:.0%} of the bytes",
-        "memory": f"at most {term.required:.0%} of the process's peak memory",
     }[term.name]
 
 

@@ -19,8 +19,7 @@ from profiling_agent.cli.tables import compare_table, measurement_table, profile
 from profiling_agent.exporting.pick import model_folder
 from profiling_agent.lib.io import write_text
 from profiling_agent.measure.race import Measurements
-from profiling_agent.reporting.report import RunReport
-from profiling_agent.reporting.results import before_and_after, models_of_all, read_report
+from profiling_agent.reporting.report import RunReport, before_and_after, models_of_all, read_report
 from profiling_agent.schemas import ModelProfile, Race
 from profiling_agent.workspace import Workspace
 

@@ -14,7 +14,7 @@ from profiling_agent import pick
 from profiling_agent.cli.tables import candidates_table, picked_table
 from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.exporting.pick import FAILED, RunCandidate, candidates, candidates_of, find_candidate
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import read_report
 from profiling_agent.runtimes.torch_artifact import load
 from profiling_agent.schemas import Term, Variant
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from profiling_agent.reporting.render import charts, command, render_html
-from profiling_agent.reporting.report import RunReport
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import RunReport, read_report
 from profiling_agent.reporting.units import origin
 from profiling_agent.request import Request
 

@@ -11,6 +11,9 @@ from profiling_agent.profiling.profile import launch_bound_share
 from profiling_agent.reporting.render import render_html, render_markdown
 from profiling_agent.reporting.report import (
     RunReport,
+    card_judged,
+    card_notes,
+    card_rows,
     differences,
     evidence_notes,
     final_attempt,
@@ -18,9 +21,9 @@ from profiling_agent.reporting.report import (
     is_off,
     omissions,
     predictions,
+    read_report,
     unit_decisions,
 )
-from profiling_agent.reporting.results import card_judged, card_notes, card_rows, read_report
 from profiling_agent.reporting.units import count, percent
 from profiling_agent.runtimes.artifact import HeldOutAccuracy
 from profiling_agent.runtimes.registry import recommend
