@@ -224,7 +224,7 @@ def test_a_sweep_on_three_nodes_decides_what_one_here_does_though_a_node_is_lost
     file = sheet(tmp_path, world, contracts=[{"max_accuracy_drop": 0.03}], seeds=(0, 1, 2))
     output, here = tmp_path / "there", tmp_path / "here"
     program = [sys.executable, "-m", "profiling_agent.cli.main", "sweep", file.name, "--output", output.name, "--json"]
-    options = ["--engine", "ray", "--ray-address", cluster.address]
+    options = ["--ray", cluster.address]
     local = optimize_many(read_sweep(file, str(here)))
     seen, kept, lost = set[int](), dict[Path, int](), None
 

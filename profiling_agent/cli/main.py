@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -296,9 +296,10 @@ def pick(
     """
     from profiling_agent.cli import tables
     from profiling_agent.exporting import pick as picking
+    from profiling_agent.reporting.report import read_report
 
     if candidate is None and output is None:
-        measured = picking.candidates(run)
+        measured = picking.candidates(read_report(run))
         terminal.print_result(measured, tables.candidates_table(measured), is_json=json_)
         return
     if output is None:
@@ -317,9 +318,8 @@ def export(
     *,
     output: Annotated[Path, typer.Option(help="folder to write; nothing is overwritten")],
     format_: Annotated[
-        str | None, typer.Option("--format", metavar="onnx|openvino|hf", help="by default as the model is")
+        Literal["onnx", "openvino", "hf"] | None, typer.Option("--format", help="by default as the model is")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="fix the batch (onnx of a model of torch)")] = None,
 ) -> None:
     """Write a model for machines without profiling-agent, after checking that it computes the same there.
 
@@ -331,7 +331,7 @@ def export(
     """
     from profiling_agent.exporting.export import export as write
 
-    terminal.print_line(write(source, format_, output, batch_size=batch_size))
+    terminal.print_line(write(source, format_, output))
 
 
 @app.command()
@@ -347,7 +347,7 @@ def push(
     The token is that of `hf auth login`, or HF_TOKEN; it is never written down. A repository that holds something is left alone,
     unless it was pushed from here and `--update` is given.
     """
-    from profiling_agent.exporting.push import push as put
+    from profiling_agent.exporting.pick import push as put
 
     pushed = put(source, repo_id, private=private, update=update)
     terminal.print_line(f"{pushed.url} holds {', '.join(pushed.files)} (commit {pushed.commit[:12]})")

@@ -424,5 +424,7 @@ def cpu_note(folder: Path, recipe: Recipe, here: Environment) -> str | None:
         lacks = f"{cpus}, which has no {' or '.join(needed)}"
         return f"{lacks}: its int8 sums may saturate here; `profiling-agent run` makes a model for this machine"
     if recipe.cpu != here.cpu:
-        return f"{cpus}: it computes the same, but another deployment may be faster; `profiling-agent benchmark` finds out"
+        return (
+            f"{cpus}: it computes the same, but another deployment may be faster; `profiling-agent benchmark` finds out"
+        )
     return None

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from profiling_agent import pick
 from profiling_agent.cli.tables import candidates_table, picked_table
 from profiling_agent.errors import ArtifactError, RequestError
-from profiling_agent.exporting.pick import FAILED, RunCandidate, candidates, candidates_of, find_candidate
+from profiling_agent.exporting.pick import FAILED, RunCandidate, candidates, find_candidate
 from profiling_agent.reporting.report import read_report
 from profiling_agent.runtimes.torch_artifact import load
 from profiling_agent.schemas import Term, Variant
@@ -61,7 +61,7 @@ def test_a_candidate_is_named_by_number_or_by_what_only_one_is():
 def test_every_candidate_of_a_run_can_be_taken_and_loads(finished: Path, tmp_path: Path):
     report, before = read_report(finished), (finished / "best").resolve()
 
-    found = candidates(finished)
+    found = candidates(read_report(finished))
     for one in found:
         folder = tmp_path / str(one.number)
         assert pick(finished, folder, candidate=one.number) == one
@@ -82,13 +82,13 @@ def test_a_refusal_is_told_of_the_attempt_that_it_names(finished: Path):
 
     for number, is_told in ((made_by[row.model], True), (made_by[row.model] + 1, False)):
         note = f"attempt {number} ({row.deployment.name}) lost 2.00 points of held-out images and was refused"
-        found = candidates_of(report.model_copy(update={"notes": (note,), "kept_beside": None}))
+        found = candidates(report.model_copy(update={"notes": (note,), "kept_beside": None}))
         (told,) = (one.notes for one in found if one.evaluation.model == row.model)
         assert told == ((f"the run says: {note}",) if is_told else ())
 
 
 def test_what_was_never_judged_says_so_in_its_card_and_on_the_terminal(finished: Path, tmp_path: Path):
-    other = next(one for one in candidates(finished) if not one.is_judged and one.number)
+    other = next(one for one in candidates(read_report(finished)) if not one.is_judged and one.number)
 
     ended = call("pick", finished, "--candidate", other.number, "--output", tmp_path / "other")
 
@@ -102,7 +102,7 @@ def test_what_was_never_judged_says_so_in_its_card_and_on_the_terminal(finished:
 
 
 def test_the_list_has_all_that_was_measured_and_a_front(finished: Path):
-    found = candidates(finished)
+    found = candidates(read_report(finished))
     table = drawn(candidates_table(found))
 
     listed = json.loads(call("pick", finished, "--json").stdout)
