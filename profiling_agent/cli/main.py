@@ -67,18 +67,22 @@ def watch(work: Callable[..., "RunReport"], root: Path, *, is_quiet: bool = Fals
     elif is_quiet:
         terminal.console.print(f"{verdict.outcome}: {verdict.explanation} ({root})", markup=False, highlight=False)
     else:
-        _print_verdict(report, root)
+        _print_summary(report, root)
     raise typer.Exit(terminal.EXIT_MET if verdict.outcome == "MET" else terminal.EXIT_NOT_MET)
 
 
-def _print_verdict(report: "RunReport", root: Path) -> None:
+def _print_summary(report: "RunReport", root: Path) -> None:
+    _print_part(report, "summary.md.jinja")
+    for name, path in (("best model", root / "best"), ("full report", root / "report.html")):
+        terminal.print_line(f"{name}: {path}")
+
+
+def _print_part(report: "RunReport", template: str) -> None:
     from rich.markdown import Markdown
 
     from profiling_agent.reporting.render import render_markdown
 
-    terminal.console.print(Markdown(render_markdown(report, "summary.md.jinja")))
-    for name, path in (("best model", root / "best"), ("full report", root / "report.html")):
-        terminal.print_line(f"{name}: {path}")
+    terminal.console.print(Markdown(render_markdown(report, template)))
 
 
 def is_answered_here() -> bool:
@@ -157,14 +161,15 @@ def show(
     plan: Annotated[bool, typer.Option("--plan", help="why each layer was changed or left alone")] = False,
 ) -> None:
     """Show a finished run: the verdict, before and after, every attempt."""
-    from profiling_agent.cli.tables import plan_table
     from profiling_agent.reporting.report import read_report
 
     report = read_report(run)
-    if json_ or plan:
-        terminal.print_result(report, plan_table(report), is_json=json_)
+    if json_:
+        terminal.print_json(report)
+    elif plan:
+        _print_part(report, "plan.md.jinja")
     else:
-        _print_verdict(report, run)
+        _print_summary(report, run)
 
 
 @app.command()
@@ -301,13 +306,15 @@ def pick(
     if candidate is None and output is None:
         measured = picking.candidates(read_report(run))
         terminal.print_result(measured, tables.candidates_table(measured), is_json=json_)
+        if not json_:
+            terminal.print_line(f"take one home: profiling-agent pick {run} --candidate NUMBER --output FOLDER")
         return
     if output is None:
         raise typer.BadParameter("name a folder to write it to: --output small")
     if candidate is None:
         raise typer.BadParameter("name a candidate of the list: --candidate 2")
     picked = picking.pick(run, output, candidate=candidate)
-    terminal.print_result(picked, tables.picked_table(picked), is_json=json_)
+    terminal.print_result(picked, tables.candidates_table([picked]), is_json=json_)
     if not json_:
         terminal.print_line(f"wrote {output}")
 

@@ -15,21 +15,20 @@ from profiling_agent.measure.race import MeasuredModel, noise_warning
 from profiling_agent.reporting.report import (
     RunReport,
     differences,
-    final_attempt,
-    predictions,
-    unit_decisions,
 )
-from profiling_agent.reporting.units import count, drop, format_measurement, format_requirement, ms, percent, size
+from profiling_agent.reporting.units import count, drop, format_requirement, ms, percent, size
 from profiling_agent.reporting.units import speedup as speedup_text
-from profiling_agent.schemas import ApprovalQuestion, ModelProfile, Race, Variant, by_cause
+from profiling_agent.schemas import ApprovalQuestion, ModelProfile, Race, by_cause
 
 if TYPE_CHECKING:
     from profiling_agent.sweep import SweepRow
 
 Row = tuple[object, ...]
 COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
-# For candidates that were evaluated only on search images.
-BY_BOUND = "accuracy holds as in the search: the 90% bound of what was lost counts, where so few images can give one"
+CAUTION = (
+    "only what the run returned was judged on held-out images; accuracy of the others holds as in the search: by the 90% bound "
+    "of what was lost, if so few images can give one"
+)
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Row]) -> Table:
@@ -51,12 +50,6 @@ def _yes(holds: bool) -> str:  # noqa: FBT001
     return "yes" if holds else "no"
 
 
-def _contract(title: str, terms: Iterable[Any], unmeasured: Sequence[str] = ()) -> Table:
-    rows = [(term.name, format_requirement(term), format_measurement(term), _yes(term.holds)) for term in terms]
-    rows += [(name, "", "not measured", "") for name in unmeasured]
-    return _table(title, ("term", "asked", "measured", "holds"), rows)
-
-
 def _target(target: Any) -> str:
     return f"target: {percent(target.saving)} of the {target.metric}. {target.justification}".strip() if target else ""
 
@@ -71,26 +64,6 @@ def _lost(evaluation: Any) -> str:
 
 def _speedup(result: Any) -> str:
     return speedup_text(result) if result else "not raced"
-
-
-def plan_table(report: RunReport) -> Group:
-    """Return why each unit and layer was changed or left alone, by the best model's attempt."""
-    attempt = final_attempt(report)
-    if attempt is None:
-        return _stack("no plan was carried out")
-    origin, state = attempt.origin, "accepted" if attempt.accepted else f"refused: {attempt.reason}"
-    units = [(row.unit, row.width, row.kept, row.reason) for row in unit_decisions(report, attempt)]
-    layers = [(r.layer, f"{r.quantization_type} {r.dtype}", r.justification) for r in attempt.plan.quantization or ()]
-    return _stack(
-        f"attempt {attempt.number} by {origin.by}, {state}",
-        f"reason: {origin.reason}" if origin.reason else "",
-        _target(attempt.plan.target),
-        *(f"left out: {part}" for part in origin.dropped),
-        f"made milder: {origin.cut_back}" if origin.cut_back else "",
-        _table("what can be pruned", ("unit", "width", "kept", "why"), units),
-        _table("what is quantized", ("layers", "type", "why"), layers),
-        _table("predicted and measured", ("", "predicted", "measured", ""), predictions(attempt, report)),
-    )
 
 
 def compare_table(reports: Mapping[str, RunReport]) -> Group:
@@ -155,35 +128,18 @@ def benchmark_table(names: Mapping[str, str], race: Race, measured: Sequence[Mea
 
 
 def candidates_table(candidates: Sequence[RunCandidate]) -> Group:
-    """Return all that a run measured, with the numbers for `pick`."""
-    baseline_bytes, rows = candidates[0].evaluation.footprint.size_bytes, list[Row]()
+    """Return what a run measured of candidates, with their numbers for `pick`."""
+    rows = list[Row]()
     for each in candidates:
-        num_bytes = each.evaluation.footprint.size_bytes
+        sizes = f"{size(each.evaluation.footprint.size_bytes)}{''.join(f', {percent(term.measured)}' for term in each.terms if term.name == 'size')}"
         name = f"{each.name}{', returned' if each.is_judged else ''}"
-        lost, ratio = _lost(each.evaluation), f"{size(num_bytes)}, {percent(num_bytes / baseline_bytes)}"
-        times = _speedup(each.race_result)
-        rows.append((each.number, name, lost, times, ratio, _yes(each.is_on_front), _holds_text(each)))
+        lost, times = _lost(each.evaluation), _speedup(each.race_result)
+        rows.append((each.number, name, lost, times, sizes, _yes(each.is_on_front), _holds_text(each)))
     columns = ("", "candidate", "top-1 lost", "times as fast", "bytes", "on the front", "contract")
-    table = _table("what the run measured, on search images", columns, rows)
-    return _stack(table, BY_BOUND, "take one home: profiling-agent pick RUN --candidate NUMBER --output FOLDER")
-
-
-def picked_table(picked: RunCandidate) -> Group:
-    """Return a candidate's measurements, the contract's terms by them, and what was not measured."""
-    result = picked.evaluation
-    judged = f"never judged on held-out images; by what was measured the contract {_holds_text(picked)}\n{BY_BOUND}"
-    if picked.is_judged and result.variant is Variant.BASELINE:
-        judged = "the run returned it, which is the model that it was given: against itself it loses nothing"
-    elif picked.is_judged:
-        judged = "the run returned it: the contract's terms are of held-out images"
-    lost = f", lost {drop(result.drop)}" if result.drop else ""
     return _stack(
-        f"candidate {picked.number}: {picked.name}",
-        f"top-1 {percent(result.top1)} on {result.predictions.num_images:,} search images{lost}",
-        f"times as fast as the baseline: {speedup_text(picked.race_result)}" if picked.race_result else "",
-        _contract("contract", picked.terms, picked.unmeasured),
-        judged,
-        *picked.notes,
+        _table("what the run measured, on search images", columns, rows),
+        CAUTION,
+        *(f"{each.number}: {note}" for each in candidates for note in each.notes),
     )
 
 

@@ -59,10 +59,15 @@ def print_line(line: str, to: Console = console, style: str | None = None) -> No
     to.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def print_json(document: Any) -> None:
+    """Print a command's result for programs: one JSON document, in ASCII."""
+    typer.echo(json.dumps(to_jsonable_python(document, by_alias=False), indent=1))
+
+
 def print_result(document: Any, shown: RenderableType, *, is_json: bool) -> None:
-    """Print a command's result: one JSON document for programs, in ASCII, or what is `shown` to people."""
+    """Print a command's result: one JSON document for programs, or what is `shown` to people."""
     if is_json:
-        typer.echo(json.dumps(to_jsonable_python(document, by_alias=False), indent=1))
+        print_json(document)
     else:
         console.print(shown)
 

@@ -177,7 +177,8 @@ def _templates(**options: Any) -> Environment:
     loader = PackageLoader("profiling_agent.reporting", "")
     jinja = Environment(loader=loader, undefined=StrictUndefined, **options)
     jinja.filters.update(FORMATS | {"prose": prose, "cell": cell})
-    jinja.globals.update(measures=measures, predictions=predictions, omissions=omissions)
+    for function in (final_attempt, measures, omissions, predictions, unit_decisions):
+        jinja.globals[function.__name__] = function
     return jinja
 
 
@@ -189,7 +190,7 @@ def _page(template: str, **values: Any) -> str:
 
 
 def render_markdown(report: RunReport, template: str = "report.md.jinja") -> str:
-    """Return the report as Markdown, or its beginning by the template `summary.md.jinja`."""
+    """Return the report as Markdown, or a part of it by the template `summary.md.jinja` or `plan.md.jinja`."""
     # Autoescape would mangle Markdown. `finalize` applies to every inserted value, so that a template can't forget a filter.
     jinja = _templates(autoescape=False, finalize=lambda value: inert(value) if isinstance(value, str) else value)
     return jinja.get_template(template).render(r=report)
