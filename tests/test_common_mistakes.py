@@ -197,7 +197,6 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "resume of a link to itself": (lambda place: ("resume", link_to_itself(place)), "is no path"),
     "resume of no run": (lambda place: ("resume", empty_folder(place)), "run"),
     "approve a run that waits for nothing": (lambda place: ("approve", str(place.finished)), "waits for no"),
-    "export of nothing": (lambda _: ("export", "/nowhere/at/all", "--output", "x"), "/nowhere"),
     "unknown export format": (
         lambda place: ("export", str(place.finished), "--format", "tflite", "--output", "x"),
         "onnx",
@@ -209,10 +208,6 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
         "there is no such folder",
     ),
     "compare with nothing": (lambda place: ("compare", str(place.finished), "/nowhere/at/all"), "/nowhere/at/all"),
-    "pick what was not measured": (
-        lambda place: ("pick", str(place.finished), "--candidate", "999", "--output", str(place.scratch / "picked")),
-        "999",
-    ),
     "sweep of nothing": (lambda _: ("sweep", "nowhere.yaml"), "nowhere.yaml"),
     "sweep of a model that is not there": (
         lambda place: ("sweep", sheet(place, models=["/nowhere/at/all"]), "--output", str(place.scratch / "out")),

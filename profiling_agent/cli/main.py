@@ -78,11 +78,10 @@ def _print_summary(report: "RunReport", root: Path) -> None:
 
 
 def _print_part(report: "RunReport", template: str) -> None:
-    from rich.markdown import Markdown
-
+    from profiling_agent.cli.tables import ReportText
     from profiling_agent.reporting.render import render_markdown
 
-    terminal.console.print(Markdown(render_markdown(report, template)))
+    terminal.console.print(ReportText(render_markdown(report, template)))
 
 
 def is_answered_here() -> bool:
@@ -221,11 +220,7 @@ def sweep(
         requests = read_sweep(file, str(root))
         check_matches(requests, display.stage("models and data"))
         rows = optimize_many(requests, display.show, ray_address=ray)
-    # Of each report what is compared.
-    compared = {"verdict": True, "baseline": True, "best": True, "heldout": {"drop"}, "environment": True}
-    include = {"request": True, "failure": True, "report": compared}
-    document = [row.model_dump(mode="json", include=include) for row in rows]
-    terminal.print_result(document, sweep_table(rows), is_json=json_)
+    terminal.print_result(rows, sweep_table(rows), is_json=json_)
     if not json_:
         terminal.print_line(str(root / PAGE))
     is_met = all(row.report is not None and row.report.verdict.outcome == "MET" for row in rows)

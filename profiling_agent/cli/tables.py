@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markdown import Markdown, TableElement
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -29,6 +30,20 @@ CAUTION = (
     "only what the run returned was judged on held-out images; accuracy of the others holds as in the search: by the 90% bound "
     "of what was lost, if so few images can give one"
 )
+
+
+class _FoldedTable(TableElement):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for table in super().__rich_console__(console, options):
+            for column in table.columns if isinstance(table, Table) else ():
+                column.overflow = "fold"
+            yield table
+
+
+class ReportText(Markdown):
+    """Markdown whose tables fold what is long instead of cutting it."""
+
+    elements = Markdown.elements | {"table_open": _FoldedTable}
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Row]) -> Table:

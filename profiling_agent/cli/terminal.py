@@ -3,11 +3,9 @@
 import contextlib
 import inspect
 import json
-import math
 import re
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING = 0, 1, 2, 3
 # EX_SOFTWARE of sysexits.h; shells add SIGNALLED to the number of the signal that ended a program.
 EXIT_CRASHED, SIGNALLED = 70, 128
-# `timeout` signals the program and then its whole group, so that one signal arrives twice; a person's second one takes longer.
-SAME_SIGNAL_S = 1.0
 # Typer's error for arguments that it can't parse has no public name.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -75,17 +71,14 @@ def print_result(document: Any, shown: RenderableType, *, is_json: bool) -> None
 def listen_to_signals() -> None:
     """Let SIGTERM and SIGHUP end the program as Ctrl-C does, whatever its threads wait for; ignored ones (nohup) stay ignored.
 
-    A signal that repeats within a second is ignored, so that it doesn't interrupt the clean-up.
+    A second one is ignored, because `timeout` sends two and the first one's clean-up has to end.
     """
-    received_s: dict[int, float] = {}
 
     def stop(number: int, _: FrameType | None) -> None:
-        now_s = time.monotonic()
-        if now_s - received_s.get(number, -math.inf) > SAME_SIGNAL_S:
-            # Before anything that a second call could interrupt halfway.
-            received_s[number] = now_s
-            request_stop()
-            raise KeyboardInterrupt(number)
+        if number != signal.SIGINT:
+            signal.signal(number, signal.SIG_IGN)
+        request_stop()
+        raise KeyboardInterrupt(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
@@ -171,7 +164,7 @@ def _field_option(name: str) -> inspect.Parameter:
         # A Literal: pydantic's error lists the choices, so the help lists them as well.
         kind, text = str, f"{text} [{'|'.join(choices)}]"
     # These take a unit, such as 1%, 1pt and 2x.
-    elif name in ("max_accuracy_drop", "min_speedup", "max_size_ratio"):
+    elif name in ("max_accuracy_drop", "min_speedup", "max_size_ratio", "max_memory_ratio"):
         kind, metavar = str, "NUMBER"
     option = typer.Option(flag, help=text, metavar=metavar, show_default=default is not None)
     kind = Annotated[kind | None, option]

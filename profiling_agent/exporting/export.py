@@ -86,12 +86,11 @@ def infer_preprocessing(processor: Any, spec: InputSpec) -> dict[str, Any] | Non
     return next(filter(reproduces, guesses), None)
 
 
-Format = Literal["onnx", "openvino", "hf"]
 SCRIPT, PREPARE, PREPROCESSING, LABELS = "run.py", "prepare.py", "preprocessing.json", "labels.json"
 PICK = "pick another candidate (`profiling-agent pick RUN`)"
 
 
-def export(source: Path, format_: Format | None, output: Path) -> str:
+def export(source: Path, format_: Literal["onnx", "openvino", "hf"] | None, output: Path) -> str:
     """Export the model in `source`, a run or a saved model's folder, to the folder `output`; return a line on the result.
 
     - "onnx": models for ONNX Runtime as they are, and float32 models of torch.
@@ -110,15 +109,15 @@ def export(source: Path, format_: Format | None, output: Path) -> str:
     recipe = artifact.open_folder(folder, verify=True)
     executor = runtime(recipe.deployment.runtime)
     is_pruned_float32 = bool(recipe.cuts) and recipe.deployment.scheme == "float32"
-    format_ = format_ or executor.graph_format or ("onnx" if is_pruned_float32 else "hf")
-    if refusal := _refusal(recipe, format_):
+    chosen = format_ or executor.graph_format or ("onnx" if is_pruned_float32 else "hf")
+    if refusal := _refusal(recipe, chosen):
         raise ArtifactError(f"{str(folder)!r} is for {recipe.deployment.name}, {refusal}")
     with new_folder(output) as temporary:
-        if format_ == "hf":
+        if chosen == "hf":
             summary = _write_hf(folder, recipe, temporary)
         else:
-            summary = _write_graph(folder, recipe, format_, temporary)
-        _write_card(folder, recipe, format_, temporary)
+            summary = _write_graph(folder, recipe, chosen, temporary)
+        _write_card(folder, recipe, chosen, temporary)
     return f"wrote {output}; {summary}. Run it without profiling-agent: python {output / SCRIPT} image.png"
 
 

@@ -21,7 +21,6 @@ from profiling_agent.reporting.units import count, drop, percent, size, speedup
 from profiling_agent.runtimes.artifact import (
     CARD,
     RECIPE,
-    CardRow,
     appearing,
     named_folder,
     open_folder,
@@ -153,7 +152,7 @@ def candidates(report: RunReport) -> tuple[RunCandidate, ...]:
             unmeasured=unmeasured,
             is_judged=is_judged,
             is_on_front=not any(other != own and all(map(operator.ge, other, own)) for other in merits),
-            notes=_refusals(report, row.evaluation),
+            notes=(FAILED,) if report.kept_beside == row.evaluation.model.path else (),
         )
         result.append(candidate)
     return tuple(result)
@@ -176,26 +175,17 @@ def _terms(row: VariantRow, baseline: Evaluation, goal: Goal) -> tuple[tuple[Ter
     return tuple(terms), tuple(name for name, _, value, _ in rows if value is None)
 
 
-def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
-    """Return why held-out images refused a model; among several of one deployment, the run's notes tell which."""
-    if report.kept_beside == evaluation.model.path:
-        return (FAILED,)
-    made_by = {each.deployed.model: f"attempt {each.number} (" for each in reversed(report.attempts) if each.deployed}
-    # The run doesn't note the attempt of a model in another deployment than it was judged in.
-    default = "quantized (" if evaluation.variant is Variant.QUANTIZED else "attempt "
-    beginning, name = made_by.get(evaluation.model, default), f"({evaluation.deployment.name}) "
-    notes = (note for note in report.notes if note.startswith(beginning) and note.endswith("and was refused"))
-    return tuple(f"the run says: {note}" for note in notes if name in note)
-
-
 def find_candidate(candidate: str, available: Sequence[RunCandidate]) -> RunCandidate:
     """Return the candidate of a number, or of a name that only one has: `openvino static`, or `pruned (eager float32)`.
 
     Raises:
         RequestError: no candidate matches, or several do.
     """
-    names = [(str(option.number), option.name, option.evaluation.deployment.name) for option in available]
-    matches = [option for option, known in zip(available, names, strict=True) if candidate in known]
+    matches = [
+        option
+        for option in available
+        if candidate in (str(option.number), option.name, option.evaluation.deployment.name)
+    ]
     if len(matches) == 1:
         return matches[0]
     choices = ", ".join(f"{option.number} {option.name}" for option in (matches or available))
@@ -230,27 +220,22 @@ def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> RunCan
 
 def _write_card(folder: Path, report: RunReport, picked: RunCandidate) -> None:
     """Write a card with what was measured and where, and what was not measured."""
-    baseline, chosen, env = report.variants[0].evaluation, picked.evaluation, report.environment
-    before, after = baseline.footprint, chosen.footprint
-    baseline_top1 = chosen.top1 + chosen.drop.drop if chosen.drop else baseline.top1
-    rows = (
-        (f"top-1 on {chosen.predictions.num_images:,} search images", percent(baseline_top1), percent(chosen.top1)),
-        ("params", count(before.params), count(after.params)),
-        ("MACs of one image", count(before.macs), count(after.macs)),
-        ("on disk", size(before.size_bytes), size(after.size_bytes)),
-    )
-    notes = [f"Top-1 lost on search images: {drop(chosen.drop)}."] if chosen.drop else []
-    if (race := picked.race_result) is None:
-        notes.append("How fast it is was not measured.")
-    else:
-        sessions = "" if len(race.turns) > 1 else ", in the one session that chose"
-        notes.append(f"Times as fast as the baseline in eager float32: {speedup(race)}{sessions}.")
+    chosen, race, env = picked.evaluation, picked.race_result, report.environment
+    lost = f", lost {drop(chosen.drop)}" if chosen.drop else ""
+    notes = [
+        f"Top-1 {percent(chosen.top1)} on {chosen.predictions.num_images:,} search images{lost}.",
+        f"{count(chosen.footprint.params)} params, {count(chosen.footprint.macs)} MACs an image, "
+        f"{size(chosen.footprint.size_bytes)} on disk.",
+        f"Times as fast as the baseline in eager float32: {speedup(race)}." if race else "It was not timed.",
+    ]
     if chosen.variant is not Variant.BASELINE:
         caution = "the best of many on search images is worse than it looks"
-        notes.append(f"It was never judged on held-out images: {caution}.")
-    notes += [f"{note[0].upper()}{note[1:]}." for note in picked.notes]
-    notes.append(f"Measured on {env.machine}, {env.system}, device {report.acquired.source.device}.")
-    write_card(folder, tuple(CardRow(name=name, before=old, after=new) for name, old, new in rows), notes)
+        notes.append(f"The run returned another model: {caution}, and this one was never judged on held-out images.")
+    if picked.notes:
+        notes[-1] = "The run returned another model: this one failed on the held-out images."
+    write_card(
+        folder, (), [*notes, f"Measured on {env.machine}, {env.system}, device {report.acquired.source.device}."]
+    )
 
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"

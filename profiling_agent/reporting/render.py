@@ -1,6 +1,5 @@
 """Report files: report.json, report.md and report.html, and the interactive charts, from the templates next to this file."""
 
-import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ INK, MUTED, ACCENT, SECOND, WARN, BEFORE = "#1f2933", "#9aa5b1", "#0b7285", "#e8
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 # More bars or rows are unreadable; the tables and report.json have all of them.
 MAX_GROUPS, MAX_UNITS = 14, 80
-SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 
 # A model: x, top-1, hover text.
 Points = list[tuple[float, float, str]]
@@ -34,7 +32,6 @@ def charts(report: RunReport) -> dict[str, str]:
         **_accuracy_charts(report),
         "time": _by_group(report, "Where the time goes", "milliseconds, as profiled", "latency_ms", "latency_after_ms"),
         "memory": _by_group(report, "Where the parameters are", "parameters", "params", "params_after"),
-        "sensitivity": _sensitivity(report),
     }
     config = {"displayModeBar": False, "responsive": True}
     return {
@@ -143,26 +140,6 @@ def _by_group(report: RunReport, title: str, label: str, before: str, after: str
     return figure
 
 
-def _sensitivity(report: RunReport) -> go.Figure | None:
-    """Return the KL in log10 nats of each unit cut alone, by the kept share of its width, or None without units."""
-    units = report.sensitivity[:MAX_UNITS][::-1]
-    if not units:
-        return None
-    figure = _new_figure("Sensitivity of each unit, cut alone", "width kept", "", height=140 + 15 * len(units))
-    options = [[row.at(share) for share in SHARES] for row in units]
-    figure.add_heatmap(
-        z=[[math.log10(max(option.kl, 1e-6)) for option in row] for row in options],
-        customdata=[[[option.kl, option.keep] for option in row] for row in options],
-        x=[f"{share:.0%}" for share in SHARES],
-        y=[_inert_label(row.unit) for row in units],
-        colorscale="YlOrRd",
-        colorbar={"title": "nats", "tickvals": [-5, -4, -3, -2, -1, 0], "ticktext": [f"1e{n}" for n in range(-5, 1)]},
-        hovertemplate="%{y}<br>%{customdata[1]} kept: %{customdata[0]:.2g} nats<extra></extra>",
-    )
-    figure.update_yaxes(tickfont={"size": 9})
-    return figure
-
-
 def prose(text: object) -> str:
     """Return at most 500 characters of third-party text on one line, unable to open markup."""
     return inert(" ".join(str(text).split())[:500].replace("`", "'"))
@@ -177,8 +154,8 @@ def _templates(**options: Any) -> Environment:
     loader = PackageLoader("profiling_agent.reporting", "")
     jinja = Environment(loader=loader, undefined=StrictUndefined, **options)
     jinja.filters.update(FORMATS | {"prose": prose, "cell": cell})
-    for function in (final_attempt, measures, omissions, predictions, unit_decisions):
-        jinja.globals[function.__name__] = function
+    jinja.globals.update(final_attempt=final_attempt, unit_decisions=unit_decisions)
+    jinja.globals.update(measures=measures, omissions=omissions, predictions=predictions)
     return jinja
 
 
@@ -191,8 +168,12 @@ def _page(template: str, **values: Any) -> str:
 
 def render_markdown(report: RunReport, template: str = "report.md.jinja") -> str:
     """Return the report as Markdown, or a part of it by the template `summary.md.jinja` or `plan.md.jinja`."""
+
     # Autoescape would mangle Markdown. `finalize` applies to every inserted value, so that a template can't forget a filter.
-    jinja = _templates(autoescape=False, finalize=lambda value: inert(value) if isinstance(value, str) else value)
+    def finalize(value: object) -> object:
+        return inert(value) if isinstance(value, str) else value
+
+    jinja = _templates(autoescape=False, finalize=finalize)
     return jinja.get_template(template).render(r=report)
 
 

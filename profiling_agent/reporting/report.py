@@ -158,23 +158,18 @@ def gpu_lines(profiles: Mapping[str, schemas.ModelProfile]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def build_report(  # noqa: PLR0913 (a report has a part of every stage)
+def build_report(
     request: Request,
     final: FinalChoice,
     *,
     acquired: schemas.Acquired,
-    input: schemas.InputSpec,
     deployment_search: schemas.DeploymentSearch | None,
     peak_memory_bytes: tuple[int, int],
-    attempts: tuple[schemas.Attempt, ...],
-    stopped: schemas.StopReason,
-    planned_by: str,
-    spent: schemas.Spent | None,
-    decisions: tuple[schemas.Decided, ...],
     profiles: Mapping[str, tuple[Profiled, schemas.ModelProfile]],
     times: Mapping[str, tuple[int, float]],
+    **fields: Any,
 ) -> RunReport:
-    """Build the report of a run from its final choice and what each stage found.
+    """Build the report of a run from its final choice, what each stage found, and other `fields` of the report as they are.
 
     `peak_memory_bytes` are of a fresh process that only loads and runs the baseline, and of one with the winner. `profiles` has
     `baseline` and, if another won, `best`. `times` has the number of jobs of each kind, and their seconds.
@@ -211,10 +206,6 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
         run_id=request.run_id or "",
         verdict=final.verdict,
         goal=request.goal,
-        stopped=stopped,
-        planned_by=planned_by,
-        spent=spent,
-        decisions=decisions,
         deployment_search=deployment_search,
         baseline=summarise(final.heldout_baseline, before[0], peak_memory_bytes[0], None),
         best=summarise(final.heldout_winner, after[0], peak_memory_bytes[1], final.winner.attempt),
@@ -222,7 +213,6 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
         screening=final.screening,
         race=final.race,
         variants=tuple(VariantRow(evaluation=row, race_result=results.get(row.model.sha256)) for row in final.variants),
-        attempts=attempts,
         kept_beside=final.kept_beside.evaluation.model.path if final.kept_beside else None,
         notes=(
             *acquired.notes,
@@ -233,7 +223,6 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
             *(final.race.notes if final.race else ()),
         ),
         acquired=acquired,
-        input=input,
         profiles={name: profiled for name, (profiled, _) in profiles.items()},
         layers=_compare_layers(before[1], after[1]),
         on_gpu=gpu_lines({name: profile for name, (_, profile) in profiles.items()}),
@@ -249,6 +238,7 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
         artifacts=artifacts,
         request=request,
         environment=environment(acquired.source.device),
+        **fields,
     )
 
 
@@ -384,29 +374,27 @@ def unit_decisions(report: RunReport, attempt: schemas.Attempt) -> tuple[Choice,
         keep = cut.keep if cut else max((option.keep for option in row.options), default=width) if row else width
         option = row.at(keep / width) if row else None
         cost = f"{option.kl:.2g} nats alone for {count(option.params_saved)} params at {option.keep}" if option else ""
-        reason = _cut_reason(cut, cost, attempt.plan) if cut else _uncut_reason(name, cost, attempt)
+        reason = _reason((name, *cut.unit.members) if cut else (name,), cut, cost, attempt)
         result.append(Choice(unit=name, width=width, kept=cut.keep if cut else width, reason=reason))
     return tuple(result)
 
 
-def _cut_reason(cut: schemas.Cut, cost: str, plan: schemas.Plan) -> str:
-    for rec in plan.pruning:
-        if _matches(rec.layer, (cut.unit.name, *cut.unit.members)):
-            justification = f": {rec.justification}" if rec.justification else ""
-            return f"the plan cuts {rec.pruning_ratio:.0%} of it{justification}{f' ({cost})' if cost else ''}"
-    return f"the allocator's choice{f': {cost}' if cost else ''}"
-
-
-def _uncut_reason(name: str, cost: str, attempt: schemas.Attempt) -> str:
-    for note in attempt.dry_run.notes if attempt.dry_run else ():
-        if repr(name) in note:
+def _reason(names: tuple[str, ...], cut: schemas.Cut | None, cost: str, attempt: schemas.Attempt) -> str:
+    plan, notes = attempt.plan, attempt.dry_run.notes if attempt.dry_run else ()
+    if cut is not None:
+        for rec in plan.pruning:
+            if _matches(rec.layer, names):
+                return ": ".join(
+                    filter(None, (f"the plan cuts {rec.pruning_ratio:.0%} of it", rec.justification, cost))
+                )
+        return ": ".join(filter(None, ("the allocator's choice", cost)))
+    for note in notes:
+        if repr(names[0]) in note:
             return note
-    for cap in attempt.plan.caps:
-        if cap.max_ratio == 0 and _matches(cap.layer, (name,)):
+    for cap in plan.caps:
+        if cap.max_ratio == 0 and _matches(cap.layer, names):
             return f"the plan leaves {cap.layer!r} alone"
-    if attempt.plan.target is None:
-        return "the plan doesn't name it"
-    return f"the same is saved for less elsewhere: {cost}"
+    return "the plan doesn't name it" if plan.target is None else f"the same is saved for less elsewhere: {cost}"
 
 
 def _matches(pattern: str, names: tuple[str, ...]) -> bool:

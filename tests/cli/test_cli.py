@@ -46,7 +46,7 @@ def test_show_prints_the_verdict_for_people_and_one_json_document_and_why_layers
     assert shown["verdict"]["outcome"] in for_people.output
     assert RunReport.model_validate(shown) == read_report(finished)
     assert all(row["unit"] in plan for row in shown["sensitivity"])
-    assert all(words in plan for words in ("by rules", "what is quantized", "predicted and measured"))
+    assert all(words in plan for words in ("by rules", "layers quantized", "predicted"))
 
 
 def test_what_was_noted_of_the_images_stands_in_the_report_and_on_the_terminal(run: Path):
@@ -103,7 +103,7 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("run", "--seed", "\x1b[31mx"), "--seed"),
         (("run", "--max-size-ratio", "50"), "--max-size-ratio: give a fraction above 0, up to 2: 0.5 is half, or 50%"),
         (
-            ("doctor", "--model", "max_size_ratio", "--runtimes", "tensorrt"),
+            ("run", "--model", "max_size_ratio", "--runtimes", "tensorrt"),
             "runtimes names 'tensorrt': use auto, or some of eager, graphed, inductor, onnxruntime, openvino\n",
         ),
     ],
