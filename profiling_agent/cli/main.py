@@ -72,16 +72,9 @@ def watch(work: Callable[..., "RunReport"], root: Path, *, is_quiet: bool = Fals
 
 
 def _print_summary(report: "RunReport", root: Path) -> None:
-    _print_part(report, "summary.md.jinja")
+    terminal.print_text("summary", r=report)
     for name, path in (("best model", root / "best"), ("full report", root / "report.html")):
         terminal.print_line(f"{name}: {path}")
-
-
-def _print_part(report: "RunReport", template: str) -> None:
-    from profiling_agent.cli.tables import ReportText
-    from profiling_agent.reporting.render import render_markdown
-
-    terminal.console.print(ReportText(render_markdown(report, template)))
 
 
 def is_answered_here() -> bool:
@@ -93,9 +86,7 @@ def ask(question: ApprovalQuestion) -> Approval:
     """Show a plan and return the typed decision; ask again until it can be parsed."""
     from rich.prompt import Prompt
 
-    from profiling_agent.cli.tables import approval_table
-
-    terminal.console.print(approval_table(question))
+    terminal.print_text("approval", q=question)
     while True:
         choice = Prompt.ask("decision", console=terminal.console, choices=list(question.choices), default="accept")
         detail = {"reject": "why", "edit": "file with the changes (see `profiling-agent approve --help`)"}.get(choice)
@@ -163,10 +154,8 @@ def show(
     from profiling_agent.reporting.report import read_report
 
     report = read_report(run)
-    if json_:
-        terminal.print_json(report)
-    elif plan:
-        _print_part(report, "plan.md.jinja")
+    if json_ or plan:
+        terminal.print_result(report, "plan", is_json=json_, r=report)
     else:
         _print_summary(report, run)
 
@@ -175,14 +164,11 @@ def show(
 @terminal.takes_request("model", "revision", "batch_size", "device")
 def profile(request: Request, *, json_: terminal.JsonOption = False) -> None:
     """Profile a model: where its time, memory, MACs and parameters are, and what can be pruned."""
-    from rich.console import Group
-
-    from profiling_agent.cli.tables import profile_tables
     from profiling_agent.jobs.runner import profile_source
 
     with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder, _progress("profiling") as progress:
         measured = profile_source(request, Path(folder), batch_size=request.batch_size, progress=progress)
-    terminal.print_result(measured, Group(*profile_tables(measured)), is_json=json_)
+    terminal.print_result(measured, "profile", is_json=json_, p=measured)
 
 
 @contextmanager
@@ -208,7 +194,6 @@ def sweep(
     `{models: [./my-vit, {model: microsoft/resnet-50, revision: main}], datasets: [{dataset: ./my-data, split: test}],
     contracts: [{max_accuracy_drop: 0.01}, {max_size_ratio: 0.25, objective: size}], seeds: [0, 1], request: {batch_size: 8}}`
     """
-    from profiling_agent.cli.tables import sweep_table
     from profiling_agent.jobs.runner import check_matches
     from profiling_agent.sweep import PAGE, optimize_many, read_sweep
 
@@ -220,7 +205,7 @@ def sweep(
         requests = read_sweep(file, str(root))
         check_matches(requests, display.stage("models and data"))
         rows = optimize_many(requests, display.show, ray_address=ray)
-    terminal.print_result(rows, sweep_table(rows), is_json=json_)
+    terminal.print_result(rows, "sweep", is_json=json_, rows=rows)
     if not json_:
         terminal.print_line(str(root / PAGE))
     is_met = all(row.report is not None and row.report.verdict.outcome == "MET" for row in rows)
@@ -244,7 +229,6 @@ def approve(
     "caps": [{"layer": "layers\\.11"}], "target": {"saving": 0.3}, "max_accuracy_drop": 0.005}`
     """
     from profiling_agent import api
-    from profiling_agent.cli.tables import approval_table
 
     options = {"accept": "" if accept else None, "edit": edit, "reject": reject}
     given = {name: text for name, text in options.items() if text is not None}
@@ -255,7 +239,7 @@ def approve(
     if question is None:
         raise RequestError(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
     if not answers and (json_ or not is_answered_here()):
-        terminal.print_result(question, approval_table(question), is_json=json_)
+        terminal.print_result(question, "approval", is_json=json_, q=question)
         raise typer.Exit(terminal.EXIT_WAITING)
     answer = answers[0] if answers else ask(question)
     watch(partial(api.approve, run, answer, base_url=base_url), run)
@@ -272,12 +256,11 @@ def doctor(request: Request, *, json_: terminal.JsonOption = False) -> None:
 
     Ends with 1 if something would keep a run from working.
     """
-    from profiling_agent.cli import tables
     from profiling_agent.cli.doctor import examine
 
     with _progress("doctor") as progress:
         findings = list(examine(request, progress))
-    terminal.print_result(findings, tables.findings_table(findings), is_json=json_)
+    terminal.print_result(findings, "doctor", is_json=json_, findings=findings)
     raise typer.Exit(int(any(row.state == "problem" for row in findings)))
 
 
@@ -294,13 +277,12 @@ def pick(
     Without `--candidate` all that the run measured is listed, with it the model is copied to `--output`. Only what the run
     returned was judged on held-out images.
     """
-    from profiling_agent.cli import tables
     from profiling_agent.exporting import pick as picking
     from profiling_agent.reporting.report import read_report
 
     if candidate is None and output is None:
         measured = picking.candidates(read_report(run))
-        terminal.print_result(measured, tables.candidates_table(measured), is_json=json_)
+        terminal.print_result(measured, "candidates", is_json=json_, candidates=measured)
         if not json_:
             terminal.print_line(f"take one home: profiling-agent pick {run} --candidate NUMBER --output FOLDER")
         return
@@ -309,7 +291,7 @@ def pick(
     if candidate is None:
         raise typer.BadParameter("name a candidate of the list: --candidate 2")
     picked = picking.pick(run, output, candidate=candidate)
-    terminal.print_result(picked, tables.candidates_table([picked]), is_json=json_)
+    terminal.print_result(picked, "candidates", is_json=json_, candidates=[picked])
     if not json_:
         terminal.print_line(f"wrote {output}")
 
@@ -368,8 +350,7 @@ def benchmark(
     Prints images per second at batch sizes 1, 8 and 32, peak memory and bytes on disk as well. What is the fastest on one CPU
     need not be on another: benchmark a run's models again where you deploy them.
     """
-    from profiling_agent.cli.tables import benchmark_table
-    from profiling_agent.measure.race import measure_saved, race_saved
+    from profiling_agent.measure.race import measure_saved, noise_warning, race_saved
     from profiling_agent.reporting.report import models_of_all
 
     models, device = models_of_all(sources), "cuda" if request.device == "cuda" else "cpu"
@@ -385,7 +366,7 @@ def benchmark(
         timed = [model for model in models if str(model.folder) not in dropped]
         measured = measure_saved(timed, device=device, progress=progress).models
     document = {"race": race, "models": measured}
-    terminal.print_result(document, benchmark_table(names, race, measured), is_json=json_)
+    terminal.print_result(document, "benchmark", is_json=json_, **document, names=names, warning=noise_warning(race))
 
 
 @app.command()
@@ -395,11 +376,10 @@ def compare(
     json_: terminal.JsonOption = False,
 ) -> None:
     """Show finished runs side by side: contract, verdict, accuracy, speed, size, plans."""
-    from profiling_agent.cli.tables import compare_table
     from profiling_agent.reporting.report import read_report
 
     reports = {str(run): read_report(run) for run in runs}
-    terminal.print_result(reports, compare_table(reports), is_json=json_)
+    terminal.print_result(reports, "compare", is_json=json_, reports=reports)
 
 
 def main() -> None:

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, get_args
 import typer
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.markdown import Markdown, TableElement
 from rich.markup import escape
 from rich.segment import Segment
+from rich.table import Table
 from typer.core import TyperGroup
 
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError
@@ -55,17 +57,33 @@ def print_line(line: str, to: Console = console, style: str | None = None) -> No
     to.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_json(document: Any) -> None:
-    """Print a command's result for programs: one JSON document, in ASCII."""
-    typer.echo(json.dumps(to_jsonable_python(document, by_alias=False), indent=1))
+class _FoldedTable(TableElement):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for table in super().__rich_console__(console, options):
+            for column in table.columns if isinstance(table, Table) else ():
+                column.overflow = "fold"
+            yield table
 
 
-def print_result(document: Any, shown: RenderableType, *, is_json: bool) -> None:
-    """Print a command's result: one JSON document for programs, or what is `shown` to people."""
+class _Text(Markdown):
+    """Markdown whose tables fold what is long instead of cutting it."""
+
+    elements = Markdown.elements | {"table_open": _FoldedTable}
+
+
+def print_text(template: str, **values: Any) -> None:
+    """Print what a Markdown template of the reports makes of values."""
+    from profiling_agent.reporting.render import render_text
+
+    console.print(_Text(render_text(template, **values)))
+
+
+def print_result(document: Any, template: str, *, is_json: bool, **values: Any) -> None:
+    """Print a command's result: one JSON document for programs, in ASCII, or a template's text for people."""
     if is_json:
-        print_json(document)
+        typer.echo(json.dumps(to_jsonable_python(document, by_alias=False), indent=1))
     else:
-        console.print(shown)
+        print_text(template, **values)
 
 
 def listen_to_signals() -> None:

@@ -120,11 +120,13 @@ class RunCandidate(Record):
         return f"{self.evaluation.variant} ({self.evaluation.deployment.name})"
 
     @property
-    def holds(self) -> bool | None:
-        """Return whether the contract holds, or None if all measured terms hold and some are unmeasured."""
-        if not all(term.holds for term in self.terms):
-            return False
-        return None if self.unmeasured else True
+    def holding(self) -> str:
+        """Return whether the contract holds, as text: it may, if all measured terms hold and some are unmeasured."""
+        if FAILED in self.notes:
+            return "doesn't hold (held-out images)"
+        if failed := ", ".join(term.name for term in self.terms if not term.holds):
+            return f"doesn't hold ({failed})"
+        return "may hold" if self.unmeasured else "holds"
 
 
 def candidates(report: RunReport) -> tuple[RunCandidate, ...]:

@@ -12,10 +12,18 @@ from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
 from profiling_agent.lib.io import inert, write_text
-from profiling_agent.reporting.report import RunReport, final_attempt, measures, omissions, predictions, unit_decisions
+from profiling_agent.reporting.report import (
+    RunReport,
+    differences,
+    final_attempt,
+    measures,
+    omissions,
+    predictions,
+    unit_decisions,
+)
 from profiling_agent.reporting.units import FORMATS
 from profiling_agent.request import Request
-from profiling_agent.schemas import Evaluation
+from profiling_agent.schemas import Evaluation, by_cause
 
 INK, MUTED, ACCENT, SECOND, WARN, BEFORE = "#1f2933", "#9aa5b1", "#0b7285", "#e8590c", "#c92a2a", "#cbd2d9"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
@@ -154,8 +162,8 @@ def _templates(**options: Any) -> Environment:
     loader = PackageLoader("profiling_agent.reporting", "")
     jinja = Environment(loader=loader, undefined=StrictUndefined, **options)
     jinja.filters.update(FORMATS | {"prose": prose, "cell": cell})
-    jinja.globals.update(final_attempt=final_attempt, unit_decisions=unit_decisions)
-    jinja.globals.update(measures=measures, omissions=omissions, predictions=predictions)
+    jinja.globals.update(final_attempt=final_attempt, unit_decisions=unit_decisions, differences=differences)
+    jinja.globals.update(measures=measures, omissions=omissions, predictions=predictions, by_cause=by_cause)
     return jinja
 
 
@@ -166,15 +174,19 @@ def _page(template: str, **values: Any) -> str:
     return jinja.get_template(template).render(style=style, script=script, **values)
 
 
-def render_markdown(report: RunReport, template: str = "report.md.jinja") -> str:
-    """Return the report as Markdown, or a part of it by the template `summary.md.jinja` or `plan.md.jinja`."""
+def render_text(template: str, **values: Any) -> str:
+    """Return Markdown of one of the templates `NAME.md.jinja`."""
 
     # Autoescape would mangle Markdown. `finalize` applies to every inserted value, so that a template can't forget a filter.
     def finalize(value: object) -> object:
         return inert(value) if isinstance(value, str) else value
 
-    jinja = _templates(autoescape=False, finalize=finalize)
-    return jinja.get_template(template).render(r=report)
+    return _templates(autoescape=False, finalize=finalize).get_template(f"{template}.md.jinja").render(**values)
+
+
+def render_markdown(report: RunReport) -> str:
+    """Return the report as Markdown."""
+    return render_text("report", r=report)
 
 
 def render_sweep(rows: Sequence[Any], number: int) -> str:

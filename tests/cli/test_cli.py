@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,10 @@ from pathlib import Path
 import pytest
 from commands import call
 from conftest import World
-from rich.table import Table
 
-from profiling_agent.cli.tables import compare_table, profile_tables
 from profiling_agent.exporting.pick import model_folder
 from profiling_agent.lib.io import write_text
-from profiling_agent.reporting.render import render_html, render_markdown
+from profiling_agent.reporting.render import render_html, render_markdown, render_text
 from profiling_agent.reporting.report import RunReport, models_of_all, read_report
 from profiling_agent.schemas import ModelProfile, Race
 from profiling_agent.workspace import Workspace
@@ -77,12 +76,10 @@ def test_profile_prints_one_json_document(world: World):
     document = json.loads(shown.stdout)
     assert document["params"] == sum(row["params"] for row in document["layers"])
     assert document["forward_passes"] <= 60
-    *_, stay = profile_tables(ModelProfile.model_validate(document))
-    causes, numbers, firsts = (list(column.cells) for column in stay.columns)
-    assert sum(int(str(number)) for number in numbers) == len(document["refusals"]) > 0
-    for cause, first in zip(causes, firsts, strict=True):
-        layer, _, told = str(first).partition(": ")
-        assert document["refusals"][layer] == f"{cause}: {told}"
+    text = render_text("profile", p=ModelProfile.model_validate(document))
+    rows = re.findall(r"^\| (.*) \| (\d+) \| (\S+): .* \|$", text.partition("what stays as it is")[2], re.MULTILINE)
+    assert sum(int(number) for _, number, _ in rows) == len(document["refusals"]) > 0
+    assert all(document["refusals"][layer].startswith(cause) for cause, _, layer in rows)
 
 
 def program(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -263,9 +260,8 @@ def test_runs_are_compared_side_by_side_or_in_one_json_document(finished: Path, 
     better = report.model_copy(update={"best": best, "environment": environment})
     write_text(Path(other) / "report.json", better.model_dump_json())
     document = json.loads(call("compare", finished, other, "--json").stdout)
-    table = compare_table({"mild": report, "[bold]": better}).renderables[0]
-    assert isinstance(table, Table)
-    rows = {name: cells for name, *cells in zip(*(map(str, column.cells) for column in table.columns), strict=True)}
+    text = render_text("compare", reports={"mild": report, "[bold]": better})
+    rows = {name: cells for name, *cells in re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)}
 
     read = {name: RunReport.model_validate(one) for name, one in document.items()}
     assert read == {str(finished): report, str(other): better}
