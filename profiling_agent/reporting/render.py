@@ -158,12 +158,23 @@ def cell(text: object) -> str:
     return prose(text).replace("|", "\\|")
 
 
+# What templates call; what they format with are the filters of `units`.
+FUNCTIONS: dict[str, Any] = {
+    "by_cause": by_cause,
+    "differences": differences,
+    "final_attempt": final_attempt,
+    "measures": measures,
+    "omissions": omissions,
+    "predictions": predictions,
+    "unit_decisions": unit_decisions,
+}
+
+
 def _templates(**options: Any) -> Environment:
     loader = PackageLoader("profiling_agent.reporting", "")
     jinja = Environment(loader=loader, undefined=StrictUndefined, **options)
     jinja.filters.update(FORMATS | {"prose": prose, "cell": cell})
-    jinja.globals.update(final_attempt=final_attempt, unit_decisions=unit_decisions, differences=differences)
-    jinja.globals.update(measures=measures, omissions=omissions, predictions=predictions, by_cause=by_cause)
+    jinja.globals.update(FUNCTIONS)
     return jinja
 
 

@@ -211,7 +211,7 @@ def test_a_preparation_that_numbers_can_not_express_is_left_to_transformers(sour
     ],
 )
 def test_a_format_that_can_not_hold_a_model_is_refused_with_what_can(
-    saved: Saved, tmp_path: Path, name: str, format_: str | None, reason: str
+    saved: Saved, tmp_path: Path, name: str, format_: Any, reason: str
 ):
     with pytest.raises(ArtifactError, match=rf"is for {name}, .*{reason}") as caught:
         export(saved(name), format_, tmp_path / "home")
