@@ -165,18 +165,16 @@ def test_a_damaged_file_of_a_run_is_named_and_not_gone_on_with(
 
 
 def test_a_run_that_is_in_use_is_refused_and_goes_on_when_it_is_free(run: Path, finished: Path):
+    report = read_report(finished)
     for flags in ((), ("--quiet",), ("--json",)):
         lock = Workspace(run).lock()
-        try:
-            said = call("resume", run, *flags)
-        finally:
-            lock.release()
+        said = call("resume", run, *flags)
+        lock.release()
         assert is_refused(said, "run 'quick' is in use by another graph of this process: wait for it, or end it")
         assert said.stdout == ""
 
-        is_met = read_report(finished).verdict.outcome == "MET"
-        assert call("resume", run, *flags).exit_code == (0 if is_met else 1)
-        assert read_report(run) == read_report(finished)
+        assert call("resume", run, *flags).exit_code == (0 if report.verdict.outcome == "MET" else 1)
+        assert read_report(run) == report
 
 
 @pytest.fixture

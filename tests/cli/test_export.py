@@ -12,9 +12,7 @@ from conftest import World
 from transformers import AutoModelForImageClassification
 
 from profiling_agent.lib.modules import random_batch
-from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.runtimes.torch_artifact import load_module, save_model
-from profiling_agent.schemas import QuantizationRecommendation
 
 
 @pytest.fixture
@@ -48,12 +46,8 @@ def test_what_can_not_be_exported_or_written_is_one_line(saved: Path, tmp_path: 
     def export(source: Path, output: Path, *options: object) -> Any:
         return call("export", source, "--format", "hf", "--output", output, *options)
 
-    everything = QuantizationRecommendation(layer="all", dtype="qint8")
-    quantized = quantize_model(zoo.vit(), [everything]).model
-    save_model(quantized, tmp_path / "quantized", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
     (tmp_path / "file").write_text("mine")
 
-    refused(export(tmp_path / "quantized", tmp_path / "out"), "quantized")
     refused(export(world.model, tmp_path / "out"), "no saved model")
     refused(export(saved, tmp_path / "file"), "exists already")
     refused(export(saved, tmp_path / "file" / "out"), "can't be written")

@@ -236,11 +236,9 @@ def test_a_graph_that_computes_something_else_leaves_nothing_behind(saved: Saved
 # Each with the edge that its model takes, and what it does to an image, read from its documentation.
 CASES = {
     "ViT": (224, {}, {"resize": (224, 224), "resample": "bilinear", "crop": None, "mean": (0.5,) * 3}),
-    "DeiT": (224, {}, {"resize": (256, 256), "resample": "bicubic", "crop": (224, 224)}),
     # The shorter edge becomes 256 so that a crop has seven eighths of it; from 384 on images are squeezed.
     "ConvNext": (224, {"size": {"shortest_edge": 224}}, {"resize": 256, "crop": (224, 224)}),
     "ConvNextLarge": (384, {"size": {"shortest_edge": 384}}, {"resize": (384, 384), "crop": None}),
-    "MobileNetV2": (224, {}, {"resize": 256, "crop": (224, 224), "std": (0.5,) * 3}),
     "Levit": (224, {}, {"resize": 256, "crop": (224, 224), "mean": (0.485, 0.456, 0.406)}),
     # It scales from 0 to 1 alone, and takes blue first.
     "MobileViT": (256, {}, {"channels": "BGR", "mean": (0.0,) * 3, "std": (1.0,) * 3}),
