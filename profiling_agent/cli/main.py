@@ -222,7 +222,7 @@ def approve(
     base_url: terminal.AddressOption = None,
     json_: terminal.JsonOption = False,
 ) -> None:
-    """Answer a run that was started with --approve plan or each, and go on with it; without an answer, show what it asks.
+    """Answer a run that waits for an approval, and go on with it; without an answer, show its question.
 
     An edit is a JSON object of a plan's parts and of stricter limits; what it fixes, later plans keep:
     `{"pruning": [{"layer": "layers\\.0\\.mlp", "pruning_type": "structured", "pruning_ratio": 0.25}],
@@ -326,7 +326,7 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="seen by its owner only, if it is created now")] = False,
     update: Annotated[bool, typer.Option("--update", help="replace what was pushed there before")] = False,
 ) -> None:
-    """Put a model and its card on the Hugging Face Hub, and nothing else of the run: no logs, no reports, no paths.
+    """Put a model and its card on the Hugging Face Hub, and nothing else of the run.
 
     The token is that of `hf auth login`, or HF_TOKEN; it is never written down. A repository that holds something is left alone,
     unless it was pushed from here and `--update` is given.
