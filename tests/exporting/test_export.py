@@ -13,8 +13,10 @@ import bare_python
 import deployments
 import numpy as np
 import pytest
+import torch
 import transformers as hf
 import zoo
+from commands import call
 from photographs import PHOTOGRAPHS
 from PIL import Image
 from pruning.families import FAMILIES, processor_of, spec_of
@@ -25,9 +27,10 @@ from profiling_agent.data.images import decode_rgb
 from profiling_agent.data.pixels import prepare
 from profiling_agent.errors import ArtifactError
 from profiling_agent.exporting.export import export, infer_preprocessing
+from profiling_agent.lib.modules import random_batch
 from profiling_agent.runtimes.artifact import QuantizedLayer, write_card
 from profiling_agent.runtimes.registry import Source, runtime
-from profiling_agent.runtimes.torch_artifact import load, load_recipe, save_deployed, save_model
+from profiling_agent.runtimes.torch_artifact import load, load_module, load_recipe, save_deployed, save_model
 from profiling_agent.schemas import InputSpec
 
 RUN = """
@@ -171,14 +174,12 @@ def test_the_folder_names_its_files_and_the_instructions_that_it_needs_and_holds
     ("name", "layer", "needed"),
     [
         ("onnxruntime", {}, ("avx512_vnni", "avx_vnni")),
-        ("onnxruntime", {"kind": "dynamic"}, ("avx512_vnni", "avx_vnni")),
         ("openvino", {}, ("avx512_vnni", "avx_vnni")),
         ("inductor", {}, ("avx512_vnni",)),
         # Seven bits never saturate, and these layers take them where torch has to; uncompiled static ones compute in float32.
         ("openvino", {"reduce_range": True}, ()),
         *((name, {"kind": "dynamic"}, ()) for name in ("eager", "inductor")),
         ("eager", {}, ()),
-        ("eager", {"kind": "cast", "dtype": "bfloat16"}, ()),
     ],
 )
 def test_models_of_eight_bits_name_the_instructions_that_their_runtime_needs(name: Any, layer: Any, needed: Any):
@@ -218,6 +219,29 @@ def test_a_format_that_can_not_hold_a_model_is_refused_with_what_can(
 
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_stands_for_its_best_model_and_hf_is_a_folder_that_transformers_loads(saved: Saved, tmp_path: Path):
+    run, plain, folder = tmp_path / "run", tmp_path / "plain", saved("eager float32")
+    run.mkdir()
+    (run / "request.json").write_text("{}")
+    shutil.copytree(folder, run / "jobs" / "model")
+    refusals = [call("export", run, "--output", plain), call("export", tmp_path, "--output", plain)]
+    (run / "best").symlink_to("jobs/model")
+    (tmp_path / "file").write_text("mine")
+    refusals += [call("export", run, "--output", tmp_path / name) for name in ("file", "file/out")]
+
+    assert call("export", run, "--format", "hf", "--output", plain).exit_code == 0
+    loaded = hf.AutoModelForImageClassification.from_pretrained(plain, local_files_only=True)
+    batch = random_batch(load_recipe(folder).input, 2)
+    with torch.inference_mode():
+        assert torch.equal(loaded(pixel_values=batch).logits, load_module(folder)(pixel_values=batch).logits)
+    reasons = ("has no model yet", "no saved model", "exists already", "can't be written")
+    for ended, reason in zip(refusals, reasons, strict=True):
+        assert ended.exit_code == 2
+        assert reason in ended.stderr
+        assert len(ended.stderr.strip().splitlines()) == 1
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_graph_that_computes_something_else_leaves_nothing_behind(saved: Saved, tmp_path: Path):
