@@ -230,14 +230,13 @@ def _write_card(folder: Path, report: RunReport, picked: RunCandidate) -> None:
         f"{size(chosen.footprint.size_bytes)} on disk.",
         f"Times as fast as the baseline in eager float32: {speedup(race)}." if race else "It was not timed.",
     ]
-    if chosen.variant is not Variant.BASELINE:
-        caution = "the best of many on search images is worse than it looks"
-        notes.append(f"The run returned another model: {caution}, and this one was never judged on held-out images.")
     if picked.notes:
-        notes[-1] = "The run returned another model: this one failed on the held-out images."
-    write_card(
-        folder, (), [*notes, f"Measured on {env.machine}, {env.system}, device {report.acquired.source.device}."]
-    )
+        notes.append("It failed on the held-out images, and the run refused it.")
+    elif not picked.is_judged and chosen.variant is not Variant.BASELINE:
+        caution = "the best of many on search images is worse than it looks"
+        notes.append(f"It was never judged on held-out images: {caution}.")
+    notes.append(f"Measured on {env.machine}, {env.system}, device {report.acquired.source.device}.")
+    write_card(folder, notes=notes)
 
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
