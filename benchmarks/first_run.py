@@ -13,7 +13,7 @@ from pathlib import Path
 
 from checks import ROOT, Check, finish, parser_of
 
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import read_report
 
 
 def timed(command: list[str], folder: Path, environment: dict[str, str]) -> float:

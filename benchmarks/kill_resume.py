@@ -21,7 +21,7 @@ import psutil
 from checks import Check, finish, parser_of
 
 from profiling_agent.lib.logs import quiet
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import read_report
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 

@@ -18,7 +18,7 @@ from playwright.sync_api import sync_playwright
 
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.reporting.render import render_html
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import read_report
 
 ROOT = Path(__file__).parents[1]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

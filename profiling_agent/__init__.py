@@ -16,8 +16,7 @@ from profiling_agent.lib.logs import silence_torchao
 
 if TYPE_CHECKING:
     from profiling_agent.api import approve, optimize, pending, resume
-    from profiling_agent.exporting.pick import pick
-    from profiling_agent.exporting.push import push
+    from profiling_agent.exporting.pick import pick, push
     from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
     from profiling_agent.request import Request
     from profiling_agent.runtimes.torch_artifact import load
@@ -32,8 +31,7 @@ silence_torchao()
 # Importing torch takes seconds, LangGraph one, and building our records a fifth: none is loaded before it is needed.
 _MODULES = {
     "api": ("approve", "optimize", "pending", "resume"),
-    "exporting.pick": ("pick",),
-    "exporting.push": ("push",),
+    "exporting.pick": ("pick", "push"),
     "graphs.optimization": ("build_graph",),
     "request": ("Request",),
     "runtimes.torch_artifact": ("load",),

@@ -17,8 +17,7 @@ from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[r
 from profiling_agent.lib.io import FileRefusedError, expanded, inside, resolved
 from profiling_agent.lib.logs import interruptible
 from profiling_agent.lib.machine import environment
-from profiling_agent.reporting.report import RunReport
-from profiling_agent.reporting.results import REPORT, read_report
+from profiling_agent.reporting.report import REPORT, RunReport, read_report
 from profiling_agent.request import Request
 from profiling_agent.schemas import Approval, ApprovalQuestion
 from profiling_agent.workspace import Workspace, changed_fields, create_workspace, read_manifest

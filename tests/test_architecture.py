@@ -68,7 +68,7 @@ def test_broad_excepts_stand_at_the_boundaries_only():
         "profiling_agent/jobs/worker.py",
         "profiling_agent/lib/logs.py",
         "profiling_agent/graph/run.py",
-        "profiling_agent/cli/main.py",
+        "profiling_agent/cli/terminal.py",
         # One run of many: the others go on.
         "profiling_agent/sweep.py",
     }

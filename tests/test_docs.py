@@ -14,7 +14,7 @@ from conftest import World
 from fake_hub import serve
 
 from profiling_agent.planning.rules import read_plan
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import read_report
 from profiling_agent.search.attempt import read_answer
 from profiling_agent.sweep import read_sweep
 
@@ -52,7 +52,7 @@ COMMANDS = {
     "profiling-agent": f"""
 case "$1" in
   run) [ "$RUNS" ] || exec {sys.executable} -c '{PARSE}' "$@"; set -- "$@" {QUICK};;
-  sweep | race | measure) exec {sys.executable} -c '{PARSE}' "$@";;
+  sweep | benchmark) exec {sys.executable} -c '{PARSE}' "$@";;
 esac
 {sys.executable} -m profiling_agent.cli.main "$@" || {{ code=$?; [ $code = 1 ] || [ $code = 3 ] || exit $code; }}""",
     # The paper's tables take minutes, and have a test of their own: here, that the command line is understood.

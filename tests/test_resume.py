@@ -13,8 +13,7 @@ from interrupted import decisions, finished_jobs, is_left_alone, temporary_files
 
 from profiling_agent import Request, optimize, resume
 from profiling_agent.errors import RunError
-from profiling_agent.reporting.report import RunReport
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import RunReport, read_report
 
 # Kills itself, as `kill -9` would, when the given stage has said something `after` times.
 CUT = """

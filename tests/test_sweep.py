@@ -21,7 +21,7 @@ from interrupted import decisions, predictions_of, processes_of
 from profiling_agent import Request, optimize_many
 from profiling_agent.errors import RequestError, StorageError
 from profiling_agent.reporting.render import render_sweep
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import read_report
 from profiling_agent.sweep import PAGE, SweepRow, read_sweep, with_run_id
 from profiling_agent.workspace import MANIFEST, create_workspace
 
@@ -222,7 +222,7 @@ def test_a_sweep_on_three_nodes_decides_what_one_here_does_though_a_node_is_lost
     file = sheet(tmp_path, world, contracts=[{"max_accuracy_drop": 0.03}], seeds=(0, 1, 2))
     output, here = tmp_path / "there", tmp_path / "here"
     program = [sys.executable, "-m", "profiling_agent.cli.main", "sweep", file.name, "--output", output.name, "--json"]
-    options = ["--engine", "ray", "--ray-address", cluster.address]
+    options = ["--ray", cluster.address]
     local = optimize_many(read_sweep(file, str(here)))
     seen, kept, lost = set[int](), dict[Path, int](), None
 

@@ -1,9 +1,7 @@
 """Command-line application: commands on runs and sweeps, then those on models and this machine, and the entry point."""
 
 import json
-import signal
 import sys
-import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 from profiling_agent.cli import terminal
-from profiling_agent.errors import RequestError, RunError
+from profiling_agent.errors import RequestError
 from profiling_agent.lib.io import DocumentError, expanded, read_json
 from profiling_agent.lib.logs import Progress, keep_stdout
 from profiling_agent.request import Request
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 # Commands import the libraries of a run when they are called, so that `--help` is quick.
 app = typer.Typer(
-    no_args_is_help=True,
+    cls=terminal.Commands,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Measure, prune and quantize a vision model until a contract is met.",
@@ -33,18 +31,16 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_requested: bool) -> None:  # noqa: FBT001 - a flag's callback
-    if is_requested:
-        typer.echo(f"profiling-agent {metadata.version('profiling-agent')}")
-        raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def common(
-    *,
-    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version)] = False,
+    context: typer.Context, *, version: Annotated[bool, typer.Option("--version", help="print the version")] = False
 ) -> None:
     """Measure, prune and quantize a vision model until a contract is met."""
+    if version:
+        typer.echo(f"profiling-agent {metadata.version('profiling-agent')}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(terminal.EXIT_BAD_REQUEST)
 
 
 def watch(work: Callable[..., "RunReport"], root: Path, *, is_quiet: bool = False, is_json: bool = False) -> NoReturn:
@@ -52,8 +48,6 @@ def watch(work: Callable[..., "RunReport"], root: Path, *, is_quiet: bool = Fals
 
     As JSON: a line for each event, and one at the end.
     """
-    from profiling_agent.cli import tables
-
     if is_json:
         keep_stdout()
     with (
@@ -72,8 +66,14 @@ def watch(work: Callable[..., "RunReport"], root: Path, *, is_quiet: bool = Fals
     elif is_quiet:
         terminal.console.print(f"{verdict.outcome}: {verdict.explanation} ({root})", markup=False, highlight=False)
     else:
-        terminal.console.print(tables.verdict_table(report, root))
+        _print_summary(report, root)
     raise typer.Exit(terminal.EXIT_MET if verdict.outcome == "MET" else terminal.EXIT_NOT_MET)
+
+
+def _print_summary(report: "RunReport", root: Path) -> None:
+    terminal.print_text("summary", r=report)
+    for name, path in (("best model", root / "best"), ("full report", root / "report.html")):
+        terminal.print_line(f"{name}: {path}")
 
 
 def is_answered_here() -> bool:
@@ -85,9 +85,7 @@ def ask(question: ApprovalQuestion) -> Approval:
     """Show a plan and return the typed decision; ask again until it can be parsed."""
     from rich.prompt import Prompt
 
-    from profiling_agent.cli.tables import approval_table
-
-    terminal.console.print(approval_table(question))
+    terminal.print_text("approval", q=question)
     while True:
         choice = Prompt.ask("decision", console=terminal.console, choices=list(question.choices), default="accept")
         detail = {"reject": "why", "edit": "file with the changes (see `profiling-agent approve --help`)"}.get(choice)
@@ -114,6 +112,7 @@ def _read_answer(choice: str, text: str) -> Approval:
     return read_answer({**document, "decision": "edit"})
 
 
+@app.command()
 @terminal.takes_request()
 def run(request: Request, *, quiet: terminal.QuietOption = False, json_: terminal.EventsOption = False) -> None:
     """Run a request to its verdict; with no flags, the embedded model and data: no network, no key, minutes.
@@ -129,6 +128,7 @@ def run(request: Request, *, quiet: terminal.QuietOption = False, json_: termina
     watch(partial(optimize, request), root, is_quiet=quiet, is_json=json_)
 
 
+@app.command()
 def resume(
     run: terminal.RunArgument,
     *,
@@ -142,6 +142,7 @@ def resume(
     watch(partial(api.resume, run, base_url=base_url), run, is_quiet=quiet, is_json=json_)
 
 
+@app.command()
 def show(
     run: terminal.RunArgument,
     *,
@@ -149,40 +150,24 @@ def show(
     plan: Annotated[bool, typer.Option("--plan", help="why each layer was changed or left alone")] = False,
 ) -> None:
     """Show a finished run: the verdict, before and after, every attempt."""
-    from profiling_agent.cli import tables
-    from profiling_agent.reporting.results import read_report
+    from profiling_agent.reporting.report import read_report
 
     report = read_report(run)
-    table = partial(tables.plan_table, report) if plan else partial(tables.verdict_table, report, run)
-    terminal.print_result(report, table, is_json=json_)
+    if json_ or plan:
+        terminal.print_result(report, "plan", is_json=json_, r=report)
+    else:
+        _print_summary(report, run)
 
 
-def report(run: terminal.RunArgument) -> None:
-    """Write the report of a finished run again, and show it."""
-    from rich.markdown import Markdown
-
-    from profiling_agent.reporting.render import write_report
-    from profiling_agent.reporting.results import read_report
-
-    try:
-        write_report(read_report(run), run)
-    except OSError as error:
-        reason = f"can't be written to {str(run)!r} ({error.strerror}): copy the run elsewhere"
-        raise RunError(f"the report {reason}") from error
-    terminal.console.print(Markdown((run / "report.md").read_text(encoding="utf-8")))
-
-
+@app.command()
 @terminal.takes_request("model", "revision", "batch_size", "device")
 def profile(request: Request, *, json_: terminal.JsonOption = False) -> None:
     """Profile a model: where its time, memory, MACs and parameters are, and what can be pruned."""
-    from rich.console import Group
-
-    from profiling_agent.cli.tables import profile_tables
     from profiling_agent.jobs.runner import profile_source
 
     with _progress("profiling") as progress:
         measured = profile_source(request, progress)
-    terminal.print_result(measured, lambda: Group(*profile_tables(measured)), is_json=json_)
+    terminal.print_result(measured, "profile", is_json=json_, p=measured)
 
 
 @contextmanager
@@ -191,14 +176,14 @@ def _progress(stage: str) -> Generator[Progress]:
         yield display.stage(stage)
 
 
+@app.command()
 def sweep(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of the runs; see above")],
     *,
     output: Annotated[str, typer.Option(help="folder of the runs and of sweep.html")] = "runs/sweep",
-    engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="local: one run after the other; ray: one on each node of a cluster")
-    ] = "local",
-    ray_address: Annotated[str | None, typer.Option(metavar="ADDRESS", help="HOST:PORT of another cluster")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="auto|HOST:PORT", help="Ray cluster that makes one run on each node")
+    ] = None,
     json_: terminal.JsonOption = False,
 ) -> None:
     """Run every combination of the models, data sets, contracts and seeds in a file; the same command resumes it.
@@ -208,32 +193,25 @@ def sweep(
     `{models: [./my-vit, {model: microsoft/resnet-50, revision: main}], datasets: [{dataset: ./my-data, split: test}],
     contracts: [{max_accuracy_drop: 0.01}, {max_size_ratio: 0.25, objective: size}], seeds: [0, 1], request: {batch_size: 8}}`
     """
-    from profiling_agent.cli.tables import sweep_table
     from profiling_agent.jobs.runner import check_matches
     from profiling_agent.sweep import PAGE, optimize_many, read_sweep
 
-    if ray_address and engine == "local":
-        raise RequestError(f"--ray-address is {ray_address!r} but --engine is 'local': use --engine ray")
     if json_:
         keep_stdout()
     root = Request.model_validate({"output": output}).output_dir
     advice = "; the same command goes on with what is complete"
-    address = (ray_address or "auto") if engine == "ray" else None
     with terminal.exit_on_stop(advice), terminal.Display(terminal.errors) as display:
         requests = read_sweep(file, str(root))
         check_matches(requests, display.stage("models and data"))
-        rows = optimize_many(requests, display.show, ray_address=address)
-    # Of each report what is compared.
-    compared = {"verdict": True, "baseline": True, "best": True, "heldout": {"drop"}, "environment": True}
-    include = {"request": True, "failure": True, "report": compared}
-    document = [row.model_dump(mode="json", include=include) for row in rows]
-    terminal.print_result(document, lambda: sweep_table(rows), is_json=json_)
+        rows = optimize_many(requests, display.show, ray_address=ray)
+    terminal.print_result(rows, "sweep", is_json=json_, rows=rows)
     if not json_:
         terminal.print_line(str(root / PAGE))
     is_met = all(row.report is not None and row.report.verdict.outcome == "MET" for row in rows)
     raise typer.Exit(terminal.EXIT_MET if is_met else terminal.EXIT_NOT_MET)
 
 
+@app.command()
 def approve(
     run: terminal.RunArgument,
     *,
@@ -243,14 +221,13 @@ def approve(
     base_url: terminal.AddressOption = None,
     json_: terminal.JsonOption = False,
 ) -> None:
-    """Answer a run that was started with --approve plan or each, and go on with it; without an answer, show what it asks.
+    """Answer a run that waits for an approval, and go on with it; without an answer, show its question.
 
     An edit is a JSON object of a plan's parts and of stricter limits; what it fixes, later plans keep:
     `{"pruning": [{"layer": "layers\\.0\\.mlp", "pruning_type": "structured", "pruning_ratio": 0.25}],
     "caps": [{"layer": "layers\\.11"}], "target": {"saving": 0.3}, "max_accuracy_drop": 0.005}`
     """
     from profiling_agent import api
-    from profiling_agent.cli.tables import approval_table
 
     options = {"accept": "" if accept else None, "edit": edit, "reject": reject}
     given = {name: text for name, text in options.items() if text is not None}
@@ -261,7 +238,7 @@ def approve(
     if question is None:
         raise RequestError(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
     if not answers and (json_ or not is_answered_here()):
-        terminal.print_result(question, lambda: approval_table(question), is_json=json_)
+        terminal.print_result(question, "approval", is_json=json_, q=question)
         raise typer.Exit(terminal.EXIT_WAITING)
     answer = answers[0] if answers else ask(question)
     watch(partial(api.approve, run, answer, base_url=base_url), run)
@@ -269,25 +246,24 @@ def approve(
 
 SOURCE = typer.Argument(parser=terminal.run_folder, metavar="RUN_OR_FOLDER", help="a run, or a saved model")
 SourceArgument = Annotated[Path, SOURCE]
-SourcesArgument = Annotated[list[Path], SOURCE]
-DeviceOption = Annotated[Literal["cpu", "cuda"], typer.Option(help="where to measure")]
 
 
+@app.command()
 @terminal.takes_request("output", "llm", "base_url", "device")
 def doctor(request: Request, *, json_: terminal.JsonOption = False) -> None:
     """Look at this machine: versions, CPU, memory, disk, noise, each runtime by running a model, the language model's server, a CUDA device.
 
     Ends with 1 if something would keep a run from working.
     """
-    from profiling_agent.cli import tables
     from profiling_agent.cli.doctor import examine
 
     with _progress("doctor") as progress:
         findings = list(examine(request, progress))
-    terminal.print_result(findings, lambda: tables.findings_table(findings), is_json=json_)
+    terminal.print_result(findings, "doctor", is_json=json_, findings=findings)
     raise typer.Exit(int(any(row.state == "problem" for row in findings)))
 
 
+@app.command()
 def pick(
     run: terminal.RunArgument,
     *,
@@ -300,31 +276,33 @@ def pick(
     Without `--candidate` all that the run measured is listed, with it the model is copied to `--output`. Only what the run
     returned was judged on held-out images.
     """
-    from profiling_agent.cli import tables
     from profiling_agent.exporting import pick as picking
+    from profiling_agent.reporting.report import read_report
 
     if candidate is None and output is None:
-        measured = picking.candidates(run)
-        terminal.print_result(measured, lambda: tables.candidates_table(measured), is_json=json_)
+        measured = picking.candidates(read_report(run))
+        terminal.print_result(measured, "candidates", is_json=json_, candidates=measured)
+        if not json_:
+            terminal.print_line(f"take one home: profiling-agent pick {run} --candidate NUMBER --output FOLDER")
         return
     if output is None:
         raise typer.BadParameter("name a folder to write it to: --output small")
     if candidate is None:
         raise typer.BadParameter("name a candidate of the list: --candidate 2")
     picked = picking.pick(run, output, candidate=candidate)
-    terminal.print_result(picked, lambda: tables.picked_table(picked), is_json=json_)
+    terminal.print_result(picked, "candidates", is_json=json_, candidates=[picked])
     if not json_:
         terminal.print_line(f"wrote {output}")
 
 
+@app.command()
 def export(
     source: SourceArgument,
     *,
     output: Annotated[Path, typer.Option(help="folder to write; nothing is overwritten")],
     format_: Annotated[
-        str | None, typer.Option("--format", metavar="onnx|openvino|hf", help="by default as the model is")
+        Literal["onnx", "openvino", "hf"] | None, typer.Option("--format", help="by default as the model is")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="fix the batch (onnx of a model of torch)")] = None,
 ) -> None:
     """Write a model for machines without profiling-agent, after checking that it computes the same there.
 
@@ -336,9 +314,10 @@ def export(
     """
     from profiling_agent.exporting.export import export as write
 
-    terminal.print_line(write(source, format_, output, batch_size=batch_size))
+    terminal.print_line(write(source, format_, output))
 
 
+@app.command()
 def push(
     source: SourceArgument,
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="owner/name on the Hub; created if missing")],
@@ -346,97 +325,66 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="seen by its owner only, if it is created now")] = False,
     update: Annotated[bool, typer.Option("--update", help="replace what was pushed there before")] = False,
 ) -> None:
-    """Put a model and its card on the Hugging Face Hub, and nothing else of the run: no logs, no reports, no paths.
+    """Put a model and its card on the Hugging Face Hub, and nothing else of the run.
 
     The token is that of `hf auth login`, or HF_TOKEN; it is never written down. A repository that holds something is left alone,
     unless it was pushed from here and `--update` is given.
     """
-    from profiling_agent.exporting.push import push as put
+    from profiling_agent.exporting.pick import push as put
 
     pushed = put(source, repo_id, private=private, update=update)
     terminal.print_line(f"{pushed.url} holds {', '.join(pushed.files)} (commit {pushed.commit[:12]})")
 
 
-@terminal.takes_request("batch_size", "num_sessions")
-def race(
+@app.command()
+@terminal.takes_request("batch_size", "num_sessions", "device")
+def benchmark(
     request: Request,
-    sources: SourcesArgument,
+    sources: Annotated[list[Path], SOURCE],
     *,
-    device: DeviceOption = "cpu",
     json_: terminal.JsonOption = False,
 ) -> None:
-    """Race saved models on this machine: samples are interleaved, a process each; speed-ups are over the first.
+    """Time saved models, or all those of a run, on this machine: they take turns, and speed-ups are over the first.
 
-    What was the fastest on one CPU need not be on another: race a run's models again where you deploy them.
+    Prints images per second at batch sizes 1, 8 and 32, peak memory and bytes on disk as well. What is the fastest on one CPU
+    need not be on another: benchmark a run's models again where you deploy them.
     """
-    from profiling_agent.cli.tables import race_table
-    from profiling_agent.measure.race import race_saved
-    from profiling_agent.reporting.results import models_of_all
+    from profiling_agent.measure.race import measure_saved, noise_warning, race_saved
+    from profiling_agent.reporting.report import models_of_all
 
-    batch_size, num_sessions, models = request.batch_size, request.num_sessions, models_of_all(sources)
-    with _progress("race") as progress:
-        names, result = race_saved(
-            models, batch_size=batch_size, num_sessions=num_sessions, device=device, progress=progress
+    models, device = models_of_all(sources), "cuda" if request.device == "cuda" else "cpu"
+    with _progress("benchmark") as progress:
+        names, race = race_saved(
+            models,
+            batch_size=request.batch_size,
+            num_sessions=request.num_sessions,
+            device=device,
+            progress=progress,
         )
-    terminal.print_result(result, lambda: race_table(names, result), is_json=json_)
+        dropped = [each.model.path for each in race.dropped]
+        timed = [model for model in models if str(model.folder) not in dropped]
+        measured = measure_saved(timed, device=device, progress=progress).models
+    document = {"race": race, "models": measured}
+    terminal.print_result(document, "benchmark", is_json=json_, **document, names=names, warning=noise_warning(race))
 
 
-def measure(sources: SourcesArgument, *, device: DeviceOption = "cpu", json_: terminal.JsonOption = False) -> None:
-    """Measure what saved models take: images per second at batch sizes 1, 8 and 32, peak memory, bytes on disk.
-
-    Of a run, its baseline and its best model are measured.
-    """
-    from profiling_agent.cli.tables import measurement_table
-    from profiling_agent.measure.race import measure_saved
-    from profiling_agent.reporting.results import before_and_after
-
-    with _progress("measure") as progress:
-        models = [model for source in sources for model in before_and_after(source)]
-        measurements = measure_saved(models, device=device, progress=progress)
-    terminal.print_result(measurements, lambda: measurement_table(measurements), is_json=json_)
-
-
+@app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(parser=terminal.run_folder, metavar="RUN...", help="finished runs")],
     *,
     json_: terminal.JsonOption = False,
 ) -> None:
     """Show finished runs side by side: contract, verdict, accuracy, speed, size, plans."""
-    from profiling_agent.cli.tables import compare_table
-    from profiling_agent.reporting.results import read_report
+    from profiling_agent.reporting.report import read_report
 
     reports = {str(run): read_report(run) for run in runs}
-    terminal.print_result(reports, lambda: compare_table(reports), is_json=json_)
-
-
-# In the order of `--help`.
-for command in (
-    *(run, resume, show, report, profile, sweep, approve),
-    *(doctor, pick, export, push, race, measure, compare),
-):
-    app.command()(terminal.handle_errors(command))
-
-# Typer's error for arguments that it can't parse has no public name.
-USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
+    terminal.print_result(reports, "compare", is_json=json_, reports=reports)
 
 
 def main() -> None:
-    """Run the command line; exit with 2 on a usage error as on every bad request, with 70 on a bug of ours."""
+    """Run the command line."""
     terminal.listen_to_signals()
-    try:
-        # Without arguments the error is the help, which only standalone mode prints over several lines.
-        sys.exit(app(standalone_mode=len(sys.argv) == 1))
-    except USAGE_ERROR as error:
-        message = getattr(error, "format_message", error.__str__)()
-        sys.exit(terminal.refusal(f"{message} (`profiling-agent --help` lists all)").exit_code)
-    except typer.Abort:
-        sys.exit(terminal.SIGNALLED + signal.SIGINT)
-    except Exception:  # noqa: BLE001 - the boundary: an unexpected error is no verdict on a model
-        traceback.print_exc()
-        terminal.print_line(
-            "profiling-agent: this is a bug of ours: please report it, with the lines above", terminal.errors
-        )
-        sys.exit(terminal.EXIT_CRASHED)
+    app()
 
 
 if __name__ == "__main__":

@@ -3,22 +3,26 @@
 import contextlib
 import inspect
 import json
-import math
+import re
 import signal
-import time
+import sys
+import traceback
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, get_args
 
 import typer
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.markdown import Markdown, TableElement
 from rich.markup import escape
 from rich.segment import Segment
+from rich.table import Table
+from typer.core import TyperGroup
 
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError
 from profiling_agent.lib.io import clean, expanded, first_problem
@@ -31,8 +35,8 @@ if TYPE_CHECKING:
 EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING = 0, 1, 2, 3
 # EX_SOFTWARE of sysexits.h; shells add SIGNALLED to the number of the signal that ended a program.
 EXIT_CRASHED, SIGNALLED = 70, 128
-# `timeout` signals the program and then its whole group, so that one signal arrives twice; a person's second one takes longer.
-SAME_SIGNAL_S = 1.0
+# Typer's error for arguments that it can't parse has no public name.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class _CleanConsole(Console):
@@ -53,28 +57,46 @@ def print_line(line: str, to: Console = console, style: str | None = None) -> No
     to.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_result(document: Any, show: Callable[[], RenderableType], *, is_json: bool) -> None:
-    """Print a command's result: one JSON document for programs, in ASCII, or what `show` returns for people."""
+class _FoldedTable(TableElement):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for table in super().__rich_console__(console, options):
+            for column in table.columns if isinstance(table, Table) else ():
+                column.overflow = "fold"
+            yield table
+
+
+class _Text(Markdown):
+    """Markdown whose tables fold what is long instead of cutting it."""
+
+    elements = Markdown.elements | {"table_open": _FoldedTable}
+
+
+def print_text(template: str, **values: Any) -> None:
+    """Print what a Markdown template of the reports makes of values."""
+    from profiling_agent.reporting.render import render_text
+
+    console.print(_Text(render_text(template, **values)))
+
+
+def print_result(document: Any, template: str, *, is_json: bool, **values: Any) -> None:
+    """Print a command's result: one JSON document for programs, in ASCII, or a template's text for people."""
     if is_json:
         typer.echo(json.dumps(to_jsonable_python(document, by_alias=False), indent=1))
     else:
-        console.print(show())
+        print_text(template, **values)
 
 
 def listen_to_signals() -> None:
     """Let SIGTERM and SIGHUP end the program as Ctrl-C does, whatever its threads wait for; ignored ones (nohup) stay ignored.
 
-    A signal that repeats within a second is ignored, so that it doesn't interrupt the clean-up.
+    A second one is ignored, because `timeout` sends two and the first one's clean-up has to end.
     """
-    received_s: dict[int, float] = {}
 
     def stop(number: int, _: FrameType | None) -> None:
-        now_s = time.monotonic()
-        if now_s - received_s.get(number, -math.inf) > SAME_SIGNAL_S:
-            # Before anything that a second call could interrupt halfway.
-            received_s[number] = now_s
-            request_stop()
-            raise KeyboardInterrupt(number)
+        if number != signal.SIGINT:
+            signal.signal(number, signal.SIG_IGN)
+        request_stop()
+        raise KeyboardInterrupt(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
@@ -100,26 +122,34 @@ def refusal(message: str) -> typer.Exit:
     return typer.Exit(EXIT_BAD_REQUEST)
 
 
-def handle_errors(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a command so that an error of ours, a bad request or a stop is one line and an exit code."""
+class Commands(TyperGroup):
+    """Group of all commands: a mistake, a stop or a crash of any is one line on standard error and an exit code."""
 
-    @wraps(command)
-    def wrapper(*arguments: Any, **options: Any) -> Any:
+    def invoke(self, ctx: Any) -> Any:
+        """Call the command."""
         try:
             with exit_on_stop():
-                return command(*arguments, **options)
+                return super().invoke(ctx)
         except ApprovalPendingError as error:
             print_line(str(error), errors)
             raise typer.Exit(EXIT_WAITING) from None
         except ProfilingAgentError as error:
             raise refusal(str(error)) from None
         except ValidationError as error:
-            field, separator, problem = first_problem(error).partition(": ")
-            is_flag = separator and field.isidentifier()
-            line = f"--{field.replace('_', '-')}: {problem}" if is_flag else f"{field}{separator}{problem}"
-            raise refusal(line) from None
+            flagged = re.sub(r"^\w+(?=: )", lambda field: f"--{field[0].replace('_', '-')}", first_problem(error))
+            raise refusal(flagged) from None
 
-    return wrapper
+    def main(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Run the command line; exit with 2 on a usage error as on every bad request, with 70 on a bug of ours."""
+        try:
+            sys.exit(super().main(*arguments, **options | {"standalone_mode": False}))
+        except USAGE_ERROR as error:
+            message = getattr(error, "format_message", error.__str__)()
+            sys.exit(refusal(f"{message} (`profiling-agent --help` lists all)").exit_code)
+        except Exception:  # noqa: BLE001 - the boundary: an unexpected error is no verdict on a model
+            traceback.print_exc()
+            print_line("profiling-agent: this is a bug of ours: please report it, with the lines above", errors)
+            sys.exit(EXIT_CRASHED)
 
 
 def run_folder(name: str) -> Path:
@@ -214,27 +244,25 @@ class Display:
     """
 
     def __init__(self, console: Console, *, is_quiet: bool = False, is_json: bool = False) -> None:
-        self._console, self._is_quiet, self._is_json = console, is_quiet, is_json
-        self._last = ("", "")
-        self._counter = console.status("") if console.is_terminal and not (is_quiet or is_json) else None
+        self._file = console.file if is_json else None
+        self._console = Console(quiet=True) if is_quiet or is_json else console
+        self._counter, self._last = self._console.status(""), ("", "")
 
     def __enter__(self) -> Self:
-        if self._counter:
-            self._counter.start()
+        self._counter.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._counter:
-            self._counter.stop()
+        self._counter.stop()
 
     @contextmanager
     def paused(self) -> Generator[None]:
         """Release the terminal for a while."""
-        self.__exit__()
+        self._counter.stop()
         try:
             yield
         finally:
-            self.__enter__()
+            self._counter.start()
 
     def stage(self, name: str) -> Progress:
         """Return a callback that shows under one stage's name."""
@@ -246,15 +274,14 @@ class Display:
 
     def show(self, event: "ProgressEvent") -> None:
         """Show an event."""
-        if self._is_json:
+        if self._file:
             line = json.dumps({"event": "progress", **event.model_dump(mode="json", exclude_none=True)})
-            print(line, file=self._console.file, flush=True)
-        elif not self._is_quiet and event.message == "started":
+            print(line, file=self._file, flush=True)
+        if event.message == "started":
             status = status_text(event)
             print_line(f"{event.stage}{f' ({status})' if status else ''}", self._console)
-        elif not self._is_quiet and (event.stage, event.message) != self._last:
+        elif (event.stage, event.message) != self._last:
             print_line(f"  {event.message}", self._console)
-        if self._counter:
-            counted = f"{event.done}/{event.total}" if event.total else ""
-            self._counter.update(escape(f"{event.stage}: {event.message} {counted}"))
+        counted = f"{event.done}/{event.total}" if event.total else ""
+        self._counter.update(escape(f"{event.stage}: {event.message} {counted}"))
         self._last = (event.stage, event.message)

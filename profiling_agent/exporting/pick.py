@@ -1,18 +1,32 @@
-"""Model folder of a run, a saved model or an export, and the choice and copy of a run's candidates."""
+"""Models taken out of a run: their folders, the choice and copy of a candidate, and the push to the Hugging Face Hub."""
 
+import operator
 import os
 import shutil
+import tempfile
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub import HfApi, ModelCard, ModelInfo, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
 from profiling_agent.errors import ArtifactError, RequestError, RunError
-from profiling_agent.lib.io import DocumentError, expanded, file_sha256, inside, read_record
-from profiling_agent.reporting.report import RunReport, VariantRow
-from profiling_agent.reporting.results import is_run, read_report, run_of
+from profiling_agent.lib.io import DocumentError, expanded, file_sha256, inside, read_json, read_record, write_text
+from profiling_agent.lib.logs import third_party_errors
+from profiling_agent.reporting.report import RunReport, VariantRow, is_run, read_report, run_of
 from profiling_agent.reporting.units import count, drop, percent, size, speedup
-from profiling_agent.runtimes.artifact import CARD, RECIPE, CardRow, appearing, open_folder, write_card
+from profiling_agent.runtimes.artifact import (
+    CARD,
+    RECIPE,
+    appearing,
+    named_folder,
+    open_folder,
+    read_card,
+    write_card,
+)
 from profiling_agent.schemas import Deployment, Evaluation, Goal, InputSpec, RaceResult, Record, Term, Variant
 from profiling_agent.search.selection import keeps_accuracy, size_ratio
 from profiling_agent.workspace import Workspace
@@ -21,7 +35,7 @@ MANIFEST = "export.json"
 
 
 class ExportManifest(Record):
-    """Contents of `export.json`. Format 1 had a config.json next to weights that transformers misreads."""
+    """Contents of `export.json`."""
 
     format: Literal[2] = 2
     base_model: str
@@ -29,7 +43,6 @@ class ExportManifest(Record):
     architecture: str
     deployment: Deployment
     input: InputSpec
-    batch_size: int | None  # the only number of images that it takes at a time; null for any
     libraries: dict[str, str]  # versions that it was made and tried with
     files: dict[str, str]  # sha256 of every other file, the card aside
 
@@ -107,24 +120,17 @@ class RunCandidate(Record):
         return f"{self.evaluation.variant} ({self.evaluation.deployment.name})"
 
     @property
-    def holds(self) -> bool | None:
-        """Return whether the contract holds, or None if all measured terms hold and some are unmeasured."""
-        if not all(term.holds for term in self.terms):
-            return False
-        return None if self.unmeasured else True
+    def holding(self) -> str:
+        """Return whether the contract holds, as text: it may, if all measured terms hold and some are unmeasured."""
+        if FAILED in self.notes:
+            return "doesn't hold (held-out images)"
+        if failed := ", ".join(term.name for term in self.terms if not term.holds):
+            return f"doesn't hold ({failed})"
+        return "may hold" if self.unmeasured else "holds"
 
 
-def candidates(run: str | Path) -> tuple[RunCandidate, ...]:
-    """Return every model that a finished run measured, the baseline first.
-
-    Raises:
-        RunError: the run has no report yet, or a damaged one.
-    """
-    return candidates_of(read_report(Path(run)))
-
-
-def candidates_of(report: RunReport) -> tuple[RunCandidate, ...]:
-    """Return the candidates of a report."""
+def candidates(report: RunReport) -> tuple[RunCandidate, ...]:
+    """Return every model that a finished run measured, the baseline first."""
     rows, result = report.variants, list[RunCandidate]()
     # Accuracy, speed and size of each, all the larger the better.
     merits = [
@@ -135,24 +141,20 @@ def candidates_of(report: RunReport) -> tuple[RunCandidate, ...]:
         )
         for row in rows
     ]
-    for number, (row, mine) in enumerate(zip(rows, merits, strict=True)):
-        evaluation = row.evaluation
-        is_judged = evaluation.model == report.heldout.model
+    for number, (row, own) in enumerate(zip(rows, merits, strict=True)):
+        is_judged = row.evaluation.model == report.heldout.model
         terms, unmeasured = _terms(row, rows[0].evaluation, report.goal)
-        if is_judged and evaluation.variant is not Variant.BASELINE:
+        if is_judged and row.evaluation.variant is not Variant.BASELINE:
             terms, unmeasured = report.verdict.terms, ()
-        is_on_front = not any(
-            other != mine and all(theirs >= own for theirs, own in zip(other, mine, strict=True)) for other in merits
-        )
         candidate = RunCandidate(
             number=number,
-            evaluation=evaluation,
+            evaluation=row.evaluation,
             race_result=row.race_result,
             terms=terms,
             unmeasured=unmeasured,
             is_judged=is_judged,
-            is_on_front=is_on_front,
-            notes=_refusals(report, evaluation),
+            is_on_front=not any(other != own and all(map(operator.ge, other, own)) for other in merits),
+            notes=(FAILED,) if report.kept_beside == row.evaluation.model.path else (),
         )
         result.append(candidate)
     return tuple(result)
@@ -175,26 +177,17 @@ def _terms(row: VariantRow, baseline: Evaluation, goal: Goal) -> tuple[tuple[Ter
     return tuple(terms), tuple(name for name, _, value, _ in rows if value is None)
 
 
-def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
-    """Return why held-out images refused a model; among several of one deployment, the run's notes tell which."""
-    if report.kept_beside == evaluation.model.path:
-        return (FAILED,)
-    made_by = {each.deployed.model: f"attempt {each.number} (" for each in reversed(report.attempts) if each.deployed}
-    # The run doesn't note the attempt of a model in another deployment than it was judged in.
-    default = "quantized (" if evaluation.variant is Variant.QUANTIZED else "attempt "
-    beginning, name = made_by.get(evaluation.model, default), f"({evaluation.deployment.name}) "
-    notes = (note for note in report.notes if note.startswith(beginning) and note.endswith("and was refused"))
-    return tuple(f"the run says: {note}" for note in notes if name in note)
-
-
 def find_candidate(candidate: str, available: Sequence[RunCandidate]) -> RunCandidate:
     """Return the candidate of a number, or of a name that only one has: `openvino static`, or `pruned (eager float32)`.
 
     Raises:
         RequestError: no candidate matches, or several do.
     """
-    names = [(str(option.number), option.name, option.evaluation.deployment.name) for option in available]
-    matches = [option for option, known in zip(available, names, strict=True) if candidate in known]
+    matches = [
+        option
+        for option in available
+        if candidate in (str(option.number), option.name, option.evaluation.deployment.name)
+    ]
     if len(matches) == 1:
         return matches[0]
     choices = ", ".join(f"{option.number} {option.name}" for option in (matches or available))
@@ -214,7 +207,7 @@ def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> RunCan
     """
     root = expanded(str(run))
     report = read_report(root)
-    picked = find_candidate(str(candidate), candidates_of(report))
+    picked = find_candidate(str(candidate), candidates(report))
     source = Workspace(run_of(root)).path(picked.evaluation.model)
     recipe = open_folder(source, verify=True)
     with new_folder(expanded(str(output))) as temporary:
@@ -229,24 +222,116 @@ def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> RunCan
 
 def _write_card(folder: Path, report: RunReport, picked: RunCandidate) -> None:
     """Write a card with what was measured and where, and what was not measured."""
-    baseline, chosen, env = report.variants[0].evaluation, picked.evaluation, report.environment
-    before, after = baseline.footprint, chosen.footprint
-    baseline_top1 = chosen.top1 + chosen.drop.drop if chosen.drop else baseline.top1
-    rows = (
-        (f"top-1 on {chosen.predictions.num_images:,} search images", percent(baseline_top1), percent(chosen.top1)),
-        ("params", count(before.params), count(after.params)),
-        ("MACs of one image", count(before.macs), count(after.macs)),
-        ("on disk", size(before.size_bytes), size(after.size_bytes)),
-    )
-    notes = [f"Top-1 lost on search images: {drop(chosen.drop)}."] if chosen.drop else []
-    if (race := picked.race_result) is None:
-        notes.append("How fast it is was not measured.")
-    else:
-        sessions = "" if len(race.turns) > 1 else ", in the one session that chose"
-        notes.append(f"Times as fast as the baseline in eager float32: {speedup(race)}{sessions}.")
-    if chosen.variant is not Variant.BASELINE:
+    chosen, race, env = picked.evaluation, picked.race_result, report.environment
+    lost = f", lost {drop(chosen.drop)}" if chosen.drop else ""
+    notes = [
+        f"Top-1 {percent(chosen.top1)} on {chosen.predictions.num_images:,} search images{lost}.",
+        f"{count(chosen.footprint.params)} params, {count(chosen.footprint.macs)} MACs an image, "
+        f"{size(chosen.footprint.size_bytes)} on disk.",
+        f"Times as fast as the baseline in eager float32: {speedup(race)}." if race else "It was not timed.",
+    ]
+    if picked.notes:
+        notes.append("It failed on the held-out images, and the run refused it.")
+    elif not picked.is_judged and chosen.variant is not Variant.BASELINE:
         caution = "the best of many on search images is worse than it looks"
         notes.append(f"It was never judged on held-out images: {caution}.")
-    notes += [f"{note[0].upper()}{note[1:]}." for note in picked.notes]
     notes.append(f"Measured on {env.machine}, {env.system}, device {report.acquired.source.device}.")
-    write_card(folder, tuple(CardRow(name=name, before=old, after=new) for name, old, new in rows), notes)
+    write_card(folder, notes=notes)
+
+
+LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
+# Files that the Hub itself adds to a new repository.
+HUB_FILES = frozenset({".gitattributes"})
+
+
+class Pushed(Record):
+    """A pushed model on the Hub: its page, its commit, and the names of its files."""
+
+    url: str
+    commit: str
+    files: tuple[str, ...]
+
+
+def push(source: str | Path, repo_id: str, *, private: bool = False, update: bool = False) -> Pushed:
+    """Push a run's best model, a saved model or an exported folder to the Hub as `repo_id`, in one commit; return page and files.
+
+    The token is that of `hf auth login` or of HF_TOKEN. Local paths aren't uploaded. A model that was pushed by this function
+    before is replaced only with `update`; other files of its repository stay, and so do earlier commits.
+
+    Raises:
+        RequestError: the token is missing or isn't accepted, the repository isn't yours or holds something else, the id is
+            invalid, or the Hub can't be reached.
+        RunError: the run has no model yet.
+        ArtifactError: the model is damaged.
+    """
+    folder = named_folder(model_folder(Path(source)))
+    if not (token := get_token()):
+        raise RequestError(f"a push to the Hub needs a token, and there is none: {LOGIN}")
+    if "/" not in repo_id:
+        raise RequestError(f"{repo_id!r} names no owner: give the repository as owner/name")
+    is_exported = (folder / MANIFEST).is_file()
+    origin = read_exported(folder) if is_exported else open_folder(folder, verify=True)
+    names = sorted((MANIFEST if is_exported else RECIPE, *origin.files))
+    api = HfApi(token=token)
+    disable_progress_bars()
+
+    def refuse(message: str) -> RequestError:
+        problem = f"{repo_id!r} can't be pushed to {constants.ENDPOINT} ({message}), and nothing was committed"
+        return RequestError(f"{problem}: check the name, the network and that your token may write there; {LOGIN}")
+
+    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch, third_party_errors(refuse):
+        upload = Path(scratch) / "upload"
+        upload.mkdir()
+        try:
+            existing = api.model_info(repo_id)
+        except RepositoryNotFoundError:
+            existing = None
+        if existing and private and not existing.private:
+            raise RequestError(
+                f"{repo_id!r} exists on the Hub and is public: make it private there, or leave --private out"
+            )
+        previous = _pushed_files(api, existing, Path(scratch), update=update) if existing else None
+        write_text(upload / CARD, _licensed_card(api, read_card(folder), origin.base_model, origin.base_revision))
+        # Links, because the system's temporary folder may be too small for a copy of the weights.
+        for name in names:
+            (upload / name).symlink_to((folder / name).resolve())
+        if existing is None:
+            api.create_repo(repo_id, private=private or None)
+        message = "A model by profiling-agent"
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=upload, commit_message=message, delete_patterns=previous, revision="main"
+        )
+    return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=commit.oid, files=(*names, CARD))
+
+
+def _pushed_files(api: HfApi, existing: ModelInfo, scratch: Path, *, update: bool) -> list[str]:
+    """Return the files of a repository that earlier pushes put there, as its recipe or manifest names them.
+
+    Raises:
+        RequestError: it has files and none was pushed, or they are not to be replaced.
+    """
+    repo_id, files = existing.id, {file.rfilename for file in existing.siblings or ()} - HUB_FILES
+    pushed = set[str]()
+    for name in files & {RECIPE, MANIFEST}:
+        document = read_json(Path(api.hf_hub_download(repo_id, name, local_dir=scratch / "fetched")))
+        if {"deployment", "files"} <= document.keys():
+            pushed |= {name, CARD, *document["files"]} & files
+    contents = f"{repo_id!r} exists on the Hub and holds {', '.join(sorted(files)[:5])}"
+    if files and not pushed:
+        raise RequestError(f"{contents}, which were not pushed by profiling-agent: push to another name")
+    if files and not update:
+        raise RequestError(f"{contents}: push to another name, or replace them with --update (earlier commits stay)")
+    return sorted(pushed)
+
+
+def _licensed_card(api: HfApi, text: str, base: str, revision: str | None) -> str:
+    """Return a card with the base model's license, if that has a commit on the Hub which names one."""
+    if revision is None:
+        return text
+    card = ModelCard(text, ignore_metadata_errors=True)
+    with suppress(HfHubHTTPError, HFValidationError):
+        found = api.model_info(base, revision=revision).card_data or {}
+        for name in ("license", "license_name", "license_link"):
+            if isinstance(value := found.get(name), str):
+                setattr(card.data, name, value)
+    return str(card)

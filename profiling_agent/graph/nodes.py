@@ -20,8 +20,7 @@ from profiling_agent.planning.allocation import apply_demands, dry_run
 from profiling_agent.planning.llm_planner import UNKNOWN, advised_shape
 from profiling_agent.planning.rules import analyse, read_plan
 from profiling_agent.reporting.render import write_report
-from profiling_agent.reporting.report import build_report
-from profiling_agent.reporting.results import card_judged, card_notes, card_rows, results_folder
+from profiling_agent.reporting.report import build_report, card_judged, card_notes, card_rows, results_folder
 from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
 from profiling_agent.schemas import SHARD, Approval, ApprovalQuestion, Decided, Origin, Plan, StopReason

@@ -23,7 +23,6 @@ from filelock import FileLock, Timeout
 from profiling_agent.errors import JobError
 from profiling_agent.lib.io import cache_folder, make_folders
 from profiling_agent.lib.logs import Progress, raise_if_stopped, silent
-from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
 from profiling_agent.schemas import Environment, Gpu
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from profiling_agent import schemas
-from profiling_agent.errors import ArtifactError, JobError, KilledError, RequestError
+from profiling_agent.errors import ArtifactError, JobError, KilledError
 from profiling_agent.lib import machine
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.logs import Progress, silent
@@ -385,7 +385,7 @@ class MeasuredModel(Record):
 
 
 class Measurements(Record):
-    """Output of `profiling-agent measure --json`."""
+    """What each of several saved models takes."""
 
     models: tuple[MeasuredModel, ...] = Field(min_length=1)
 
@@ -417,10 +417,7 @@ def race_saved(
     Raises:
         ArtifactError: a model is missing.
         JobError: the first can't be run.
-        RequestError: there are fewer than two models, or only the first can be run.
     """
-    if len(models) < 2:
-        raise RequestError(f"a race takes two models, {len(models)} was given: name a run, or another saved model")
     entries = [(model.variant, _ref(model.folder)) for model in models]
     names = {ref.path: model.name for (_, ref), model in zip(entries, models, strict=True)}
     # Imports of a process of one of torch's runtimes.
@@ -429,8 +426,6 @@ def race_saved(
         conditions = Conditions(root=Path("/"), batch_size=batch_size, device=device, server=server)
         dropped = race_once(entries, conditions, progress=progress).dropped
         entries = [entry for entry in entries if entry[1] not in [each.model for each in dropped]]
-        if len(entries) < 2:
-            raise RequestError(f"none but the first can be run here: {'; '.join(each.reason for each in dropped)}")
         sessions, void = run_sessions(
             lambda number: run_one_session(entries, conditions, number, progress=progress), num_sessions
         )

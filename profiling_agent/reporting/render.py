@@ -1,6 +1,5 @@
 """Report files: report.json, report.md and report.html, and the interactive charts, from the templates next to this file."""
 
-import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +12,23 @@ from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
 from profiling_agent.lib.io import inert, write_text
-from profiling_agent.reporting.report import RunReport, final_attempt, omissions, predictions, unit_decisions
+from profiling_agent.reporting.report import (
+    RunReport,
+    differences,
+    final_attempt,
+    measures,
+    omissions,
+    predictions,
+    unit_decisions,
+)
 from profiling_agent.reporting.units import FORMATS
 from profiling_agent.request import Request
-from profiling_agent.schemas import Evaluation
+from profiling_agent.schemas import Evaluation, by_cause
 
 INK, MUTED, ACCENT, SECOND, WARN, BEFORE = "#1f2933", "#9aa5b1", "#0b7285", "#e8590c", "#c92a2a", "#cbd2d9"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 # More bars or rows are unreadable; the tables and report.json have all of them.
-MAX_GROUPS, MAX_UNITS, MAX_ROWS = 14, 80, 160
-SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
+MAX_GROUPS, MAX_UNITS = 14, 80
 
 # A model: x, top-1, hover text.
 Points = list[tuple[float, float, str]]
@@ -34,8 +40,6 @@ def charts(report: RunReport) -> dict[str, str]:
         **_accuracy_charts(report),
         "time": _by_group(report, "Where the time goes", "milliseconds, as profiled", "latency_ms", "latency_after_ms"),
         "memory": _by_group(report, "Where the parameters are", "parameters", "params", "params_after"),
-        "sensitivity": _sensitivity(report),
-        "runtimes": _runtime_race(report),
     }
     config = {"displayModeBar": False, "responsive": True}
     return {
@@ -51,20 +55,10 @@ def _inert_label(text: object) -> str:
 
 
 def _new_figure(title: str, x: str, y: str, height: int = 380) -> go.Figure:
-    figure = go.Figure()
-    figure.update_layout(
-        title={"text": title, "font": {"size": 15}},
-        height=height,
-        margin={"l": 10, "r": 10, "t": 48, "b": 10},
-        font={"family": FONT, "color": INK, "size": 12},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        legend={"orientation": "h", "y": -0.22},
-        hoverlabel={"bgcolor": "white"},
-    )
-    for axis, label in ((figure.update_xaxes, x), (figure.update_yaxes, y)):
-        axis(title_text=label, gridcolor="#e4e7eb", zerolinecolor=BEFORE, automargin=True)
-    return figure
+    layout = go.Layout(template="plotly_white", title=title, title_font_size=15, height=height)
+    layout.update(xaxis_title=x, yaxis_title=y, font={"family": FONT, "color": INK, "size": 12})
+    layout.update(margin={"l": 10, "r": 10, "t": 48, "b": 10}, legend={"orientation": "h", "y": -0.22})
+    return go.Figure(layout=layout)
 
 
 def _pareto_figure(
@@ -154,53 +148,6 @@ def _by_group(report: RunReport, title: str, label: str, before: str, after: str
     return figure
 
 
-def _sensitivity(report: RunReport) -> go.Figure | None:
-    """Return the KL in log10 nats of each unit cut alone, by the kept share of its width, or None without units."""
-    units = report.sensitivity[:MAX_UNITS][::-1]
-    if not units:
-        return None
-    figure = _new_figure("Sensitivity of each unit, cut alone", "width kept", "", height=140 + 15 * len(units))
-    options = [[row.at(share) for share in SHARES] for row in units]
-    figure.add_heatmap(
-        z=[[math.log10(max(option.kl, 1e-6)) for option in row] for row in options],
-        customdata=[[[option.kl, option.keep] for option in row] for row in options],
-        x=[f"{share:.0%}" for share in SHARES],
-        y=[_inert_label(row.unit) for row in units],
-        colorscale="YlOrRd",
-        colorbar={"title": "nats", "tickvals": [-5, -4, -3, -2, -1, 0], "ticktext": [f"1e{n}" for n in range(-5, 1)]},
-        hovertemplate="%{y}<br>%{customdata[1]} kept: %{customdata[0]:.2g} nats<extra></extra>",
-    )
-    figure.update_yaxes(tickfont={"size": 9})
-    return figure
-
-
-def _runtime_race(report: RunReport) -> go.Figure | None:
-    """Return the speedup of each baseline deployment over eager float32 with its interval, or None if none raced."""
-    options = report.deployment_search.options if report.deployment_search else ()
-    results = sorted(
-        ((option.race_result, option.deployment.name) for option in options if option.race_result),
-        key=lambda row: row[0].speedup,
-    )
-    if not results:
-        return None
-    figure = _new_figure("The race of the baseline's deployments", "times as fast", "", height=120 + 30 * len(results))
-    figure.add_bar(
-        y=[_inert_label(name) for _, name in results],
-        x=[result.speedup for result, _ in results],
-        error_x={
-            "type": "data",
-            "symmetric": False,
-            "array": [result.speedup_high - result.speedup for result, _ in results],
-            "arrayminus": [result.speedup - result.speedup_low for result, _ in results],
-        },
-        orientation="h",
-        marker_color=ACCENT,
-        hovertemplate="%{y}: %{x:.2f} times as fast<extra></extra>",
-    )
-    figure.add_vline(x=1, line={"color": MUTED, "width": 1})
-    return figure
-
-
 def prose(text: object) -> str:
     """Return at most 500 characters of third-party text on one line, unable to open markup."""
     return inert(" ".join(str(text).split())[:500].replace("`", "'"))
@@ -211,11 +158,23 @@ def cell(text: object) -> str:
     return prose(text).replace("|", "\\|")
 
 
+# What templates call; what they format with are the filters of `units`.
+FUNCTIONS: dict[str, Any] = {
+    "by_cause": by_cause,
+    "differences": differences,
+    "final_attempt": final_attempt,
+    "measures": measures,
+    "omissions": omissions,
+    "predictions": predictions,
+    "unit_decisions": unit_decisions,
+}
+
+
 def _templates(**options: Any) -> Environment:
     loader = PackageLoader("profiling_agent.reporting", "")
     jinja = Environment(loader=loader, undefined=StrictUndefined, **options)
-    own: dict[str, Any] = {"prose": prose, "cell": cell, "predictions": predictions, "omissions": omissions}
-    jinja.filters.update(FORMATS | own)
+    jinja.filters.update(FORMATS | {"prose": prose, "cell": cell})
+    jinja.globals.update(FUNCTIONS)
     return jinja
 
 
@@ -226,15 +185,19 @@ def _page(template: str, **values: Any) -> str:
     return jinja.get_template(template).render(style=style, script=script, **values)
 
 
-def render_markdown(report: RunReport) -> str:
-    """Return the report as Markdown."""
+def render_text(template: str, **values: Any) -> str:
+    """Return Markdown of one of the templates `NAME.md.jinja`."""
 
     # Autoescape would mangle Markdown. `finalize` applies to every inserted value, so that a template can't forget a filter.
     def finalize(value: object) -> object:
         return inert(value) if isinstance(value, str) else value
 
-    jinja = _templates(autoescape=False, finalize=finalize)
-    return jinja.get_template("report.md.jinja").render(r=report)
+    return _templates(autoescape=False, finalize=finalize).get_template(f"{template}.md.jinja").render(**values)
+
+
+def render_markdown(report: RunReport) -> str:
+    """Return the report as Markdown."""
+    return render_text("report", r=report)
 
 
 def render_sweep(rows: Sequence[Any], number: int) -> str:
@@ -252,13 +215,8 @@ def render_html(report: RunReport) -> str:
         charts={name: Markup(chart) for name, chart in charts(report).items()},
         library=Markup(get_plotlyjs()),
         subject=subject,
-        units=unit_decisions(report, subject)[:MAX_ROWS] if subject else (),
-        # In SVG user units: height of a unit's row, left margin, length of every bar.
-        row=16,
-        left=250,
-        span=520,
+        units=unit_decisions(report, subject)[:MAX_UNITS] if subject else (),
         command=command(report.request),
-        race_result=report.race_result,
     )
 
 

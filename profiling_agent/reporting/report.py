@@ -1,20 +1,27 @@
-"""Report of a run as a record, gathered from the journal and the run folder."""
+"""Report of a run as a record: gathered at its end, read back, and what is derived from it."""
 
+import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from profiling_agent import schemas
-from profiling_agent.errors import PlanError
+from profiling_agent.data import is_local
+from profiling_agent.errors import PlanError, RunError
 from profiling_agent.jobs.tasks import Profiled
+from profiling_agent.lib.io import DocumentError, parse_json, parse_record
 from profiling_agent.lib.machine import environment
+from profiling_agent.measure.race import SavedModel, saved_model
 from profiling_agent.planning.digest import launch_text
 from profiling_agent.pruning.widths import matching_names
-from profiling_agent.reporting.units import count, percent
+from profiling_agent.reporting.units import count, drop, ms, percent, size, speedup
 from profiling_agent.request import Request
+from profiling_agent.runtimes.artifact import CardRow, HeldOutAccuracy
 from profiling_agent.search.evaluator import EFFORTS
 from profiling_agent.search.finalize import FinalChoice
-from profiling_agent.workspace import REPORT_VERSION
+from profiling_agent.workspace import MANIFEST, REPORT_VERSION, Workspace, check_version, read_manifest
 
 
 class Summary(schemas.Record):
@@ -151,23 +158,18 @@ def gpu_lines(profiles: Mapping[str, schemas.ModelProfile]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def build_report(  # noqa: PLR0913 (a report has a part of every stage)
+def build_report(
     request: Request,
     final: FinalChoice,
     *,
     acquired: schemas.Acquired,
-    input: schemas.InputSpec,
     deployment_search: schemas.DeploymentSearch | None,
     peak_memory_bytes: tuple[int, int],
-    attempts: tuple[schemas.Attempt, ...],
-    stopped: schemas.StopReason,
-    planned_by: str,
-    spent: schemas.Spent | None,
-    decisions: tuple[schemas.Decided, ...],
     profiles: Mapping[str, tuple[Profiled, schemas.ModelProfile]],
     times: Mapping[str, tuple[int, float]],
+    **fields: Any,
 ) -> RunReport:
-    """Build the report of a run from its final choice and what each stage found.
+    """Build the report of a run from its final choice, what each stage found, and other `fields` of the report as they are.
 
     `peak_memory_bytes` are of a fresh process that only loads and runs the baseline, and of one with the winner. `profiles` has
     `baseline` and, if another won, `best`. `times` has the number of jobs of each kind, and their seconds.
@@ -204,10 +206,6 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
         run_id=request.run_id or "",
         verdict=final.verdict,
         goal=request.goal,
-        stopped=stopped,
-        planned_by=planned_by,
-        spent=spent,
-        decisions=decisions,
         deployment_search=deployment_search,
         baseline=summarise(final.heldout_baseline, before[0], peak_memory_bytes[0], None),
         best=summarise(final.heldout_winner, after[0], peak_memory_bytes[1], final.winner.attempt),
@@ -215,7 +213,6 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
         screening=final.screening,
         race=final.race,
         variants=tuple(VariantRow(evaluation=row, race_result=results.get(row.model.sha256)) for row in final.variants),
-        attempts=attempts,
         kept_beside=final.kept_beside.evaluation.model.path if final.kept_beside else None,
         notes=(
             *acquired.notes,
@@ -226,7 +223,6 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
             *(final.race.notes if final.race else ()),
         ),
         acquired=acquired,
-        input=input,
         profiles={name: profiled for name, (profiled, _) in profiles.items()},
         layers=_compare_layers(before[1], after[1]),
         on_gpu=gpu_lines({name: profile for name, (_, profile) in profiles.items()}),
@@ -242,6 +238,7 @@ def build_report(  # noqa: PLR0913 (a report has a part of every stage)
         artifacts=artifacts,
         request=request,
         environment=environment(acquired.source.device),
+        **fields,
     )
 
 
@@ -262,71 +259,63 @@ def _compare_layers(before: schemas.ModelProfile, after: schemas.ModelProfile) -
 
 def omissions(report: RunReport) -> tuple[str, ...]:
     """Return what was left out for lack of time, by the time budget or in proportion to the model, in run order."""
-    options = report.deployment_search.options if report.deployment_search else ()
-    waiting = [option for option in options if option.wants_time]
-    untried = ", ".join(option.deployment.name for option in waiting if option.deployed is None)
-    unmeasured = ", ".join(option.deployment.name for option in waiting if option.deployed is not None)
+    lines, options = list[str](), report.deployment_search.options if report.deployment_search else ()
+    for is_made, what in ((False, "not tried"), (True, "made and not measured")):
+        waiting = [each for each in options if each.wants_time and (each.deployed is not None) == is_made]
+        if waiting:
+            lines.append(f"deployments that were {what}: {', '.join(each.deployment.name for each in waiting)}")
+    if report.stopped is schemas.StopReason.TIME_SPENT:
+        most = min(report.request.max_iterations, EFFORTS[report.request.effort].num_attempts)
+        lines.append(f"plans: {len(report.attempts)} of up to {most} were measured")
     num_seen, num_all = report.heldout.predictions.num_images, report.acquired.heldout.num_images
     accuracy = next(term for term in report.verdict.terms if term.name == "accuracy")
-    is_cut = accuracy.holds and accuracy.bound is not None and accuracy.bound > accuracy.required and num_seen < num_all
-    max_plans = min(report.request.max_iterations, EFFORTS[report.request.effort].num_attempts)
-    plans = f"{len(report.attempts)} of up to {max_plans}"
-    cases = (
-        (bool(untried), f"deployments that were not tried: {untried}"),
-        (bool(unmeasured), f"deployments that were made and not measured: {unmeasured}"),
-        (report.stopped is schemas.StopReason.TIME_SPENT, f"plans: {plans} were measured"),
-        (is_cut, f"held-out images: {num_seen:,} of {num_all:,} were looked at"),
-    )
-    return tuple(text for applies, text in cases if applies)
+    if accuracy.holds and accuracy.bound is not None and accuracy.bound > accuracy.required and num_seen < num_all:
+        lines.append(f"held-out images: {num_seen:,} of {num_all:,} were looked at")
+    return tuple(lines)
 
 
 def differences(reports: Mapping[str, RunReport]) -> tuple[str, ...]:
     """Return a line for each difference that makes the runs' times incomparable; empty if there is none."""
-    environments = {name: report.environment for name, report in reports.items()}
+    hosts = {name: report.environment for name, report in reports.items()}
     # All that times depend on, except software.
     machines = {
-        name: f"{here.machine} ({', '.join(here.cpu_flags) or 'no vector extensions of note'}; {here.system}, {here.device})"
-        for name, here in environments.items()
+        name: f"{host.machine} ({', '.join(host.cpu_flags) or 'no vector extensions of note'}; {host.system}, {host.device})"
+        for name, host in hosts.items()
     }
-    other = "runs of different machines, whose times and speed-ups aren't compared"
-    compared = [
-        (other, machines, "; race their models on one of them (profiling-agent race)"),
-        ("times are of batches of different sizes", {n: f"{r.request.batch_size}" for n, r in reports.items()}, ""),
-    ]
-    for library in sorted({library for here in environments.values() for library in here.versions}):
-        versions = {name: here.versions.get(library, "none") for name, here in environments.items()}
-        compared.append((f"times are of different versions of {library}", versions, ""))
-    lines: list[str] = []
-    for what, values, advice in compared:
-        runs = {value: [name for name in values if values[name] == value] for value in values.values()}
-        if len(runs) > 1:
-            text = "; ".join(f"{', '.join(names)}: {value}" for value, names in runs.items())
-            lines.append(f"{what}: {text}{advice}")
-    return tuple(lines)
+    what = "runs of different machines, whose times and speed-ups aren't compared (profiling-agent benchmark compares them)"
+    compared: dict[str, Mapping[str, object]] = {
+        what: machines,
+        "times are of batches of different sizes": {name: each.request.batch_size for name, each in reports.items()},
+    }
+    for library in sorted({library for host in hosts.values() for library in host.versions}):
+        versions = {name: host.versions.get(library, "none") for name, host in hosts.items()}
+        compared[f"times are of different versions of {library}"] = versions
+    return tuple(
+        f"{what}: {'; '.join(f'{name}: {value}' for name, value in values.items())}"
+        for what, values in compared.items()
+        if len(set(values.values())) > 1
+    )
 
 
-# A prediction that differs from the measurement by more than this factor is marked.
-MAX_FACTOR = 2.0
-# Smaller differences in nats and in shares of time are noise, so no prediction is marked.
-MIN_NATS, MIN_SHARE = 1e-4, 0.02
+def measures(report: RunReport) -> tuple[tuple[str, str, str, str], ...]:
+    """Return what was measured before and after: the label, the field of `Summary`, and both values as texts."""
+    shown: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+        (f"top-1 on {report.best.num_images:,} held-out images", "top1", percent),
+        (f"latency of a batch of {report.request.batch_size}", "latency_ms", ms),
+        ("params", "params", count),
+        ("MACs of one image", "macs", count),
+        ("on disk", "size_bytes", size),
+        ("in memory", "parameter_bytes", size),
+        ("peak memory of a process", "peak_memory_bytes", size),
+    )
+    return tuple(
+        (label, field, show(getattr(report.baseline, field)), show(getattr(report.best, field)))
+        for label, field, show in shown
+    )
 
 
-class ForecastCheck(schemas.Record):
-    """Predicted and measured value of one quantity of an attempt."""
-
-    what: str
-    predicted: str
-    measured: str
-    is_off: bool
-
-
-class Choice(schemas.Record):
-    """Width of one unit before and after, and the reason."""
-
-    unit: str
-    width: int
-    kept: int
-    reason: str
+# A prediction is marked if it differs by more than this factor, and by more than noise in nats or in shares of time.
+MAX_FACTOR, MIN_NATS, MIN_SHARE = 2.0, 1e-4, 0.02
 
 
 def is_off(predicted: float, measured: float, floor: float) -> bool:
@@ -335,28 +324,37 @@ def is_off(predicted: float, measured: float, floor: float) -> bool:
     return larger > floor and larger > MAX_FACTOR * max(smaller, 0.0)
 
 
-def predictions(attempt: schemas.Attempt, report: RunReport) -> tuple[ForecastCheck, ...]:
-    """Return what was predicted of an attempt next to what was measured; empty if it was not pruned."""
-    dry_run, rows = attempt.dry_run, list[ForecastCheck]()
+def predictions(attempt: schemas.Attempt, report: RunReport) -> tuple[tuple[str, str, str, str], ...]:
+    """Return each predicted quantity of a pruned attempt: its name, prediction, measurement, and a mark if they differ."""
+    dry_run, rows = attempt.dry_run, list[tuple[str, float, float, float, Callable[[float], str]]]()
     if dry_run is None or attempt.pruned_model is None:
         return ()
-
-    def add(what: str, predicted: float, measured: float, floor: float, show: Callable[[float], str]) -> None:
-        off = is_off(predicted, measured, floor)
-        rows.append(ForecastCheck(what=what, predicted=show(predicted), measured=show(measured), is_off=off))
-
     if attempt.deployed is not None:
-        add("params", dry_run.params, attempt.deployed.footprint.params, 0, count)
-        add("macs", dry_run.macs, attempt.deployed.footprint.macs, 0, count)
+        rows.append(("params", dry_run.params, attempt.deployed.footprint.params, 0, count))
+        rows.append(("MACs", dry_run.macs, attempt.deployed.footprint.macs, 0, count))
     if dry_run.kl is not None and attempt.calibration_kl is not None:
-        add("KL", dry_run.kl, attempt.calibration_kl, MIN_NATS, lambda nats: f"{nats:.2g} nats")
+        rows.append(("KL", dry_run.kl, attempt.calibration_kl, MIN_NATS, lambda nats: f"{nats:.2g} nats"))
     # The time of its float32 deployment, in torch as the prediction is.
     sha256 = attempt.pruned_model.sha256
     race_result = next((row.race_result for row in report.variants if row.evaluation.model.sha256 == sha256), None)
     if dry_run.latency_saved is not None and race_result is not None:
         saved = 1 - 1 / race_result.speedup
-        add("time in float32", dry_run.latency_saved, saved, MIN_SHARE, lambda share: f"{percent(share)} less")
-    return tuple(rows)
+        rows.append(
+            ("time in float32", dry_run.latency_saved, saved, MIN_SHARE, lambda share: f"{percent(share)} less")
+        )
+    return tuple(
+        (name, show(predicted), show(measured), "off by more than twice" if is_off(predicted, measured, floor) else "")
+        for name, predicted, measured, floor, show in rows
+    )
+
+
+class Choice(NamedTuple):
+    """Width of one unit before and after, and the reason."""
+
+    unit: str
+    width: int
+    kept: int
+    reason: str
 
 
 def final_attempt(report: RunReport) -> schemas.Attempt | None:
@@ -376,29 +374,27 @@ def unit_decisions(report: RunReport, attempt: schemas.Attempt) -> tuple[Choice,
         keep = cut.keep if cut else max((option.keep for option in row.options), default=width) if row else width
         option = row.at(keep / width) if row else None
         cost = f"{option.kl:.2g} nats alone for {count(option.params_saved)} params at {option.keep}" if option else ""
-        reason = _cut_reason(cut, cost, attempt.plan) if cut else _uncut_reason(name, cost, attempt)
+        reason = _reason((name, *cut.unit.members) if cut else (name,), cut, cost, attempt)
         result.append(Choice(unit=name, width=width, kept=cut.keep if cut else width, reason=reason))
     return tuple(result)
 
 
-def _cut_reason(cut: schemas.Cut, cost: str, plan: schemas.Plan) -> str:
-    for rec in plan.pruning:
-        if _matches(rec.layer, (cut.unit.name, *cut.unit.members)):
-            justification = f": {rec.justification}" if rec.justification else ""
-            return f"the plan cuts {rec.pruning_ratio:.0%} of it{justification}{f' ({cost})' if cost else ''}"
-    return f"the allocator's choice{f': {cost}' if cost else ''}"
-
-
-def _uncut_reason(name: str, cost: str, attempt: schemas.Attempt) -> str:
-    for note in attempt.dry_run.notes if attempt.dry_run else ():
-        if repr(name) in note:
+def _reason(names: tuple[str, ...], cut: schemas.Cut | None, cost: str, attempt: schemas.Attempt) -> str:
+    plan, notes = attempt.plan, attempt.dry_run.notes if attempt.dry_run else ()
+    if cut is not None:
+        for rec in plan.pruning:
+            if _matches(rec.layer, names):
+                return ": ".join(
+                    filter(None, (f"the plan cuts {rec.pruning_ratio:.0%} of it", rec.justification, cost))
+                )
+        return ": ".join(filter(None, ("the allocator's choice", cost)))
+    for note in notes:
+        if repr(names[0]) in note:
             return note
-    for cap in attempt.plan.caps:
-        if cap.max_ratio == 0 and _matches(cap.layer, (name,)):
+    for cap in plan.caps:
+        if cap.max_ratio == 0 and _matches(cap.layer, names):
             return f"the plan leaves {cap.layer!r} alone"
-    if attempt.plan.target is None:
-        return "the plan doesn't name it"
-    return f"the same is saved for less elsewhere: {cost}"
+    return "the plan doesn't name it" if plan.target is None else f"the same is saved for less elsewhere: {cost}"
 
 
 def _matches(pattern: str, names: tuple[str, ...]) -> bool:
@@ -406,3 +402,106 @@ def _matches(pattern: str, names: tuple[str, ...]) -> bool:
         return bool(matching_names(pattern, names))
     except PlanError:
         return False
+
+
+REPORT = "report.json"
+FORKS = "forks"
+
+
+def read_report(folder: Path) -> RunReport:
+    """Return the report of a finished run, or of a fork of one.
+
+    Raises:
+        RunError: the folder is not a run, the run has no report yet, or the report is damaged or of another version.
+    """
+    path = folder / REPORT
+    if not path.is_file():
+        read_manifest(folder)
+        raise RunError(f"run {str(folder)!r} has no report yet: finish it with `profiling-agent resume {folder}`")
+    try:
+        text = path.read_bytes()
+        document: Any = parse_json(text)
+        if isinstance(document, dict) and "schema_version" in document:
+            check_version(path, document["schema_version"], REPORT_VERSION)
+        return parse_record(RunReport, text)
+    except (OSError, DocumentError) as error:
+        raise RunError(f"{str(path)!r} is damaged ({error}): run again") from error
+
+
+def results_folder(root: Path, report: RunReport) -> Path:
+    """Return where a report belongs: the run folder, or a fork's own if the run's report is on another request or other plans.
+
+    A thread forked from an earlier checkpoint shares the run folder and its jobs; the earlier report stays as it was.
+    """
+
+    def identity(report: RunReport) -> str:
+        plans = (attempt.plan.model_dump_json() for attempt in report.attempts)
+        return "\n".join((report.request.model_dump_json(), *plans))
+
+    try:
+        earlier = read_report(root)
+    except RunError:
+        return root
+    if identity(earlier) == identity(report):
+        return root
+    return root / FORKS / hashlib.sha256(identity(report).encode()).hexdigest()[:12]
+
+
+def run_of(folder: Path) -> Path:
+    """Return the run folder that the results of a run, or of a fork, belong to."""
+    folder = folder.resolve()
+    return folder if (folder / MANIFEST).is_file() or folder.parent.name != FORKS else folder.parents[1]
+
+
+def is_run(source: Path) -> bool:
+    """Return whether a folder is a run's, or a fork's."""
+    return (source / MANIFEST).is_file() or (source / REPORT).is_file()
+
+
+def models_of_all(sources: Sequence[Path]) -> list[SavedModel]:
+    """Return the models behind runs' verdicts, numbered as in `pick`, the baseline first, and saved models themselves.
+
+    The models of one of several runs have its path before their names.
+
+    Raises:
+        ArtifactError: a source is neither a run nor a saved model.
+        RunError: a run has no report yet.
+    """
+    models: list[SavedModel] = []
+    for source in sources:
+        if not is_run(source):
+            models.append(saved_model(source))
+            continue
+        workspace, origin = Workspace(run_of(source)), f"{source}: " if len(sources) > 1 else ""
+        for number, variant in enumerate(read_report(source).variants):
+            row = variant.evaluation
+            name = f"{origin}{number} {row.variant} ({row.deployment.name})"
+            models.append(SavedModel(name, row.variant, workspace.path(row.model).resolve()))
+    return models
+
+
+def card_rows(report: RunReport) -> tuple[CardRow, ...]:
+    """Return the model card's rows, before and after, formatted as in the report."""
+    return tuple(CardRow(name=name, before=before, after=after) for name, _, before, after in measures(report))
+
+
+def card_notes(report: RunReport) -> tuple[str, ...]:
+    """Return the verdict, its intervals, and where they were measured."""
+    result, env = report.race_result, report.environment
+    notes = [f"{report.verdict.outcome}: {report.verdict.explanation}."]
+    if report.heldout.drop:
+        notes.append(f"Top-1 lost: {drop(report.heldout.drop)}.")
+    if result:
+        sessions = f"{len(result.turns)} sessions on one machine"
+        notes.append(f"Times as fast as the baseline in eager float32, in {sessions}: {speedup(result)}.")
+    notes.append(f"Measured on {env.machine}, {env.system}, device {report.acquired.source.device}.")
+    return tuple(notes)
+
+
+def card_judged(report: RunReport) -> HeldOutAccuracy | None:
+    """Return the held-out result as metadata for the Hub, or None if the data set isn't on the Hub."""
+    request = report.request
+    if is_local(request.dataset) or "/" not in request.dataset:
+        return None
+    split = report.acquired.heldout.source_split
+    return HeldOutAccuracy(dataset=request.dataset, config=request.dataset_config, split=split, top1=report.best.top1)

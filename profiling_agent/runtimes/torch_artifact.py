@@ -27,7 +27,6 @@ from profiling_agent.lib.inference import Folded
 from profiling_agent.lib.io import first_line, parse_json
 from profiling_agent.lib.logs import SETTINGS_LOCK, is_out_of_memory, muted, third_party_errors
 from profiling_agent.lib.machine import environment
-from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.pruning.prune import find_attention, set_head_attributes_
 from profiling_agent.quantization.layers import QuantizedModule, quantized_modules, rebuild_layer
 from profiling_agent.runtimes import artifact
@@ -424,5 +423,7 @@ def cpu_note(folder: Path, recipe: Recipe, here: Environment) -> str | None:
         lacks = f"{cpus}, which has no {' or '.join(needed)}"
         return f"{lacks}: its int8 sums may saturate here; `profiling-agent run` makes a model for this machine"
     if recipe.cpu != here.cpu:
-        return f"{cpus}: it computes the same, but another deployment may be faster; `profiling-agent race` finds out"
+        return (
+            f"{cpus}: it computes the same, but another deployment may be faster; `profiling-agent benchmark` finds out"
+        )
     return None

@@ -39,8 +39,7 @@ from benchmarks.paper.tables import (
 )
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.lib.modules import random_batch
-from profiling_agent.reporting.report import VariantRow
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import VariantRow, read_report
 from profiling_agent.schemas import Attempt, UnitKind, Variant
 
 ROOT = Path(__file__).parents[2]

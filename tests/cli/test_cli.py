@@ -1,8 +1,8 @@
 """The command line: usage, one line for each mistake, damaged and old runs, saved models."""
 
 import html
-import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,15 +12,11 @@ from pathlib import Path
 import pytest
 from commands import call
 from conftest import World
-from full_disk import at_most
-from rich.console import Console
 
-from profiling_agent.cli.tables import compare_table, measurement_table, profile_tables
 from profiling_agent.exporting.pick import model_folder
 from profiling_agent.lib.io import write_text
-from profiling_agent.measure.race import Measurements
-from profiling_agent.reporting.report import RunReport
-from profiling_agent.reporting.results import before_and_after, models_of_all, read_report
+from profiling_agent.reporting.render import render_html, render_markdown, render_text
+from profiling_agent.reporting.report import RunReport, models_of_all, read_report
 from profiling_agent.schemas import ModelProfile, Race
 from profiling_agent.workspace import Workspace
 
@@ -49,23 +45,17 @@ def test_show_prints_the_verdict_for_people_and_one_json_document_and_why_layers
     assert shown["verdict"]["outcome"] in for_people.output
     assert RunReport.model_validate(shown) == read_report(finished)
     assert all(row["unit"] in plan for row in shown["sensitivity"])
-    assert all(words in plan for words in ("by rules", "what is quantized", "predicted and measured"))
+    assert all(words in plan for words in ("by rules", "layers quantized", "predicted"))
 
 
-def test_reports_are_written_again_with_what_was_noted_of_the_images_as_the_terminal_has_it(run: Path):
-    before, said = (run / "report.md").read_text(), "'3' is taken for 'car', by their places alone"
-    (run / "report.md").unlink()
-    assert call("report", run).exit_code == 0
-    assert (run / "report.md").read_text() == before
+def test_what_was_noted_of_the_images_stands_in_the_report_and_on_the_terminal(run: Path):
+    report, note = read_report(run), "'3' is taken for 'car', by their places alone"
+    noted = report.model_copy(update={"notes": (note,)})
+    write_text(run / "report.json", noted.model_dump_json())
 
-    report = json.loads((run / "report.json").read_text())
-    report["acquired"]["notes"] = report["notes"] = [said]
-    (run / "report.json").write_text(json.dumps(report))
-
-    assert said in call("show", run).output
-    assert call("report", run).exit_code == 0
-    assert said in (run / "report.md").read_text()
-    assert said in html.unescape((run / "report.html").read_text())
+    assert note in call("show", run).output
+    assert note in render_markdown(noted)
+    assert note in html.unescape(render_html(noted))
 
 
 def test_a_run_in_the_default_place_can_be_named_by_its_id(
@@ -86,12 +76,10 @@ def test_profile_prints_one_json_document(world: World):
     document = json.loads(shown.stdout)
     assert document["params"] == sum(row["params"] for row in document["layers"])
     assert document["forward_passes"] <= 60
-    *_, stay = profile_tables(ModelProfile.model_validate(document))
-    causes, numbers, firsts = (list(column.cells) for column in stay.columns)
-    assert sum(int(str(number)) for number in numbers) == len(document["refusals"]) > 0
-    for cause, first in zip(causes, firsts, strict=True):
-        layer, _, told = str(first).partition(": ")
-        assert document["refusals"][layer] == f"{cause}: {told}"
+    text = render_text("profile", p=ModelProfile.model_validate(document))
+    rows = re.findall(r"^\| (.*) \| (\d+) \| (\S+): .* \|$", text.partition("what stays as it is")[2], re.MULTILINE)
+    assert sum(int(number) for _, number, _ in rows) == len(document["refusals"]) > 0
+    assert all(document["refusals"][layer].startswith(cause) for cause, _, layer in rows)
 
 
 def program(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -165,7 +153,7 @@ def emptied(_: bytes) -> bytes:
     ("file", "damage", "verbs", "words"),
     [
         *(("checkpoints.sqlite", damage, ("resume", "approve"), "delete the file") for damage in (cut_short, beheaded)),
-        *(("report.json", damage, ("show", "report", "compare"), "damaged") for damage in (cut_short, emptied)),
+        *(("report.json", damage, ("show", "compare"), "damaged") for damage in (cut_short, emptied)),
     ],
 )
 def test_a_damaged_file_of_a_run_is_named_and_not_gone_on_with(
@@ -174,10 +162,10 @@ def test_a_damaged_file_of_a_run_is_named_and_not_gone_on_with(
     (run / file).write_bytes(damage((run / file).read_bytes()))
 
     assert all(is_refused(call(verb, run), file, words) for verb in verbs)
-    assert (call("report", run).exit_code == 0) is (file != "report.json")
 
 
 def test_a_run_that_is_in_use_is_refused_and_goes_on_when_it_is_free(run: Path, finished: Path):
+    report = read_report(finished)
     for flags in ((), ("--quiet",), ("--json",)):
         lock = Workspace(run).lock()
         try:
@@ -187,9 +175,8 @@ def test_a_run_that_is_in_use_is_refused_and_goes_on_when_it_is_free(run: Path, 
         assert is_refused(said, "run 'quick' is in use by another process: wait for it, or end it")
         assert said.stdout == ""
 
-        is_met = read_report(finished).verdict.outcome == "MET"
-        assert call("resume", run, *flags).exit_code == (0 if is_met else 1)
-        assert read_report(run) == read_report(finished)
+        assert call("resume", run, *flags).exit_code == (0 if report.verdict.outcome == "MET" else 1)
+        assert read_report(run) == report
 
 
 @pytest.fixture
@@ -203,7 +190,7 @@ def old(tmp_path: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize("verb", ["show", "report", "resume", "compare", "approve", "race", "measure", "export"])
+@pytest.mark.parametrize("verb", ["show", "resume", "compare", "approve", "benchmark", "export"])
 def test_an_old_run_is_refused_in_one_line_that_names_the_versions(old: Path, tmp_path: Path, verb: str):
     options = ["--format", "hf", "--output", str(tmp_path / "out")] if verb == "export" else []
     before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
@@ -219,18 +206,22 @@ def test_an_old_run_is_refused_in_one_line_that_names_the_versions(old: Path, tm
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_raced_again_without_what_can_not_be_run(finished: Path, tmp_path: Path):
+def test_a_finished_run_is_benchmarked_without_what_can_not_be_run(finished: Path, tmp_path: Path):
     broken = shutil.copytree(finished / "best", tmp_path / "broken")
     (broken / "weights.safetensors").write_bytes(b"no weights")
-    said = call("race", str(finished), str(broken), "--batch-size", "2", "--num-sessions", "2", "--json")
+    sources, options = (str(finished), str(broken)), ("--batch-size", "2", "--num-sessions", "2")
+    document = json.loads(call("benchmark", *sources, *options, "--json").stdout)
 
-    race = Race.model_validate_json(said.stdout)
-    report = json.loads((finished / "report.json").read_text())
+    race = Race.model_validate(document["race"])
     assert race.num_sessions == 2
-    assert len(race.results) == len(report["variants"])
+    assert len(race.results) == len(document["models"]) == len(read_report(finished).variants)
     assert all(race_result.latency.batch_size == 2 for race_result in race.results)
     assert race.results[0].speedup == 1
     assert [dropped.model.path for dropped in race.dropped] == [str(broken.resolve())]
+    assert {(1, 8, 32)} == {
+        tuple(row["batch_size"] for row in each["taken"]["throughput"]) for each in document["models"]
+    }
+    assert "1.00 [1.00, 1.00]" in call("benchmark", finished / "best", *options).stdout
 
 
 def test_models_of_a_run_are_known_by_the_numbers_of_pick_and_by_their_run(finished: Path, tmp_path: Path):
@@ -243,7 +234,7 @@ def test_models_of_a_run_are_known_by_the_numbers_of_pick_and_by_their_run(finis
     assert [model.name for model in models_of_all([finished, copy])] == [
         f"{run}: {name}" for run in (finished, copy) for name in names
     ]
-    assert before_and_after(copy)[1].folder == (copy / read_report(finished).heldout.model.path).resolve()
+    assert models_of_all([copy])[0].folder == (copy / read_report(finished).variants[0].evaluation.model.path).resolve()
 
 
 def test_a_fork_is_handed_over_as_its_run_is(run: Path):
@@ -256,24 +247,8 @@ def test_a_fork_is_handed_over_as_its_run_is(run: Path):
     shown = call("show", str(fork)).stdout.replace("\n", "")
 
     assert model_folder(fork) == (run / "best").resolve()
-    assert f"best: {fork / 'best'}" in shown
-    assert str(run / read_report(run).variants[0].evaluation.model.path) in shown
-
-
-def test_a_report_that_can_not_be_written_is_one_line(run: Path):
-    with at_most(10):
-        assert is_refused(call("report", run), "the report can't be written to", "File too large")
-
-
-@pytest.mark.slow
-def test_what_models_take_is_measured(finished: Path):
-    said = call("measure", str(finished / "best"), "--json")
-    measured = Measurements.model_validate_json(said.stdout)
-    with Console(width=200, record=True, file=io.StringIO()) as console:
-        console.print(measurement_table(measured))
-
-    assert [[row.batch_size for row in model.taken.throughput] for model in measured.models] == [[1, 8, 32]]
-    assert console.export_text().count("(1.00x)") == 5
+    assert f"best model: {fork / 'best'}" in shown
+    assert models_of_all([fork])[0].folder == (run / read_report(run).variants[0].evaluation.model.path).resolve()
 
 
 def test_runs_are_compared_side_by_side_or_in_one_json_document(finished: Path, tmp_path: Path):
@@ -285,16 +260,14 @@ def test_runs_are_compared_side_by_side_or_in_one_json_document(finished: Path, 
     better = report.model_copy(update={"best": best, "environment": environment})
     write_text(Path(other) / "report.json", better.model_dump_json())
     document = json.loads(call("compare", finished, other, "--json").stdout)
-    with Console(width=250, record=True, file=io.StringIO()) as console:
-        console.print(compare_table({"mild": report, "[bold]": better}))
-    said = console.export_text()
-    cells = ([cell.strip() for cell in line.split("│")] for line in said.splitlines() if line.startswith("│"))
-    rows = {name: [mild, bold] for _, name, mild, bold, _ in cells}
+    text = render_text("compare", reports={"mild": report, "[bold]": better})
+    rows = {name: cells for name, *cells in re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)}
 
     read = {name: RunReport.model_validate(one) for name, one in document.items()}
     assert read == {str(finished): report, str(other): better}
+    said = call("compare", finished, other).stdout
     assert "[bold]" in said
-    assert "runs of different machines" in call("compare", finished, other).stdout
+    assert "runs of different machines" in said
     assert rows["verdict"][0].startswith(report.verdict.outcome)
     assert rows["params saved"] == [f"{1 - report.best.params / report.baseline.params:.2%}", "50.00%"]
     assert rows["timed on"] == [report.environment.machine, f"Another 9000, {report.environment.num_threads} threads"]

@@ -100,7 +100,7 @@ def with_command(body: str) -> subprocess.CompletedProcess[str]:
         "import signal, os, sys\n"
         "from profiling_agent.cli import main, terminal\n"
         f"def odd():\n    {body}\n"
-        "main.app.command()(terminal.handle_errors(odd))\n"
+        "main.app.command()(odd)\n"
         "main.main()\n"
     )
     return subprocess.run([sys.executable, "-c", code, "odd"], capture_output=True, text=True, check=False)

@@ -94,8 +94,6 @@ def world(tmp_path_factory, sources):
         (root / "models" / name).mkdir(parents=True)
         (root / "models" / name / file).write_text("{}")
     shutil.copy(models / "local" / "recipe.json", root / "models/acme/theirs")
-    (root / "models/me/alike").mkdir()
-    (root / "models/me/alike/recipe.json").write_text("{}")
     cli = ("-m", "profiling_agent.cli.main", "push", run, "me/commanded")
     with fake_hub.serve(root, USERS) as hub:
         hub.made["acme/vit"] = {"cardData": {"license": "apache-2.0"}}
@@ -112,18 +110,15 @@ def world(tmp_path_factory, sources):
         answers |= ask(
             hub.address, home,
             ("exported", "hf_mine", models / "exported", "me/based", {"update": True}),
-            ("alike", "hf_mine", run, "me/alike", {"update": True}),
             ("not ours", "hf_mine", run, "me/notes", {"update": True}),
             ("to another", "hf_mine", run, "other/new", {}),
             ("over another's", "hf_mine", run, "acme/theirs", {"update": True}),
             ("bad token", "hf_wrong", run, "me/new", {}),
             ("no id", "hf_mine", run, "a b/c", {}),
             ("no owner", "hf_mine", run, "small", {}),
-            ("no token for what is damaged", None, models / "damaged", "me/new", {}),
             ("damaged", "hf_mine", models / "damaged", "me/new", {}),
             ("changed", "hf_mine", models / "changed", "me/new", {}),
             ("unfinished", "hf_mine", models / "unfinished", "me/new", {}),
-            ("no model", "hf_mine", models, "me/new", {}),
         )  # fmt: skip
         commands = [child(cli, hub.address, home, HF_TOKEN="hf_mine") for _ in range(2)]
     answers |= ask(hub.address, home, ("unreachable", "hf_mine", run, "me/new", {}))
@@ -165,9 +160,7 @@ def test_exported_files_replace_what_was_pushed_before_and_nothing_else_with_a_c
     assert (card["library_name"], metadata_of(root / "me/small")["library_name"]) == ("onnx", "profiling-agent")
     assert (card["base_model"], card["base_model_relation"], card["license"]) == ("acme/vit", "quantized", "apache-2.0")
     assert (card["datasets"], card["pipeline_tag"]) == (["acme/insects"], "image-classification")
-    assert card["tags"] == ["profiling-agent", "onnxruntime", "dynamic"]
     (result,) = card["model-index"][0]["results"]
-    assert result["dataset"] == {"name": "acme/insects", "type": "acme/insects", "config": "small", "split": "test"}
     assert result["metrics"] == [{"type": "accuracy", "value": 0.875}]
 
 
@@ -176,23 +169,16 @@ def test_exported_files_replace_what_was_pushed_before_and_nothing_else_with_a_c
     [
         ("no token", "needs a token, and there is none: log in with `hf auth login`, or set HF_TOKEN"),
         ("again", "'me/small' exists on the Hub and holds README.md, golden.safetensors, model.onnx, "),
-        ("again", "push to another name, or replace them with --update"),
         ("not ours", "holds notes.txt, which were not pushed by profiling-agent: push to another name"),
-        ("alike", "holds recipe.json, which were not pushed by profiling-agent: push to another name"),
         ("public", "'me/based' exists on the Hub and is public: make it private there, or leave --private out"),
         ("to another", "You don't have the rights to create a model under 'other'"),
         ("over another's", "You don't have the rights to write to acme/theirs"),
-        ("bad token", "Invalid username or password"),
         ("bad token", "check the name, the network and that your token may write there; log in with `hf auth login`"),
         ("no id", "'a b/c' can't be pushed to "),
-        ("no id", "Repo id must "),
         ("no owner", "'small' names no owner: give the repository as owner/name"),
-        # Nothing is hashed and copied that can't go up.
-        ("no token for what is damaged", "needs a token, and there is none"),
         ("damaged", "isn't the file that was saved"),
         ("changed", "run.py' isn't the file that was exported"),
         ("unfinished", "has no model yet: finish it with"),
-        ("no model", "is no saved model"),
         ("unreachable", "(ConnectError ('[Errno 111] Connection refused')), and nothing was committed: check"),
     ],
 )
@@ -207,7 +193,7 @@ def test_what_can_not_be_pushed_is_one_line(world, what, says):
 def test_what_was_refused_made_no_repository_and_the_command_ends_with_code_2_and_one_line(world):
     root, _, hub, (done, refused) = world
 
-    assert names_in(root / "me") == ["alike", "based", "commanded", "notes", "small"]
+    assert names_in(root / "me") == ["based", "commanded", "notes", "small"]
     assert not (root / "other").exists()
     assert names_in(root / "me/notes") == ["notes.txt"]
     assert (done.returncode, refused.returncode) == (0, 2)

@@ -29,7 +29,7 @@ from profiling_agent.graph.run import ProgressEvent
 from profiling_agent.graph.state import key_for, trusted_addresses
 from profiling_agent.llm.chat import Endpoint
 from profiling_agent.planning.allocation import dry_run
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import read_report
 from profiling_agent.schemas import (
     Approval,
     Cut,

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from profiling_agent.reporting.render import charts, command, render_html
-from profiling_agent.reporting.report import RunReport
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import RunReport, read_report
 from profiling_agent.reporting.units import origin
 from profiling_agent.request import Request
 
@@ -57,7 +56,7 @@ def test_each_session_is_shown_with_the_machine_that_it_ran_on(report: RunReport
     assert headline is not None
     assert headline[1].endswith(f"{report.best.deployment.name}, {place}")
     text = (finished / "report.md").read_text(encoding="utf-8")
-    assert f"{place}, in these {number} sessions of new processes: {sessions}" in text
+    assert f"{place}, in {number} sessions of new processes: {sessions}" in text
 
 
 def test_every_chart_that_has_something_to_show_is_there_and_a_bare_report_is_a_page_too(report: RunReport):
@@ -65,10 +64,8 @@ def test_every_chart_that_has_something_to_show_is_there_and_a_bare_report_is_a_
     bare = {"sensitivity": (), "deployment_search": None, "attempts": (), "layers": ()}
     page = render_html(report.model_copy(update=bare))
 
-    assert set(made) >= {"speed", "size", "time", "memory", "sensitivity"}
-    assert ("runtimes" in made) == (report.deployment_search is not None and len(report.deployment_search.options) > 1)
+    assert set(made) == {"speed", "size", "time", "memory"}
     assert "No plan was carried out" in page
-    assert 'id="sensitivity"' not in page
 
 
 def test_third_party_text_stays_text(report: RunReport):

@@ -151,7 +151,7 @@ def test_a_model_that_computes_something_else_is_refused(copy: Path):
 def test_an_artifact_of_another_cpu_loads_with_a_warning(copy: Path):
     resign(copy, cpu="Z80")
 
-    with pytest.warns(UserWarning, match=r"made on Z80.*profiling-agent race"):
+    with pytest.warns(UserWarning, match=r"made on Z80.*profiling-agent benchmark"):
         model = load(copy)
 
     assert model(IMAGES).logits.shape == (3, 5)

@@ -21,7 +21,7 @@ from langgraph_sdk.client import SyncLangGraphClient
 
 from profiling_agent import resume
 from profiling_agent.errors import RunError
-from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.report import read_report
 
 ROOT = Path(__file__).parents[2]
 ASSISTANT = "profiling_agent"
