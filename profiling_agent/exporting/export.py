@@ -25,8 +25,6 @@ from profiling_agent.lib.io import file_sha256, write_text
 from profiling_agent.lib.logs import SETTINGS_LOCK, quiet, third_party_errors
 from profiling_agent.lib.machine import TIMM_PACKAGES
 from profiling_agent.lib.modules import logits_of
-from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
-from profiling_agent.lib.timm_config import PACKAGES as TIMM_PACKAGES
 from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.onnx_export import export_onnx
 from profiling_agent.runtimes.registry import runtime
