@@ -362,7 +362,6 @@ def export(
     format_: Annotated[
         str | None, typer.Option("--format", metavar="onnx|openvino|hf", help="by default as the model is")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="fix the batch (onnx of a model of torch)")] = None,
 ) -> None:
     """Write a model for machines without profiling-agent, after checking that it computes the same there.
 
@@ -374,7 +373,7 @@ def export(
     """
     from profiling_agent.exporting.export import export as write
 
-    terminal.print_line(write(source, format_, output, batch_size=batch_size))
+    terminal.print_line(write(source, format_, output))
 
 
 def push(

@@ -91,10 +91,10 @@ SCRIPT, PREPARE, PREPROCESSING, LABELS = "run.py", "prepare.py", "preprocessing.
 PICK = "pick another candidate (`profiling-agent pick RUN`)"
 
 
-def export(source: Path, format_: str | None, output: Path, *, batch_size: int | None = None) -> str:
+def export(source: Path, format_: str | None, output: Path) -> str:
     """Export the model in `source`, a run or a saved model's folder, to the folder `output`; return a line on the result.
 
-    - "onnx": models for ONNX Runtime as they are, and float32 models of torch, for `batch_size` images or any number.
+    - "onnx": models for ONNX Runtime as they are, and float32 models of torch.
     - "openvino": models for OpenVINO as they are.
     - "hf": unpruned models of torch without int8 layers, for `AutoModelForImageClassification.from_pretrained`.
     - None: the first format that takes the model as it is.
@@ -102,7 +102,7 @@ def export(source: Path, format_: str | None, output: Path, *, batch_size: int |
     Each is checked against the saved model before it appears.
 
     Raises:
-        RequestError: there is no such format, or `batch_size` was given for a model that has its own or takes any.
+        RequestError: there is no such format.
         RunError: the run has no model yet.
         ArtifactError: the saved model is damaged, `output` exists or can't be written, the format can't hold the model, or the
             exported model computes something else; nothing is left behind.
@@ -110,20 +110,18 @@ def export(source: Path, format_: str | None, output: Path, *, batch_size: int |
     if format_ is not None and format_ not in FORMATS:
         raise RequestError(f"there is no format {format_!r}: choose one of {', '.join(FORMATS)}")
     folder = artifact.named_folder(model_folder(source))
-    recipe = artifact.open_folder(folder, verify=True)
+    recipe = artifact.load_recipe(folder, verify=True)
     executor = runtime(recipe.deployment.runtime)
     is_pruned_float32 = bool(recipe.cuts) and recipe.deployment.scheme == "float32"
     format_ = format_ or executor.graph_format or ("onnx" if is_pruned_float32 else "hf")
-    if batch_size is not None and (format_ != "onnx" or not executor.is_torch):
-        raise RequestError("batch_size is for models of torch in the format onnx: leave it out")
     if refusal := _refusal(recipe, format_):
         raise ArtifactError(f"{str(folder)!r} is for {recipe.deployment.name}, {refusal}")
     with new_folder(output) as temporary:
         if format_ == "hf":
             summary = _write_hf(folder, recipe, temporary)
         else:
-            summary, batch_size = _write_graph(folder, recipe, format_, temporary, batch_size)
-        _write_card(folder, recipe, format_, temporary, batch_size)
+            summary = _write_graph(folder, recipe, format_, temporary)
+        _write_card(folder, recipe, format_, temporary)
     return f"wrote {output}; {summary}. Run it without profiling-agent: python {output / SCRIPT} image.png"
 
 
@@ -144,21 +142,17 @@ def _refusal(recipe: artifact.Recipe, format_: str) -> str | None:
     return None
 
 
-def _write_graph(
-    folder: Path, recipe: artifact.Recipe, format_: str, temporary: Path, batch_size: int | None
-) -> tuple[str, int | None]:
-    """Write graph, labels, preprocessing and script; return what was checked and the fixed batch size."""
+def _write_graph(folder: Path, recipe: artifact.Recipe, format_: str, temporary: Path) -> str:
+    """Write graph, labels, preprocessing and script; return what was checked."""
     spec, label_names, processor = recipe.input, recipe.config["id2label"], load_processor(folder)
     executor = runtime(recipe.deployment.runtime)
     if executor.is_torch:
-        distance = export_onnx(
-            load_module(folder), temporary / artifact.ONNX, spec=spec, batch_size=batch_size, is_bare=True
-        )
+        distance = export_onnx(load_module(folder), temporary / artifact.ONNX, spec=spec, is_bare=True)
         summary = f"ONNX Runtime's logits are {distance:.1g} from torch's (relative)"
     else:
         session = artifact.open_session(folder)
         artifact.check_golden(session.run, folder, recipe)
-        summary, batch_size = "it gives the saved model's logits", session.fixed_size
+        summary = "it gives the saved model's logits"
         if instructions := executor.needed_instructions(recipe.quantized):
             summary += f" here; on a processor without {' or '.join(instructions)} its int8 sums may saturate"
         for name in recipe.model_files:
@@ -176,13 +170,12 @@ def _write_graph(
         format=format_,
         is_prepared=preprocessing is not None,
         mode="L" if spec.channels == 1 else "RGB",
-        batch_size=batch_size,
         precision="bf16" if recipe.deployment.scheme == "bfloat16" else "f32",
         # With fixed shapes OpenVINO decomposes our int8 layers and is slower; all else is faster.
         is_reshaped=format_ == "openvino" and recipe.deployment.scheme != "static",
     )
     write_text(temporary / SCRIPT, script)
-    return summary, batch_size
+    return summary
 
 
 def _write_hf(folder: Path, recipe: artifact.Recipe, temporary: Path) -> str:
@@ -221,14 +214,13 @@ def _write_hf(folder: Path, recipe: artifact.Recipe, temporary: Path) -> str:
     return f"from_pretrained loads it{whole}, with the saved model's logits"
 
 
-def _write_card(folder: Path, recipe: artifact.Recipe, format_: str, temporary: Path, batch_size: int | None) -> None:
+def _write_card(folder: Path, recipe: artifact.Recipe, format_: str, temporary: Path) -> None:
     manifest = ExportManifest(
         base_model=recipe.base_model,
         base_revision=recipe.base_revision,
         architecture=recipe.architecture,
         deployment=recipe.deployment,
         input=recipe.input,
-        batch_size=batch_size,
         libraries=recipe.libraries,
         files={path.name: file_sha256(path) for path in sorted(temporary.iterdir())},
     )
@@ -246,7 +238,6 @@ def _write_card(folder: Path, recipe: artifact.Recipe, format_: str, temporary: 
         "run.md.jinja",
         requirements=[f"{name}{versions.get(name, '')}" for name in packages],
         script=(temporary / SCRIPT).read_text(encoding="utf-8"),
-        batch_size=batch_size,
         instructions=runtime(recipe.deployment.runtime).needed_instructions(recipe.quantized),
         runtime=recipe.deployment.runtime,
     )

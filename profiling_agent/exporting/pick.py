@@ -13,7 +13,7 @@ from profiling_agent.lib.io import DocumentError, expanded, file_sha256, inside,
 from profiling_agent.reporting.report import RunReport, VariantRow
 from profiling_agent.reporting.results import is_run, read_report, run_of
 from profiling_agent.reporting.units import count, drop, percent, size, speedup
-from profiling_agent.runtimes.artifact import CARD, RECIPE, CardRow, appearing, open_folder, write_card
+from profiling_agent.runtimes.artifact import CARD, RECIPE, CardRow, appearing, load_recipe, write_card
 from profiling_agent.schemas import Deployment, Evaluation, Goal, InputSpec, RaceResult, Record, Term, Variant
 from profiling_agent.search.selection import keeps_accuracy, size_ratio
 from profiling_agent.workspace import Workspace
@@ -22,7 +22,7 @@ MANIFEST = "export.json"
 
 
 class ExportManifest(Record):
-    """Contents of `export.json`. Format 1 had a config.json next to weights that transformers misreads."""
+    """Contents of `export.json`."""
 
     format: Literal[2] = 2
     base_model: str
@@ -30,7 +30,6 @@ class ExportManifest(Record):
     architecture: str
     deployment: Deployment
     input: InputSpec
-    batch_size: int | None  # the only number of images that it takes at a time; null for any
     libraries: dict[str, str]  # versions that it was made and tried with
     files: dict[str, str]  # sha256 of every other file, the card aside
 
@@ -221,7 +220,7 @@ def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> RunCan
     report = read_report(root)
     picked = find_candidate(str(candidate), candidates_of(report))
     source = Workspace(run_of(root)).path(picked.evaluation.model)
-    recipe = open_folder(source, verify=True)
+    recipe = load_recipe(source, verify=True)
     with new_folder(expanded(str(output))) as temporary:
         for name in (RECIPE, *recipe.files):
             shutil.copyfile(source / name, temporary / name)

@@ -12,7 +12,7 @@ from profiling_agent.errors import RequestError
 from profiling_agent.exporting.pick import MANIFEST, model_folder, read_exported
 from profiling_agent.lib.io import read_json, write_text
 from profiling_agent.lib.logs import third_party_errors
-from profiling_agent.runtimes.artifact import CARD, RECIPE, named_folder, open_folder, read_card
+from profiling_agent.runtimes.artifact import CARD, RECIPE, load_recipe, named_folder, read_card
 from profiling_agent.schemas import Record
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
@@ -46,7 +46,7 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
     if "/" not in repo_id:
         raise RequestError(f"{repo_id!r} names no owner: give the repository as owner/name")
     is_exported = (folder / MANIFEST).is_file()
-    origin = read_exported(folder) if is_exported else open_folder(folder, verify=True)
+    origin = read_exported(folder) if is_exported else load_recipe(folder, verify=True)
     names = sorted((MANIFEST if is_exported else RECIPE, *origin.files))
     api = HfApi(token=token)
     disable_progress_bars()

@@ -21,7 +21,7 @@ from profiling_agent.jobs.runner import Jobs, job_key, profile_artifact, read_pr
 from profiling_agent.jobs.tasks import DeployTask, ExportTask, HeadlineTask, LogitsTask, ModelTask, PruneTask
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.pruning.widths import snap
-from profiling_agent.runtimes.artifact import check_golden, model_bytes, open_session, read_golden
+from profiling_agent.runtimes.artifact import check_golden, load_recipe, model_bytes, open_session, read_golden
 from profiling_agent.runtimes.registry import noise_batch, reads_onnx, runtime
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def lay_out(
 def write_onnx(folder: Path, form: schemas.Form) -> str:
     """Export a form to ONNX, from which runtimes convert; return the error, or an empty string."""
     from profiling_agent.runtimes.onnx_export import export_onnx
-    from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
+    from profiling_agent.runtimes.torch_artifact import load_module
 
     try:
         export_onnx(load_module(folder / form), folder / f"{form}.onnx", spec=load_recipe(folder / form).input)
@@ -90,7 +90,7 @@ def make(
     import torch
 
     from profiling_agent.lib.modules import logits_of, relative_distance
-    from profiling_agent.runtimes.torch_artifact import load_recipe, read_source, save_deployed
+    from profiling_agent.runtimes.torch_artifact import read_source, save_deployed
 
     row = schemas.Deployability(form=form, deployment=deployment)
     model, onnx = folder / form, folder / f"{form}.onnx"
@@ -115,8 +115,6 @@ def make(
 
 def reopen(folder: Path, row: schemas.Deployability, *, num_threads: int | None = None) -> schemas.Deployability:
     """Reopen a deployment in another process than made it, and check its golden logits; return the row, or the error in it."""
-    from profiling_agent.runtimes.torch_artifact import load_recipe
-
     target = deployment_folder(folder, row)
     try:
         check_golden(open_session(target, num_threads=num_threads).run, target, load_recipe(target))

@@ -232,7 +232,7 @@ class EvaluateTask(Task[Evaluated]):
 
     def _open(self, context: JobContext) -> _OpenedModel:
         path = context.path(self.model)
-        recipe = artifact.open_folder(path, verify=True)
+        recipe = artifact.load_recipe(path, verify=True)
         session = artifact.open_session(path, device=self.device, num_threads=available_threads())
         if recipe.deployment == schemas.Deployment() and self.device == "cpu":
             from profiling_agent.lib.inference import fuse_norms_

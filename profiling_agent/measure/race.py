@@ -24,7 +24,7 @@ from profiling_agent.measure import intervals
 from profiling_agent.measure.worker import TimedProcess, WorkerSetup, gpu_free_bytes, gpu_runs, worker_command
 from profiling_agent.processes.child import Supervisor, child_environment, fork_server
 from profiling_agent.processes.machine_lock import machine_lock
-from profiling_agent.runtimes.artifact import RECIPE, model_bytes, named_folder, open_folder
+from profiling_agent.runtimes.artifact import RECIPE, load_recipe, model_bytes, named_folder
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.schemas import ArtifactRef, Dropped, Race, RaceResult, Record, Variant
 
@@ -75,7 +75,7 @@ class Conditions:
         folder, server = self.root / model.path, None
         # A model that can't be opened fails in its process.
         with suppress(ArtifactError):
-            if self.server is not None and runtime(open_folder(folder, verify=False).deployment.runtime).is_torch:
+            if self.server is not None and runtime(load_recipe(folder).deployment.runtime).is_torch:
                 server = self.server
         return TimedProcess(worker_command(folder), setup, server=server, pass_s=self.pass_s)
 
@@ -400,11 +400,11 @@ class Measurements(Record):
 def saved_model(source: Path) -> SavedModel:
     """Return a saved model named by the given path; ArtifactError if it is none."""
     folder = named_folder(source)
-    return SavedModel(f"{source} ({open_folder(folder, verify=False).deployment.name})", Variant.BASELINE, folder)
+    return SavedModel(f"{source} ({load_recipe(folder).deployment.name})", Variant.BASELINE, folder)
 
 
 def _ref(folder: Path) -> ArtifactRef:
-    open_folder(folder, verify=False)
+    load_recipe(folder)
     sha256, size_bytes = file_sha256(folder / RECIPE), model_bytes(folder)
     return ArtifactRef(path=str(folder), sha256=sha256, size_bytes=size_bytes, kind="model")
 

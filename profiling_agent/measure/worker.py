@@ -21,7 +21,7 @@ from pydantic import Field
 from profiling_agent.errors import JobError
 from profiling_agent.lib.machine import available_threads, nvml, own_memory_bytes, peak_memory_bytes
 from profiling_agent.processes.child import Child, Parent, Supervisor, fork_server
-from profiling_agent.runtimes.artifact import open_folder, open_session
+from profiling_agent.runtimes.artifact import load_recipe, open_session
 from profiling_agent.runtimes.registry import Batch, ModelSession, noise_batch
 from profiling_agent.schemas import Energy, Headline, InputSpec, Record
 
@@ -184,7 +184,6 @@ class WorkerSetup(Record):
 
     batch_size: int
     device: str
-    num_threads: int | None = None
     enqueued: bool = Field(default=False, description="on a GPU, passes follow each other without waiting")
 
 
@@ -213,8 +212,8 @@ class Pass:
 
 def open_artifact(folder: Path, setup: WorkerSetup) -> Pass:
     """Return one pass of a saved model over a batch of noise."""
-    session = open_session(folder, device=setup.device, num_threads=setup.num_threads or available_threads())
-    images, enqueued = noise_batch(open_folder(folder, verify=False).input, setup.batch_size), None
+    session = open_session(folder, device=setup.device, num_threads=available_threads())
+    images, enqueued = noise_batch(load_recipe(folder).input, setup.batch_size), None
     if setup.enqueued and setup.device == "cuda":
         enqueued = partial(session.enqueued, images)
     return Pass(session.bound(images), session.peak_bytes, enqueued)
@@ -226,7 +225,7 @@ def serve_artifact(parent: Parent, folder: str) -> None:
 
 
 def serve(parent: Parent, open_model: Callable[[WorkerSetup], Pass]) -> None:
-    """Load a model, with at most the threads of `WorkerSetup`; answer with samples until the parent exits; never returns."""
+    """Load a model, then answer with samples until the parent exits; never returns."""
     setup = parent.receive(WorkerSetup)
     model = open_model(setup)
     parent.send(Reply())

@@ -54,19 +54,14 @@ class OnnxSession(registry.ModelSession):
             lambda message: ArtifactError(f"ONNX Runtime can't open {str(path)!r} ({message}): save it again")
         ):
             self.session: Any = _open(str(path), options)
-        # A dynamic size is a string.
-        size = self.session.get_inputs()[0].shape[0]
-        self.fixed_size = size if isinstance(size, int) else None
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
-        registry.check_fixed_batch(self.fixed_size, pixel_values)
         with third_party_errors(lambda message: ArtifactError(f"ONNX Runtime can't run the model: {message}")):
             return self.session.run([OUTPUT], {INPUT: pixel_values})[0]
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
         """Return a function that runs these images once and returns the milliseconds it took."""
-        registry.check_fixed_batch(self.fixed_size, pixel_values)
         return registry.timed(lambda: self.session.run([OUTPUT], {INPUT: pixel_values}))
 
 

@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,12 +21,9 @@ from profiling_agent.runtimes.onnx_runtime import is_convnet, nodes_of_layers
 from profiling_agent.runtimes.registry import INPUT, MODULE, Batch, Source
 from profiling_agent.schemas import Deployment, Scheme
 
-# Key of a graph for any batch size. Others are compiled for each size, which is a few per cent faster (a quarter for a
-# small convnet at batch 1). Not the graphs of our int8 layers: with all shapes known OpenVINO splits up their
-# quantization, and a ViT is 1.6 to 1.9 times slower for it (2026.4.1).
-ANY_SIZE_KEY = 0
-# Compiled sizes to keep, each with its own copy of the weights; the bytes that all copies may have.
-MAX_SIZES, MAX_KEPT_BYTES = 8, 2**31
+# Compiled sizes to keep, each with its own copy of the weights: one that comes often, the end of a split, and golden
+# images.
+MAX_SIZES = 3
 # Layers in its graphs, operators between a layer and its weights, and the key under which a fused operator lists its
 # originals.
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
@@ -45,6 +42,9 @@ class OpenVinoSession(registry.ModelSession):
 
     def __init__(self, path: Path, *, scheme: Scheme, num_threads: int | None, profiled: bool = False) -> None:
         """Read the graph; ArtifactError if it can't be read. A `profiled` one measures the times of its operators."""
+        # Compiling for each size is a few per cent faster (a quarter for a small convnet at batch 1). Not for the graphs
+        # of our int8 layers: with all shapes known OpenVINO splits up their quantization, and a ViT is 1.6 to 1.9 times
+        # slower for it (2026.4.1).
         self._is_for_any_size = scheme == "static"
         self._core, self._path = import_openvino().Core(), path
         self._properties: dict[str, Any] = {
@@ -56,14 +56,10 @@ class OpenVinoSession(registry.ModelSession):
         }
         if threads := num_threads or quota_threads():
             self._properties["INFERENCE_NUM_THREADS"] = threads
-        # The most recently used comes last. A request has one buffer for images and one for logits: its user holds the
-        # lock until the logits are copied.
-        self._requests: dict[int, Any] = {}
+        # A request has one buffer for images and one for logits: its user holds the lock until the logits are copied.
         self._lock = threading.Lock()
-        size = self.read().input(0).get_partial_shape()[0]
-        self.fixed_size = size.get_length() if size.is_static else None
-        weight_bytes = path.with_name(IR_WEIGHTS).stat().st_size
-        self._num_kept = min(MAX_SIZES, max(2, MAX_KEPT_BYTES // max(weight_bytes, 1)))
+        self._request_of = lru_cache(MAX_SIZES)(self._compiled)
+        self.read()
 
     def _read_error(self, message: str) -> ArtifactError:
         return ArtifactError(f"OpenVINO can't read {str(self._path)!r} ({message}): save it again")
@@ -75,19 +71,14 @@ class OpenVinoSession(registry.ModelSession):
 
     def request(self, pixel_values: Batch) -> Any:
         """Return an infer request for batches of this shape; threads hold the lock."""
-        registry.check_fixed_batch(self.fixed_size, pixel_values)
-        size = ANY_SIZE_KEY if self._is_for_any_size else len(pixel_values)
-        request = self._requests.pop(size, None)
-        if request is None:
-            model = self.read()
-            while len(self._requests) >= self._num_kept:
-                del self._requests[next(iter(self._requests))]
-            with third_party_errors(self._read_error):
-                if size != ANY_SIZE_KEY:
-                    model.reshape(list(pixel_values.shape))
-                request = self._core.compile_model(model, "CPU", self._properties).create_infer_request()
-        self._requests[size] = request
-        return request
+        return self._request_of(None if self._is_for_any_size else pixel_values.shape)
+
+    def _compiled(self, shape: tuple[int, ...] | None) -> Any:
+        model = self.read()
+        with third_party_errors(self._read_error):
+            if shape:
+                model.reshape(list(shape))
+            return self._core.compile_model(model, "CPU", self._properties).create_infer_request()
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""

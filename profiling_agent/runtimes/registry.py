@@ -48,9 +48,7 @@ class Source:
 
 
 class ModelSession(Protocol):
-    """An opened model; `fixed_size` is the only batch size that it takes, or None for any size."""
-
-    fixed_size: int | None = None
+    """An opened model."""
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
@@ -214,12 +212,3 @@ def timed(run: Callable[[], object]) -> Callable[[], float]:
         return (time.perf_counter() - started) * 1e3
 
     return run_once
-
-
-def check_fixed_batch(fixed_size: int | None, pixel_values: Batch) -> None:
-    """Raise ArtifactError if the file was exported for another number of images."""
-    if fixed_size is not None and len(pixel_values) != fixed_size:
-        raise ArtifactError(
-            f"the model was exported for batches of exactly {fixed_size} images, not {len(pixel_values)}: "
-            "fill the batch up, or export it with a dynamic batch"
-        )

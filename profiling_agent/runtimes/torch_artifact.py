@@ -31,18 +31,13 @@ from profiling_agent.lib.timm_config import check_timm, make_plain_
 from profiling_agent.pruning.attention import head_sizes, set_head_attributes_
 from profiling_agent.quantization.layers import QuantizedModule, quantized_modules, rebuild_layer
 from profiling_agent.runtimes import artifact
-from profiling_agent.runtimes.artifact import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe, named_folder, open_folder
-from profiling_agent.runtimes.registry import Batch, ModelSession, Source, noise_batch, runtime
+from profiling_agent.runtimes.artifact import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe, load_recipe, named_folder
+from profiling_agent.runtimes.registry import Batch, ModelSession, Source, runtime
 from profiling_agent.schemas import Cut, Deployment, Environment, InputSpec, RuntimeName, Scheme
 
 HALVES: dict[Scheme, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # Errors of building and filling a model that other versions of the libraries saved.
 MISFITS = (QuantizationError, StrictDataclassError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
-
-
-def load_recipe(path: str | Path) -> Recipe:
-    """Return the recipe of a saved model; ArtifactError if a file is missing."""
-    return open_folder(named_folder(path), verify=False)
 
 
 def load_processor(path: str | Path) -> Any:
@@ -69,7 +64,7 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     file is missing or damaged, or the model doesn't compute what it did.
     """
     folder = named_folder(path)
-    recipe = open_folder(folder, verify=verify)
+    recipe = load_recipe(folder, verify=verify)
     model = _read_model(folder, recipe, dequantize=False)
     if not verify:
         return model
@@ -81,7 +76,7 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
 def load_dequantized(path: str | Path) -> nn.Module:
     """Return the saved model in float32 at its own widths, dequantized; ArtifactError if its weights don't fit."""
     folder = named_folder(path)
-    return _read_model(folder, open_folder(folder, verify=False), dequantize=True).float()
+    return _read_model(folder, load_recipe(folder), dequantize=True).float()
 
 
 def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
@@ -197,11 +192,6 @@ def save_model(
     Weights keep their live names; quantized layers are stored as plain int8 or fp16 tensors, shared tensors once.
     ArtifactError if `folder` exists.
     """
-
-    def golden(_folder: Path, _recipe: Recipe) -> tuple[NDArray[np.float16], Batch]:
-        images = modules.random_batch(spec, artifact.NUM_IMAGES).half()
-        return images.numpy(), modules.logits_of(model, images.float()).numpy()
-
     description = Recipe(
         base_model=base_model,
         base_revision=base_revision,
@@ -215,7 +205,7 @@ def save_model(
         folder,
         processor=processor,
         write_model=lambda temporary: write_weights(model, temporary, folded=folded),
-        golden=golden,
+        golden=lambda _folder, _recipe, images: modules.logits_of(model, torch.from_numpy(images)).numpy(),
     )
 
 
@@ -295,15 +285,13 @@ def save_deployed(
     """
     executor = runtime(deployment.runtime)
 
-    def golden(written: Path, recipe: Recipe) -> tuple[NDArray[np.float16], Batch]:
-        session = executor.open(written, recipe, device=source.device, num_threads=num_threads)
-        images = noise_batch(recipe.input, session.fixed_size or artifact.NUM_IMAGES).astype(np.float16)
-        logits = session.run(images.astype(np.float32))
+    def golden(written: Path, recipe: Recipe, images: Batch) -> Batch:
+        logits = executor.open(written, recipe, device=source.device, num_threads=num_threads).run(images)
         if not np.isfinite(logits).all():
             raise QuantizationError(
                 f"as {deployment.name} the model gives logits that aren't finite: leave this deployment out"
             )
-        return images, logits
+        return logits
 
     return artifact.write_artifact(
         source.recipe.model_copy(update={"deployment": deployment}),
@@ -406,7 +394,7 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_thre
     if num_threads is not None and num_threads < 1:
         raise RequestError(f"num_threads is {num_threads}: give 1 or more, or None for as many as there are cores")
     folder = named_folder(path)
-    recipe = open_folder(folder, verify=verify)
+    recipe = load_recipe(folder, verify=verify)
     session = artifact.open_session(folder, device=device, num_threads=num_threads)
     if note := cpu_note(folder, recipe, environment()):
         warnings.warn(note, stacklevel=2)

@@ -72,10 +72,8 @@ class TorchRuntime(Runtime):
         if num_threads:
             pin_threads(num_threads)
         module = on_device(load_module(folder, verify=False), device)
-        call, tf32 = cls.prepared(module, device), recipe.deployment.scheme == "tf32"
-        is_sized, is_cuda = call is not None, device == "cuda"
-        layout: Any = {"in_kernel_layout": is_sized or is_cuda, "is_sized": is_sized}
-        return TorchSession(module, device=device, call=call, tf32=tf32, **layout)
+        is_tf32 = recipe.deployment.scheme == "tf32"
+        return TorchSession(module, device=device, call=cls.prepared(module, device), tf32=is_tf32)
 
     @classmethod
     def prepared(cls, module: "nn.Module", device: str) -> "Callable[[Tensor], Tensor] | None":  # noqa: ARG003
@@ -155,12 +153,11 @@ def logits_function(module: "nn.Module") -> "Callable[[Tensor], Tensor]":
 
 
 class TorchSession(ModelSession):
-    """A module on its device; `call` maps images to logits, by default through the module itself.
+    """A module on its device.
 
-    `in_kernel_layout` puts weights and images of networks of convolutions in channels last, for which kernels are
-    written. On CUDA `tf32` rounds its float32 products to TF32, independently of the process's other sessions.
-    `is_sized` means that `call` prepares the module for each batch size, which only a size that comes more than once is
-    worth.
+    `call` maps images to logits and prepares the module for each batch size, which only a size that comes more than
+    once is worth; by default the module runs as it is. On CUDA `tf32` rounds its float32 products to TF32,
+    independently of the process's other sessions.
     """
 
     def __init__(
@@ -169,22 +166,21 @@ class TorchSession(ModelSession):
         *,
         device: str,
         call: "Callable[[Tensor], Tensor] | None" = None,
-        in_kernel_layout: bool = False,
         tf32: bool = False,
-        is_sized: bool = False,
     ) -> None:
         import torch
 
         from profiling_agent.lib.modules import floating_dtype
 
         dims = [value.dim() for value in module.state_dict().values() if isinstance(value, torch.Tensor)]
-        is_channels_last = in_kernel_layout and dims.count(4) > dims.count(2)
-        self._memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
-        if in_kernel_layout:
-            module.to(memory_format=self._memory_format)  # pyright: ignore[reportCallIssue] - torch's stubs lack this overload
+        self._memory_format = torch.contiguous_format
+        # Kernels of convolutions are written for it, but for those of eager torch on the CPU.
+        if dims.count(4) > dims.count(2) and (call is not None or device == "cuda"):
+            self._memory_format = torch.channels_last
+            module.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - torch's stubs lack this overload
         self.module, self.device = module, torch.device(device)
         self._call, self._dtype, self._tf32 = call or logits_function(module), floating_dtype(module), tf32
-        self._is_sized, self._sizes, self._last = is_sized, set[int](), 0
+        self._is_sized, self._sizes, self._last = call is not None, set[int](), 0
 
     def to_device(self, pixel_values: Batch) -> "Tensor":
         """Return the images on the device, in the module's dtype and memory format."""

@@ -55,7 +55,6 @@ def test_what_can_not_be_exported_or_written_is_one_line(saved: Path, tmp_path: 
 
     refused(export(tmp_path / "quantized", tmp_path / "out"), "quantized")
     refused(export(world.model, tmp_path / "out"), "no saved model")
-    refused(export(saved, tmp_path / "out", "--batch-size", 4), "batch_size")
     refused(export(saved, tmp_path / "file"), "exists already")
     refused(export(saved, tmp_path / "file" / "out"), "can't be written")
     assert (tmp_path / "file").read_text() == "mine"

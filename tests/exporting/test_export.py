@@ -188,18 +188,6 @@ def test_models_of_eight_bits_name_the_instructions_that_their_runtime_needs(nam
     assert runtime(name).needed_instructions([row]) == needed
 
 
-def test_a_model_for_batches_of_two_is_filled_up(tmp_path: Path):
-    source = deployments.source_of("vit", tmp_path / "vit", batch_size=2)
-    save_deployed(source, deployments.deployment("onnxruntime float32"), tmp_path / "saved", num_threads=1)
-
-    export(tmp_path / "saved", "onnx", tmp_path / "home")
-
-    assert "takes exactly 2 images at a time" in (tmp_path / "home" / "README.md").read_text()
-    # One at a time, which the saved model takes two of at once.
-    two = pictures(tmp_path, 2)
-    assert_prints_as_saved(tmp_path / "home", ONNX, tmp_path / "saved", tmp_path, two)
-
-
 @pytest.mark.slow
 def test_a_preparation_that_numbers_can_not_express_is_left_to_transformers(source: Source, tmp_path: Path):
     # It crops before it resizes.

@@ -28,7 +28,7 @@ from profiling_agent.measure.worker import (
 from profiling_agent.runtimes.registry import ModelSession
 from profiling_agent.runtimes.torch_session import TorchSession
 
-SETUP = WorkerSetup(batch_size=2, device="cpu", num_threads=1)
+SETUP = WorkerSetup(batch_size=2, device="cpu")
 
 
 def test_a_worker_that_can_not_load_gives_the_reason(tmp_path: Path):

@@ -25,16 +25,9 @@ from profiling_agent.reporting.units import count, percent
 from profiling_agent.runtimes.artifact import HeldOutAccuracy
 from profiling_agent.runtimes.registry import recommend
 
-KEPT = Path(__file__).parents[1] / "fixtures" / "reports" / "0.1.0-s6.json"
-
 
 @pytest.fixture(scope="module")
-def report() -> RunReport:
-    return RunReport.model_validate_json(KEPT.read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="module")
-def finished_report(finished: Path) -> RunReport:
+def report(finished: Path) -> RunReport:
     return read_report(finished)
 
 
@@ -140,8 +133,7 @@ def test_what_a_gpu_does_in_a_pass_is_said_first_and_its_energy_after():
     assert launch_bound_share(12.0, 10.0) == 0.0
 
 
-def test_runs_of_two_processors_are_told_apart_by_name(finished_report: RunReport):
-    report = finished_report
+def test_runs_of_two_processors_are_told_apart_by_name(report: RunReport):
     xeon = elsewhere(report, cpu="Xeon 9000", num_threads=64, cpu_flags=("amx_int8",))
 
     assert differences({"mild": report, "bold": report}) == differences({"alone": report}) == ()
@@ -156,8 +148,8 @@ def test_runs_of_two_processors_are_told_apart_by_name(finished_report: RunRepor
     assert "(avx2, avx512_vnni;" in line
 
 
-def test_other_versions_and_batches_are_named_one_a_line(finished_report: RunReport):
-    report, environment = finished_report, finished_report.environment
+def test_other_versions_and_batches_are_named_one_a_line(report: RunReport):
+    environment = report.environment
     newer = elsewhere(report, libraries=environment.libraries | {"torch": "99.0"}, runtimes={})
 
     lines = differences({"then": report, "now": with_request(newer, batch_size=77)})
@@ -175,8 +167,8 @@ UNTRIED = schemas.DeploymentOption(
 )
 
 
-def test_what_wanted_time_is_listed_in_the_order_of_the_run_if_there_is_any(finished_report: RunReport):
-    report = with_request(finished_report, max_iterations=4)
+def test_what_wanted_time_is_listed_in_the_order_of_the_run_if_there_is_any(report: RunReport):
+    report = with_request(report, max_iterations=4)
     seen = report.heldout.predictions.num_images
     accuracy, *others = report.verdict.terms
     undecided = (accuracy.model_copy(update={"holds": True, "bound": accuracy.required + 0.01}), *others)
@@ -201,7 +193,7 @@ def test_what_wanted_time_is_listed_in_the_order_of_the_run_if_there_is_any(fini
         assert f"<li>{line}</li>" in page
         assert f"\n- {line}\n" in text
     whole = {"deployment_search": None, "stopped": schemas.StopReason.CONVERGED}
-    unhurried = with_request(finished_report, time_budget=None).model_copy(update=whole)
+    unhurried = with_request(report, time_budget=None).model_copy(update=whole)
     assert omissions(unhurried) == ()
     assert "want of time" not in render_html(unhurried) + render_markdown(unhurried)
 
@@ -222,9 +214,9 @@ def test_twice_is_the_bound_above_the_noise(predicted: float, measured: float, f
     assert is_off(predicted, measured, floor) is off
 
 
-def test_counts_are_predicted_exactly_and_a_kl_that_is_far_off_is_marked(finished_report: RunReport):
-    attempt = finished_report.attempts[0]
-    rows = {row.what: row for row in predictions(attempt, finished_report)}
+def test_counts_are_predicted_exactly_and_a_kl_that_is_far_off_is_marked(report: RunReport):
+    attempt = report.attempts[0]
+    rows = {row.what: row for row in predictions(attempt, report)}
 
     assert {"params", "macs", "KL"} <= rows.keys()
     assert rows["params"].predicted == rows["params"].measured
@@ -233,26 +225,26 @@ def test_counts_are_predicted_exactly_and_a_kl_that_is_far_off_is_marked(finishe
     assert attempt.dry_run is not None
     assert attempt.calibration_kl is not None
     wrong = attempt.dry_run.model_copy(update={"kl": 3 * attempt.calibration_kl + 1})
-    changed = finished_report.model_copy(update={"attempts": (attempt.model_copy(update={"dry_run": wrong}),)})
+    changed = report.model_copy(update={"attempts": (attempt.model_copy(update={"dry_run": wrong}),)})
     assert next(row for row in predictions(changed.attempts[0], changed) if row.what == "KL").is_off
     assert "**off by more than twice**" in render_markdown(changed)
 
 
-def test_every_unit_has_its_reason(finished_report: RunReport):
-    attempt = final_attempt(finished_report)
+def test_every_unit_has_its_reason(report: RunReport):
+    attempt = final_attempt(report)
     assert attempt is not None
     assert attempt.dry_run is not None
-    rows = {row.unit: row for row in unit_decisions(finished_report, attempt)}
+    rows = {row.unit: row for row in unit_decisions(report, attempt)}
 
-    assert set(rows) >= {row.unit for row in finished_report.sensitivity}
+    assert set(rows) >= {row.unit for row in report.sensitivity}
     assert all(row.reason for row in rows.values())
     for cut in attempt.dry_run.cuts:
         assert rows[cut.unit.name].kept == cut.keep < rows[cut.unit.name].width
         assert "nats alone" in rows[cut.unit.name].reason
 
 
-def test_reasons_follow_the_plan(finished_report: RunReport):
-    attempt = finished_report.attempts[0]
+def test_reasons_follow_the_plan(report: RunReport):
+    attempt = report.attempts[0]
     assert attempt.dry_run is not None
     first = attempt.dry_run.cuts[0].unit.name
     others = attempt.dry_run.model_copy(update={"cuts": attempt.dry_run.cuts[:1], "notes": ()})
@@ -260,7 +252,7 @@ def test_reasons_follow_the_plan(finished_report: RunReport):
 
     def reasons(plan: schemas.Plan) -> dict[str, str]:
         changed = attempt.model_copy(update={"plan": plan, "dry_run": others})
-        return {row.unit: row.reason for row in unit_decisions(finished_report, changed)}
+        return {row.unit: row.reason for row in unit_decisions(report, changed)}
 
     named = reasons(schemas.Plan.model_validate({"pruning": [half]}))
     assert named.pop(first).startswith("the plan cuts 50% of it: it is wide (")

@@ -20,7 +20,7 @@ from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersForImageC
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.runtimes.artifact import ONNX, read_recipe
+from profiling_agent.runtimes.artifact import ONNX, load_recipe
 from profiling_agent.runtimes.onnx_export import PlainPatches, _attend, export_onnx
 from profiling_agent.runtimes.onnx_runtime import DOMAIN, fuse_attention
 from profiling_agent.runtimes.registry import noise_batch
@@ -162,7 +162,7 @@ def test_each_block_becomes_one_node_that_computes_the_same(sources: deployments
 def test_dynamic_int8_has_attention_in_int8_and_says_so(saved: Callable[..., Path]):
     folder = saved("onnxruntime dynamic")
 
-    found, recipe = operators(onnx.load(folder / ONNX)), read_recipe(folder)
+    found, recipe = operators(onnx.load(folder / ONNX)), load_recipe(folder)
     projections = [row.name for row in recipe.quantized if row.name.endswith(("q_proj", "k_proj", "v_proj"))]
     assert found.count("QAttention") == len(projections) / 3 > 0
     assert "Attention" not in found
