@@ -213,13 +213,13 @@ def _holds_text(candidate: RunCandidate) -> str:
 
 def measurement_table(measurements: Measurements) -> Table:
     """Return the measurements of models, each with its ratio to the first in brackets."""
-    first, rows = measurements.models[0].taken, list[Row]()
+    first, rows = measurements.models[0], list[Row]()
     rates = {row.batch_size: row.images_per_s for row in first.throughput}
     for model in measurements.models:
-        memory, own = model.taken.memory, {row.batch_size: row.images_per_s for row in model.taken.throughput}
+        own = {row.batch_size: row.images_per_s for row in model.throughput}
         speeds = [f"{own[n]:.1f} ({own[n] / rates[n]:.2f}x)" if n in own else "can't" for n in rates]
-        peak = f"{size(memory.peak_bytes)} ({memory.peak_bytes / first.memory.peak_bytes:.2f}x)"
-        disk = f"{size(memory.size_bytes)} ({memory.size_bytes / first.memory.size_bytes:.2f}x)"
+        peak = f"{size(model.peak_bytes)} ({model.peak_bytes / first.peak_bytes:.2f}x)"
+        disk = f"{size(model.size_bytes)} ({model.size_bytes / first.size_bytes:.2f}x)"
         rows.append((model.name, *speeds, peak, disk))
     return _table("measured", ("model", *(f"images/s at {n}" for n in rates), "peak memory", "on disk"), rows)
 

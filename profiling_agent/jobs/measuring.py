@@ -16,7 +16,7 @@ from profiling_agent.jobs.base import HOUR, Find, JobContext, Task, complexity_o
 from profiling_agent.lib.io import cache_subfolder, read_record, write_text
 from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads, environment
-from profiling_agent.measure import predictions, race, worker
+from profiling_agent.measure import intervals, race, worker
 from profiling_agent.processes.child import inherited
 from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.registry import ModelSession
@@ -221,7 +221,7 @@ class EvaluateTask(Task[Evaluated]):
             artifact.check_golden(opened.session.run, path, opened.recipe)
             kept[name] = opened
         out = context.folder / "predictions.safetensors"
-        predictions.write_predictions(out, answers)
+        intervals.write_predictions(out, answers)
         result = schemas.Predictions(
             split=self.split.name,
             num_images=len(answers.true),
@@ -251,16 +251,16 @@ class EvaluateTask(Task[Evaluated]):
         return _OpenedModel(session, recipe, footprint)
 
 
-def answer(session: ModelSession, images: PreparedImages, batch_size: int, progress: Progress) -> predictions.Answers:
+def answer(session: ModelSession, images: PreparedImages, batch_size: int, progress: Progress) -> intervals.Answers:
     """Return a session's answers for all images; RequestError if there are none."""
-    answers, done = list[predictions.Answers](), 0
+    answers, done = list[intervals.Answers](), 0
     for pixel_values, true in images.batches(batch_size):
-        answers.append(predictions.answers_of(session.run(pixel_values), true))
+        answers.append(intervals.answers_of(session.run(pixel_values), true))
         done += len(true)
         progress("evaluating", done, len(images))
     if not answers:
         raise RequestError("there are 0 images to evaluate on: raise num_samples")
-    return predictions.concatenate(answers)
+    return intervals.concatenate(answers)
 
 
 class OpenHeldoutTask(Task[schemas.Opening]):
@@ -278,7 +278,7 @@ class OpenHeldoutTask(Task[schemas.Opening]):
         images = SplitImages(context.path(self.heldout.file))
         encoded = (images.encoded(row) for row in range(len(images)))
         weights = baseline.files[baseline.model_files[0]]
-        return predictions.note_opening(weights, self.candidate.sha256, encoded, self.fresh)
+        return intervals.note_opening(weights, self.candidate.sha256, encoded, self.fresh)
 
 
 class RaceTask(Task[schemas.Race]):
@@ -333,7 +333,9 @@ class MemoryTask(Task[schemas.MemoryUse]):
 
     def run(self, context: JobContext) -> schemas.MemoryUse:
         """Start such a process and read its memory."""
-        return race.memory_use(self.model, root=context.root, batch_size=self.batch_size, device=self.device)
+        size, device = self.batch_size, self.device
+        peak_bytes = race.memory_use(self.model, root=context.root, batch_size=size, device=device)
+        return schemas.MemoryUse(peak_bytes=peak_bytes)
 
 
 class LayerTimes(schemas.Record):

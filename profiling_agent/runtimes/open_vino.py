@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -207,7 +207,7 @@ def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[st
     quantized = quantize_model(
         source.module,
         registry.recommended(deployment),
-        calibration=partial(torch.from_numpy(source.calibration).split, source.batch_size),
+        calibration=torch.from_numpy(source.calibration).split(source.batch_size),
         reduce_range=OpenVino.saturates(),
     )
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:

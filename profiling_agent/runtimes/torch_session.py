@@ -6,7 +6,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
@@ -59,7 +58,7 @@ class TorchRuntime(Runtime):
             model = quantize_rowwise(source.module, chosen) if is_rowwise else source.module
             dtype = torch.bfloat16 if is_rowwise else HALVES.get(deployment.scheme)
             return write_weights(model, folder, folded=source.recipe.folded, dtype=dtype)
-        calibration = partial(torch.from_numpy(source.calibration).split, source.batch_size)
+        calibration = torch.from_numpy(source.calibration).split(source.batch_size)
         quantized = quantize_model(source.module, chosen, calibration=calibration)
         return write_weights(quantized.model, folder, folded=(*source.recipe.folded, *quantized.folded))
 

@@ -10,8 +10,16 @@ from profiling_agent import schemas
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.measure.intervals import counts_of, decide, least_images, paired_drop, sequential_drop
-from profiling_agent.measure.predictions import Answers, concatenate, read_predictions
+from profiling_agent.measure.intervals import (
+    Answers,
+    concatenate,
+    counts_of,
+    decide,
+    least_images,
+    paired_drop,
+    read_predictions,
+    sequential_drop,
+)
 from profiling_agent.measure.race import Entries
 from profiling_agent.schemas import NUM_SESSIONS, SHARD, ArtifactRef, Deployment, Evaluation, Race, SplitInfo, Variant
 from profiling_agent.search import deadline

@@ -9,8 +9,7 @@ from profiling_agent import schemas
 from profiling_agent.errors import JobError, ProfilingAgentError
 from profiling_agent.jobs.tasks import OpenHeldoutTask, PruneTask
 from profiling_agent.measure import intervals
-from profiling_agent.measure.intervals import bound_over_sessions
-from profiling_agent.measure.predictions import share
+from profiling_agent.measure.intervals import bound_over_sessions, share
 from profiling_agent.measure.race import pool, run_sessions
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes import registry

@@ -272,7 +272,7 @@ def test_what_models_take_is_measured(finished: Path):
     with Console(width=200, record=True, file=io.StringIO()) as console:
         console.print(measurement_table(measured))
 
-    assert [[row.batch_size for row in model.taken.throughput] for model in measured.models] == [[1, 8, 32]]
+    assert [[row.batch_size for row in model.throughput] for model in measured.models] == [[1, 8, 32]]
     assert console.export_text().count("(1.00x)") == 5
 
 

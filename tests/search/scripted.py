@@ -10,10 +10,9 @@ import sample_records
 from profiling_agent import schemas
 from profiling_agent.jobs.store import TIMESHEET_FILE, Timesheet
 from profiling_agent.jobs.tasks import Evaluated, Exported
-from profiling_agent.lib.machine import environment
-from profiling_agent.measure.predictions import write_predictions
+from profiling_agent.measure.intervals import write_predictions
 from profiling_agent.runtimes.registry import recommend
-from profiling_agent.schemas import Acquired, ArtifactRef, DeployedModel, Deployment, DeploymentOption, MemoryUse
+from profiling_agent.schemas import Acquired, ArtifactRef, DeployedModel, Deployment, DeploymentOption
 from profiling_agent.search.deployments import DeploymentChoices
 from profiling_agent.search.evaluator import Evaluator, Settings
 
@@ -97,10 +96,6 @@ def option(
     if speedup is not None:
         known["race_result"] = sample_records.race_result(name, speedup, speedup * 0.95, speedup * 1.05)
     return DeploymentOption(deployment=made_in, **(known | stated))
-
-
-def memory_use(task: Any, peak_bytes: int) -> MemoryUse:
-    return MemoryUse(model=task.model, batch_size=4, peak_bytes=peak_bytes, size_bytes=1000, environment=environment())
 
 
 def acquired(num_heldout: int = 1000, num_search: int | None = None) -> Acquired:

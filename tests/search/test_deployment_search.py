@@ -7,11 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 import sample_records
-from search.scripted import Jobs, deployed, deployment, evaluator, memory_use, name_of
+from search.scripted import Jobs, deployed, deployment, evaluator, name_of
 
 from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.jobs import tasks
-from profiling_agent.schemas import Cap, DeploymentSearch, Dropped, LayerCost, Plan, Race, Status, Tuned, Variant
+from profiling_agent.schemas import (
+    Cap,
+    DeploymentSearch,
+    Dropped,
+    LayerCost,
+    MemoryUse,
+    Plan,
+    Race,
+    Status,
+    Tuned,
+    Variant,
+)
 from profiling_agent.search.attempt import open_journal
 from profiling_agent.search.deadline import EFFORTS
 from profiling_agent.search.deployments import ASKED_SCHEMES, DeploymentChoices, search_deployments
@@ -77,7 +88,7 @@ class Script(Jobs):
         return Race(results=tuple(results), num_repeats=12, num_sessions=1, dropped=tuple(dropped))
 
     def MemoryTask(self, task):  # noqa: N802
-        return memory_use(task, self.deployments[name_of(task.model)].peak)
+        return MemoryUse(peak_bytes=self.deployments[name_of(task.model)].peak)
 
 
 def evaluator_of(

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import sample_records
-from search.scripted import Jobs, deployed, evaluator, memory_use, name_of, option
+from search.scripted import Jobs, deployed, evaluator, name_of, option
 
 from profiling_agent import schemas
 from profiling_agent.errors import JobError
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask
-from profiling_agent.measure.predictions import share
+from profiling_agent.measure.intervals import share
 from profiling_agent.schemas import NUM_SESSIONS, Deployment, DeploymentOption, Opening, Outcome, Race, Variant
 from profiling_agent.search.finalize import FinalChoice, finalize
 from profiling_agent.search.verdict import ACCURACY_ERROR
@@ -64,8 +64,8 @@ class Script(Jobs):
         first = one.results[0].model_copy(update={"turns": ((1.0,),), "latency": self._slowed(one)})
         return one.model_copy(update={"num_sessions": 1, "results": (first, *held)})
 
-    def MemoryTask(self, task: Any) -> schemas.MemoryUse:  # noqa: N802
-        return memory_use(task, 100)
+    def MemoryTask(self, _task: Any) -> schemas.MemoryUse:  # noqa: N802
+        return schemas.MemoryUse(peak_bytes=100)
 
     def _slowed(self, session: Race) -> Any:
         times = session.results[0].latency
