@@ -336,26 +336,3 @@ class MemoryTask(Task[schemas.MemoryUse]):
         size, device = self.batch_size, self.device
         peak_bytes = race.memory_use(self.model, root=context.root, batch_size=size, device=device)
         return schemas.MemoryUse(peak_bytes=peak_bytes)
-
-
-class LayerTimes(schemas.Record):
-    """Milliseconds of each layer of a deployed model in a pass over a batch, by its name in the model."""
-
-    layers: dict[str, float]
-
-
-class LayerTimesTask(Task[LayerTimes]):
-    """Measure the time of each layer by the model's runtime; `onnx` is the file that the runtime was given, if any."""
-
-    sets_torch = False
-    timed = uses_runtimes = True
-    isolated: bool = True
-    model: schemas.ArtifactRef
-    onnx: schemas.ArtifactRef | None = None
-    batch_size: int
-
-    def run(self, context: JobContext) -> LayerTimes:
-        """Ask the model's runtime what the parts of a pass take."""
-        path, onnx = context.path(self.model), context.path(self.onnx) if self.onnx else None
-        threads = available_threads()
-        return LayerTimes(layers=artifact.layer_times(path, onnx, batch_size=self.batch_size, num_threads=threads))

@@ -1,7 +1,6 @@
 """Saved models: recipe, folder layout, opening, golden logits and model card. Imports no torch."""
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -21,12 +20,9 @@ from profiling_agent.lib import io
 from profiling_agent.lib.machine import environment
 from profiling_agent.runtimes.registry import (
     INPUT,
-    MODULE,
-    NUM_PASSES,
     OUTPUT,
     Batch,
     ModelSession,
-    OperatorTimes,
     noise_batch,
     runtime,
 )
@@ -175,36 +171,6 @@ def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None =
             f"{str(folder)!r} is for {deployment.name}, which has no kernels on {device}: use device cpu"
         )
     return executor.open(folder, recipe, device=device, num_threads=num_threads)
-
-
-def layer_times(folder: Path, exported: Path | None, *, batch_size: int, num_threads: int) -> dict[str, float]:
-    """Return the milliseconds of each layer of a saved model in a pass on the CPU, by its name in the model.
-
-    `exported` is the ONNX file given to the runtime, whose nodes identify the layers; without it the runtime must.
-    ArtifactError if the runtime can't time operators, or can't run the model.
-    """
-    recipe, layer_by_node = load_recipe(folder), dict[str, str]()
-    if exported is not None:
-        import onnx
-
-        from profiling_agent.runtimes.onnx_runtime import layers_by_name
-
-        layer_by_node = layers_by_name(onnx.load(exported, load_external_data=False))
-    images = noise_batch(recipe.input, batch_size)
-    executor = runtime(recipe.deployment.runtime)
-    operators = executor.operator_times(folder, recipe, images, num_threads=num_threads, passes=NUM_PASSES)
-    return by_layer(operators, layer_by_node)
-
-
-def by_layer(operators: OperatorTimes, known: Mapping[str, str]) -> dict[str, float]:
-    """Return the milliseconds of each layer; unknown operators, mostly fused with the layer before, count with it."""
-    times: defaultdict[str, float] = defaultdict(float)
-    layer = ""
-    for names, ms in operators:
-        layers = (name.removeprefix(MODULE) if name.startswith(MODULE) else known.get(name) for name in names)
-        layer = next((name for name in layers if name is not None), layer)
-        times[layer] += ms
-    return dict(times)
 
 
 @contextmanager

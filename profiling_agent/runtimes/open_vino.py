@@ -3,12 +3,10 @@
 import importlib
 import tempfile
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from profiling_agent.errors import ArtifactError, QuantizationError
@@ -18,17 +16,14 @@ from profiling_agent.lib.machine import quota_threads
 from profiling_agent.runtimes import registry
 from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, QuantizedLayer, Recipe
 from profiling_agent.runtimes.onnx_runtime import is_convnet, nodes_of_layers
-from profiling_agent.runtimes.registry import INPUT, MODULE, Batch, Source
+from profiling_agent.runtimes.registry import INPUT, Batch, Source
 from profiling_agent.schemas import Deployment, Scheme
 
 # Compiled sizes to keep, each with its own copy of the weights: one that comes often, the end of a split, and golden
 # images.
 MAX_SIZES = 3
-# Layers in its graphs, operators between a layer and its weights, and the key under which a fused operator lists its
-# originals.
+# Layers in its graphs.
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
-WEIGHT_OPS = ("Convert", "FakeQuantize", "Multiply", "Reshape", "Subtract", "Transpose")
-ORIGINALS_KEY = "originalLayersNames"
 # Prefixes of message lines that don't concern the model.
 IGNORED_PREFIXES = ("Exception from ", "Check ", "FrontEnd API failed", "Summary:", "-- Conversion is failed")
 # Images on which OpenVINO's logits are compared with torch's: both round alike, but sum in another order, and values
@@ -40,8 +35,8 @@ NUM_COMPARED, MAX_DISTANCE, MAX_ROUNDING_RATIO = 4, 0.25, 3.0
 class OpenVinoSession(registry.ModelSession):
     """An OpenVINO graph, compiled for each batch size or once for all; threads that share it take turns."""
 
-    def __init__(self, path: Path, *, scheme: Scheme, num_threads: int | None, profiled: bool = False) -> None:
-        """Read the graph; ArtifactError if it can't be read. A `profiled` one measures the times of its operators."""
+    def __init__(self, path: Path, *, scheme: Scheme, num_threads: int | None) -> None:
+        """Read the graph; ArtifactError if it can't be read."""
         # Compiling for each size is a few per cent faster (a quarter for a small convnet at batch 1). Not for the graphs
         # of our int8 layers: with all shapes known OpenVINO splits up their quantization, and a ViT is 1.6 to 1.9 times
         # slower for it (2026.4.1).
@@ -52,7 +47,6 @@ class OpenVinoSession(registry.ModelSession):
             "INFERENCE_PRECISION_HINT": "bf16" if scheme == "bfloat16" else "f32",
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
-            "PERF_COUNT": profiled,
         }
         if threads := num_threads or quota_threads():
             self._properties["INFERENCE_NUM_THREADS"] = threads
@@ -132,46 +126,6 @@ class OpenVino(registry.Runtime):
     def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OpenVinoSession:  # noqa: ARG003
         """Open a saved folder; by default with a thread for each core that a container's quota has time for."""
         return OpenVinoSession(folder / IR, scheme=recipe.deployment.scheme, num_threads=num_threads)
-
-    @classmethod
-    def operator_times(
-        cls, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
-    ) -> registry.OperatorTimes:
-        """Return the median time of each operator of OpenVINO's compiled graph over `passes`, in graph order."""
-        scheme = recipe.deployment.scheme
-        session = OpenVinoSession(folder / IR, scheme=scheme, num_threads=num_threads, profiled=True)
-        request = session.request(pixel_values)
-        durations: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-        # The first pass has cold caches, and isn't counted.
-        for number in range(passes + 1):
-            session.run(pixel_values)
-            for index, row in enumerate(request.get_profiling_info() if number else ()):
-                durations[index, row.node_name].append(row.real_time.total_seconds() * 1e3)
-        layers, originals = _layers_by_weight(session.read()), dict[str, list[str]]()
-        for op in request.get_compiled_model().get_runtime_model().get_ops():
-            if ORIGINALS_KEY in (info := op.get_rt_info()):
-                originals[op.get_friendly_name()] = info[ORIGINALS_KEY].astype(str).split(",")
-        times: registry.OperatorTimes = []
-        for (_, name), ms in durations.items():
-            # The operators of a split node, as a convolution and its bias, begin with its exported name.
-            parts = [part.split("/")[0] for part in (name, *originals.get(name, ()))]
-            times.append(((*[layers[part] for part in parts if part in layers], *parts), median(ms)))
-        return times
-
-
-def _layers_by_weight(model: Any) -> dict[str, str]:
-    """Return by operator name the layer whose weights it reads, if the weights kept their exported name."""
-    layers: dict[str, str] = {}
-    for op in model.get_ops():
-        # Weights are the second input, behind the operators that quantize them.
-        sources = [op.input(1).get_source_output().get_node()] if op.get_type_name() in LAYER_TYPES else []
-        while sources:
-            source = sources.pop()
-            if source.get_type_name() in WEIGHT_OPS:
-                sources += [port.get_source_output().get_node() for port in source.inputs()]
-            elif source.get_type_name() == "Constant" and (name := source.get_friendly_name()).startswith(MODULE):
-                layers[op.get_friendly_name().split("/")[0]] = name.rpartition(".")[0]
-    return layers
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.machine import environment
 from profiling_agent.schemas import EVERYTHING, Deployment, InputSpec, QuantizationRecommendation, RuntimeName, Scheme
 
@@ -19,15 +18,10 @@ if TYPE_CHECKING:
     from profiling_agent.runtimes.artifact import QuantizedLayer, Recipe
 
 Batch = NDArray[np.float32]
-# Time in ms of each operator in a pass, with its names in the graphs that were given to the runtime. A name that begins
-# with `MODULE` is the layer itself; all others are nodes of an exported graph.
-OperatorTimes = list[tuple[tuple[str, ...], float]]
 # Names of input and output in exported graphs.
 INPUT, OUTPUT = "pixel_values", "logits"
 # Prefix of the model's modules in exported graphs: the exported wrapper holds the model under this name.
 MODULE = "model."
-# Timed passes: enough for a median that one disturbance doesn't move; a warm-up pass comes first.
-NUM_PASSES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +117,6 @@ class Runtime(ABC):
     @abstractmethod
     def open(cls, folder: Path, recipe: "Recipe", *, device: str, num_threads: int | None) -> ModelSession:
         """Open a saved folder; without `num_threads` the library chooses; ArtifactError if the files can't be read."""
-
-    @classmethod
-    def operator_times(
-        cls, folder: Path, recipe: "Recipe", pixel_values: Batch, *, num_threads: int, passes: int
-    ) -> OperatorTimes:
-        """Return the median time of each operator over `passes` on the CPU; ArtifactError if it can't time them."""
-        del folder, recipe, pixel_values, num_threads, passes
-        raise ArtifactError(f"{cls.name} can't time the parts of a pass")
 
     @classmethod
     def has_vnni(cls, cpu_flags: Collection[str]) -> bool:

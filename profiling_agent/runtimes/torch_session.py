@@ -18,7 +18,7 @@ from profiling_agent.lib.io import first_line
 from profiling_agent.lib.logs import compiled_code, muted
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.runtimes.artifact import WEIGHTS, Recipe
-from profiling_agent.runtimes.registry import MODULE, Batch, ModelSession, OperatorTimes, Runtime, Source, recommended
+from profiling_agent.runtimes.registry import Batch, ModelSession, Runtime, Source, recommended
 from profiling_agent.schemas import Deployment
 
 if TYPE_CHECKING:
@@ -91,17 +91,6 @@ class Eager(TorchRuntime):
     # Dynamic layers use 7 bits if 8 would saturate; static ones compute in float32.
     safe_kinds = ("dynamic", "static", "rowwise")
     mixture = ("dynamic", frozenset({"dynamic", "float16", "bfloat16"}))
-
-    @classmethod
-    def operator_times(
-        cls, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
-    ) -> OperatorTimes:
-        """Return the median time of each module of a saved model over `passes`, without its children."""
-        from profiling_agent.lib.costs import layer_latency
-
-        session = cls.open(folder, recipe, device="cpu", num_threads=num_threads)
-        times = layer_latency(session.module, session.to_device(pixel_values), passes=passes)
-        return [((MODULE + name,), ms) for name, ms in times.items()]
 
 
 class Graphed(TorchRuntime):

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Any, Literal, cast
 
-from pydantic import Field, computed_field, model_validator
+from pydantic import computed_field, model_validator
 
 from profiling_agent.schemas.measurement import Evaluation, RaceResult, Variant
 from profiling_agent.schemas.plan import (
@@ -97,8 +97,6 @@ class DeploymentSearch(Record):
     options: tuple[DeploymentOption, ...]
     chosen: Deployment | None
     notes: tuple[str, ...] = ()
-    # Share of a pass in the chosen deployment by unit; measured if the LLM plans.
-    unit_times: dict[str, float] = Field(default_factory=dict)
 
     def of(self, deployment: Deployment) -> DeploymentOption:
         """Return the option of a deployment that was tried."""

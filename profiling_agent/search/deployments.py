@@ -283,14 +283,9 @@ def search_deployments(
         except JobError as error:
             notes.append(f"the deployments could not be raced: {error}")
     options = _measure(evaluator, options, baseline, stage)
-    best, unit_times = choose_option(options, baseline, evaluator.goal), dict[str, float]()
-    if best is not None and evaluator.settings.is_advised and evaluator.device == "cpu":
-        try:
-            unit_times = _unit_times(evaluator, best)
-        except REFUSALS as error:
-            notes.append(f"what the parts of a pass take in {best.deployment.name} isn't known: {error}")
+    best = choose_option(options, baseline, evaluator.goal)
     chosen = best.deployment if best else None
-    return schemas.DeploymentSearch(options=tuple(options), chosen=chosen, notes=tuple(notes), unit_times=unit_times)
+    return schemas.DeploymentSearch(options=tuple(options), chosen=chosen, notes=tuple(notes))
 
 
 def _convert(evaluator: "Evaluator", deployments: Sequence[Deployment], stage: Deadline) -> list[DeploymentOption]:
@@ -362,18 +357,3 @@ def _measure(
         exceeds_memory = option_key(results[index], baseline, goal)[4]
         num_enough += results[index].status is schemas.Status.ACCEPTED and not exceeds_memory
     return results
-
-
-def _unit_times(evaluator: "Evaluator", best: DeploymentOption) -> dict[str, float]:
-    """Return each unit's share of the unpruned model's pass in the deployment; raises one of REFUSALS if it can't be timed."""
-    assert best.deployed is not None, "what was chosen was made"
-    if not evaluator.deadline.allows((registry.NUM_PASSES + 1) * evaluator.batch_s):
-        raise JobError("no time left for it")
-    exported = evaluator.deployer.exported(evaluator.baseline, best.deployment)
-    task = tasks.LayerTimesTask(model=best.deployed.model, onnx=exported, batch_size=evaluator.settings.batch_size)
-    layers = evaluator.jobs.run(task).layers
-    total = sum(layers.values()) or 1.0
-    return {
-        unit.name: round(sum(layers.get(name, 0.0) for name in {*unit.members, unit.name}) / total, 5)
-        for unit in evaluator.profile.units
-    }

@@ -19,7 +19,7 @@ from torch import nn
 
 from profiling_agent.errors import JobError, PlanError
 from profiling_agent.measure.worker import TimedProcess, WorkerSetup, worker_command
-from profiling_agent.runtimes.artifact import ONNX, by_layer, layer_times, load_recipe, open_session
+from profiling_agent.runtimes.artifact import ONNX, load_recipe, open_session
 from profiling_agent.runtimes.onnx_runtime import OnnxSession
 from profiling_agent.runtimes.open_vino import OpenVinoSession
 from profiling_agent.runtimes.registry import ModelSession, noise_batch, runtime
@@ -228,42 +228,3 @@ def test_relu6_is_in_the_range_of_an_int8_convolutions_output(tmp_path: Path):
 
     assert before.count("Clip") == before.count("Conv") == after.count("Conv") == 27
     assert "Clip" not in after
-
-
-def times(sources: deployments.Sources, saved: Saved, family: str, name: str) -> dict[str, float]:
-    # OpenVINO isn't given that file for our int8 layers: it reads an export of its own.
-    exported = None if name == "openvino static" else sources(family).onnx
-    return layer_times(saved(name, family), exported, batch_size=8, num_threads=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if "inductor" not in name])
-def test_each_runtime_says_where_a_pass_goes(sources: deployments.Sources, saved: Saved, name: str):
-    told = times(sources, saved, "wide", name)
-
-    assert set(told) <= {layer for layer, _ in sources("wide").module.named_modules()}
-    for block in ("vit.layers.0", "vit.layers.1"):
-        assert {f"{block}.mlp.fc1", f"{block}.mlp.fc2"} <= set(told)
-        for part in (".mlp.", ".attention"):
-            assert sum(ms for layer, ms in told.items() if layer.startswith(block) and part in layer) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["eager float32", "onnxruntime static", "openvino static", "openvino static_nncf"])
-def test_each_convolution_of_a_network_has_its_time(sources: deployments.Sources, saved: Saved, name: str):
-    told = times(sources, saved, "resnet", name)
-
-    modules = sources("resnet").module.named_modules()
-    # A norm that a convolution swallowed may stand for it.
-    named = {layer.replace(".normalization", ".convolution") for layer in told}
-    assert {layer for layer, module in modules if isinstance(module, nn.Conv2d)} <= named
-    assert sum(told.values()) > 0
-
-
-def test_what_nobody_knows_counts_with_the_layer_before_it():
-    names = [("Cast",), ("node_1", "linear"), ("BiasGelu_token_3",), ("fused", "node_2"), ("model.mlp.fc2", "node_1")]
-    operators = [(each, 2.0**number) for number, each in enumerate(names)]
-
-    told = by_layer(operators, {"linear": "mlp.fc1", "node_2": "norm", "node_1": "mlp.fc1"})
-
-    assert told == {"": 1.0, "mlp.fc1": 6.0, "norm": 8.0, "mlp.fc2": 16.0}
