@@ -1,6 +1,6 @@
 """Race of models: they take turns on one machine, one process each, for speed-ups with intervals. Imports no torch.
 
-One session chooses (`race_once`), several others (`run_one_session`, pooled) measure the chosen: a model is a little slower
+One session chooses (`race_once`), several others (`run_steady_sessions`) measure the chosen: a model is a little slower
 than in the session that chose it.
 """
 
@@ -254,45 +254,32 @@ def run_one_session(entries: Entries, conditions: Conditions, number: int, *, pr
 MAX_VOID, MAX_SLOWDOWN, MAX_AGAIN, MIN_STEADY = 2, 1.25, 3, 3
 
 
-def run_sessions(hold: Callable[[int], Race], num_sessions: int) -> tuple[list[Race], tuple[str, ...]]:
-    """Return `num_sessions` sessions, and why others are void: a process that dies costs only its session.
-
-    Raises:
-        JobError: more than two were void.
-    """
-    sessions, void = list[Race](), tuple[str, ...]()
-    while len(sessions) < num_sessions:
-        try:
-            sessions.append(hold(len(sessions) + len(void)))
-        except JobError as error:
-            void = (*void, str(error))
-            if len(void) > MAX_VOID:
-                raise
-    return sessions, void
-
-
 def run_steady_sessions(
     hold: Callable[[int], Race], num_sessions: int, has_time: Callable[[], bool] = lambda: True
 ) -> Race:
-    """Return the race over `num_sessions` sessions with a steady baseline; sessions slower than its best one are repeated.
+    """Return the race over `num_sessions` sessions with a steady baseline.
 
-    If even after MAX_AGAIN more too few are left, the race's `unsteady` gives the reason.
+    A process that dies costs only its session; sessions slower than the best one are repeated. If even after MAX_AGAIN
+    more too few are left, the race's `unsteady` gives the reason.
 
     Raises:
         JobError: more than two sessions were void, as a process crashed or hung.
     """
-    sessions, void = run_sessions(hold, num_sessions)
-    max_sessions = num_sessions + MAX_AGAIN
+    sessions, void, num_again = list[Race](), list[str](), 0
     while True:
         times_ms = [session.results[0].latency.median_ms for session in sessions]
-        best_ms = min(times_ms)
+        best_ms = min(times_ms, default=0.0)
         steady = [race for race, ms in zip(sessions, times_ms, strict=True) if ms <= MAX_SLOWDOWN * best_ms]
-        if len(steady) >= num_sessions or len(sessions) >= max_sessions or not has_time():
+        is_repeat = len(sessions) >= num_sessions
+        if is_repeat and (len(steady) >= num_sessions or num_again == MAX_AGAIN or not has_time()):
             break
+        num_again += is_repeat
         try:
             sessions.append(hold(len(sessions) + len(void)))
         except JobError as error:
-            void, max_sessions = (*void, str(error)), max_sessions - 1
+            void.append(str(error))
+            if len(void) > MAX_VOID and not is_repeat:
+                raise
     slow_ms = [took_ms for took_ms in times_ms if took_ms > MAX_SLOWDOWN * best_ms]
     reasons = (f"the baseline took {took_ms:.3g} ms, in its best session {best_ms:.3g}" for took_ms in slow_ms)
     race = pool(steady, (*void, *reasons))
@@ -420,10 +407,10 @@ def race_saved(
         entries = [entry for entry in entries if entry[1] not in [each.model for each in dropped]]
         if len(entries) < 2:
             raise RequestError(f"none but the first can be run here: {'; '.join(each.reason for each in dropped)}")
-        sessions, void = run_sessions(
+        race = run_steady_sessions(
             lambda number: run_one_session(entries, conditions, number, progress=progress), num_sessions
         )
-    return names, pool(sessions, void).model_copy(update={"dropped": dropped})
+    return names, race.model_copy(update={"dropped": dropped})
 
 
 def measure_saved(

@@ -3,8 +3,6 @@
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
@@ -219,8 +217,7 @@ def write_artifact(
     """
     executor = runtime(description.deployment.runtime)
     changes: dict[str, Any] = {"quantized": (), "tied": {}, "folded": (), "cpu": environment().cpu}
-    versions = {name: metadata.version(name) for name in executor.packages if find_spec(name)}
-    changes["libraries"] = environment().libraries | versions
+    changes["libraries"] = environment().libraries | environment().runtimes
     with appearing(folder) as temporary:
         changes |= write_model(temporary)
         processor.save_pretrained(temporary)

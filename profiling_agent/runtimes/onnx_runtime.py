@@ -87,7 +87,6 @@ class OnnxRuntime(registry.Runtime):
     extra = "onnx"
     requires = ("onnxruntime", "onnx", "onnxscript")
     files = (ONNX,)
-    packages = ("onnx", "onnxruntime")
     graph_format = "onnx"
     on_cpu = from_onnx = ("float32", "dynamic", "static")
     # MLAS has kernels for AVX2's VNNI too, which is the only one of Intel's hybrid processors (source: docs/facts.md).

@@ -3,14 +3,13 @@
 import importlib
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.lib.io import first_line
 from profiling_agent.lib.logs import hide_telemetry, import_openvino, muted, third_party_errors
 from profiling_agent.lib.machine import quota_threads
 from profiling_agent.runtimes import registry
@@ -24,8 +23,6 @@ from profiling_agent.schemas import Deployment, Scheme
 MAX_SIZES = 3
 # Layers in its graphs.
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
-# Prefixes of message lines that don't concern the model.
-IGNORED_PREFIXES = ("Exception from ", "Check ", "FrontEnd API failed", "Summary:", "-- Conversion is failed")
 # Images on which OpenVINO's logits are compared with torch's: both round alike, but sum in another order, and values
 # near a rounding edge differ (by 0.13 at most on families that it computes right). Further apart than the distance and
 # that many times the rounding's effect is wrong.
@@ -96,7 +93,6 @@ class OpenVino(registry.Runtime):
     extra = "openvino"
     requires = ("openvino",)
     files = (IR, IR_WEIGHTS)
-    packages = ("openvino", "nncf")
     graph_format = "openvino"
     on_cpu = ("float32", "bfloat16", "static", "static_nncf")
     # `static` is exported with int8 layers instead.
@@ -128,15 +124,8 @@ class OpenVino(registry.Runtime):
         return OpenVinoSession(folder / IR, scheme=recipe.deployment.scheme, num_threads=num_threads)
 
 
-@contextmanager
-def _conversion_errors(problem: str) -> Generator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError, TypeError) as error:
-        # The lines that name node and cause, without those about OpenVINO's own source files.
-        lines = [line.strip() for line in str(error).splitlines()]
-        cause = " ".join(line for line in lines if line and not line.startswith(IGNORED_PREFIXES)) or first_line(error)
-        raise QuantizationError(f"{problem} ({type(error).__name__}: {cause[:500]})") from error
+def _conversion_errors(problem: str) -> AbstractContextManager[None]:
+    return third_party_errors(lambda message: QuantizationError(f"{problem}: {message}"))
 
 
 def _read_onnx(path: Path) -> Any:

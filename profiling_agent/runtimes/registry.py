@@ -69,10 +69,9 @@ class Runtime(ABC):
     """
 
     name: ClassVar[RuntimeName]
-    # Packages that it can't run without, their extra, and packages whose versions go into the recipe.
+    # Packages that it can't run without, and their extra.
     requires: ClassVar[tuple[str, ...]] = ()
     extra: ClassVar[str] = ""
-    packages: ClassVar[tuple[str, ...]] = ()
     # Files that it reads its weights from, in formats that can't carry code; the only export format that takes its
     # graphs.
     files: ClassVar[tuple[str, ...]]

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors import SafetensorError
@@ -24,7 +23,7 @@ from profiling_agent.errors import ArtifactError, CorruptImageError, Quantizatio
 from profiling_agent.lib import modules
 from profiling_agent.lib.inference import Folded
 from profiling_agent.lib.io import first_line, parse_json
-from profiling_agent.lib.logs import SETTINGS_LOCK, is_out_of_memory, muted, third_party_errors
+from profiling_agent.lib.logs import SETTINGS_LOCK, muted, third_party_errors
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.lib.timm_config import check_timm, make_plain_
@@ -36,8 +35,6 @@ from profiling_agent.runtimes.registry import Batch, ModelSession, Source, runti
 from profiling_agent.schemas import Cut, Deployment, Environment, InputSpec, RuntimeName, Scheme
 
 HALVES: dict[Scheme, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# Errors of building and filling a model that other versions of the libraries saved.
-MISFITS = (QuantizationError, StrictDataclassError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
 
 def load_processor(path: str | Path) -> Any:
@@ -85,7 +82,14 @@ def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{str(path)!r} is damaged ({first_line(error)}): save the model again") from error
-    try:
+
+    def refuse(problem: str) -> ArtifactError:
+        return ArtifactError(
+            f"the weights in {str(folder)!r} don't fit {recipe.architecture} ({problem}): save the model again with the "
+            "installed libraries"
+        )
+
+    with third_party_errors(refuse):
         model = _build_architecture(recipe)
         sizes = head_sizes(model)
         for norm in recipe.folded:
@@ -112,13 +116,6 @@ def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
             setattr(model.get_submodule(owner), leaf, attrgetter(first)(model))
         set_head_attributes_(model, sizes)
         _halve_buffers_(model)
-    except MISFITS as error:
-        if is_out_of_memory(error):
-            raise
-        raise ArtifactError(
-            f"the weights in {str(folder)!r} don't fit {recipe.architecture} ({first_line(error)}): save the model "
-            "again with the installed libraries"
-        ) from error
     return model.eval()
 
 
@@ -329,14 +326,6 @@ class Deployed:
     def runtime(self) -> RuntimeName:
         """Return the name of the runtime."""
         return self.recipe.deployment.runtime
-
-    @property
-    def module(self) -> nn.Module:
-        """Return the torch module; ArtifactError if the runtime isn't torch's."""
-        module = getattr(self.session, "module", None)
-        if not isinstance(module, nn.Module):
-            raise ArtifactError(f"a model for {self.runtime} is no torch module: run it, or load its float32 parent")
-        return module
 
     def __call__(self, pixel_values: Tensor | NDArray[Any]) -> Answer:
         """Return the `logits`, float32 (n, classes) on the CPU, of prepared images (n, channels, height, width)."""

@@ -110,7 +110,7 @@ class Inductor(TorchRuntime):
 
     name = "inductor"
     extra = "inductor"
-    requires = packages = ("torchao",)
+    requires = ("torchao",)
     on_cpu = ("float32", "bfloat16", "static")
     on_cuda = ("float32", "bfloat16", "float16", "dynamic", "float8")
     is_slow_to_convert = True

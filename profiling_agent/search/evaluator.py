@@ -45,7 +45,6 @@ class Settings(schemas.Record):
     fresh_ledger: str | None = None
     time_budget_s: float | None = None
     effort: Literal["quick", "default", "thorough"] = "default"
-    is_advised: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from profiling_agent.errors import JobError, ProfilingAgentError
 from profiling_agent.jobs.tasks import OpenHeldoutTask, PruneTask
 from profiling_agent.measure import intervals
 from profiling_agent.measure.intervals import bound_over_sessions, share
-from profiling_agent.measure.race import pool, run_sessions
+from profiling_agent.measure.race import run_steady_sessions
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import SHARD, AccuracyDrop, ArtifactRef, Evaluation, Goal, Opening, Race, Term, Variant
@@ -313,8 +313,8 @@ def _are_slow(evaluator: Evaluator, models: Sequence[ArtifactRef]) -> bool:
         if best is None or best.speedup >= goal.min_speedup:
             return False
         entries = (baseline, (Variant.BOTH, best.model))
-        sessions = run_sessions(lambda number: evaluator.hold_session(entries, number), evaluator.num_sessions)
+        race = run_steady_sessions(lambda number: evaluator.hold_session(entries, number), evaluator.num_sessions)
     except JobError:
         return False
     others = [result for result in results if result.model != best.model]
-    return all(result.speedup_high < goal.min_speedup for result in (pool(*sessions).result_of(best.model), *others))
+    return all(result.speedup_high < goal.min_speedup for result in (race.result_of(best.model), *others))

@@ -18,7 +18,7 @@ import zoo
 from profiling_agent.errors import JobError
 from profiling_agent.measure import race as races
 from profiling_agent.measure.intervals import bound_over_sessions, log_ratios, score_one_session, score_over_sessions
-from profiling_agent.measure.race import Conditions, Entries, compare, noise_warning, run_sessions
+from profiling_agent.measure.race import Conditions, Entries, compare, noise_warning
 from profiling_agent.measure.worker import TimedProcess
 from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Race, RaceResult, Variant
 
@@ -92,7 +92,7 @@ def screened(*processes: Scripted, **asked: Any) -> Race:
 def estimated(process_of: Callable[[int], Scripted], num_models: int, num_sessions: int = NUM_SESSIONS) -> Race:
     """Return what new sessions of all models, with as few turns as are allowed, measure together."""
     given = entries(num_models), ScriptedConditions(process_of=process_of, seconds_per_model=0)
-    return races.pool(*run_sessions(lambda number: races.run_one_session(*given, number), num_sessions))
+    return races.run_steady_sessions(lambda number: races.run_one_session(*given, number), num_sessions)
 
 
 def test_equal_models_are_equal_and_a_much_faster_one_is_clear_at_once():

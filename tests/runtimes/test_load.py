@@ -68,11 +68,6 @@ def test_every_runtime_is_called_alike_and_pictures_become_labels_with_their_pro
     assert model.predict(picture(1)).class_id == both[1].class_id
     assert model.predict(picture(1).convert("L")).label.startswith("class ")
     assert model.predict([]) == []
-    if name.startswith("eager"):
-        assert isinstance(model.module, torch.nn.Module)
-        return
-    with pytest.raises(ArtifactError, match="is no torch module"):
-        _ = model.module
 
 
 @pytest.mark.parametrize("taken", PHOTOGRAPHS)
