@@ -140,7 +140,7 @@ class Race(Record):
     dropped: tuple[Dropped, ...] = ()
     void: tuple[str, ...] = ()  # sessions that don't count, and why: a process died, or the baseline was slow
     unsteady: str | None = None  # why the machine was too noisy for the times to show anything
-    notes: tuple[str, ...] = ()  # of the GPU: turns measured again, other processes on it
+    notes: tuple[str, ...] = ()  # of the GPU: turns measured again
     detectable: float = 0.0  # two equal models would have been told apart if one were slower by this share
 
     def result_of(self, model: ArtifactRef) -> RaceResult:

@@ -148,18 +148,6 @@ def test_static_layers_and_folded_norms_come_back_bit_by_bit_and_a_skeleton_has_
     assert distance(say(skeleton).numpy(), say(model).numpy()) < 0.05
 
 
-def test_the_skeleton_of_a_pruned_and_quantized_model_is_plain_float32(tmp_path: Path):
-    small, cuts = pruned(zoo.vit(), 0.5)
-
-    skeleton = load_dequantized(save(quantize_model(small, [EVERYTHING]).model, tmp_path / "model", cuts))
-
-    assert {name: tensor.shape for name, tensor in skeleton.state_dict().items()} == {
-        name: tensor.shape for name, tensor in small.state_dict().items()
-    }
-    assert parameter_bytes(skeleton) == parameter_bytes(small)
-    torch.testing.assert_close(say(skeleton), say(small), rtol=0.1, atol=0.1)
-
-
 def test_tied_parameters_are_stored_once_and_stay_tied_and_views_are_separate(tmp_path: Path):
     model = zoo.vit()
     model.vit.layers[1].mlp.fc1.weight = model.vit.layers[0].mlp.fc1.weight
