@@ -159,11 +159,6 @@ class Counts:
         return Counts(self.num_lost + num_lost, self.num_gained + num_gained, self.num_images + num_images)
 
 
-def counts_of(drop: AccuracyDrop) -> Counts:
-    """Return the counts behind a drop."""
-    return Counts(drop.num_lost, drop.num_gained, drop.num_images)
-
-
 def _log_wealth(num_lost: float, num_gained: float, num_images: float, drop: float) -> float:
     """Return the logarithm of the wealth, at first 1, of all gamblers against a drop of at least `drop`; it rises with `drop`.
 
@@ -182,7 +177,7 @@ def _log_wealth(num_lost: float, num_gained: float, num_images: float, drop: flo
     return float(np.logaddexp.reduce(log_wealths)) - math.log(len(STAKES))
 
 
-def upper_bound(counts: Counts, error: float) -> float:
+def upper_bound(counts: Counts | AccuracyDrop, error: float) -> float:
     """Return the upper bound of the drop, with an error of `error` over all looks together, to a millionth."""
     steps = 1_000_000
 
@@ -192,19 +187,19 @@ def upper_bound(counts: Counts, error: float) -> float:
     return bisect_left(range(-steps, steps), -math.log(error), key=log_wealth) / steps - 1
 
 
-def lower_bound(counts: Counts, error: float) -> float:
+def lower_bound(counts: Counts | AccuracyDrop, error: float) -> float:
     """Return the lower bound of the drop, with an error of `error` over all looks together."""
     return -upper_bound(Counts(counts.num_gained, counts.num_lost, counts.num_images), error)
 
 
-def decide(counts: Counts, max_drop: float, error: float) -> Decision:
+def decide(counts: Counts | AccuracyDrop, max_drop: float, error: float) -> Decision:
     """Return whether the drop is shown below `max_drop`, above it, or neither yet, each with an error of `error`."""
     if upper_bound(counts, error) <= max_drop:
         return "kept"
     return "lost" if lower_bound(counts, error) > max_drop else "undecided"
 
 
-def sequential_drop(counts: Counts, num_looks: int) -> AccuracyDrop:
+def sequential_drop(counts: Counts | AccuracyDrop, num_looks: int) -> AccuracyDrop:
     """Return the drop with the interval and the p-value of the sequential test, which hold after any look.
 
     The p-value is the smallest two-sided error at which an interval excludes 0.
@@ -215,7 +210,7 @@ def sequential_drop(counts: Counts, num_looks: int) -> AccuracyDrop:
     return _drop(counts, low, high, min(1.0, 2 * math.exp(-log_wealth)), num_looks)
 
 
-def _drop(counts: Counts, low: float, high: float, p_value: float, num_looks: int) -> AccuracyDrop:
+def _drop(counts: Counts | AccuracyDrop, low: float, high: float, p_value: float, num_looks: int) -> AccuracyDrop:
     return AccuracyDrop(
         drop=(counts.num_lost - counts.num_gained) / counts.num_images,
         low=low,
@@ -235,7 +230,7 @@ def _fewest(suffices: Callable[[int], bool]) -> int | None:
     return number if number < most else None
 
 
-def images_until_kept(counts: Counts, max_drop: float, error: float) -> int | None:
+def images_until_kept(counts: Counts | AccuracyDrop, max_drop: float, error: float) -> int | None:
     """Estimate how many images, all like those seen, would show the drop below `max_drop` in a sequential test.
 
     None if no number would: the measured drop isn't below it, or not by more than noise.
@@ -281,7 +276,7 @@ def paired_drop(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[
 def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
     """Return the upper bound of the true drop at this confidence, by the same method as the interval."""
     if drop.num_looks > 1:
-        return upper_bound(counts_of(drop), 1 - confidence)
+        return upper_bound(drop, 1 - confidence)
     return _bound(drop.num_lost, drop.num_gained, drop.num_images, confidence)
 
 
@@ -348,7 +343,7 @@ def images_to_certify(drop: AccuracyDrop, max_drop: float, confidence: float = C
     None if the measured drop isn't below `max_drop`: then no number of images would.
     """
     if drop.num_looks > 1:
-        return images_until_kept(counts_of(drop), max_drop, 1 - confidence)
+        return images_until_kept(drop, max_drop, 1 - confidence)
     if drop.drop >= max_drop:
         return None
     lost, gained = drop.num_lost / drop.num_images, drop.num_gained / drop.num_images

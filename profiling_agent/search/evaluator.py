@@ -13,7 +13,6 @@ from profiling_agent.jobs.runner import Jobs
 from profiling_agent.measure.intervals import (
     Answers,
     concatenate,
-    counts_of,
     decide,
     least_images,
     paired_drop,
@@ -191,9 +190,8 @@ class Evaluator:
             baseline, began_s = self.evaluate_baseline(split, range(SHARD)), self.jobs.timesheet.spent_s
             first = self.evaluate(variant, model, split, baseline, deployment, images=range(SHARD))
             assert first.drop is not None, "it was compared with the baseline"
-            counts = counts_of(first.drop)
-            if decide(counts, self.goal.max_accuracy_drop, EARLY_ERROR) != "undecided":
-                return first.model_copy(update={"drop": sequential_drop(counts, 2)})
+            if decide(first.drop, self.goal.max_accuracy_drop, EARLY_ERROR) != "undecided":
+                return first.model_copy(update={"drop": sequential_drop(first.drop, 2)})
             shard_s = SHARD * self.pass_s + self.jobs.timesheet.spent_s - began_s
             has_time = self.deadline.part(IMAGES_SHARE).allows((len(images) / SHARD - 1) * shard_s)
             # Too few images for a bound must not replace the bound of all by a point estimate.

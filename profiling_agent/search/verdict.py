@@ -229,8 +229,7 @@ def decide_verdict(facts: VerdictInputs, goal: Goal, out_of_reach: str | None = 
             num_needed = intervals.images_to_certify(drop, goal.max_accuracy_drop, 1 - facts.accuracy_error)
             # A larger set is looked at more than once, which takes more images to show the same.
             if num_needed is not None and num_needed > MAX_AT_ONCE:
-                counts = intervals.counts_of(drop)
-                num_needed = intervals.images_until_kept(counts, goal.max_accuracy_drop, facts.accuracy_error)
+                num_needed = intervals.images_until_kept(drop, goal.max_accuracy_drop, facts.accuracy_error)
         if facts.pooled is not None and drop is not None:
             images = f"search and {images} together ({drop.drop * 100:+.2f} points on held-out images alone)"
         if facts.unproven is not None and not all(are_certain):
