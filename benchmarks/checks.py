@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from profiling_agent.measure.predictions import VARIABLE
+from profiling_agent.measure.intervals import VARIABLE
 
 REPORTED_LIBRARIES = ("torch", "transformers", "numpy")
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ from sessions import Commands, entries
 
 from profiling_agent.jobs.tasks import MODULES
 from profiling_agent.measure.intervals import estimate_speedup
-from profiling_agent.measure.race import run_one_session, run_sessions
+from profiling_agent.measure.race import run_one_session
 from profiling_agent.measure.worker import worker_command
 from profiling_agent.processes.child import Supervisor, fork_server
 from profiling_agent.schemas import NUM_SESSIONS
@@ -50,7 +50,7 @@ def compare(
     models, both = entries([""] * 2), [worker_command(folder), copy]
     for number in range(num):
         track = Commands(commands=both, batch_size=batch_size, seed=1000 * number, server=server)
-        sessions, _ = run_sessions(lambda session, track=track: run_one_session(models, track, session), NUM_SESSIONS)
+        sessions = [run_one_session(models, track, session) for session in range(NUM_SESSIONS)]
         logs = [np.log(race.results[1].turns[0]) for race in sessions]
         found = estimate_speedup(logs)
         said = "slower" if found.is_shown_slower else "faster" if found.is_shown_faster else "equal"

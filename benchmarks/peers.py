@@ -33,7 +33,7 @@ def open_papers(folder: str, start: WorkerSetup) -> Pass:
     from profiling_agent.lib.modules import pin_threads
     from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
 
-    pin_threads(start.num_threads)
+    pin_threads()
     quantized = dynamic_int8(load_module(folder, verify=False))
     batch = torch.from_numpy(noise_batch(load_recipe(folder).input, start.batch_size))
 

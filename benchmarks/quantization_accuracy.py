@@ -22,8 +22,7 @@ from workshop import Made, Workshop, deployments
 
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.jobs.tasks import AcquireTask, EvaluateTask, RaceTask, ResolveShapeTask
-from profiling_agent.measure.intervals import paired_drop
-from profiling_agent.measure.predictions import read_predictions
+from profiling_agent.measure.intervals import paired_drop, read_predictions
 from profiling_agent.schemas import SHARD, AccuracyDrop, Acquired, ArtifactRef, Deployment, SplitInfo, Variant
 from profiling_agent.search.deployments import INT8
 

@@ -20,7 +20,7 @@ from checks import Check, finish, parser_of
 from profiling_agent import schemas
 from profiling_agent.errors import JobError
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask, RaceTask, SessionTask
-from profiling_agent.measure.predictions import Answers, share, write_predictions
+from profiling_agent.measure.intervals import Answers, share, write_predictions
 from profiling_agent.request import Request
 from profiling_agent.schemas import ArtifactRef, Attempt, SplitInfo
 from profiling_agent.search.attempt import SEARCH_SHARE

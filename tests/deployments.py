@@ -29,20 +29,20 @@ OTHERS: dict[str, Callable[[], Any]] = {"swin": zoo.swin, "wide": lambda: zoo.vi
 Sources = Callable[[str], Source]
 
 
-def source_of(family: str, folder: Path, *, batch_size: int | None = None) -> Source:
-    """Save and export a tiny model, with a dynamic batch or one of `batch_size`."""
+def source_of(family: str, folder: Path) -> Source:
+    """Save and export a tiny model."""
     folder.mkdir()
     save_model(
         (MODELS | OTHERS)[family](), folder / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo"
     )
-    return saved_source(folder, fixed=batch_size)
+    return saved_source(folder)
 
 
-def saved_source(folder: Path, *, batch_size: int = 8, fixed: int | None = None) -> Source:
-    """Export the model that lies in `folder`/model, with a dynamic batch or one that is `fixed`, and give both."""
-    export_onnx(load_module(folder / "model"), folder / "model.onnx", spec=zoo.SPEC, batch_size=fixed)
+def saved_source(folder: Path) -> Source:
+    """Export the model that lies in `folder`/model, and give both."""
+    export_onnx(load_module(folder / "model"), folder / "model.onnx", spec=zoo.SPEC)
     images = noise_batch(zoo.SPEC, 16, seed=1)
-    return read_source(folder / "model", images, batch_size=batch_size, onnx=folder / "model.onnx")
+    return read_source(folder / "model", images, batch_size=8, onnx=folder / "model.onnx")
 
 
 def pruned(model: Any, ratio: float = 0.25, kinds: Sequence[UnitKind] = tuple(UnitKind)) -> tuple[Any, list[Cut]]:

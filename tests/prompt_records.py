@@ -83,8 +83,7 @@ def searched() -> schemas.DeploymentSearch:
             reason="top-1 fell by 0.0030",
         ),
     )
-    times = {f"vit.layers.{index}.mlp": 0.06 for index in range(NUM_UNITS)}
-    return schemas.DeploymentSearch(options=options, chosen=leads.deployment, unit_times=times)
+    return schemas.DeploymentSearch(options=options, chosen=leads.deployment)
 
 
 def tried(found: schemas.ModelProfile) -> tuple[schemas.Attempt, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 from scipy import stats
 
 from profiling_agent import schemas
-from profiling_agent.measure.predictions import Answers
+from profiling_agent.measure.intervals import Answers
 from profiling_agent.pruning.widths import aligned_widths
 
 GOAL = schemas.Goal(max_accuracy_drop=0.01, min_speedup=1.0, max_size_ratio=0.5, selection="contract")

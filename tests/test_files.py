@@ -32,8 +32,7 @@ from profiling_agent.lib.io import (
     storage_problem,
     write_text,
 )
-from profiling_agent.measure import predictions
-from profiling_agent.measure.predictions import data_folder
+from profiling_agent.measure.intervals import data_folder
 from profiling_agent.schemas import Record
 from profiling_agent.workspace import storage_errors
 
@@ -205,7 +204,7 @@ def test_inert_text_opens_no_link_and_fetches_no_picture():
     assert inert(said) == said
 
 
-FOLDERS = [(CACHE_VARIABLE, cache_folder), (predictions.VARIABLE, data_folder)]
+FOLDERS = [(CACHE_VARIABLE, cache_folder), ("PROFILING_AGENT_DATA", data_folder)]
 
 
 @pytest.fixture

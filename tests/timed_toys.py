@@ -3,7 +3,7 @@
 import json
 import time
 
-from profiling_agent.measure.worker import GpuState, Pass, Reply, SampleRequest, WorkerSetup, serve
+from profiling_agent.measure.worker import Pass, Reply, SampleRequest, WorkerSetup, serve
 from profiling_agent.processes.child import Parent
 
 
@@ -19,13 +19,12 @@ def serve_holding(parent: Parent) -> None:
 
 
 def serve_states(parent: Parent, states: str) -> None:
-    """Answer each sample with the next state of the GPU, and the number of the sample as its time."""
+    """Answer each sample with the next reasons for the GPU's clocks, and the number of the sample as its time."""
     parent.receive(WorkerSetup)
     parent.send(Reply())
-    for number, state in enumerate(json.loads(states), start=1):
+    for number, reasons in enumerate(json.loads(states), start=1):
         runs = parent.receive(SampleRequest).runs
-        gpu = None if state is None else GpuState.model_validate(state)
-        parent.send(Reply(samples_ms=(float(number),) * runs, device_bytes=7, gpu=gpu))
+        parent.send(Reply(samples_ms=(float(number),) * runs, device_bytes=7, reasons=reasons))
     parent.receive(SampleRequest)
 
 

@@ -27,9 +27,9 @@ from full_size import MODELS, SPEC, build
 from timed import PEERS
 from transformers import ViTImageProcessorPil
 
-from profiling_agent.runtimes.artifact import model_bytes
+from profiling_agent.runtimes.artifact import load_recipe, model_bytes
 from profiling_agent.runtimes.registry import Source, missing, noise_batch, recommend, runtime
-from profiling_agent.runtimes.torch_artifact import load_recipe, save_deployed, save_model
+from profiling_agent.runtimes.torch_artifact import save_deployed, save_model
 from profiling_agent.schemas import Deployment, RuntimeName
 
 RUNTIMES: Sequence[RuntimeName] = ("eager", "graphed", "inductor")

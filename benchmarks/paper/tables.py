@@ -30,7 +30,7 @@ from profiling_agent.lib.machine import environment
 from profiling_agent.lib.modules import on_device, random_batch
 from profiling_agent.measure.intervals import paired_drop
 from profiling_agent.measure.race import compare as compare_speed
-from profiling_agent.measure.race import pool, run_sessions
+from profiling_agent.measure.race import run_steady_sessions
 from profiling_agent.quantization.layers import parameter_bytes
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
@@ -352,7 +352,7 @@ def _side_by_side(
     baseline = evaluator.evaluate_baseline(heldout, images)
     seen = [evaluator.evaluate(v, model, heldout, baseline, d, images=images) for v, model, d in models]
     entries = ((Variant.BASELINE, evaluator.baseline), *((variant, model) for variant, model, _ in models))
-    race = pool(*run_sessions(lambda number: evaluator.hold_session(entries, number), report.request.num_sessions))
+    race = run_steady_sessions(lambda number: evaluator.hold_session(entries, number), report.request.num_sessions)
     results = [race.result_of(one.model) for one in seen]
     image = 1e3 * report.request.batch_size
     found: list[Numbers] = []

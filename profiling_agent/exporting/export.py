@@ -105,7 +105,7 @@ def export(source: Path, format_: Literal["onnx", "openvino", "hf"] | None, outp
             exported model computes something else; nothing is left behind.
     """
     folder = artifact.named_folder(model_folder(source))
-    recipe = artifact.open_folder(folder, verify=True)
+    recipe = artifact.load_recipe(folder, verify=True)
     executor = runtime(recipe.deployment.runtime)
     is_pruned_float32 = bool(recipe.cuts) and recipe.deployment.scheme == "float32"
     chosen = format_ or executor.graph_format or ("onnx" if is_pruned_float32 else "hf")
@@ -148,6 +148,8 @@ def _write_graph(folder: Path, recipe: artifact.Recipe, format_: str, temporary:
         session = artifact.open_session(folder)
         artifact.check_golden(session.run, folder, recipe)
         summary = "it gives the saved model's logits"
+        if instructions := executor.needed_instructions(recipe.quantized):
+            summary += f" here; on a processor without {' or '.join(instructions)} its int8 sums may saturate"
         for name in recipe.model_files:
             shutil.copyfile(folder / name, temporary / name)
     preprocessing = infer_preprocessing(processor, spec)

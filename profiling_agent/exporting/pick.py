@@ -22,6 +22,7 @@ from profiling_agent.runtimes.artifact import (
     CARD,
     RECIPE,
     appearing,
+    load_recipe,
     named_folder,
     open_folder,
     read_card,
@@ -209,7 +210,7 @@ def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> RunCan
     report = read_report(root)
     picked = find_candidate(str(candidate), candidates(report))
     source = Workspace(run_of(root)).path(picked.evaluation.model)
-    recipe = open_folder(source, verify=True)
+    recipe = load_recipe(source, verify=True)
     with new_folder(expanded(str(output))) as temporary:
         for name in (RECIPE, *recipe.files):
             shutil.copyfile(source / name, temporary / name)

@@ -280,7 +280,6 @@ class Run:
                 goal=state.goal,
                 settings=state.request,
                 choices=deployment_choices(state, acquired.source.device),
-                is_advised=state.is_advised,
             )
             self._evaluator = inputs, evaluator
         return self._evaluator[1]

@@ -14,7 +14,7 @@ from pydantic import Field
 from profiling_agent.data.images import PreparedImages, SplitImages, write_prepared
 from profiling_agent.lib.io import file_sha256, write_text
 from profiling_agent.lib.logs import Progress
-from profiling_agent.runtimes.artifact import PROCESSOR, RECIPE, Recipe, model_bytes, open_folder, processor_text
+from profiling_agent.runtimes.artifact import PROCESSOR, RECIPE, Recipe, load_recipe, model_bytes, processor_text
 from profiling_agent.schemas import ArtifactRef, Cut, Record, SplitInfo
 from profiling_agent.workspace import Workspace
 
@@ -98,7 +98,7 @@ class JobContext:
 
     def recipe(self, ref: ArtifactRef) -> Recipe:
         """Return the recipe of a saved model; ArtifactError if a file is missing."""
-        return open_folder(self.path(ref), verify=False)
+        return load_recipe(self.path(ref))
 
     def load(self, ref: ArtifactRef, device: str = "cpu") -> "nn.Module":
         """Return a saved float32 model on a device; ArtifactError if it is damaged."""
@@ -130,7 +130,7 @@ class JobContext:
 
         folder = self.folder / "model"
         if cuts is None:
-            cuts = torch_artifact.load_recipe(self.path(source)).cuts
+            cuts = load_recipe(self.path(source)).cuts
         torch_artifact.save_derived(model.cpu(), self.path(source), folder, cuts=cuts)
         torch_artifact.load_module(folder)
         return self.ref(folder, "model")
@@ -139,7 +139,7 @@ class JobContext:
 def complexity_of(path: Path) -> tuple[int, int]:
     """Return params and MACs of one image, counted on a saved model that torch can read."""
     from profiling_agent.lib.costs import count_complexity
-    from profiling_agent.runtimes.torch_artifact import load_dequantized, load_recipe
+    from profiling_agent.runtimes.torch_artifact import load_dequantized
 
     rows = count_complexity(load_dequantized(path), load_recipe(path).input).values()
     return sum(row.params for row in rows), sum(row.macs for row in rows)

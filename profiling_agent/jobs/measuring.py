@@ -17,7 +17,7 @@ from profiling_agent.jobs.base import HOUR, Find, JobContext, ResultT, Task, com
 from profiling_agent.lib.io import cache_subfolder, write_text
 from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads, environment
-from profiling_agent.measure import predictions, race, worker
+from profiling_agent.measure import intervals, race, worker
 from profiling_agent.processes.child import inherited
 from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.registry import ModelSession
@@ -202,7 +202,7 @@ class EvaluateTask(RuntimeTask[Evaluated]):
         # After the images: a runtime that compiles for each batch size then has a larger one for the two golden images.
         artifact.check_golden(opened.session.run, path, opened.recipe)
         out = context.folder / "predictions.safetensors"
-        predictions.write_predictions(out, answers)
+        intervals.write_predictions(out, answers)
         result = schemas.Predictions(
             split=self.split.name,
             num_images=len(answers.true),
@@ -213,7 +213,7 @@ class EvaluateTask(RuntimeTask[Evaluated]):
 
     def _open(self, context: JobContext) -> _OpenedModel:
         path = context.path(self.model)
-        recipe = artifact.open_folder(path, verify=True)
+        recipe = artifact.load_recipe(path, verify=True)
         session = artifact.open_session(path, device=self.device, num_threads=available_threads())
         if (counts := recipe.counts) is None:
             from profiling_agent.quantization.layers import parameter_bytes
@@ -225,16 +225,16 @@ class EvaluateTask(RuntimeTask[Evaluated]):
         return _OpenedModel(session, recipe, footprint)
 
 
-def answer(session: ModelSession, images: PreparedImages, batch_size: int, progress: Progress) -> predictions.Answers:
+def answer(session: ModelSession, images: PreparedImages, batch_size: int, progress: Progress) -> intervals.Answers:
     """Return a session's answers for all images; RequestError if there are none."""
-    answers, done = list[predictions.Answers](), 0
+    answers, done = list[intervals.Answers](), 0
     for pixel_values, true in images.batches(batch_size):
-        answers.append(predictions.answers_of(session.run(pixel_values), true))
+        answers.append(intervals.answers_of(session.run(pixel_values), true))
         done += len(true)
         progress("evaluating", done, len(images))
     if not answers:
         raise RequestError("there are 0 images to evaluate on: raise num_samples")
-    return predictions.concatenate(answers)
+    return intervals.concatenate(answers)
 
 
 class OpenHeldoutTask(Task[schemas.Opening]):
@@ -252,7 +252,7 @@ class OpenHeldoutTask(Task[schemas.Opening]):
         images = SplitImages(context.path(self.heldout.file))
         encoded = (images.encoded(row) for row in range(len(images)))
         weights = baseline.files[baseline.model_files[0]]
-        return predictions.note_opening(weights, self.candidate.sha256, encoded, self.fresh)
+        return intervals.note_opening(weights, self.candidate.sha256, encoded, self.fresh)
 
 
 class RaceTask(RuntimeTask[schemas.Race]):
@@ -300,25 +300,6 @@ class MemoryTask(RuntimeTask[schemas.MemoryUse]):
 
     def run(self, context: JobContext) -> schemas.MemoryUse:
         """Start such a process and read its memory."""
-        return race.memory_use(self.model, root=context.root, batch_size=self.batch_size, device=self.device)
-
-
-class LayerTimes(schemas.Record):
-    """Milliseconds of each layer of a deployed model in a pass over a batch, by its name in the model."""
-
-    layers: dict[str, float]
-
-
-class LayerTimesTask(RuntimeTask[LayerTimes]):
-    """Measure the time of each layer by the model's runtime; `onnx` is the file that the runtime was given, if any."""
-
-    isolated: bool = True
-    model: schemas.ArtifactRef
-    onnx: schemas.ArtifactRef | None = None
-    batch_size: int
-
-    def run(self, context: JobContext) -> LayerTimes:
-        """Ask the model's runtime what the parts of a pass take."""
-        path, onnx = context.path(self.model), context.path(self.onnx) if self.onnx else None
-        threads = available_threads()
-        return LayerTimes(layers=artifact.layer_times(path, onnx, batch_size=self.batch_size, num_threads=threads))
+        size, device = self.batch_size, self.device
+        peak_bytes = race.memory_use(self.model, root=context.root, batch_size=size, device=device)
+        return schemas.MemoryUse(peak_bytes=peak_bytes)

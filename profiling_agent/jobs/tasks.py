@@ -33,7 +33,7 @@ from profiling_agent.jobs.base import (
 )
 from profiling_agent.jobs.measuring import *  # noqa: F403 - re-exported
 from profiling_agent.lib.machine import available_threads
-from profiling_agent.measure.predictions import answers_of
+from profiling_agent.measure.intervals import answers_of
 from profiling_agent.runtimes import artifact
 
 if TYPE_CHECKING:

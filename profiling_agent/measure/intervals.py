@@ -1,17 +1,143 @@
-"""Intervals: of the accuracy drop, paired and valid at any look, and of latencies and speed-ups. Imports no torch."""
+"""Statistics of accuracy and speed: answers, their paired intervals, the ledger of held-out tests, and speed-ups' intervals.
 
+Imports no torch.
+"""
+
+import hashlib
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import platformdirs
+from filelock import FileLock
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
 from scipy import special, stats
 from scipy.optimize import brentq
 
-from profiling_agent.schemas import AccuracyDrop, LatencyStats
+from profiling_agent.errors import ArtifactError
+from profiling_agent.lib import io
+from profiling_agent.schemas import AccuracyDrop, LatencyStats, Opening, Record
+
+Classes = NDArray[np.int64]
+# Predicted class if the logits have none.
+NO_CLASS = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Predicted and true class ids, one of each per image.
+
+    An image with a NaN or positive infinite logit has no answer: it counts as wrong, and its class is NO_CLASS.
+    """
+
+    predicted: Classes
+    true: Classes
+
+    @property
+    def right(self) -> NDArray[np.bool_]:
+        """Return which images were answered correctly."""
+        return self.predicted == self.true
+
+
+def answers_of(logits: NDArray[np.float32], true: Classes) -> Answers:
+    """Return the answers of logits (images, classes) for images with these true class ids."""
+    # A class that is ruled out may have a logit of minus infinity.
+    has_answer = (logits < np.inf).all(axis=1) & (logits.max(axis=1) > -np.inf)
+    predicted = np.where(has_answer, logits.argmax(axis=1), NO_CLASS).astype(np.int64)
+    return Answers(predicted, true.astype(np.int64))
+
+
+def concatenate(parts: list[Answers]) -> Answers:
+    """Return the answers of one or more sets of images as those of one set, in the order given."""
+    return Answers(np.concatenate([part.predicted for part in parts]), np.concatenate([part.true for part in parts]))
+
+
+def write_predictions(path: Path, answers: Answers) -> None:
+    """Write a model's answers."""
+    io.write_bytes(path, save({"predicted": answers.predicted.astype(np.int64), "true": answers.true.astype(np.int64)}))
+
+
+def read_predictions(path: Path) -> Answers:
+    """Return the answers in a file; ArtifactError if it is missing or damaged."""
+    try:
+        return Answers(**load_file(path))
+    except (OSError, SafetensorError) as error:
+        reason = io.first_line(error)
+        raise ArtifactError(f"the predictions in {str(path)!r} can't be read ({reason}): evaluate again") from error
+
+
+# Names the folder of the ledgers.
+VARIABLE = "PROFILING_AGENT_DATA"
+# Hexadecimal digits of an image's SHA-256. Among ten thousand images two different ones share them in one of a hundred
+# sets, and then one opening too many is counted.
+DIGITS = 8
+FIRST_SHARE = 0.8
+
+
+class _Test(Record):
+    """A line of a ledger: the test of a candidate on images, as their joined digits.
+
+    `fresh` is a user's reason not to count earlier tests.
+    """
+
+    candidate: str
+    images: str
+    fresh: str | None = None
+
+    @property
+    def image_ids(self) -> set[str]:
+        return {self.images[start : start + DIGITS] for start in range(0, len(self.images), DIGITS)}
+
+
+def data_folder() -> Path:
+    """Return the folder named by PROFILING_AGENT_DATA, or the user's data folder; OSError as `user_folder`."""
+    return io.user_folder(VARIABLE, platformdirs.user_data_path)
+
+
+def share(number: int) -> float:
+    """Return the share of the error for the test of this number, from 1; all shares add up to 1."""
+    return FIRST_SHARE if number == 1 else (1 - FIRST_SHARE) / (number * (number - 1))
+
+
+def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str | None = None) -> Opening:
+    """Record the test of a candidate, made of the model with this hash, on encoded images; return its number.
+
+    Candidates that lose exactly what is allowed pass a test in 5% of cases, and one of twenty tests in 34%: so every test gets
+    a share of the error allowed to all. Only tests that share an image with this one count; the same test again isn't another
+    one. If no ledger can be kept, the opening's note says why, and the run goes on.
+    """
+    digits = "".join(sorted({hashlib.sha256(image).hexdigest()[:DIGITS] for image in images}))
+    test, tests, note = _Test(candidate=candidate, images=digits, fresh=fresh), list[_Test](), None
+    try:
+        path = data_folder() / "heldout" / f"{model}.json"
+        io.make_folders(path.parent)
+        with FileLock(path.parent / "ledgers.lock"):
+            for line in path.read_bytes().splitlines() if path.exists() else ():
+                try:
+                    tests.append(io.parse_record(_Test, line))
+                except io.DocumentError as error:
+                    note = f"a line of the ledger of openings {str(path)!r} is damaged ({error}) and isn't counted"
+            # Earlier tests count from the last that was fresh.
+            start = max((index for index, earlier in enumerate(tests) if earlier.fresh is not None), default=0)
+            counted = tests[start:] if fresh is None else []
+            others = [(each.candidate, each.images) for each in counted if each.image_ids & test.image_ids]
+            is_known = (candidate, digits) in others
+            if not is_known:
+                io.append_line(path, test.model_dump_json())
+    except OSError as error:
+        note = f"openings of the held-out images can't be counted ({error}): set {VARIABLE} to a folder for them"
+        return Opening(number=1, share=share(1), fresh=fresh, note=note)
+    number = 1 + (others.index((candidate, digits)) if is_known else len(others))
+    return Opening(
+        number=number, share=share(number), fresh=fresh or (counted[0].fresh if counted else None), note=note
+    )
+
 
 CONFIDENCE = 0.95
 # The best stake is the distance from the limit over the share of discordant images: a point over 1%, over 30%, and between.
@@ -33,11 +159,6 @@ class Counts:
         return Counts(self.num_lost + num_lost, self.num_gained + num_gained, self.num_images + num_images)
 
 
-def counts_of(drop: AccuracyDrop) -> Counts:
-    """Return the counts behind a drop."""
-    return Counts(drop.num_lost, drop.num_gained, drop.num_images)
-
-
 def _log_wealth(num_lost: float, num_gained: float, num_images: float, drop: float) -> float:
     """Return the logarithm of the wealth, at first 1, of all gamblers against a drop of at least `drop`; it rises with `drop`.
 
@@ -56,7 +177,7 @@ def _log_wealth(num_lost: float, num_gained: float, num_images: float, drop: flo
     return float(np.logaddexp.reduce(log_wealths)) - math.log(len(STAKES))
 
 
-def upper_bound(counts: Counts, error: float) -> float:
+def upper_bound(counts: Counts | AccuracyDrop, error: float) -> float:
     """Return the upper bound of the drop, with an error of `error` over all looks together, to a millionth."""
     steps = 1_000_000
 
@@ -66,19 +187,19 @@ def upper_bound(counts: Counts, error: float) -> float:
     return bisect_left(range(-steps, steps), -math.log(error), key=log_wealth) / steps - 1
 
 
-def lower_bound(counts: Counts, error: float) -> float:
+def lower_bound(counts: Counts | AccuracyDrop, error: float) -> float:
     """Return the lower bound of the drop, with an error of `error` over all looks together."""
     return -upper_bound(Counts(counts.num_gained, counts.num_lost, counts.num_images), error)
 
 
-def decide(counts: Counts, max_drop: float, error: float) -> Decision:
+def decide(counts: Counts | AccuracyDrop, max_drop: float, error: float) -> Decision:
     """Return whether the drop is shown below `max_drop`, above it, or neither yet, each with an error of `error`."""
     if upper_bound(counts, error) <= max_drop:
         return "kept"
     return "lost" if lower_bound(counts, error) > max_drop else "undecided"
 
 
-def sequential_drop(counts: Counts, num_looks: int) -> AccuracyDrop:
+def sequential_drop(counts: Counts | AccuracyDrop, num_looks: int) -> AccuracyDrop:
     """Return the drop with the interval and the p-value of the sequential test, which hold after any look.
 
     The p-value is the smallest two-sided error at which an interval excludes 0.
@@ -89,7 +210,7 @@ def sequential_drop(counts: Counts, num_looks: int) -> AccuracyDrop:
     return _drop(counts, low, high, min(1.0, 2 * math.exp(-log_wealth)), num_looks)
 
 
-def _drop(counts: Counts, low: float, high: float, p_value: float, num_looks: int) -> AccuracyDrop:
+def _drop(counts: Counts | AccuracyDrop, low: float, high: float, p_value: float, num_looks: int) -> AccuracyDrop:
     return AccuracyDrop(
         drop=(counts.num_lost - counts.num_gained) / counts.num_images,
         low=low,
@@ -109,7 +230,7 @@ def _fewest(suffices: Callable[[int], bool]) -> int | None:
     return number if number < most else None
 
 
-def images_until_kept(counts: Counts, max_drop: float, error: float) -> int | None:
+def images_until_kept(counts: Counts | AccuracyDrop, max_drop: float, error: float) -> int | None:
     """Estimate how many images, all like those seen, would show the drop below `max_drop` in a sequential test.
 
     None if no number would: the measured drop isn't below it, or not by more than noise.
@@ -155,7 +276,7 @@ def paired_drop(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[
 def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
     """Return the upper bound of the true drop at this confidence, by the same method as the interval."""
     if drop.num_looks > 1:
-        return upper_bound(counts_of(drop), 1 - confidence)
+        return upper_bound(drop, 1 - confidence)
     return _bound(drop.num_lost, drop.num_gained, drop.num_images, confidence)
 
 
@@ -222,7 +343,7 @@ def images_to_certify(drop: AccuracyDrop, max_drop: float, confidence: float = C
     None if the measured drop isn't below `max_drop`: then no number of images would.
     """
     if drop.num_looks > 1:
-        return images_until_kept(counts_of(drop), max_drop, 1 - confidence)
+        return images_until_kept(drop, max_drop, 1 - confidence)
     if drop.drop >= max_drop:
         return None
     lost, gained = drop.num_lost / drop.num_images, drop.num_gained / drop.num_images

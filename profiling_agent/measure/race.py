@@ -1,6 +1,6 @@
 """Race of models: they take turns on one machine, one process each, for speed-ups with intervals. Imports no torch.
 
-One session chooses (`race_once`), several others (`run_one_session`, pooled) measure the chosen: a model is a little slower
+One session chooses (`race_once`), several others (`run_steady_sessions`) measure the chosen: a model is a little slower
 than in the session that chose it.
 """
 
@@ -16,14 +16,14 @@ import numpy as np
 from pydantic import Field
 
 from profiling_agent import schemas
-from profiling_agent.errors import ArtifactError, JobError, KilledError
+from profiling_agent.errors import ArtifactError, JobError
 from profiling_agent.lib import machine
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.measure import intervals
 from profiling_agent.measure.worker import TimedProcess, WorkerSetup, gpu_free_bytes, gpu_runs, worker_command
 from profiling_agent.processes.child import Supervisor, fork_server
-from profiling_agent.runtimes.artifact import RECIPE, model_bytes, named_folder, open_folder
+from profiling_agent.runtimes.artifact import RECIPE, load_recipe, model_bytes, named_folder
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.schemas import ArtifactRef, Dropped, Race, RaceResult, Record, Variant
 
@@ -33,10 +33,6 @@ Entries = Sequence[tuple[Variant, ArtifactRef]]
 # from more turns. Forty samples of ten passes are at most 400 times a model.
 CHOICE_TURN_S, TURN_S, MAX_RUNS = 0.25, 0.2, 10
 MIN_REPEATS, MAX_REPEATS = 3, 40
-# A session that only chooses ends once every interval is this narrow, relative to its speed-up. The spread between equal
-# processes makes an interval about twice as wide, so the bound is on the part that more turns can narrow. The machine waits
-# while the resamples are drawn, only to check that.
-NARROW, NARROW_REPEATS, NUM_ROUGH_RESAMPLES = 0.04, 6, intervals.NUM_RESAMPLES // 8
 # By turns so far: a model is far behind if its best turn takes this many times as long as the worst of the fastest.
 FAR_BEHIND: Mapping[int, float] = {2: 2.0, 4: 1.3}
 # Shares of the machine's memory and of its free memory for the processes of a session, and the most; six deployments of a
@@ -73,7 +69,7 @@ class Conditions:
         folder, server = self.root / model.path, None
         # A model that can't be opened fails in its process.
         with suppress(ArtifactError):
-            if self.server is not None and runtime(open_folder(folder, verify=False).deployment.runtime).is_torch:
+            if self.server is not None and runtime(load_recipe(folder).deployment.runtime).is_torch:
                 server = self.server
         return TimedProcess(worker_command(folder), setup, server=server, pass_s=self.pass_s)
 
@@ -124,31 +120,31 @@ class _Session:
                     self.runs[index] * float(np.mean(turn)) for index in order for turn in self.samples[index]
                 )
                 is_late = timed_ms >= 1e3 * self.conditions.seconds_per_model * len(order)
-                is_enough = self.num_repeats >= MIN_REPEATS and (is_late or self._is_narrow(order))
-                if is_enough or self.num_repeats >= MAX_REPEATS:
+                if self.num_repeats >= (MIN_REPEATS if is_late else MAX_REPEATS):
                     break
             return {index: self._result(index) for index in sorted(self.samples)}
 
     def _load(self, places: Sequence[int], stack: ExitStack) -> None:
         """Load each model while the next one starts, and size its turns.
 
-        No more than two load at a time: converting weights takes several times the memory of holding them. The next model is
-        assumed to hold what the largest so far does; the baseline and one more are loaded whatever they hold.
+        No more than two load at a time: converting weights takes several times the memory of holding them. Models that
+        aren't loaded yet are assumed to hold what the largest so far does; the baseline and one more are loaded whatever
+        they hold.
         """
         on_gpu, memory = self.conditions.device == "cuda", list[int]()
         room = self.conditions.memory_bytes or room_bytes(machine.total_bytes(), machine.available_bytes())
         if on_gpu and (free_bytes := gpu_free_bytes()) is not None:
             room = int(FREE_FRACTION * free_bytes)
         for place, index in enumerate(places):
-            left = [room - sum(memory) - ahead * max(memory, default=0) for ahead in (1, 2)]
-            if self.chooses and len(self.runs) > 1 and left[0] < 0:
-                self.waiting = tuple(places[place:])
-                break
+            is_full = self.chooses and sum(memory) + 2 * max(memory, default=0) > room
             try:
-                for ahead in places[place : place + (1 if self.chooses and place and left[1] < 0 else 2)]:
-                    if ahead not in self.processes:
+                for ahead in places[place : place + 2]:
+                    if ahead not in self.processes and not is_full:
                         process = self.conditions.process(self.entries[ahead][1])
                         self.processes[ahead] = stack.enter_context(process)
+                if index not in self.processes:
+                    self.waiting = tuple(places[place:])
+                    break
                 self.processes[index].wait_until_ready()
                 pass_ms = min(self.processes[index].take_sample(2))
             except JobError as error:
@@ -173,15 +169,6 @@ class _Session:
         turns = {index: [float(np.median(sample)) for sample in self.samples[index]] for index in order}
         longest = min(factors) * max(min(turns.values(), key=np.median))
         return [index for index in order if index == 0 or min(turns[index]) <= longest]
-
-    def _is_narrow(self, order: Sequence[int]) -> bool:
-        if not self.chooses or self.num_repeats < NARROW_REPEATS:
-            return False
-        ratios = [intervals.log_ratios(self.samples[index], self.samples[0]) for index in order if index]
-        rough = [
-            intervals.score_one_session(each, process_spread=0, num_resamples=NUM_ROUGH_RESAMPLES) for each in ratios
-        ]
-        return all((score.high - score.low) / score.speedup <= NARROW for score in rough)
 
     def _result(self, index: int) -> RaceResult:
         samples_ms = [pass_ms for sample in self.samples[index] for pass_ms in sample]
@@ -224,34 +211,22 @@ def race_once(entries: Entries, conditions: Conditions, *, progress: Progress = 
     """Race all entries in one session, which is good enough to choose with. The first is the baseline.
 
     A speed-up is the median over turns of baseline time over candidate time at the same turn. If memory doesn't hold all
-    models at once, they take turns in parts, each with the first; killed models are retried in the last.
+    models at once, they take turns in parts, each with the first.
 
     Raises:
         JobError: the baseline crashed or hung; with its last output.
     """
     # Of the baseline, which takes part in all, only the first part counts.
     results, lost, parts = dict[int, RaceResult](), dict[int, JobError](), list[_Session]()
-    waiting, retried = tuple(range(1, len(entries))), set[int]()
-    while True:
+    places = tuple(range(len(entries)))
+    while not parts or places:
         session = _Session(entries, conditions, chooses=True)
-        try:
-            results = session.run((0, *waiting), conditions.seed, progress) | results
-        except JobError:
-            # The results of the others stand, whatever becomes of a retry.
-            if retried.isdisjoint(waiting):
-                raise
-            break
+        results = session.run(places, conditions.seed, progress) | results
         parts.append(session)
-        lost, waiting = lost | session.lost, session.waiting
-        if not waiting:
-            killed = {index for index, error in lost.items() if isinstance(error, KilledError)}
-            waiting, retried = tuple(sorted(killed - retried)), retried | killed
-        if not waiting:
-            break
+        lost, places = lost | session.lost, session.waiting and (0, *session.waiting)
     dropped = [
         Dropped(variant=entries[index][0], model=entries[index][1], reason=str(error))
         for index, error in sorted(lost.items())
-        if index not in results
     ]
     ordered = [results[index] for index in sorted(results)]
     return _race(ordered, parts, num_sessions=1, dropped=tuple(dropped))
@@ -273,45 +248,32 @@ def run_one_session(entries: Entries, conditions: Conditions, number: int, *, pr
 MAX_VOID, MAX_SLOWDOWN, MAX_AGAIN, MIN_STEADY = 2, 1.25, 3, 3
 
 
-def run_sessions(hold: Callable[[int], Race], num_sessions: int) -> tuple[list[Race], tuple[str, ...]]:
-    """Return `num_sessions` sessions, and why others are void: a process that dies costs only its session.
-
-    Raises:
-        JobError: more than two were void.
-    """
-    sessions, void = list[Race](), tuple[str, ...]()
-    while len(sessions) < num_sessions:
-        try:
-            sessions.append(hold(len(sessions) + len(void)))
-        except JobError as error:
-            void = (*void, str(error))
-            if len(void) > MAX_VOID:
-                raise
-    return sessions, void
-
-
 def run_steady_sessions(
     hold: Callable[[int], Race], num_sessions: int, has_time: Callable[[], bool] = lambda: True
 ) -> Race:
-    """Return the race over `num_sessions` sessions with a steady baseline; sessions slower than its best one are repeated.
+    """Return the race over `num_sessions` sessions with a steady baseline.
 
-    If even after MAX_AGAIN more too few are left, the race's `unsteady` gives the reason.
+    A process that dies costs only its session; sessions slower than the best one are repeated. If even after MAX_AGAIN
+    more too few are left, the race's `unsteady` gives the reason.
 
     Raises:
         JobError: more than two sessions were void, as a process crashed or hung.
     """
-    sessions, void = run_sessions(hold, num_sessions)
-    max_sessions = num_sessions + MAX_AGAIN
+    sessions, void, num_again = list[Race](), list[str](), 0
     while True:
         times_ms = [session.results[0].latency.median_ms for session in sessions]
-        best_ms = min(times_ms)
+        best_ms = min(times_ms, default=0.0)
         steady = [race for race, ms in zip(sessions, times_ms, strict=True) if ms <= MAX_SLOWDOWN * best_ms]
-        if len(steady) >= num_sessions or len(sessions) >= max_sessions or not has_time():
+        is_repeat = len(sessions) >= num_sessions
+        if is_repeat and (len(steady) >= num_sessions or num_again == MAX_AGAIN or not has_time()):
             break
+        num_again += is_repeat
         try:
             sessions.append(hold(len(sessions) + len(void)))
         except JobError as error:
-            void, max_sessions = (*void, str(error)), max_sessions - 1
+            void.append(str(error))
+            if len(void) > MAX_VOID and not is_repeat:
+                raise
     slow_ms = [took_ms for took_ms in times_ms if took_ms > MAX_SLOWDOWN * best_ms]
     reasons = (f"the baseline took {took_ms:.3g} ms, in its best session {best_ms:.3g}" for took_ms in slow_ms)
     race = pool(steady, (*void, *reasons))
@@ -348,8 +310,8 @@ def noise_warning(race: Race) -> str | None:
     return f"{less}: measure again while nothing else runs on this machine" if race.detectable > 0.05 else None
 
 
-def memory_use(model: ArtifactRef, *, root: Path, batch_size: int, device: str = "cpu") -> schemas.MemoryUse:
-    """Return peak memory of a process that only loads and runs `model`: resident with mapped files, on CUDA allocated.
+def memory_use(model: ArtifactRef, *, root: Path, batch_size: int, device: str = "cpu") -> int:
+    """Return the peak bytes of a process that only loads and runs `model`: resident with mapped files, on CUDA allocated.
 
     Raises:
         JobError: the process died or hung, or this system doesn't report peak memory.
@@ -358,14 +320,7 @@ def memory_use(model: ArtifactRef, *, root: Path, batch_size: int, device: str =
         process.wait_until_ready()
         # After its first pass a runtime may use other kernels, and more memory.
         process.take_sample(3)
-        peak_bytes = machine.peak_memory_bytes(process.pid) if process.device_bytes is None else process.device_bytes
-    return schemas.MemoryUse(
-        model=model,
-        batch_size=batch_size,
-        peak_bytes=peak_bytes,
-        size_bytes=model.size_bytes,
-        environment=machine.environment(device),
-    )
+        return machine.peak_memory_bytes(process.pid) if process.device_bytes is None else process.device_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,28 +332,39 @@ class SavedModel:
     folder: Path
 
 
+class Throughput(Record):
+    """Images per second at one batch size, with the 95% interval of the median pass."""
+
+    batch_size: int
+    images_per_s: float
+    low: float
+    high: float
+
+
 class MeasuredModel(Record):
-    """Measurements of one saved model under its given name."""
+    """Throughput, peak memory of a process that only loads and runs the model, and bytes on disk of a saved model."""
 
     name: str
-    taken: schemas.ResourceUse
+    throughput: tuple[Throughput, ...]
+    peak_bytes: int
+    size_bytes: int
 
 
 class Measurements(Record):
     """What each of several saved models takes."""
 
+    environment: schemas.Environment
     models: tuple[MeasuredModel, ...] = Field(min_length=1)
 
 
 def saved_model(source: Path) -> SavedModel:
     """Return a saved model named by the given path; ArtifactError if it is none."""
     folder = named_folder(source)
-    return SavedModel(f"{source} ({open_folder(folder, verify=False).deployment.name})", Variant.BASELINE, folder)
+    return SavedModel(f"{source} ({load_recipe(folder).deployment.name})", Variant.BASELINE, folder)
 
 
 def _ref(folder: Path) -> ArtifactRef:
-    open_folder(folder, verify=False)
-    sha256, size_bytes = file_sha256(folder / RECIPE), model_bytes(folder)
+    size_bytes, sha256 = model_bytes(folder), file_sha256(folder / RECIPE)
     return ArtifactRef(path=str(folder), sha256=sha256, size_bytes=size_bytes, kind="model")
 
 
@@ -426,10 +392,10 @@ def race_saved(
         conditions = Conditions(root=Path("/"), batch_size=batch_size, device=device, server=server)
         dropped = race_once(entries, conditions, progress=progress).dropped
         entries = [entry for entry in entries if entry[1] not in [each.model for each in dropped]]
-        sessions, void = run_sessions(
+        race = run_steady_sessions(
             lambda number: run_one_session(entries, conditions, number, progress=progress), num_sessions
         )
-    return names, pool(sessions, void).model_copy(update={"dropped": dropped})
+    return names, race.model_copy(update={"dropped": dropped})
 
 
 def measure_saved(
@@ -442,41 +408,28 @@ def measure_saved(
 ) -> Measurements:
     """Measure images per second and peak memory of saved models on this machine; at each batch size they take turns.
 
-    A model that can't be run at a batch size, as its files are for another one, has no throughput there.
+    A model that can't be run at a batch size has no throughput there.
 
     Raises:
-        JobError: a model can't be run at batch size 1.
+        JobError: the first model can't be run, or another one at batch size 1.
     """
     refs = [_ref(model.folder) for model in models]
-    rows: list[schemas.Throughput] = []
+    rows = {ref.sha256: list[Throughput]() for ref in refs}
     measured: list[MeasuredModel] = []
     with machine.machine_lock(progress):
         for size in batch_sizes:
             conditions = Conditions(
                 root=Path("/"), batch_size=size, device=device, enqueued=True, seconds_per_model=seconds_per_model
             )
-            results: tuple[RaceResult, ...] = ()
-            # The first is the baseline of a race, which ends with it.
-            for start in range(len(refs)):
-                with suppress(JobError):
-                    entries = [(Variant.BASELINE, ref) for ref in refs[start:]]
-                    results = race_once(entries, conditions, progress=progress).results
-                    break
-            for result in results:
-                latency = result.latency
-                row = schemas.Throughput(
-                    model=result.model,
-                    batch_size=size,
-                    images_per_s=size * 1e3 / latency.median_ms,
-                    low=size * 1e3 / latency.high_ms,
-                    high=size * 1e3 / latency.low_ms,
-                    latency=latency,
-                )
-                rows.append(row)
+            entries = [(Variant.BASELINE, ref) for ref in refs]
+            for result in race_once(entries, conditions, progress=progress).results:
+                ms = result.latency
+                rate, low, high = (size * 1e3 / each for each in (ms.median_ms, ms.high_ms, ms.low_ms))
+                rows[result.model.sha256].append(Throughput(batch_size=size, images_per_s=rate, low=low, high=high))
         for number, (ref, model) in enumerate(zip(refs, models, strict=True)):
             progress("reading memory", number, len(refs))
-            memory = memory_use(ref, root=Path("/"), batch_size=1, device=device)
-            of_model = tuple(row for row in rows if row.model.sha256 == ref.sha256)
-            taken = schemas.ResourceUse(model=ref, throughput=of_model, memory=memory, environment=memory.environment)
-            measured.append(MeasuredModel(name=model.name, taken=taken))
-    return Measurements(models=tuple(measured))
+            peak_bytes = memory_use(ref, root=Path("/"), batch_size=1, device=device)
+            speeds = tuple(rows[ref.sha256])
+            row = MeasuredModel(name=model.name, throughput=speeds, peak_bytes=peak_bytes, size_bytes=ref.size_bytes)
+            measured.append(row)
+    return Measurements(environment=machine.environment(device), models=tuple(measured))

@@ -5,7 +5,6 @@ The child imports torch only if the model's runtime is torch's.
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -15,13 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-import psutil
 from pydantic import Field
 
 from profiling_agent.errors import JobError
 from profiling_agent.lib.machine import available_threads, nvml, own_memory_bytes, peak_memory_bytes
 from profiling_agent.processes.child import Child, Parent, Supervisor, fork_server
-from profiling_agent.runtimes.artifact import open_folder, open_session
+from profiling_agent.runtimes.artifact import load_recipe, open_session
 from profiling_agent.runtimes.registry import Batch, ModelSession, noise_batch
 from profiling_agent.schemas import Energy, Headline, InputSpec, Record
 
@@ -68,34 +66,17 @@ SLOWDOWNS = {
 NO_NVML = "clocks and throttling of the GPU are unknown: pip install nvidia-ml-py"
 
 
-class GpuState(Record):
-    """One reading of the GPU."""
-
-    reasons: int = 0
-    neighbours: tuple[str, ...] = ()
-
-    @property
-    def slowdowns(self) -> tuple[str, ...]:
-        """Return why the GPU is slowed down: heat or a failing power supply."""
-        return tuple(text for bit, text in SLOWDOWNS.items() if self.reasons & bit)
+def slowdowns_of(reasons: int | None) -> str:
+    """Return which of the bits mean that the GPU is slowed down, by heat or a failing power supply; "" if none."""
+    return ", ".join(text for bit, text in SLOWDOWNS.items() if (reasons or 0) & bit)
 
 
-def read_gpu_state() -> GpuState | None:
-    """Return the state of the GPU now; None without NVML."""
+def read_gpu_state() -> int | None:
+    """Return the bits of the reasons for the GPU's clocks now; None without NVML."""
     if (gpu := nvml()) is None:
         return None
     module, handle = gpu
-    read = getattr(module, "nvmlDeviceGetCurrentClocksEventReasons", None)
-    reasons = _query(module, lambda: (read or module.nvmlDeviceGetCurrentClocksThrottleReasons)(handle)) or 0
-    running: list[Any] = _query(module, lambda: module.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-    pids, neighbours = {int(process.pid) for process in running}, tuple[str, ...]()
-    # A container hides the owners of processes. A supervisor's parent is the run, whose children don't count.
-    if os.getpid() in pids:
-        with suppress(psutil.Error, IndexError):
-            run = psutil.Process().parents()[1]
-            others = [process for process in map(psutil.Process, sorted(pids)) if run not in process.parents()]
-            neighbours = tuple(f"{process.name()} ({process.pid})" for process in others)
-    return GpuState(reasons=reasons, neighbours=neighbours)
+    return _query(module, lambda: int(module.nvmlDeviceGetCurrentClocksEventReasons(handle))) or 0
 
 
 def _query(module: Any, read: Callable[[], Any]) -> Any:
@@ -184,7 +165,6 @@ class WorkerSetup(Record):
 
     batch_size: int
     device: str
-    num_threads: int | None = None
     enqueued: bool = Field(default=False, description="on a GPU, passes follow each other without waiting")
 
 
@@ -199,7 +179,7 @@ class Reply(Record):
 
     samples_ms: tuple[float, ...] = ()
     device_bytes: int | None = None
-    gpu: GpuState | None = Field(default=None, description="the state of the GPU in this sample; None without NVML")
+    reasons: int | None = Field(default=None, description="for the GPU's clocks, as bits; None without NVML")
 
 
 @dataclass(frozen=True)
@@ -213,8 +193,8 @@ class Pass:
 
 def open_artifact(folder: Path, setup: WorkerSetup) -> Pass:
     """Return one pass of a saved model over a batch of noise."""
-    session = open_session(folder, device=setup.device, num_threads=setup.num_threads or available_threads())
-    images, enqueued = noise_batch(open_folder(folder, verify=False).input, setup.batch_size), None
+    session = open_session(folder, device=setup.device, num_threads=available_threads())
+    images, enqueued = noise_batch(load_recipe(folder).input, setup.batch_size), None
     if setup.enqueued and setup.device == "cuda":
         enqueued = partial(session.enqueued, images)
     return Pass(session.bound(images), session.peak_bytes, enqueued)
@@ -226,15 +206,15 @@ def serve_artifact(parent: Parent, folder: str) -> None:
 
 
 def serve(parent: Parent, open_model: Callable[[WorkerSetup], Pass]) -> None:
-    """Load a model, with at most the threads of `WorkerSetup`; answer with samples until the parent exits; never returns."""
+    """Load a model, then answer with samples until the parent exits; never returns."""
     setup = parent.receive(WorkerSetup)
     model = open_model(setup)
     parent.send(Reply())
     is_first = True
     while True:
-        runs, state = parent.receive(SampleRequest).runs, None
+        runs, reasons = parent.receive(SampleRequest).runs, None
         if setup.device == "cuda":
-            times, state = _gpu_sample(model, runs)
+            times, reasons = _gpu_sample(model, runs)
         else:
             # The first pass of a sample has the caches and threads that other workers left, which costs milliseconds. It
             # isn't counted, unless passes take so long that it can't matter.
@@ -242,11 +222,11 @@ def serve(parent: Parent, open_model: Callable[[WorkerSetup], Pass]) -> None:
             times = [first] if first > 1000 and not is_first else []
             times += [model.run_once() for _ in range(runs - len(times))]
         is_first = False
-        parent.send(Reply(samples_ms=tuple(times), device_bytes=model.peak_bytes(), gpu=state))
+        parent.send(Reply(samples_ms=tuple(times), device_bytes=model.peak_bytes(), reasons=reasons))
 
 
-def _gpu_sample(model: Pass, runs: int) -> tuple[list[float], GpuState | None]:
-    """Warm up, then take a turn; read the GPU's state before and after it, while its clocks are up."""
+def _gpu_sample(model: Pass, runs: int) -> tuple[list[float], int | None]:
+    """Warm up, then take a turn; read the reasons for the clocks before and after it, while they are up."""
     warm(model.run_once)
     before = read_gpu_state()
     if model.enqueued is None:
@@ -256,9 +236,7 @@ def _gpu_sample(model: Pass, runs: int) -> tuple[list[float], GpuState | None]:
         parts = min(runs, 5)
         times = [model.enqueued(max(1, runs // parts)) or 0.0 for _ in range(parts)]
     after = read_gpu_state()
-    if before is None or after is None:
-        return times, after
-    return times, after.model_copy(update={"reasons": before.reasons | after.reasons})
+    return times, None if before is None or after is None else before | after
 
 
 # Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever. A turn is ten passes at
@@ -310,17 +288,15 @@ class TimedProcess:
     def take_sample(self, runs: int) -> list[float]:
         """Return the milliseconds of `runs` forward passes; JobError if the child crashes or takes too long."""
         void, reply = 0, self._sample(runs)
-        while (slowdowns := ", ".join(reply.gpu.slowdowns) if reply.gpu else "") and void < MAX_VOID_TURNS:
+        while (slowdowns := slowdowns_of(reply.reasons)) and void < MAX_VOID_TURNS:
             self.notes[f"turns under a slowdown of the GPU were measured again: {slowdowns}"] = None
             void += 1
             time.sleep(self._cool_s)
             reply = self._sample(runs)
         if slowdowns:
             self.notes[f"the GPU was slowed down all the time: {slowdowns}"] = None
-        if reply.gpu is None and self._on_gpu:
+        if reply.reasons is None and self._on_gpu:
             self.notes[NO_NVML] = None
-        if reply.gpu is not None and reply.gpu.neighbours:
-            self.notes[f"other programs used the GPU: {', '.join(reply.gpu.neighbours)}"] = None
         return list(reply.samples_ms)
 
     def peak_bytes(self) -> int | None:

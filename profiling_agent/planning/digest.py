@@ -104,9 +104,8 @@ MIN_ROWS = 3
 LEGENDS = {
     "deployment_legend": "deployment | times as fast as the baseline | % of its bytes | KL | top-1 lost | how it ended",
     "group_legend": (
-        "name of the group: pattern | kind | units x width | % of params, MACs, time in eager float32, time in the deployment that leads (what it computes "
-        "between two layers counts with the first; ? where its runtime doesn't tell) | weights, activations of a batch | all of them cut by half: predicted KL "
-        "in nats -> % of params, MACs, time in eager float32 that go, counted together"
+        "name of the group: pattern | kind | units x width | % of params, MACs, time in eager float32 | weights, activations of a batch | "
+        "all of them cut by half: predicted KL in nats -> % of params, MACs, time in eager float32 that go, counted together"
     ),
     "frontier_legend": (
         "metric | % of params, MACs, time that go | predicted KL | share of the width that each group keeps, least to most"
@@ -135,14 +134,10 @@ def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.3g} MB"
 
 
-def group_rows(profile: ModelProfile, search: schemas.DeploymentSearch | None = None) -> tuple[str, ...]:
+def group_rows(profile: ModelProfile) -> tuple[str, ...]:
     """Return a row for each group of units, largest share of MACs first."""
     evidence, rows = profile.evidence, list[str]()
     for name, group in named_groups(profile).items():
-        leading = f"{group.latency_share:.1%}"
-        if search is not None and search.chosen not in (None, schemas.Deployment()):
-            time = sum(search.unit_times.get(unit.name, 0.0) for unit in group.units)
-            leading = f"{time:.1%}" if search.unit_times else "?"
         weights = sum(row.params for row in group.layers) * profile.parameter_bytes // max(profile.params, 1)
         cuts = [
             Cut(unit=unit, keep=nearest_option(row.options, unit.width, 1 - HALF).keep, requested_ratio=HALF)
@@ -157,7 +152,7 @@ def group_rows(profile: ModelProfile, search: schemas.DeploymentSearch | None = 
             f"{name}: {quoted(group.pattern)}",
             group.kind,
             f"{len(group.units)} x {group.width}",
-            f"{_percent((group.params_share, group.macs_share, group.latency_share))}, {leading}",
+            _percent((group.params_share, group.macs_share, group.latency_share)),
             f"{_mb(weights)}, {_mb(sum(row.activation_bytes for row in group.layers))}",
             halved,
         )

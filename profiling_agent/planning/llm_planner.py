@@ -166,7 +166,7 @@ def plan_question(
     search = journal.deployment_search if journal else None
     sections = {
         "deployments": digest.deployment_rows(search, journal.baseline) if journal else (),
-        "groups": digest.group_rows(profile, search),
+        "groups": digest.group_rows(profile),
         "frontier": digest.frontier_rows(profile, goal),
         "units": digest.unit_rows(profile),
         "operators": digest.operator_rows(profile),

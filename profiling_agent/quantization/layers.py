@@ -89,37 +89,28 @@ class QuantizedModule(nn.Module):
     them too; `load_state_dict`
     loads nothing. It has the attributes of the float layer, including weight and bias, because third-party forward passes may read any of them:
     widths are those of the tensors, and a convolution moves as `like`, the architecture's own module in its place.
-    `reduce_range` means that activations have 7 bits. QuantizationError if the weight's dtype is not one of this kind,
-    or it is a convolution's and `like` is none.
+    `reduce_range` means that activations have 7 bits.
     """
 
     kind: ClassVar[Kind]
     replaces: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d)
     dtypes: ClassVar[Dtypes]
     is_packed: ClassVar[bool] = False
-    # Padding of a convolution: rows and columns, and what one side has more. None for a linear layer.
+    # Padding of a convolution, rows and columns; None for a linear layer.
     border: tuple[int, int] | None = None
-    uneven: tuple[int, int, int, int] = (0, 0, 0, 0)
     rounded: Tensor
     scale: Tensor
     bias: Tensor | None
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool = False
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], like: Any = None, *, reduce_range: bool = False) -> None:
         super().__init__()
         weight = tensors["weight"]
-        if weight.dtype not in self.dtypes:
-            expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-            raise QuantizationError(f"a quantized weight of this kind is {expected}, not {weight.dtype!r}")
         self.dtype: Dtype = self.dtypes[weight.dtype]
         self.reduce_range = reduce_range
         if weight.dim() > 2:
-            if not isinstance(like, nn.Conv2d):
-                raise QuantizationError(f"a quantized convolution stands where the model has {type(like).__name__!r}")
-            # Compilers' int8 kernels accept neither a named border nor one that is wider on one side.
-            left, right, top, bottom = border_of(like)
-            self.border, self.uneven = (top, left), (0, right - left, 0, bottom - top)
+            # Compilers' int8 kernels accept no named border.
+            left, _, top, _ = border_of(like)
+            self.border = top, left
         for name, value in vars(float_layer(weight.to("meta", torch.float32), None, like)).items():
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
@@ -145,12 +136,8 @@ class QuantizedModule(nn.Module):
             weight = weight * scale.view(-1, *[1] * (weight.dim() - 1))
         return float_layer(weight, None if bias is None else bias.float(), self)
 
-    def padded(self, x: Tensor) -> Tensor:
-        """Return the input with the uneven part of its border, padded before rounding so that zero stays zero."""
-        return F.pad(x, self.uneven) if any(self.uneven) else x
-
     def apply_float(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the float layer's output for x, (..., in_features) or (b, c, h, w), already `padded`."""
+        """Return the float layer's output for x, (..., in_features) or (b, c, h, w)."""
         if self.border is None:
             return F.linear(x, weight, bias)
         geometry: Any = self
@@ -182,9 +169,7 @@ class DynamicLinear(QuantizedModule):
     dtypes: ClassVar[Dtypes] = {torch.int8: "qint8", torch.float16: "float16"}
     is_packed = True
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool = False
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], like: Any = None, *, reduce_range: bool = False) -> None:
         super().__init__(tensors, like)
         weight, bias = tensors["weight"], tensors.get("bias")
         if self.dtype == "float16":
@@ -255,7 +240,7 @@ class CastLayer(QuantizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the float layer's output for x, (..., in_features) or (b, c, h, w), computed in bfloat16."""
-        return self.apply_float(self.padded(x).to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)
+        return self.apply_float(x.to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)
 
 
 class Grid:
@@ -290,9 +275,7 @@ class StaticLayer(QuantizedModule):
     kind = "static"
     dtypes: ClassVar[Dtypes] = {torch.int8: "qint8"}
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool = False
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], like: Any = None, *, reduce_range: bool = False) -> None:
         super().__init__(tensors, like, reduce_range=reduce_range)
         levels = num_levels(reduce_range=reduce_range)
         self.grid = Grid(float(tensors["input_scale"]), int(tensors["input_zero_point"]), levels)
@@ -330,7 +313,7 @@ class StaticLayer(QuantizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output for x, (..., in_features) or (b, c, h, w), from rounded inputs and weights."""
-        return self.apply_float(self.grid.rounded(self.padded(x)), self.weight, self.bias)
+        return self.apply_float(self.grid.rounded(x), self.weight, self.bias)
 
 
 def _grid_tensors(grid: Grid) -> dict[str, Tensor]:
@@ -407,8 +390,12 @@ CLASSES: Mapping[Kind, type[QuantizedModule]] = {
 
 def supports(kind: Kind, layer: nn.Module) -> bool:
     """Return whether `layer` supports this kind; subclasses never do, as third-party code may read their weights."""
-    pads_zeros = not isinstance(layer, nn.Conv2d) or layer.padding_mode == "zeros"
-    return type(layer) in CLASSES[kind].replaces and pads_zeros
+    if type(layer) is nn.Conv2d:
+        left, right, top, bottom = border_of(layer)
+        # Compilers' int8 kernels accept no border that is wider on one side.
+        if layer.padding_mode != "zeros" or (left, top) != (right, bottom):
+            return False
+    return type(layer) in CLASSES[kind].replaces
 
 
 def rebuild_layer(kind: Kind, tensors: Mapping[str, Tensor], like: nn.Module, *, reduce_range: bool) -> QuantizedModule:

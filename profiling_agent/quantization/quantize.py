@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,8 +23,8 @@ from profiling_agent.quantization import layers as quantized_layers
 from profiling_agent.quantization.layers import LEVELS, Grid, QuantizedModule, StaticLayer, supports
 from profiling_agent.schemas import EVERYTHING, InputSpec, LayerCost, QuantizationRecommendation
 
-# Begins a pass over batches of images, (b, c, h, w).
-Images = Callable[[], Iterable[Tensor]]
+# Batches of images, (b, c, h, w).
+Images = Sequence[Tensor]
 Means = Mapping[str, Sequence[Tensor]]
 
 MIN_IMAGES = 8
@@ -58,37 +58,35 @@ def quantize_model(
     model: nn.Module,
     recommendations: Sequence[QuantizationRecommendation],
     *,
-    calibration: Images | None = None,
+    calibration: Images = (),
     reduce_range: bool | None = None,
 ) -> Quantized:
     """Return a copy of `model` on the CPU with the recommended layers quantized; `model` is unchanged.
 
     `layer` is `all` or an RE2 pattern searched for in live module names; the last recommendation that matches a layer
     wins, and `cast float32` leaves it in float. Dynamic quantization supports `nn.Linear`, static and bfloat16
-    `nn.Conv2d` as well; subclasses are never quantized, because third-party code may read their weights. `calibration`
-    begins a pass over images (b, c, h, w): static quantization needs at least 8. It first folds batch norms into the
+    `nn.Conv2d` as well; subclasses are never quantized, because third-party code may read their weights. `calibration` are
+    batches of images (b, c, h, w): static quantization needs at least 8 images. It first folds batch norms into the
     convolutions that it quantizes, corrects the biases of these, and skips layers that no image reaches. `reduce_range`
     gives the inputs of int8 layers 7 bits; by default, and always for dynamic layers, it is what torch needs on this
     CPU. Callers that execute static layers in another runtime pass what that needs.
 
-    Raises what `chosen_layers` does, and QuantizationError if weights or inputs aren't finite, or images are missing,
-    too few, or don't fit.
+    Raises what `chosen_layers` does, and QuantizationError if weights or inputs aren't finite, or images are too few.
     """
     choices = chosen_layers(model, recommendations)
     quantized = copy.deepcopy(model).cpu()
     static = [name for name, choice in choices.items() if choice.quantization_type == "static"]
     folded, observed = tuple[str, ...](), dict[str, Sampler]()
     if static:
-        images = next(iter(calibration()), None) if calibration else None
-        if calibration is None or images is None:
+        if (num_images := sum(map(len, calibration))) < MIN_IMAGES:
             raise QuantizationError(
-                f"static quantization needs at least {MIN_IMAGES} calibration images, none were given: "
-                "give some, or quantize dynamically"
+                f"static quantization needs at least {MIN_IMAGES} calibration images, {num_images} were given: "
+                "raise num_samples"
             )
         convolutions = [name for name in static if isinstance(quantized.get_submodule(name), nn.Conv2d)]
         # No inference mode: its tensors could not be used in later training or exports.
         with modules.preserving_state(quantized), torch.no_grad():
-            folded = fold_norms_(quantized.eval(), convolutions, images[:NUM_CHECKED]) if convolutions else ()
+            folded = fold_norms_(quantized.eval(), convolutions, calibration[0][:NUM_CHECKED]) if convolutions else ()
         observed = observe(quantized, static, calibration)
     layers: dict[str, QuantizedModule] = {}
     for name, choice in choices.items():
@@ -104,8 +102,12 @@ def quantize_model(
                 layers[name] = StaticLayer.from_float(layer, low, high, reduce_range=reduce_range)
     # A layer used in two places becomes two layers, while its means cover both.
     num_places = modules.module_counts(quantized)
-    corrected = [name for name, layer in layers.items() if _is_static_convolution(layer) and num_places[name] == 1]
-    if not calibration or not corrected:
+    corrected = [
+        name
+        for name, layer in layers.items()
+        if isinstance(layer, StaticLayer) and layer.border and layer.bias is not None and num_places[name] == 1
+    ]
+    if not corrected:
         _replace_(quantized, layers, model)
         return Quantized(model=quantized, layers=tuple(layers), folded=folded)
     expected, logits = output_means(quantized, corrected, calibration), judged_logits(quantized, calibration)
@@ -155,10 +157,6 @@ def _naming(name: str) -> Generator[None]:
         yield
     except QuantizationError as error:
         raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
-
-
-def _is_static_convolution(layer: nn.Module) -> bool:
-    return isinstance(layer, StaticLayer) and layer.border is not None
 
 
 def chosen_layers(
@@ -253,7 +251,7 @@ class Sampler:
 
 
 def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[str, Sampler]:
-    """Return the inputs of each named layer that images reach; QuantizationError if these are fewer than 8, or don't fit."""
+    """Return the inputs of each named layer that images reach."""
     samplers, called = {name: Sampler() for name in names}, set[str]()
     generator = torch.Generator().manual_seed(0)
 
@@ -262,12 +260,8 @@ def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[st
         samplers[name].add(x, generator)
 
     with modules.watching(model, names, before=add_sample), _running(model):
-        num_images = sum(len(run(model, batch)) for batch in images())
-    if num_images < MIN_IMAGES:
-        raise QuantizationError(
-            f"static quantization needs at least {MIN_IMAGES} calibration images, {num_images} were given: "
-            "raise num_samples"
-        )
+        for batch in images:
+            run(model, batch)
     return {name: samplers[name] for name in called}
 
 
@@ -281,17 +275,12 @@ def _running(model: nn.Module) -> Generator[None]:
 
 def run(model: nn.Module, images: Tensor) -> Tensor:
     """Return the logits of calibration images (b, c, h, w); QuantizationError if the model doesn't accept them."""
-    shape = tuple(images.shape)
-    if images.dim() != 4:
-        raise QuantizationError(f"calibration images are (batch, channels, height, width), not {shape!r}")
-
-    def refuse(exception: str) -> QuantizationError:
-        return QuantizationError(
-            f"the model can't be run on calibration images of shape {shape[1:]!r}, it gives {exception}: "
-            "give them the input shape of the model"
-        )
-
-    return checked_logits(model, images.to(modules.device_of(model)), refuse)
+    shape = tuple(images.shape[1:])
+    return checked_logits(
+        model,
+        images,
+        lambda problem: QuantizationError(f"the model can't be run on images of shape {shape!r}, it gives {problem}"),
+    )
 
 
 def fold_norms_(model: nn.Module, convolutions: Collection[str], images: Tensor) -> tuple[str, ...]:
@@ -336,30 +325,27 @@ def output_means(model: nn.Module, names: Iterable[str], images: Images) -> Mean
         means[name].append(output.mean(dim=(0, 2, 3)))
 
     with modules.watching(model, means, after=add), _running(model):
-        for batch in first_images(images()):
+        for batch in first_images(images):
             run(model, batch)
     return means
 
 
-def correct_biases_(
-    quantized: nn.Module, expected: Means, images: Images, logits: Tensor | None = None
-) -> dict[str, Tensor]:
+def correct_biases_(quantized: nn.Module, expected: Means, images: Images, logits: Tensor) -> dict[str, Tensor]:
     """Shift the biases of int8 convolutions so that output means match `expected`; return the shifts by layer name.
 
     Rounding shifts a filter's few weights (a depthwise filter has nine) mostly to one side, and every later layer reads
     the sum. Empirical bias correction of Nagel et al. (2019, "Data-Free Quantization Through Weight Equalization and
     Bias Correction"): from the first layer to the last, each on the outputs of the corrected ones before it. `expected`
-    is of `output_means` for the float model on the same images, batches (b, c, h, w). Layers that it doesn't name or
-    that have no bias stay unchanged, and so do linear layers: on a ViT that wouldn't lower the KL to float32, on a
-    MobileNet the correction makes it 0.4 of what it was (docs/decisions/LOG.md, 2026-11-25).
+    is of `output_means` for the float model on the same images. Linear layers stay unchanged: on a ViT that wouldn't
+    lower the KL to float32, on a MobileNet the correction makes it 0.4 of what it was (docs/decisions/LOG.md,
+    2026-11-25).
 
     It is undone if `judged_logits` then lie further from `logits`, those of the float model. Where most of every image
     is one background, a channel's mean is that of the background: a real LCNet's KL rose from 0.0004 to 0.09 nats.
     """
-    before = None if logits is None else modules.mean_kl(logits, judged_logits(quantized, images))
-    means = {name: iter(means) for name, means in expected.items() if means}
-    named: dict[str, Any] = {name: quantized.get_submodule(name) for name in means}
-    layers = {name: each for name, each in named.items() if _is_static_convolution(each) and each.bias is not None}
+    before = modules.mean_kl(logits, judged_logits(quantized, images))
+    means = {name: iter(means) for name, means in expected.items()}
+    layers: dict[str, Any] = {name: quantized.get_submodule(name) for name in means}
     biases = {name: layer.bias for name, layer in layers.items()}
     # The mean difference of `expected` and a layer's means over its calls so far, and the number of images in them.
     shifts: dict[str, tuple[Tensor, int]] = {}
@@ -376,15 +362,14 @@ def correct_biases_(
     with ExitStack() as hooks:
         for name, layer in layers.items():
             hooks.callback(layer.register_forward_hook(partial(shift, name=name)).remove)
-        if layers:
-            with _running(quantized):
-                for batch in first_images(images()):
-                    run(quantized, batch)
+        with _running(quantized):
+            for batch in first_images(images):
+                run(quantized, batch)
     # Clones, as tensors of inference mode can't be used in training.
     mean_shifts = {name: mean.clone() for name, (mean, _) in shifts.items()}
     for name, mean in mean_shifts.items():
         layers[name].bias = biases[name] + mean
-    if logits is None or before is None or modules.mean_kl(logits, judged_logits(quantized, images)) <= before:
+    if modules.mean_kl(logits, judged_logits(quantized, images)) <= before:
         return mean_shifts
     for name, bias in biases.items():
         layers[name].bias = bias
@@ -393,7 +378,7 @@ def correct_biases_(
 
 def judged_logits(model: nn.Module, images: Images) -> Tensor:
     """Return the logits of the 32 images after the first, or of the last 32 if there are fewer than 64."""
-    batches = torch.cat([*first_images(images(), 2 * MAX_IMAGES)])
+    batches = torch.cat([*first_images(images, 2 * MAX_IMAGES)])
     with _running(model):
         return run(model, batches[-MAX_IMAGES:])
 
@@ -437,32 +422,37 @@ def measure_quantization_sensitivity(
         raise QuantizationError("calibration images are needed, none were given: raise num_samples")
     sample = torch.cat(batches)
     everything = QuantizationRecommendation(layer=EVERYTHING, quantization_type=scheme, dtype="qint8")
-    quantized = quantize_model(model, [everything], calibration=partial(sample.split, CHUNK))
+    quantized = quantize_model(model, [everything], calibration=sample.split(CHUNK))
     _, channels, height, width = sample.shape
     spec = InputSpec(channels=channels, height=height, width=width, source="calibration images")
-    macs = sum(row.macs for row in count_complexity(model, spec).values())
+    counts = count_complexity(model, spec)
+    macs, params = (sum(getattr(row, name) for row in counts.values()) for name in ("macs", "params"))
     judged = sample[: max(MIN_JUDGED, int(JUDGED_MACS / max(macs, 1)))]
     models = (copy.deepcopy(model).eval(), quantized.model)
     with torch.no_grad():
         kl = modules.mean_kl(*(torch.cat([run(each, chunk) for chunk in judged.split(CHUNK)]) for each in models))
     if kl < SMALL_KL:
         return kl, (), len(judged)
-    rows = measure_layers(model, quantized, judged, latency_shares=latency_shares, progress=progress)
+    rows = tuple(
+        LayerCost(
+            layer=name,
+            kl=layer_kl,
+            macs_share=counts[name].macs / macs if name in counts and macs else 0.0,
+            params_share=counts[name].params / params if name in counts and params else 0.0,
+            latency_share=(latency_shares or {}).get(name),
+        )
+        for name, layer_kl in measure_layers(model, quantized, judged, progress=progress).items()
+    )
     return kl, mark_float_layers(rows), len(judged)
 
 
 def measure_layers(
-    model: nn.Module,
-    quantized: Quantized,
-    images: Tensor,
-    *,
-    latency_shares: Mapping[str, float] | None = None,
-    progress: Progress = silent,
-) -> tuple[LayerCost, ...]:
-    """Return the KL to `model`, in nats, with only one of the layers of `quantized` quantized, for each layer.
+    model: nn.Module, quantized: Quantized, images: Tensor, *, progress: Progress = silent
+) -> dict[str, float]:
+    """Return the KL to `model`, in nats, with only one of the layers of `quantized` quantized, by that layer's name.
 
     `quantized` was made from `model` on the CPU; both are unchanged. `images` (b, c, h, w) run through the whole model
-    once, and for each layer from there on. Rows are in the model's order; a layer that isn't called has none.
+    once, and for each layer from there on. Layers are in the model's order; one that isn't called has no KL.
     """
     float_model, layers = copy.deepcopy(model).eval(), quantized_layers.quantized_modules(quantized.model)
     with torch.no_grad():
@@ -491,20 +481,7 @@ def measure_layers(
                 float_model.set_submodule(name, layers[name])
                 logits[name].append(chunk_walk.logits_from_here(0, chunk))
                 float_model.set_submodule(name, original)
-    _, channels, height, width = images.shape
-    spec = InputSpec(channels=channels, height=height, width=width, source="calibration images")
-    counts, shares = count_complexity(float_model, spec), latency_shares or {}
-    macs, params = sum(row.macs for row in counts.values()), sum(row.params for row in counts.values())
-    return tuple(
-        LayerCost(
-            layer=name,
-            kl=modules.mean_kl(torch.cat(expected), torch.cat(logits[name])),
-            macs_share=counts[name].macs / macs if name in counts and macs else 0.0,
-            params_share=counts[name].params / params if name in counts and params else 0.0,
-            latency_share=shares.get(name),
-        )
-        for name in layers
-    )
+    return {name: modules.mean_kl(torch.cat(expected), torch.cat(logits[name])) for name in layers}
 
 
 # Another layer stays in float only if the remaining KL is at least this, in nats: it changes about one prediction in a

@@ -1,11 +1,8 @@
 """Saved models: recipe, folder layout, opening, golden logits and model card. Imports no torch."""
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
@@ -21,12 +18,9 @@ from profiling_agent.lib import io
 from profiling_agent.lib.machine import environment
 from profiling_agent.runtimes.registry import (
     INPUT,
-    MODULE,
-    NUM_PASSES,
     OUTPUT,
     Batch,
     ModelSession,
-    OperatorTimes,
     noise_batch,
     runtime,
 )
@@ -113,8 +107,7 @@ def named_folder(path: str | Path) -> Path:
         raise ArtifactError(f"{str(path)!r} {error.strerror}: give the folder of a saved model") from error
 
 
-def read_recipe(folder: Path) -> Recipe:
-    """Return the recipe of a saved model; ArtifactError if it is missing, damaged, or of another schema version."""
+def _read_recipe(folder: Path) -> Recipe:
     path = folder / RECIPE
     try:
         raw = io.read_json(path)
@@ -133,9 +126,14 @@ def read_recipe(folder: Path) -> Recipe:
         raise ArtifactError(f"{str(path)!r} is damaged and can't be read ({reason}): save the model again") from None
 
 
-def open_folder(folder: Path, *, verify: bool) -> Recipe:
-    """Return a folder's recipe; ArtifactError if a file is missing, leads out of it or, with `verify`, was changed."""
-    recipe = read_recipe(folder)
+def load_recipe(path: str | Path, *, verify: bool = False) -> Recipe:
+    """Return the recipe of a saved model.
+
+    ArtifactError if there is none, it is of another schema version, or a file is missing, leads out of the folder or,
+    with `verify`, was changed.
+    """
+    folder = named_folder(path)
+    recipe = _read_recipe(folder)
     for name in dict.fromkeys((*recipe.files, *recipe.model_files)):
         path = folder / name
         try:
@@ -157,12 +155,12 @@ def processor_text(folder: Path) -> str:
 
 def model_bytes(folder: Path) -> int:
     """Return the bytes of a saved model's weights and graph; ArtifactError if a file is missing."""
-    return sum((folder / name).stat().st_size for name in open_folder(folder, verify=False).model_files)
+    return sum((folder / name).stat().st_size for name in load_recipe(folder).model_files)
 
 
 def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> ModelSession:
     """Open a saved model, unchecked; ArtifactError if a file can't be read, or its runtime isn't installed."""
-    recipe = open_folder(folder, verify=False)
+    recipe = load_recipe(folder)
     deployment, executor = recipe.deployment, runtime(recipe.deployment.runtime)
     if line := executor.missing(device):
         raise ArtifactError(f"{str(folder)!r} was saved for {deployment.runtime}: {line}")
@@ -171,36 +169,6 @@ def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None =
             f"{str(folder)!r} is for {deployment.name}, which has no kernels on {device}: use device cpu"
         )
     return executor.open(folder, recipe, device=device, num_threads=num_threads)
-
-
-def layer_times(folder: Path, exported: Path | None, *, batch_size: int, num_threads: int) -> dict[str, float]:
-    """Return the milliseconds of each layer of a saved model in a pass on the CPU, by its name in the model.
-
-    `exported` is the ONNX file given to the runtime, whose nodes identify the layers; without it the runtime must.
-    ArtifactError if the runtime can't time operators, or can't run the model.
-    """
-    recipe, layer_by_node = open_folder(folder, verify=False), dict[str, str]()
-    if exported is not None:
-        import onnx
-
-        from profiling_agent.runtimes.onnx_runtime import layers_by_name
-
-        layer_by_node = layers_by_name(onnx.load(exported, load_external_data=False))
-    images = noise_batch(recipe.input, batch_size)
-    executor = runtime(recipe.deployment.runtime)
-    operators = executor.operator_times(folder, recipe, images, num_threads=num_threads, passes=NUM_PASSES)
-    return by_layer(operators, layer_by_node)
-
-
-def by_layer(operators: OperatorTimes, known: Mapping[str, str]) -> dict[str, float]:
-    """Return the milliseconds of each layer; unknown operators, mostly fused with the layer before, count with it."""
-    times: defaultdict[str, float] = defaultdict(float)
-    layer = ""
-    for names, ms in operators:
-        layers = (name.removeprefix(MODULE) if name.startswith(MODULE) else known.get(name) for name in names)
-        layer = next((name for name in layers if name is not None), layer)
-        times[layer] += ms
-    return dict(times)
 
 
 @contextmanager
@@ -236,21 +204,20 @@ def write_artifact(
     *,
     processor: Any,
     write_model: Callable[[Path], Mapping[str, Any]],
-    golden: Callable[[Path, Recipe], tuple[NDArray[np.float16], Batch]],
+    golden: Callable[[Path, Recipe, Batch], Batch],
     complexity: tuple[int, int] | None = None,
     has_card: bool = False,
 ) -> Recipe:
     """Write a saved model to `folder`, complete or not at all; return its recipe.
 
     `description` has its origin, cuts and deployment. `write_model` writes the runtime's files into a folder and
-    returns fields of the recipe, as `Runtime.convert` does. `golden` runs the model in it: images (n, channels, height,
-    width), in float16 because in float32 they are 1.3% of ViT-B in int8, and their logits (n, classes). `complexity` is
-    params and MACs, for files that torch can't count. If `has_card`, a card is added. Raises what `appearing`, `write_model` and `golden` do.
+    returns fields of the recipe, as `Runtime.convert` does. `golden` returns the logits (n, classes) of images (n,
+    channels, height, width) by the model in the folder. `complexity` is params and MACs, for files that torch can't
+    count. If `has_card`, a card is added. Raises what `appearing`, `write_model` and `golden` do.
     """
     executor = runtime(description.deployment.runtime)
     changes: dict[str, Any] = {"quantized": (), "tied": {}, "folded": (), "cpu": environment().cpu}
-    versions = {name: metadata.version(name) for name in executor.packages if find_spec(name)}
-    changes["libraries"] = environment().libraries | versions
+    changes["libraries"] = environment().libraries | environment().runtimes
     with appearing(folder) as temporary:
         changes |= write_model(temporary)
         processor.save_pretrained(temporary)
@@ -261,7 +228,9 @@ def write_artifact(
         draft = Recipe.model_validate(dict(description) | changes)
         # The runtime opens the folder by it.
         io.write_text(temporary / RECIPE, draft.model_dump_json(indent=1) + "\n")
-        images, logits = golden(temporary, draft)
+        # In float32 they are 1.3% of ViT-B in int8.
+        images = noise_batch(draft.input, NUM_IMAGES).astype(np.float16)
+        logits = golden(temporary, draft, images.astype(np.float32))
         save_file({INPUT: images, OUTPUT: np.ascontiguousarray(logits)}, temporary / GOLDEN)
         recipe = draft.model_copy(update={"files": draft.files | {GOLDEN: io.file_sha256(temporary / GOLDEN)}})
         io.write_text(temporary / RECIPE, recipe.model_dump_json(indent=1) + "\n")
@@ -356,7 +325,7 @@ def write_card(
     folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] = (), *, judged: HeldOutAccuracy | None = None
 ) -> None:
     """Write `README.md` into a saved folder; the recipe has no hash of it, so that it may be rewritten."""
-    io.write_text(folder / CARD, render_card(read_recipe(folder), rows, notes, judged))
+    io.write_text(folder / CARD, render_card(_read_recipe(folder), rows, notes, judged))
 
 
 def read_card(folder: Path) -> str:
@@ -364,7 +333,7 @@ def read_card(folder: Path) -> str:
     try:
         return io.inside(folder / CARD, folder).read_text(encoding="utf-8")
     except FileNotFoundError:
-        return render_card(read_recipe(folder))
+        return render_card(_read_recipe(folder))
     except OSError as error:
         raise ArtifactError(f"{str(folder / CARD)!r} can't be read ({error.strerror}): remove it") from error
 

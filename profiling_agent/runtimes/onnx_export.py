@@ -46,34 +46,28 @@ CHECKED_BATCHES = (1, 3)
 PLAIN_ATTENTION = "profiling_agent_plain"
 
 
-def export_onnx(
-    model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None, is_bare: bool = False
-) -> float:
+def export_onnx(model: nn.Module, path: Path, *, spec: InputSpec, is_bare: bool = False) -> float:
     """Write `model` to the ONNX file `path`; return the relative distance of ONNX Runtime's logits from torch's.
 
-    The input `pixel_values` is (batch, channels, height, width) float32, the output `logits` (batch, classes). The
-    batch dimension is dynamic, or `batch_size` if given. The distance is ||onnx - torch|| / ||torch||, the largest over
-    the batches that are checked. `model` isn't changed. `is_bare` drops the exporter's metadata of each node, which
-    identifies the node's layer but also holds source lines of this machine. ArtifactError, with nothing left behind, if
-    `path` exists, the extra `onnx` isn't installed, the model is quantized or can't be exported, or the logits are 1e-4
-    apart.
+    The input `pixel_values` is (batch, channels, height, width) float32 with a dynamic batch, the output `logits`
+    (batch, classes). The distance is ||onnx - torch|| / ||torch||, the largest over the batches that are checked.
+    `model` isn't changed. `is_bare` drops the exporter's metadata of each node, which identifies the node's layer but
+    also holds source lines of this machine. ArtifactError, with nothing left behind, if the extra `onnx` isn't
+    installed, the model is quantized or can't be exported, or the logits are 1e-4 apart.
     """
-    if path.exists() or path.is_symlink():
-        raise ArtifactError(f"{str(path)!r} exists already: exports never overwrite, choose another file")
     if quantized_modules(model):
         raise ArtifactError(
             "the model is quantized, and only float32 models can be exported: export its float32 parent"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid4().hex}"
     try:
-        write_graph(model, temporary, spec=spec, batch_size=batch_size)
+        write_graph(model, temporary, spec=spec)
         if is_bare:
             import onnx
 
             write_bare(onnx.load(temporary), temporary)
         distance = 0.0
-        for size in CHECKED_BATCHES if batch_size is None else (batch_size,):
+        for size in CHECKED_BATCHES:
             batch = random_batch(spec, size, seed=size)
             with third_party_errors(
                 lambda message: ArtifactError(f"ONNX Runtime can't run the exported model ({message}): fix its batch")
@@ -92,21 +86,21 @@ def export_onnx(
     return distance
 
 
-def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None) -> None:
+def write_graph(model: nn.Module, path: Path, *, spec: InputSpec) -> None:
     """Write `model`, float32 or static int8, to ONNX without comparing its output; ArtifactError if torch can't."""
     if line := missing("onnxruntime"):
         raise ArtifactError(f"a model can't be exported to ONNX: {line}")
-    wrapper, batch = _Logits(copy.deepcopy(model)).cpu().eval(), random_batch(spec, batch_size or TRACED_IMAGES)
+    wrapper, batch = _Logits(copy.deepcopy(model)).cpu().eval(), random_batch(spec, TRACED_IMAGES)
     # A model without a choice of attention stays as it is.
     if callable(set_attention := getattr(wrapper.model, "set_attn_implementation", None)):
         with muted("transformers"):
             set_attention(PLAIN_ATTENTION)
     _fit_pools_(wrapper, batch)
-    is_dynamic = batch_size is None
-    advice = "a fixed batch size may work" if is_dynamic else "deploy the saved folder instead"
-    with third_party_errors(
-        lambda message: ArtifactError(f"torch can't export the model to ONNX ({message}): {advice}")
-    ):
+
+    def refuse(message: str) -> ArtifactError:
+        return ArtifactError(f"torch can't export the model to ONNX ({message}): deploy the saved folder instead")
+
+    with third_party_errors(refuse):
         # Models that call torch's fused attention themselves are traced as products and softmax too: its output has
         # another layout than its decomposition's, on which the exporter fails if the number of heads is odd.
         with muted("torch.onnx"), sdpa_kernel(SDPBackend.MATH), PlainPatches():
@@ -118,7 +112,7 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
                 opset_version=OPSET,
                 input_names=[INPUT],
                 output_names=[OUTPUT],
-                dynamic_shapes={INPUT: {0: "batch"}} if is_dynamic else None,
+                dynamic_shapes={INPUT: {0: "batch"}},
             )
             program.save(str(path), external_data=False)
         _fold_resizes(path)

@@ -11,12 +11,10 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.lib.io import read_json
 from profiling_agent.lib.logs import import_onnxruntime, muted, third_party_errors
 from profiling_agent.lib.machine import quota_threads
 from profiling_agent.runtimes import registry
@@ -28,9 +26,8 @@ if TYPE_CHECKING:
     import onnx
     from onnxruntime import InferenceSession
 
-# Operators of linear layers and convolutions in exported graphs, and activations that may follow them.
+# Operators of linear layers and convolutions in exported graphs.
 LAYER_OPS = ("MatMul", "Gemm", "Conv")
-ACTIVATIONS = ("Clip", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Sigmoid")
 # Between int8 convolutions everything has to be int8, or each result is converted to float and back. In a transformer
 # norms, softmax, GELU and residual adds stay in float: they take little time, and int8 costs them much accuracy. A Clip
 # (ReLU6) left out would get values that were rounded over the whole range that it cuts off: half of a real MobileNet's
@@ -41,9 +38,6 @@ ATTENTION, DOMAIN, PROJECTIONS = "Attention", "com.microsoft", 3
 MAX_FOLDED = 1 << 31
 # Metadata key of torch's exporter: the names of the modules around a node, outermost first.
 SCOPES_KEY = "pkg.torch.onnx.name_scopes"
-# Suffixes in a profile: of a node's kernel, after the node's name, and of a convolution in a blocked layout, after the
-# name of its original output.
-KERNEL_SUFFIX, BLOCKED_SUFFIX = "_kernel_time", "_nchwc"
 
 
 class OnnxSession(registry.ModelSession):
@@ -54,19 +48,14 @@ class OnnxSession(registry.ModelSession):
             lambda message: ArtifactError(f"ONNX Runtime can't open {str(path)!r} ({message}): save it again")
         ):
             self.session: Any = _open(str(path), options)
-        # A dynamic size is a string.
-        size = self.session.get_inputs()[0].shape[0]
-        self.fixed_size = size if isinstance(size, int) else None
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
-        registry.check_fixed_batch(self.fixed_size, pixel_values)
         with third_party_errors(lambda message: ArtifactError(f"ONNX Runtime can't run the model: {message}")):
             return self.session.run([OUTPUT], {INPUT: pixel_values})[0]
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
         """Return a function that runs these images once and returns the milliseconds it took."""
-        registry.check_fixed_batch(self.fixed_size, pixel_values)
         return registry.timed(lambda: self.session.run([OUTPUT], {INPUT: pixel_values}))
 
 
@@ -98,7 +87,6 @@ class OnnxRuntime(registry.Runtime):
     extra = "onnx"
     requires = ("onnxruntime", "onnx", "onnxscript")
     files = (ONNX,)
-    packages = ("onnx", "onnxruntime")
     graph_format = "onnx"
     on_cpu = from_onnx = ("float32", "dynamic", "static")
     # MLAS has kernels for AVX2's VNNI too, which is the only one of Intel's hybrid processors (source: docs/facts.md).
@@ -180,37 +168,6 @@ class OnnxRuntime(registry.Runtime):
         """Open a saved folder; by default with a thread for each core that a container's quota has time for."""
         return OnnxSession(folder / ONNX, _session_options(num_threads))
 
-    @classmethod
-    def operator_times(
-        cls, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
-    ) -> registry.OperatorTimes:
-        """Return the median time of each node in ONNX Runtime's optimized graph over `passes`, in graph order."""
-        import onnx
-
-        del recipe
-        with tempfile.TemporaryDirectory() as scratch:
-            options, graph = _session_options(num_threads), Path(scratch) / "optimized.onnx"
-            options.enable_profiling = True
-            options.profile_file_prefix = str(Path(scratch) / "profile")
-            # Fused nodes are identified by their outputs, which keep their names.
-            options.optimized_model_filepath = str(graph)
-            opened = OnnxSession(folder / ONNX, options)
-            # The first pass has cold caches, and isn't counted.
-            for _ in range(passes + 1):
-                opened.run(pixel_values)
-            events = read_json(Path(opened.session.end_profiling()))
-            outputs = {node.name: tuple(node.output) for node in onnx.load(graph, load_external_data=False).graph.node}
-        durations: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-        for event in events:
-            if event.get("cat") == "Node" and event["name"].endswith(KERNEL_SUFFIX):
-                # Names of nodes aren't unique.
-                node = event["name"].removesuffix(KERNEL_SUFFIX), str(event.get("args", {}).get("node_index"))
-                durations[node].append(event["dur"] / 1e3)
-        return [
-            ((name, name.removesuffix(BLOCKED_SUFFIX), *outputs.get(name, ())), median(ms[1:] or ms))
-            for (name, _), ms in durations.items()
-        ]
-
 
 def fuse_attention(
     model: "onnx.ModelProto", layers: Collection[str]
@@ -269,21 +226,6 @@ def nodes_of_layers(model: "onnx.ModelProto", layers: Collection[str]) -> dict[s
     """Return by node name the layer of each product or convolution that computes one of `layers`."""
     nodes = ((node.name, layer_of(node)) for node in model.graph.node if node.op_type in LAYER_OPS)
     return {name: layer for name, layer in nodes if layer in layers}
-
-
-def layers_by_name(model: "onnx.ModelProto") -> dict[str, str]:
-    """Return the layer of each node by the names of the node and its outputs, without nodes of no layer.
-
-    An activation counts as the layer whose result it takes: runtimes fuse both, and name the operator after the
-    activation.
-    """
-    layers: dict[str, str] = {}
-    for node in model.graph.node:
-        input_layer = layers.get(node.input[0]) if node.op_type in ACTIVATIONS else None
-        if layer := input_layer or layer_of(node):
-            # An unused output has no name.
-            layers |= dict.fromkeys(filter(None, (node.name, *node.output)), layer)
-    return layers
 
 
 def is_convnet(model: "onnx.ModelProto") -> bool:

@@ -3,37 +3,26 @@
 import importlib
 import tempfile
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Collection, Generator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from functools import lru_cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.lib.io import first_line
 from profiling_agent.lib.logs import hide_telemetry, import_openvino, muted, third_party_errors
 from profiling_agent.lib.machine import quota_threads
 from profiling_agent.runtimes import registry
 from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, QuantizedLayer, Recipe
 from profiling_agent.runtimes.onnx_runtime import is_convnet, nodes_of_layers
-from profiling_agent.runtimes.registry import INPUT, MODULE, Batch, Source
+from profiling_agent.runtimes.registry import INPUT, Batch, Source
 from profiling_agent.schemas import Deployment, Scheme
 
-# Key of a graph for any batch size. Others are compiled for each size, which is a few per cent faster (a quarter for a
-# small convnet at batch 1). Not the graphs of our int8 layers: with all shapes known OpenVINO splits up their
-# quantization, and a ViT is 1.6 to 1.9 times slower for it (2026.4.1).
-ANY_SIZE_KEY = 0
-# Compiled sizes to keep, each with its own copy of the weights; the bytes that all copies may have.
-MAX_SIZES, MAX_KEPT_BYTES = 8, 2**31
-# Layers in its graphs, operators between a layer and its weights, and the key under which a fused operator lists its
-# originals.
+# Compiled sizes to keep, each with its own copy of the weights: one that comes often, the end of a split, and golden
+# images.
+MAX_SIZES = 3
+# Layers in its graphs.
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
-WEIGHT_OPS = ("Convert", "FakeQuantize", "Multiply", "Reshape", "Subtract", "Transpose")
-ORIGINALS_KEY = "originalLayersNames"
-# Prefixes of message lines that don't concern the model.
-IGNORED_PREFIXES = ("Exception from ", "Check ", "FrontEnd API failed", "Summary:", "-- Conversion is failed")
 # Images on which OpenVINO's logits are compared with torch's: both round alike, but sum in another order, and values
 # near a rounding edge differ (by 0.13 at most on families that it computes right). Further apart than the distance and
 # that many times the rounding's effect is wrong.
@@ -43,8 +32,11 @@ NUM_COMPARED, MAX_DISTANCE, MAX_ROUNDING_RATIO = 4, 0.25, 3.0
 class OpenVinoSession(registry.ModelSession):
     """An OpenVINO graph, compiled for each batch size or once for all; threads that share it take turns."""
 
-    def __init__(self, path: Path, *, scheme: Scheme, num_threads: int | None, profiled: bool = False) -> None:
-        """Read the graph; ArtifactError if it can't be read. A `profiled` one measures the times of its operators."""
+    def __init__(self, path: Path, *, scheme: Scheme, num_threads: int | None) -> None:
+        """Read the graph; ArtifactError if it can't be read."""
+        # Compiling for each size is a few per cent faster (a quarter for a small convnet at batch 1). Not for the graphs
+        # of our int8 layers: with all shapes known OpenVINO splits up their quantization, and a ViT is 1.6 to 1.9 times
+        # slower for it (2026.4.1).
         self._is_for_any_size = scheme == "static"
         self._core, self._path = import_openvino().Core(), path
         self._properties: dict[str, Any] = {
@@ -52,18 +44,13 @@ class OpenVinoSession(registry.ModelSession):
             "INFERENCE_PRECISION_HINT": "bf16" if scheme == "bfloat16" else "f32",
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
-            "PERF_COUNT": profiled,
         }
         if threads := num_threads or quota_threads():
             self._properties["INFERENCE_NUM_THREADS"] = threads
-        # The most recently used comes last. A request has one buffer for images and one for logits: its user holds the
-        # lock until the logits are copied.
-        self._requests: dict[int, Any] = {}
+        # A request has one buffer for images and one for logits: its user holds the lock until the logits are copied.
         self._lock = threading.Lock()
-        size = self.read().input(0).get_partial_shape()[0]
-        self.fixed_size = size.get_length() if size.is_static else None
-        weight_bytes = path.with_name(IR_WEIGHTS).stat().st_size
-        self._num_kept = min(MAX_SIZES, max(2, MAX_KEPT_BYTES // max(weight_bytes, 1)))
+        self._request_of = lru_cache(MAX_SIZES)(self._compiled)
+        self.read()
 
     def _read_error(self, message: str) -> ArtifactError:
         return ArtifactError(f"OpenVINO can't read {str(self._path)!r} ({message}): save it again")
@@ -75,19 +62,14 @@ class OpenVinoSession(registry.ModelSession):
 
     def request(self, pixel_values: Batch) -> Any:
         """Return an infer request for batches of this shape; threads hold the lock."""
-        registry.check_fixed_batch(self.fixed_size, pixel_values)
-        size = ANY_SIZE_KEY if self._is_for_any_size else len(pixel_values)
-        request = self._requests.pop(size, None)
-        if request is None:
-            model = self.read()
-            while len(self._requests) >= self._num_kept:
-                del self._requests[next(iter(self._requests))]
-            with third_party_errors(self._read_error):
-                if size != ANY_SIZE_KEY:
-                    model.reshape(list(pixel_values.shape))
-                request = self._core.compile_model(model, "CPU", self._properties).create_infer_request()
-        self._requests[size] = request
-        return request
+        return self._request_of(None if self._is_for_any_size else pixel_values.shape)
+
+    def _compiled(self, shape: tuple[int, ...] | None) -> Any:
+        model = self.read()
+        with third_party_errors(self._read_error):
+            if shape:
+                model.reshape(list(shape))
+            return self._core.compile_model(model, "CPU", self._properties).create_infer_request()
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
@@ -111,7 +93,6 @@ class OpenVino(registry.Runtime):
     extra = "openvino"
     requires = ("openvino",)
     files = (IR, IR_WEIGHTS)
-    packages = ("openvino", "nncf")
     graph_format = "openvino"
     on_cpu = ("float32", "bfloat16", "static", "static_nncf")
     # `static` is exported with int8 layers instead.
@@ -142,56 +123,9 @@ class OpenVino(registry.Runtime):
         """Open a saved folder; by default with a thread for each core that a container's quota has time for."""
         return OpenVinoSession(folder / IR, scheme=recipe.deployment.scheme, num_threads=num_threads)
 
-    @classmethod
-    def operator_times(
-        cls, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
-    ) -> registry.OperatorTimes:
-        """Return the median time of each operator of OpenVINO's compiled graph over `passes`, in graph order."""
-        scheme = recipe.deployment.scheme
-        session = OpenVinoSession(folder / IR, scheme=scheme, num_threads=num_threads, profiled=True)
-        request = session.request(pixel_values)
-        durations: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-        # The first pass has cold caches, and isn't counted.
-        for number in range(passes + 1):
-            session.run(pixel_values)
-            for index, row in enumerate(request.get_profiling_info() if number else ()):
-                durations[index, row.node_name].append(row.real_time.total_seconds() * 1e3)
-        layers, originals = _layers_by_weight(session.read()), dict[str, list[str]]()
-        for op in request.get_compiled_model().get_runtime_model().get_ops():
-            if ORIGINALS_KEY in (info := op.get_rt_info()):
-                originals[op.get_friendly_name()] = info[ORIGINALS_KEY].astype(str).split(",")
-        times: registry.OperatorTimes = []
-        for (_, name), ms in durations.items():
-            # The operators of a split node, as a convolution and its bias, begin with its exported name.
-            parts = [part.split("/")[0] for part in (name, *originals.get(name, ()))]
-            times.append(((*[layers[part] for part in parts if part in layers], *parts), median(ms)))
-        return times
 
-
-def _layers_by_weight(model: Any) -> dict[str, str]:
-    """Return by operator name the layer whose weights it reads, if the weights kept their exported name."""
-    layers: dict[str, str] = {}
-    for op in model.get_ops():
-        # Weights are the second input, behind the operators that quantize them.
-        sources = [op.input(1).get_source_output().get_node()] if op.get_type_name() in LAYER_TYPES else []
-        while sources:
-            source = sources.pop()
-            if source.get_type_name() in WEIGHT_OPS:
-                sources += [port.get_source_output().get_node() for port in source.inputs()]
-            elif source.get_type_name() == "Constant" and (name := source.get_friendly_name()).startswith(MODULE):
-                layers[op.get_friendly_name().split("/")[0]] = name.rpartition(".")[0]
-    return layers
-
-
-@contextmanager
-def _conversion_errors(problem: str) -> Generator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError, TypeError) as error:
-        # The lines that name node and cause, without those about OpenVINO's own source files.
-        lines = [line.strip() for line in str(error).splitlines()]
-        cause = " ".join(line for line in lines if line and not line.startswith(IGNORED_PREFIXES)) or first_line(error)
-        raise QuantizationError(f"{problem} ({type(error).__name__}: {cause[:500]})") from error
+def _conversion_errors(problem: str) -> AbstractContextManager[None]:
+    return third_party_errors(lambda message: QuantizationError(f"{problem}: {message}"))
 
 
 def _read_onnx(path: Path) -> Any:
@@ -216,7 +150,7 @@ def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[st
     quantized = quantize_model(
         source.module,
         registry.recommended(deployment),
-        calibration=partial(torch.from_numpy(source.calibration).split, source.batch_size),
+        calibration=torch.from_numpy(source.calibration).split(source.batch_size),
         reduce_range=OpenVino.saturates(),
     )
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:

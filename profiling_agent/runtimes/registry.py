@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.machine import environment
 from profiling_agent.schemas import EVERYTHING, Deployment, InputSpec, QuantizationRecommendation, RuntimeName, Scheme
 
@@ -19,15 +18,10 @@ if TYPE_CHECKING:
     from profiling_agent.runtimes.artifact import QuantizedLayer, Recipe
 
 Batch = NDArray[np.float32]
-# Time in ms of each operator in a pass, with its names in the graphs that were given to the runtime. A name that begins
-# with `MODULE` is the layer itself; all others are nodes of an exported graph.
-OperatorTimes = list[tuple[tuple[str, ...], float]]
 # Names of input and output in exported graphs.
 INPUT, OUTPUT = "pixel_values", "logits"
 # Prefix of the model's modules in exported graphs: the exported wrapper holds the model under this name.
 MODULE = "model."
-# Timed passes: enough for a median that one disturbance doesn't move; a warm-up pass comes first.
-NUM_PASSES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +42,7 @@ class Source:
 
 
 class ModelSession(Protocol):
-    """An opened model; `fixed_size` is the only batch size that it takes, or None for any size."""
-
-    fixed_size: int | None = None
+    """An opened model."""
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
@@ -77,10 +69,9 @@ class Runtime(ABC):
     """
 
     name: ClassVar[RuntimeName]
-    # Packages that it can't run without, their extra, and packages whose versions go into the recipe.
+    # Packages that it can't run without, and their extra.
     requires: ClassVar[tuple[str, ...]] = ()
     extra: ClassVar[str] = ""
-    packages: ClassVar[tuple[str, ...]] = ()
     # Files that it reads its weights from, in formats that can't carry code; the only export format that takes its
     # graphs.
     files: ClassVar[tuple[str, ...]]
@@ -125,14 +116,6 @@ class Runtime(ABC):
     @abstractmethod
     def open(cls, folder: Path, recipe: "Recipe", *, device: str, num_threads: int | None) -> ModelSession:
         """Open a saved folder; without `num_threads` the library chooses; ArtifactError if the files can't be read."""
-
-    @classmethod
-    def operator_times(
-        cls, folder: Path, recipe: "Recipe", pixel_values: Batch, *, num_threads: int, passes: int
-    ) -> OperatorTimes:
-        """Return the median time of each operator over `passes` on the CPU; ArtifactError if it can't time them."""
-        del folder, recipe, pixel_values, num_threads, passes
-        raise ArtifactError(f"{cls.name} can't time the parts of a pass")
 
     @classmethod
     def has_vnni(cls, cpu_flags: Collection[str]) -> bool:
@@ -214,12 +197,3 @@ def timed(run: Callable[[], object]) -> Callable[[], float]:
         return (time.perf_counter() - started) * 1e3
 
     return run_once
-
-
-def check_fixed_batch(fixed_size: int | None, pixel_values: Batch) -> None:
-    """Raise ArtifactError if the file was exported for another number of images."""
-    if fixed_size is not None and len(pixel_values) != fixed_size:
-        raise ArtifactError(
-            f"the model was exported for batches of exactly {fixed_size} images, not {len(pixel_values)}: "
-            "fill the batch up, or export it with a dynamic batch"
-        )

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors import SafetensorError
@@ -25,23 +24,16 @@ from profiling_agent.errors import ArtifactError, CorruptImageError, Quantizatio
 from profiling_agent.lib import modules
 from profiling_agent.lib.inference import Folded
 from profiling_agent.lib.io import first_line, parse_json
-from profiling_agent.lib.logs import SETTINGS_LOCK, is_out_of_memory, muted, third_party_errors
+from profiling_agent.lib.logs import SETTINGS_LOCK, muted, third_party_errors
 from profiling_agent.lib.machine import environment
 from profiling_agent.pruning.prune import find_attention, set_head_attributes_
 from profiling_agent.quantization.layers import QuantizedModule, quantized_modules, rebuild_layer
 from profiling_agent.runtimes import artifact
-from profiling_agent.runtimes.artifact import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe, named_folder, open_folder
-from profiling_agent.runtimes.registry import Batch, ModelSession, Source, noise_batch, runtime
+from profiling_agent.runtimes.artifact import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe, load_recipe, named_folder
+from profiling_agent.runtimes.registry import Batch, ModelSession, Source, runtime
 from profiling_agent.schemas import Cut, Deployment, Environment, InputSpec, RuntimeName, Scheme
 
 HALVES: dict[Scheme, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# Errors of building and filling a model that other versions of the libraries saved.
-MISFITS = (QuantizationError, StrictDataclassError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
-
-
-def load_recipe(path: str | Path) -> Recipe:
-    """Return the recipe of a saved model; ArtifactError if a file is missing."""
-    return open_folder(named_folder(path), verify=False)
 
 
 def load_processor(path: str | Path) -> Any:
@@ -68,7 +60,7 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     file is missing or damaged, or the model doesn't compute what it did.
     """
     folder = named_folder(path)
-    recipe = open_folder(folder, verify=verify)
+    recipe = load_recipe(folder, verify=verify)
     model = _read_model(folder, recipe, dequantize=False)
     if not verify:
         return model
@@ -80,7 +72,7 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
 def load_dequantized(path: str | Path) -> nn.Module:
     """Return the saved model in float32 at its own widths, dequantized; ArtifactError if its weights don't fit."""
     folder = named_folder(path)
-    return _read_model(folder, open_folder(folder, verify=False), dequantize=True).float()
+    return _read_model(folder, load_recipe(folder), dequantize=True).float()
 
 
 def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
@@ -89,7 +81,14 @@ def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{str(path)!r} is damaged ({first_line(error)}): save the model again") from error
-    try:
+
+    def refuse(problem: str) -> ArtifactError:
+        return ArtifactError(
+            f"the weights in {str(folder)!r} don't fit {recipe.architecture} ({problem}): save the model again with the "
+            "installed libraries"
+        )
+
+    with third_party_errors(refuse):
         model = _build_architecture(recipe)
         attention = find_attention(model)
         for norm in recipe.folded:
@@ -111,13 +110,6 @@ def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
             setattr(model.get_submodule(owner), leaf, attrgetter(first)(model))
         set_head_attributes_(model, attention)
         _halve_buffers_(model)
-    except MISFITS as error:
-        if is_out_of_memory(error):
-            raise
-        raise ArtifactError(
-            f"the weights in {str(folder)!r} don't fit {recipe.architecture} ({first_line(error)}): save the model "
-            "again with the installed libraries"
-        ) from error
     return model.eval()
 
 
@@ -196,11 +188,6 @@ def save_model(
     Weights keep their live names; quantized layers are stored as plain int8 or fp16 tensors, shared tensors once.
     ArtifactError if `folder` exists.
     """
-
-    def golden(_folder: Path, _recipe: Recipe) -> tuple[NDArray[np.float16], Batch]:
-        images = modules.random_batch(spec, artifact.NUM_IMAGES).half()
-        return images.numpy(), modules.logits_of(model, images.float()).numpy()
-
     description = Recipe(
         base_model=base_model,
         base_revision=base_revision,
@@ -214,7 +201,7 @@ def save_model(
         folder,
         processor=processor,
         write_model=lambda temporary: write_weights(model, temporary, folded=folded),
-        golden=golden,
+        golden=lambda _folder, _recipe, images: modules.logits_of(model, torch.from_numpy(images)).numpy(),
     )
 
 
@@ -294,15 +281,13 @@ def save_deployed(
     """
     executor = runtime(deployment.runtime)
 
-    def golden(written: Path, recipe: Recipe) -> tuple[NDArray[np.float16], Batch]:
-        session = executor.open(written, recipe, device=source.device, num_threads=num_threads)
-        images = noise_batch(recipe.input, session.fixed_size or artifact.NUM_IMAGES).astype(np.float16)
-        logits = session.run(images.astype(np.float32))
+    def golden(written: Path, recipe: Recipe, images: Batch) -> Batch:
+        logits = executor.open(written, recipe, device=source.device, num_threads=num_threads).run(images)
         if not np.isfinite(logits).all():
             raise QuantizationError(
                 f"as {deployment.name} the model gives logits that aren't finite: leave this deployment out"
             )
-        return images, logits
+        return logits
 
     return artifact.write_artifact(
         source.recipe.model_copy(update={"deployment": deployment}),
@@ -340,14 +325,6 @@ class Deployed:
     def runtime(self) -> RuntimeName:
         """Return the name of the runtime."""
         return self.recipe.deployment.runtime
-
-    @property
-    def module(self) -> nn.Module:
-        """Return the torch module; ArtifactError if the runtime isn't torch's."""
-        module = getattr(self.session, "module", None)
-        if not isinstance(module, nn.Module):
-            raise ArtifactError(f"a model for {self.runtime} is no torch module: run it, or load its float32 parent")
-        return module
 
     def __call__(self, pixel_values: Tensor | NDArray[Any]) -> Answer:
         """Return the `logits`, float32 (n, classes) on the CPU, of prepared images (n, channels, height, width)."""
@@ -405,7 +382,7 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_thre
     if num_threads is not None and num_threads < 1:
         raise RequestError(f"num_threads is {num_threads}: give 1 or more, or None for as many as there are cores")
     folder = named_folder(path)
-    recipe = open_folder(folder, verify=verify)
+    recipe = load_recipe(folder, verify=verify)
     session = artifact.open_session(folder, device=device, num_threads=num_threads)
     if note := cpu_note(folder, recipe, environment()):
         warnings.warn(note, stacklevel=2)

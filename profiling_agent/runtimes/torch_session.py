@@ -6,7 +6,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
@@ -19,7 +18,7 @@ from profiling_agent.lib.io import first_line
 from profiling_agent.lib.logs import muted, third_party_errors
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.runtimes.artifact import WEIGHTS, Recipe
-from profiling_agent.runtimes.registry import MODULE, Batch, ModelSession, OperatorTimes, Runtime, Source, recommended
+from profiling_agent.runtimes.registry import Batch, ModelSession, Runtime, Source, recommended
 from profiling_agent.schemas import Deployment
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class TorchRuntime(Runtime):
             model = quantize_rowwise(source.module, chosen) if is_rowwise else source.module
             dtype = torch.bfloat16 if is_rowwise else HALVES.get(deployment.scheme)
             return write_weights(model, folder, folded=source.recipe.folded, dtype=dtype)
-        calibration = partial(torch.from_numpy(source.calibration).split, source.batch_size)
+        calibration = torch.from_numpy(source.calibration).split(source.batch_size)
         quantized = quantize_model(source.module, chosen, calibration=calibration)
         return write_weights(quantized.model, folder, folded=(*source.recipe.folded, *quantized.folded))
 
@@ -72,10 +71,8 @@ class TorchRuntime(Runtime):
         if num_threads:
             pin_threads(num_threads)
         module = on_device(load_module(folder, verify=False), device)
-        call, tf32 = cls.prepared(module, device), recipe.deployment.scheme == "tf32"
-        is_sized, is_cuda = call is not None, device == "cuda"
-        layout: Any = {"in_kernel_layout": is_sized or is_cuda, "is_sized": is_sized}
-        return TorchSession(module, device=device, call=call, tf32=tf32, **layout)
+        is_tf32 = recipe.deployment.scheme == "tf32"
+        return TorchSession(module, device=device, call=cls.prepared(module, device), tf32=is_tf32)
 
     @classmethod
     def prepared(cls, module: "nn.Module", device: str) -> "Callable[[Tensor], Tensor] | None":  # noqa: ARG003
@@ -95,17 +92,6 @@ class Eager(TorchRuntime):
     safe_kinds = ("dynamic", "static", "rowwise")
     mixture = ("dynamic", frozenset({"dynamic", "float16", "bfloat16"}))
 
-    @classmethod
-    def operator_times(
-        cls, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
-    ) -> OperatorTimes:
-        """Return the median time of each module of a saved model over `passes`, without its children."""
-        from profiling_agent.lib.costs import layer_latency
-
-        session = cls.open(folder, recipe, device="cpu", num_threads=num_threads)
-        times = layer_latency(session.module, session.to_device(pixel_values), passes=passes)
-        return [((MODULE + name,), ms) for name, ms in times.items()]
-
 
 class Graphed(TorchRuntime):
     """Torch's own kernels in a CUDA graph, launched at once; the CPU runs it eagerly."""
@@ -124,7 +110,7 @@ class Inductor(TorchRuntime):
 
     name = "inductor"
     extra = "inductor"
-    requires = packages = ("torchao",)
+    requires = ("torchao",)
     on_cpu = ("float32", "bfloat16", "static")
     on_cuda = ("float32", "bfloat16", "float16", "dynamic", "float8")
     is_slow_to_convert = True
@@ -155,12 +141,11 @@ def logits_function(module: "nn.Module") -> "Callable[[Tensor], Tensor]":
 
 
 class TorchSession(ModelSession):
-    """A module on its device; `call` maps images to logits, by default through the module itself.
+    """A module on its device.
 
-    `in_kernel_layout` puts weights and images of networks of convolutions in channels last, for which kernels are
-    written. On CUDA `tf32` rounds its float32 products to TF32, independently of the process's other sessions.
-    `is_sized` means that `call` prepares the module for each batch size, which only a size that comes more than once is
-    worth.
+    `call` maps images to logits and prepares the module for each batch size, which only a size that comes more than
+    once is worth; by default the module runs as it is. On CUDA `tf32` rounds its float32 products to TF32,
+    independently of the process's other sessions.
     """
 
     def __init__(
@@ -169,22 +154,21 @@ class TorchSession(ModelSession):
         *,
         device: str,
         call: "Callable[[Tensor], Tensor] | None" = None,
-        in_kernel_layout: bool = False,
         tf32: bool = False,
-        is_sized: bool = False,
     ) -> None:
         import torch
 
         from profiling_agent.lib.modules import floating_dtype
 
         dims = [value.dim() for value in module.state_dict().values() if isinstance(value, torch.Tensor)]
-        is_channels_last = in_kernel_layout and dims.count(4) > dims.count(2)
-        self._memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
-        if in_kernel_layout:
-            module.to(memory_format=self._memory_format)  # pyright: ignore[reportCallIssue] - torch's stubs lack this overload
+        self._memory_format = torch.contiguous_format
+        # Kernels of convolutions are written for it, but for those of eager torch on the CPU.
+        if dims.count(4) > dims.count(2) and (call is not None or device == "cuda"):
+            self._memory_format = torch.channels_last
+            module.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - torch's stubs lack this overload
         self.module, self.device = module, torch.device(device)
         self._call, self._dtype, self._tf32 = call or logits_function(module), floating_dtype(module), tf32
-        self._is_sized, self._sizes, self._last = is_sized, set[int](), 0
+        self._is_sized, self._sizes, self._last = call is not None, set[int](), 0
 
     def to_device(self, pixel_values: Batch) -> "Tensor":
         """Return the images on the device, in the module's dtype and memory format."""

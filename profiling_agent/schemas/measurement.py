@@ -33,7 +33,7 @@ class Footprint(Record):
 
 
 class Predictions(Record):
-    """One model's predictions on one split's images, in order, one file a shard (content: `measure/predictions.py`)."""
+    """One model's predictions on one split's images, in order, one file a shard (content: `measure/intervals.py`)."""
 
     split: Literal["calibration", "search", "heldout", "recovery"]
     num_images: int
@@ -139,7 +139,7 @@ class Race(Record):
     dropped: tuple[Dropped, ...] = ()
     void: tuple[str, ...] = ()  # sessions that don't count, and why: a process died, or the baseline was slow
     unsteady: str | None = None  # why the machine was too noisy for the times to show anything
-    notes: tuple[str, ...] = ()  # of the GPU: turns measured again, other processes on it
+    notes: tuple[str, ...] = ()  # of the GPU: turns measured again
     detectable: float = 0.0  # two equal models would have been told apart if one were slower by this share
 
     def result_of(self, model: ArtifactRef) -> RaceResult:
@@ -203,31 +203,7 @@ class Environment(Record):
         return self.libraries | self.runtimes | (self.gpu.versions if self.gpu else {})
 
 
-class Throughput(Record):
-    """Images per second of one model at one batch size, with the 95% interval of the median pass."""
-
-    model: ArtifactRef
-    batch_size: int
-    images_per_s: float
-    low: float
-    high: float
-    latency: LatencyStats
-
-
 class MemoryUse(Record):
-    """Peak memory of a process that only loads and runs a model, libraries included, and bytes on disk."""
+    """Peak memory of a process that only loads and runs a model, libraries included."""
 
-    model: ArtifactRef
-    batch_size: int
     peak_bytes: int
-    size_bytes: int
-    environment: Environment
-
-
-class ResourceUse(Record):
-    """Throughput and memory of a deployed model on one machine."""
-
-    model: ArtifactRef
-    throughput: tuple[Throughput, ...]
-    memory: MemoryUse
-    environment: Environment

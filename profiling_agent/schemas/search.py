@@ -3,8 +3,6 @@
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import Field
-
 from profiling_agent.schemas.measurement import Evaluation, RaceResult
 from profiling_agent.schemas.plan import (
     Cap,
@@ -66,8 +64,6 @@ class DeploymentSearch(Record):
     options: tuple[DeploymentOption, ...]
     chosen: Deployment | None
     notes: tuple[str, ...] = ()
-    # Share of a pass in the chosen deployment by unit; measured if the LLM plans.
-    unit_times: dict[str, float] = Field(default_factory=dict)
 
     def of(self, deployment: Deployment) -> DeploymentOption:
         """Return the option of a deployment that was tried."""

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from profiling_agent import schemas
 from profiling_agent.errors import JobError, PlanError, PruningError, RequestError
-from profiling_agent.jobs.tasks import LayerTimesTask, PruneTask, RecoverTask
+from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.lib.io import first_problem
 from profiling_agent.measure.race import noise_warning
 from profiling_agent.planning.allocation import apply_demands, dry_run, predicted_kl, with_demands
@@ -146,14 +146,9 @@ def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
             took_s = timesheet.spent_s - began_s
         options[index] = option.model_copy(update=update)
         num_accepted += options[index].status is Status.ACCEPTED
-    best, unit_times = choose_option(options, journal.baseline, goal), dict[str, float]()
-    if best is not None and evaluator.is_advised and evaluator.device == "cpu":
-        try:
-            unit_times = _unit_times(evaluator, best)
-        except REFUSALS as error:
-            notes.append(f"what the parts of a pass take in {best.deployment.name} isn't known: {error}")
+    best = choose_option(options, journal.baseline, goal)
     chosen = best.deployment if best else None
-    search = DeploymentSearch(options=tuple(options), chosen=chosen, notes=tuple(notes), unit_times=unit_times)
+    search = DeploymentSearch(options=tuple(options), chosen=chosen, notes=tuple(notes))
     return journal.model_copy(update={"deployment_search": search})
 
 
@@ -208,21 +203,6 @@ def _race(evaluator: Evaluator, options: list[DeploymentOption]) -> list[str]:
             update = {"race_result": result, "reason": slower if result.speedup_high < 1 else ""}
         options[index] = options[index].model_copy(update=update)
     return [warning] if (warning := noise_warning(race)) else []
-
-
-def _unit_times(evaluator: Evaluator, best: DeploymentOption) -> dict[str, float]:
-    """Return each unit's share of the unpruned model's pass in the deployment; raises one of REFUSALS if it can't be timed."""
-    assert best.deployed is not None, "what was chosen was made"
-    if not evaluator.deadline.allows((registry.NUM_PASSES + 1) * evaluator.batch_s):
-        raise JobError("no time left for it")
-    exported = evaluator.deployer.exported(evaluator.baseline, best.deployment)
-    task = LayerTimesTask(model=best.deployed.model, onnx=exported, batch_size=evaluator.settings.batch_size)
-    layers = evaluator.jobs.run(task).layers
-    total = sum(layers.values()) or 1.0
-    return {
-        unit.name: round(sum(layers.get(name, 0.0) for name in {*unit.members, unit.name}) / total, 5)
-        for unit in evaluator.profile.units
-    }
 
 
 def prune_attempt(evaluator: Evaluator, plan: Plan) -> Attempt:

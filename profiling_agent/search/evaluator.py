@@ -13,8 +13,15 @@ from profiling_agent import schemas
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.measure.intervals import counts_of, decide, least_images, paired_drop, sequential_drop
-from profiling_agent.measure.predictions import Answers, concatenate, read_predictions
+from profiling_agent.measure.intervals import (
+    Answers,
+    concatenate,
+    decide,
+    least_images,
+    paired_drop,
+    read_predictions,
+    sequential_drop,
+)
 from profiling_agent.measure.race import Entries
 from profiling_agent.request import Request
 from profiling_agent.schemas import SHARD, ArtifactRef, Deployment, Evaluation, Race, SplitInfo, Variant
@@ -130,10 +137,7 @@ def affordable_images(limit_s: float | None, pass_s: float, num_images: int) -> 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measuring context of a run: jobs, data, the baseline with its profile, the contract and the request.
-
-    `is_advised` is whether a language model may plan.
-    """
+    """Measuring context of a run: jobs, data, the baseline with its profile, the contract and the request."""
 
     jobs: Jobs
     acquired: schemas.Acquired
@@ -142,7 +146,6 @@ class Evaluator:
     goal: schemas.Goal
     settings: Request
     choices: DeploymentChoices = field(default_factory=DeploymentChoices)
-    is_advised: bool = False
 
     @property
     def device(self) -> str:
@@ -268,9 +271,8 @@ class Evaluator:
             baseline, began_s = self.evaluate_baseline(split, range(SHARD)), self.jobs.timesheet.spent_s
             first = self.evaluate(variant, model, split, baseline, deployment, images=range(SHARD))
             assert first.drop is not None, "it was compared with the baseline"
-            counts = counts_of(first.drop)
-            if decide(counts, self.goal.max_accuracy_drop, EARLY_ERROR) != "undecided":
-                return first.model_copy(update={"drop": sequential_drop(counts, 2)})
+            if decide(first.drop, self.goal.max_accuracy_drop, EARLY_ERROR) != "undecided":
+                return first.model_copy(update={"drop": sequential_drop(first.drop, 2)})
             shard_s = SHARD * self.pass_s + self.jobs.timesheet.spent_s - began_s
             has_time = self.deadline.part(IMAGES_SHARE).allows((len(images) / SHARD - 1) * shard_s)
             # Too few images for a bound must not replace the bound of all by a point estimate.

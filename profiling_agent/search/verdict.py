@@ -9,8 +9,7 @@ from profiling_agent import schemas
 from profiling_agent.errors import JobError, ProfilingAgentError
 from profiling_agent.jobs.tasks import OpenHeldoutTask, PruneTask
 from profiling_agent.measure import intervals
-from profiling_agent.measure.intervals import bound_over_sessions
-from profiling_agent.measure.predictions import share
+from profiling_agent.measure.intervals import bound_over_sessions, share
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes import registry
 from profiling_agent.schemas import SHARD, AccuracyDrop, ArtifactRef, Evaluation, Goal, Opening, Race, Term, Variant
@@ -211,8 +210,7 @@ def decide_verdict(
             num_needed = intervals.images_to_certify(test.drop, goal.max_accuracy_drop, 1 - error)
             # A larger set is looked at more than once, which takes more images to show the same.
             if num_needed is not None and num_needed > MAX_AT_ONCE:
-                counts = intervals.counts_of(test.drop)
-                num_needed = intervals.images_until_kept(counts, goal.max_accuracy_drop, error)
+                num_needed = intervals.images_until_kept(test.drop, goal.max_accuracy_drop, error)
         if test is not None and terms[0].measured != test.drop.drop:
             images = f"search and {images} together ({test.drop.drop * 100:+.2f} points on held-out images alone)"
         if not all(are_certain) and (unproven := why_unproven(acquired, goal)):

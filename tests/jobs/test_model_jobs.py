@@ -14,7 +14,7 @@ from profiling_agent.data.images import iter_batches
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask, PruneTask, TuneTask
 from profiling_agent.lib.modules import logits_of
-from profiling_agent.measure.predictions import read_predictions
+from profiling_agent.measure.intervals import read_predictions
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.registry import runtime

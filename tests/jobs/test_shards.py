@@ -20,7 +20,7 @@ from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask
 from profiling_agent.lib.inference import quick_products
 from profiling_agent.lib.io import file_sha256
-from profiling_agent.measure.predictions import Answers, answers_of, concatenate, read_predictions
+from profiling_agent.measure.intervals import Answers, answers_of, concatenate, read_predictions
 from profiling_agent.runtimes.torch_artifact import load_module
 from profiling_agent.schemas import SHARD, ArtifactRef, SplitInfo
 

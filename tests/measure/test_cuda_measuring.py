@@ -106,7 +106,7 @@ def test_throughput_leaves_out_the_launches(tmp_path: Path):
     saved(tmp_path, vit(192, 3), "tiny")
     measured = measure_saved([saved_model(tmp_path / "tiny")], batch_sizes=(1, 32), device="cuda")
 
-    one, many = measured.models[0].taken.throughput
+    one, many = measured.models[0].throughput
     assert many.images_per_s > 3 * one.images_per_s
 
 

@@ -21,6 +21,7 @@ from profiling_agent.quantization.layers import (
     StaticLayer,
     parameter_bytes,
     rebuild_layer,
+    supports,
     torch_has_vnni,
 )
 from profiling_agent.quantization.quantize import CAPACITY, Sampler
@@ -154,11 +155,9 @@ def test_what_takes_a_layers_place_answers_its_attributes(layer: Any, bias: bool
         assert (ours.bias is None) == (layer.bias is None)
 
 
-# An even kernel puts one pixel more on one side than on the other, which torch warns of.
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize(("padding", "kernel"), [("valid", 3), ("same", 3), ("same", (2, 5)), ([1], 3)])
-def test_a_border_that_has_a_name_is_one_in_numbers(padding: Any, kernel: Any):
-    layer = nn.Conv2d(8, 6, kernel, padding=padding, dilation=(1, 2))
+@pytest.mark.parametrize("padding", ["valid", "same", [1]])
+def test_a_border_that_has_a_name_is_one_in_numbers(padding: Any):
+    layer = nn.Conv2d(8, 6, 3, padding=padding, dilation=(1, 2))
     images = torch.randn(8, 8, 9, 9, generator=torch.Generator().manual_seed(1))
 
     for ours in quantized(layer):
@@ -168,6 +167,7 @@ def test_a_border_that_has_a_name_is_one_in_numbers(padding: Any, kernel: Any):
         assert found.shape == expected.shape
         assert relative_distance(found, expected) < 0.02
         assert all(isinstance(side, int) for side in ours.border or ("",))
+    assert not supports("static", nn.Conv2d(8, 6, 2, padding="same"))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -219,19 +219,6 @@ def test_plain_tensors_bring_a_layer_back_bit_by_bit(layer: QuantizedModule, lik
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
     assert back.dequantized().weight.shape == like.weight.shape
     assert layer.state_dict().keys() == layer.export_tensors().keys()
-
-
-@pytest.mark.parametrize(
-    ("tensors", "like", "says"),
-    [
-        (CastLayer.from_float(LINEAR).export_tensors() | {"scale": torch.ones(32)}, LINEAR, "int8"),
-        ({}, nn.LayerNorm(2), "'LayerNorm'"),
-        ({"weight": torch.zeros(1, 1, 1, 1, dtype=torch.int8)}, LINEAR, "'Linear'"),
-    ],
-)
-def test_tensors_of_another_kind_are_refused(tensors: dict[str, torch.Tensor], like: nn.Module, says: str):
-    with pytest.raises(QuantizationError, match=says):
-        rebuild_layer("static", tensors, like, reduce_range=False)
 
 
 @pytest.mark.parametrize("device", DEVICES)

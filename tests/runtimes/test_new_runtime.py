@@ -60,7 +60,7 @@ def test_a_runtime_that_follows_the_words_is_saved_opened_and_checked(tmp_path: 
 
 
 def test_what_a_runtime_converts_and_runs_with_is_in_the_keys_of_jobs():
-    packages = {package for name in RUNTIMES for package in runtime(name).packages}
+    packages = {package for name in RUNTIMES for package in runtime(name).requires}
 
     assert packages <= {*LIBRARIES, *RUNTIME_LIBRARIES}
 

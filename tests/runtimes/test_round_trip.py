@@ -16,7 +16,7 @@ from pruning.families import FAMILIES, TIMM_FAMILIES, processor_of, spec_of
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from profiling_agent.errors import ArtifactError
+from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.costs import count_complexity
 from profiling_agent.lib.modules import floating_dtype, logits_of, random_batch
 from profiling_agent.quantization.layers import DynamicLinear, QuantizedModule, StaticLayer, parameter_bytes
@@ -51,7 +51,7 @@ def save(model: nn.Module, folder: Path, cuts: Sequence[Cut] = (), folded: Seque
 
 
 def quantized(model: nn.Module, *plan: QuantizationRecommendation) -> Quantized:
-    return quantize_model(model, plan, calibration=lambda: [random_batch(zoo.SPEC, 8)])
+    return quantize_model(model, plan, calibration=[random_batch(zoo.SPEC, 8)])
 
 
 def say(model: nn.Module) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_quantized_weights_are_stored_as_int8_under_their_live_names_and_half_pr
     recipe = json.loads((folder / "recipe.json").read_text())
     recipe["quantized"][0]["name"] = "vit.layernorm"
     (folder / "recipe.json").write_text(json.dumps(recipe))
-    with pytest.raises(ArtifactError, match="no dynamic layer stands for a 'LayerNorm'"):
+    with pytest.raises(QuantizationError, match="no dynamic layer stands for a 'LayerNorm'"):
         load_module(folder)
 
 
@@ -146,18 +146,6 @@ def test_static_layers_and_folded_norms_come_back_bit_by_bit_and_a_skeleton_has_
     assert parameter_bytes(loaded) == parameter_bytes(made.model) < 0.4 * parameter_bytes(model)
     assert not any(isinstance(module, (nn.BatchNorm2d, QuantizedModule)) for module in skeleton.modules())
     assert distance(say(skeleton).numpy(), say(model).numpy()) < 0.05
-
-
-def test_the_skeleton_of_a_pruned_and_quantized_model_is_plain_float32(tmp_path: Path):
-    small, cuts = pruned(zoo.vit(), 0.5)
-
-    skeleton = load_dequantized(save(quantize_model(small, [EVERYTHING]).model, tmp_path / "model", cuts))
-
-    assert {name: tensor.shape for name, tensor in skeleton.state_dict().items()} == {
-        name: tensor.shape for name, tensor in small.state_dict().items()
-    }
-    assert parameter_bytes(skeleton) == parameter_bytes(small)
-    torch.testing.assert_close(say(skeleton), say(small), rtol=0.1, atol=0.1)
 
 
 def test_tied_parameters_are_stored_once_and_stay_tied_and_views_are_separate(tmp_path: Path):
@@ -231,10 +219,8 @@ def test_what_is_saved_for_cuda_opens_on_the_cpu_with_its_logits(scheme: Any, tm
     source = read_source(tmp_path / "source", noise_batch(zoo.SPEC, 8), batch_size=4, device="cuda")
     deployment, executor = Deployment(runtime="graphed", scheme=scheme), runtime("graphed")
 
-    def golden(folder: Path, recipe: Any) -> tuple[Any, Any]:
-        images = noise_batch(zoo.SPEC, 2).astype(np.float16)
-        session = executor.open(folder, recipe, device="cpu", num_threads=1)
-        return images, session.run(images.astype(np.float32))
+    def golden(folder: Path, recipe: Any, images: np.ndarray) -> np.ndarray:
+        return executor.open(folder, recipe, device="cpu", num_threads=1).run(images)
 
     recipe = write_artifact(
         source.recipe.model_copy(update={"deployment": deployment}),

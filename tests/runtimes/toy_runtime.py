@@ -26,7 +26,7 @@ class ToySession(ModelSession):
 class Toy(Runtime):
     name: Any = "toy"
     extra = graph_format = "onnx"
-    requires = packages = ("onnx",)
+    requires = ("onnx",)
     files = (ONNX,)
     on_cpu = from_onnx = ("float32",)
 

@@ -9,7 +9,7 @@ import sample_records
 
 from profiling_agent import schemas
 from profiling_agent.jobs.tasks import Evaluated, Exported
-from profiling_agent.measure.predictions import write_predictions
+from profiling_agent.measure.intervals import write_predictions
 from profiling_agent.request import Request
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import Acquired, ArtifactRef, DeployedModel, Deployment, DeploymentOption
@@ -126,7 +126,6 @@ def evaluator(
     choices: DeploymentChoices | None = None,
     settings: dict[str, Any] | None = None,
     time_budget_s: float | None = None,
-    is_advised: bool = False,
     **goal: Any,
 ) -> Evaluator:
     time_budget = None if time_budget_s is None else f"{time_budget_s:.0f}s"
@@ -137,6 +136,5 @@ def evaluator(
         profile=profile or sample_records.profile(),
         goal=sample_records.GOAL.model_copy(update=goal),
         settings=Request(batch_size=4, time_budget=time_budget, **(settings or {})),
-        is_advised=is_advised,
         choices=choices or DeploymentChoices(),
     )

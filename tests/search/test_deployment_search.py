@@ -12,7 +12,15 @@ from search.scripted import Jobs, deployed, evaluator, name_of
 
 from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.jobs import tasks
-from profiling_agent.schemas import DeploymentSearch, Dropped, LayerCost, Plan, Race, Status, Tuned
+from profiling_agent.schemas import (
+    DeploymentSearch,
+    Dropped,
+    LayerCost,
+    Plan,
+    Race,
+    Status,
+    Tuned,
+)
 from profiling_agent.search.attempt import open_journal
 from profiling_agent.search.deployments import ASKED_SCHEMES, DeploymentChoices
 from profiling_agent.search.evaluator import Evaluator
@@ -270,36 +278,6 @@ def test_a_contract_that_has_changed_chooses_again_and_keeps_the_attempts(tmp_pa
     assert getattr(again.deployment, "name", None) == "eager dynamic"
     assert again.attempts == opened.attempts
     assert len(script.asked) == num_jobs
-
-
-class Telling(Script):
-    """Jobs that know what layers take; those of attention and MLPs, and a norm that is no unit's."""
-
-    def LayerTimesTask(self, task):  # noqa: N802
-        does = self.deployments[name_of(task.model)]
-        if does.crashes:
-            raise JobError("openvino says nothing")
-        return tasks.LayerTimes(layers={"vit.layers.0.mlp.fc1": 3.0, "vit.layers.0.mlp.fc2": 1.0, "vit.layernorm": 4.0})
-
-
-@pytest.mark.parametrize(("is_advised", "crashes"), [(True, False), (False, False), (True, True)])
-def test_a_language_model_is_told_what_units_take_in_the_deployment_that_leads_if_its_runtime_tells(
-    tmp_path: Path, is_advised: bool, crashes: bool
-):
-    choices = DeploymentChoices({"openvino": ("static",)}, ASKED_SCHEMES["auto"])
-    made = {"openvino static": Made(speedup=4.0, crashes=crashes)}
-    held, script = evaluator_of(tmp_path, made, choices=choices, scripted=Telling, is_advised=is_advised)
-
-    search = open_journal(held, Plan()).deployment_search
-
-    assert search is not None
-    assert chosen(search) == "openvino static"
-    first, *others = [unit.name for unit in held.profile.units]
-    is_told = is_advised and not crashes
-    assert search.unit_times == ({first: 0.5} | dict.fromkeys(others, 0.0) if is_told else {})
-    assert bool(script.of(tasks.LayerTimesTask)) == is_advised
-    note = "what the parts of a pass take in openvino static isn't known: openvino says nothing"
-    assert (note in search.notes) == crashes
 
 
 INT8 = {"openvino static": Made(), "inductor static": Made()}

@@ -12,7 +12,7 @@ from search.scripted import Jobs, deployed, evaluator, name_of, option
 from profiling_agent import schemas
 from profiling_agent.errors import JobError
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask
-from profiling_agent.measure.predictions import share
+from profiling_agent.measure.intervals import share
 from profiling_agent.schemas import NUM_SESSIONS, Deployment, DeploymentOption, Opening, Outcome, Race, Variant
 from profiling_agent.search.finalize import FinalChoice, finalize
 from profiling_agent.search.verdict import ACCURACY_ERROR

@@ -12,8 +12,7 @@ from search import scripted
 from search.scripted import Jobs, acquired
 
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask
-from profiling_agent.measure.intervals import Counts, one_sided_bound, paired_drop, selection_bias, upper_bound
-from profiling_agent.measure.predictions import share
+from profiling_agent.measure.intervals import Counts, one_sided_bound, paired_drop, selection_bias, share, upper_bound
 from profiling_agent.schemas import Evaluation, Opening, Variant
 from profiling_agent.search import verdict
 from profiling_agent.search.evaluator import MAX_AT_ONCE, Evaluator
