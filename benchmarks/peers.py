@@ -72,7 +72,7 @@ def open_peer(path: str, start: WorkerSetup) -> Pass:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = start.num_threads or available_threads()
+    options.intra_op_num_threads = available_threads()
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     shape = (start.batch_size, *session.get_inputs()[0].shape[1:])
     batch = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)

@@ -320,7 +320,6 @@ class Runs:
                 goal=report.goal,
                 settings=asked,
             )
-            jobs.set_limits_from(evaluator.profile.headline, evaluator.profile.device)
             yield evaluator
         finally:
             jobs.forget_images()

@@ -24,7 +24,7 @@ from profiling_agent.runtimes.artifact import (
     appearing,
     load_recipe,
     named_folder,
-    open_folder,
+    load_recipe,
     read_card,
     write_card,
 )
@@ -271,7 +271,7 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
     if "/" not in repo_id:
         raise RequestError(f"{repo_id!r} names no owner: give the repository as owner/name")
     is_exported = (folder / MANIFEST).is_file()
-    origin = read_exported(folder) if is_exported else open_folder(folder, verify=True)
+    origin = read_exported(folder) if is_exported else load_recipe(folder, verify=True)
     names = sorted((MANIFEST if is_exported else RECIPE, *origin.files))
     api = HfApi(token=token)
     disable_progress_bars()

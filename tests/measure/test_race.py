@@ -203,7 +203,6 @@ def test_every_session_starts_new_processes_and_the_median_of_them_counts():
     sessions = iter([Scripted(itertools.repeat(ms), held=7) for ms in (9.0, 10.0, 12.0)])
     race = estimated(lambda index: next(sessions) if index else steady(10, held=9), 2, num_sessions=3)
     assert of(race, 1).speedup == pytest.approx(1.0, rel=0.01)
-    assert [result.peak_bytes for result in race.results] == [(9, 9, 9), (7, 7, 7)]
 
 
 def test_over_sessions_the_interval_is_students_t():
@@ -315,7 +314,7 @@ def test_saved_models_are_raced_and_measured_in_processes_that_end(tmp_path: Pat
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     conditions = Conditions(root=tmp_path, batch_size=2, seconds_per_model=0)
     race = races.race_once([(Variant.BASELINE, ref), (Variant.PRUNED, missing)], conditions)
-    assert 10**7 < race.results[0].peak_bytes[0] < 2e9
+    assert len(race.results) == 1
     assert "there is no such folder" in race.dropped[0].reason
 
     saved = races.saved_model(tmp_path / "model")
