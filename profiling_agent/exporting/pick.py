@@ -24,7 +24,6 @@ from profiling_agent.runtimes.artifact import (
     appearing,
     load_recipe,
     named_folder,
-    load_recipe,
     read_card,
     write_card,
 )
