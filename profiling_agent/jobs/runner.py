@@ -168,7 +168,7 @@ class Jobs:
             }
             if batch:
                 # Locked by batch, so that another run waits for one batch at most.
-                with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
+                with machine_lock(self.progress, f"run {self.workspace.root.name!r}", self._check_open):
                     self._check_open()
                     self._check_memory()
                     self._run_batch(batch)

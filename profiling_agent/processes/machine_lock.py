@@ -2,7 +2,7 @@
 
 import platform
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,10 +27,12 @@ LOCK, HOLDER = f"machine-{MACHINE}.lock", f"machine-{MACHINE}.txt"
 
 
 @contextmanager
-def machine_lock(progress: Progress = silent, what: str = "another run") -> Generator[None]:
+def machine_lock(
+    progress: Progress = silent, what: str = "another run", check: Callable[[], None] = raise_if_stopped
+) -> Generator[None]:
     """Wait until no other process of this user runs a job; a process that dies releases the lock.
 
-    `what` is what waiting processes report of this one. Two runs at once wait for each other's threads: on two cores each
+    `what` is what waiting processes report of this one; `check` raises what ends the wait. Two runs at once wait for each other's threads: on two cores each
     took ten times as long instead of twice (LOG, 2026-11-22).
     """
     try:
@@ -47,6 +49,7 @@ def machine_lock(progress: Progress = silent, what: str = "another run") -> Gene
         progress(f"waiting for the machine, held by {read_holder(folder / HOLDER)}", 0, 0)
     while not lock.is_locked:
         raise_if_stopped()
+        check()
         with suppress(Timeout):
             lock.acquire(timeout=1, poll_interval=0.2)
     note_holder(folder / HOLDER, what)
