@@ -1,5 +1,6 @@
 """Context of an invocation: it wins over the request, a thread keeps it, and an edited prompt is what the LLM reads."""
 
+import ast
 import asyncio
 import json
 import re
@@ -15,7 +16,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from profiling_agent import Request, build_graph
 from profiling_agent.errors import RequestError
 from profiling_agent.graph.checkpoints import RunSaver
-from profiling_agent.graph.context import PLANNING
+from profiling_agent.graph.context import PLANNING, as_context
 from profiling_agent.graph.run import FORM
 from profiling_agent.workspace import read_manifest
 
@@ -55,6 +56,16 @@ def test_studio_has_a_form_of_what_a_run_is_about_and_edits_who_plans_and_prompt
     assert edited_in["plan_form_prompt"] == ["analysis", "iterative_pruning"]
     assert {node for nodes in edited_in.values() for node in nodes} <= graph.nodes.keys()
     assert fields["analysis_role_prompt"]["default"].startswith("You are the analysis agent")
+
+
+def test_the_presets_of_the_guide_are_contexts():
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
+    presets = ast.literal_eval(guide.split("presets = ")[1].split("\nfor ")[0])
+
+    requests = {name: as_context(preset).applied_to(Request()) for name, preset in presets.items()}
+
+    assert len({request.model_dump_json() for request in requests.values()}) == len(presets) == 3
+    assert requests["edge box, batch 1"].batch_size == 1
 
 
 def test_a_context_wins_over_the_request_and_a_resumed_thread_needs_none(world: World, tmp_path: Path):

@@ -50,23 +50,9 @@ def test_a_run_waits_for_langgraphs_own_command_or_ours_and_refuses_an_answer_th
     request = world.request(tmp_path, approve="plan", max_iterations=1, run_id=None, quantize_dtype="none")
     stopped = graph.invoke(request, config)
     (waiting,) = stopped["__interrupt__"]
-    (action,), (review,) = (
-        json.loads(json.dumps(waiting.value))[name] for name in ("action_requests", "review_configs")
-    )
-    assert (action["name"], review["action_name"]) == ("apply_plan", "apply_plan")
-    assert review["allowed_decisions"] == ["approve", "edit", "reject"]
-    assert action["args"].keys() == review["args_schema"]["properties"].keys()
-    assert "Attempt 1, proposed by rules, cuts " in action["description"]
-    for answer, problem in (
-        ({"decision": "maybe"}, "decision"),
-        ({"decisions": [{"type": "ignore"}]}, "type"),
-        ({"decisions": [{"type": "reject"}]}, "a rejection needs a reason"),
-        ({"decisions": [{"type": "edit", "edited_action": action}]}, "nothing is changed"),
-        ({"decisions": []}, "decisions"),
-    ):
-        (again,) = graph.invoke(Command(resume=answer), config)["__interrupt__"]
-        assert problem in again.value["question"]["problem"]
-        assert again.value["question"]["problem"] in again.value["action_requests"][0]["description"]
+    (action,) = json.loads(json.dumps(waiting.value))["action_requests"]
+    (again,) = graph.invoke(Command(resume={"decisions": [{"type": "reject"}]}), config)["__interrupt__"]
+    assert "a rejection needs a reason" in again.value["question"]["problem"]
 
     jobs = sorted(path.name for path in (run / "jobs").iterdir())
     with pytest.raises(ApprovalPendingError, match=r"waits for an approval of attempt 1 \(.*\): answer with"):
@@ -78,8 +64,8 @@ def test_a_run_waits_for_langgraphs_own_command_or_ours_and_refuses_an_answer_th
         approve(run, Approval(decision="edit", caps=(Cap(layer="nowhere"),)))
     assert sorted(path.name for path in (run / "jobs").iterdir()) == jobs
 
-    stricter = action["args"] | {"max_accuracy_drop": 0.005, "caps": [{"layer": FIRST_BLOCK, "max_ratio": 0.0}]}
-    edit = {"type": "edit", "edited_action": {"name": "apply_plan", "args": stricter}}
+    stricter = {"max_accuracy_drop": 0.005, "caps": [{"layer": FIRST_BLOCK}], "target": {"saving": 0.2}}
+    edit = {"type": "edit", "edited_action": {"name": "apply_plan", "args": action["args"] | stricter}}
     verdict = graph.invoke(Command(resume={"decisions": [edit]}), config)["verdict"]
     values = graph.get_state(config).values
     assert {term.name: term.required for term in verdict.terms}["accuracy"] == 0.005
