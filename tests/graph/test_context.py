@@ -3,7 +3,6 @@
 import ast
 import asyncio
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,10 @@ def test_a_context_wins_over_the_request_and_a_resumed_thread_needs_none(world: 
 
 
 def test_a_fork_plans_with_another_model_and_edited_prompts_and_keeps_both(finished: Path, tmp_path: Path):
-    run, plan = edited(finished, tmp_path, {}), {"reason": "mild", "target": {"metric": "params", "saving": 0.2}}
+    run, plan = (
+        edited(finished, tmp_path, {"request": {"output": str(tmp_path)}}),
+        {"reason": "mild", "target": {"metric": "params", "saving": 0.2}},
+    )
     config: Any = {"configurable": {"thread_id": run.name}}
     with chat_server(lambda payload, number: Said(content=json.dumps(plan))) as server:
         # The address is from this call.
@@ -98,7 +100,7 @@ def test_a_fork_plans_with_another_model_and_edited_prompts_and_keeps_both(finis
 
     (role, question) = (message["content"] for message in server.asked[-1]["messages"])
     assert role.startswith("Be brief. ")
-    assert re.fullmatch("Only this: .*0.5 of the baseline.*", question) or question.startswith("Only this: ")
+    assert question.startswith("Only this: ")
     values = graph.get_state(config).values
     assert values["origin"].by == "openai:scripted"
     assert values["request"].llm == "openai:scripted"
