@@ -22,6 +22,8 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import END, START, StateGraph
 
 from profiling_agent.graph import nodes
+from profiling_agent.graph.checkpoints import registered
+from profiling_agent.graph.context import Context
 from profiling_agent.graph.run import CheckedGraph, Run, run_agent
 from profiling_agent.graph.state import Allowlist, RunResult, RunState, allowlist_from_env
 from profiling_agent.request import Request
@@ -29,7 +31,7 @@ from profiling_agent.request import Request
 
 def route_after_analysis(state: RunState) -> Literal["approval", "pruning"]:
     """Ask a person about the plan if that was requested."""
-    is_asked = state.approve == "each" or (state.approve == "plan" and state.is_first)
+    is_asked = state.request.approve == "each" or (state.request.approve == "plan" and not state.attempts)
     return "approval" if is_asked else "pruning"
 
 
@@ -47,7 +49,7 @@ def route_after_approval(state: RunState) -> Literal["pruning", "analysis", "ite
     """Carry the plan out; a rejected one goes back to its planner."""
     if state.proposal is not None:
         return "pruning"
-    return "analysis" if state.is_first else "iterative_pruning"
+    return "iterative_pruning" if state.attempts else "analysis"
 
 
 def build_graph(
@@ -65,8 +67,7 @@ def build_graph(
     again. With a checkpointer, keys of the environment go to a request's base_url only if it is in `addresses`, as a request may come from a
     checkpoint. `allowlist` is a server's: what a request may name.
     """
-    # The context of an invocation is its run, of which Studio has no form.
-    graph = StateGraph(RunState, input_schema=Request, output_schema=RunResult)
+    graph = StateGraph(RunState, Context, input_schema=Request, output_schema=RunResult)
     graph.add_node("acquisition", partial(run_agent, nodes.acquisition), input_schema=Request)
     agents = (
         *(nodes.input_shape_resolver, nodes.profiling, nodes.deployment_search, nodes.analysis, nodes.approval),
@@ -88,7 +89,7 @@ def build_graph(
     graph.add_conditional_edges("iterative_pruning", route_after_iterative_pruning)
     graph.add_edge("verdict", "report")
     graph.add_edge("report", END)
-    compiled = vars(graph.compile(checkpointer=checkpointer, name="profiling_agent"))
+    compiled = vars(graph.compile(checkpointer=registered(checkpointer), name="profiling_agent"))
     make_run = partial(Run, advisor=advisor, addresses=tuple(addresses), allowlist=allowlist)
     return CheckedGraph(
         make_run=make_run, **{name: value for name, value in compiled.items() if name != "__orig_class__"}

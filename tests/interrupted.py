@@ -2,12 +2,16 @@
 
 import hashlib
 import os
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 from filelock import FileLock, Timeout
 
+from profiling_agent import build_graph
+from profiling_agent.graph.checkpoints import RunSaver
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.schemas import Attempt
 
@@ -84,3 +88,14 @@ def held_locks(*locks: Path) -> list[Path]:
         except Timeout:
             held.append(path)
     return held
+
+
+def edited(finished: Path, folder: Path, values: dict[str, Any], *, until: str = "analysis") -> Path:
+    """Return a copy of a finished run that stands before `until`, with `values` in its checkpoint."""
+    run = Path(shutil.copytree(finished, folder / "quick", symlinks=True))
+    graph, config = build_graph(RunSaver(run.parent)), {"configurable": {"thread_id": run.name}}
+    before = next(snapshot for snapshot in graph.get_state_history(config) if snapshot.next == (until,))
+    graph.update_state(before.config, values)
+    for report in run.glob("report.*"):
+        report.unlink()
+    return run

@@ -140,7 +140,7 @@ def _measure_noise() -> Finding:
 
 
 def _check_language_model(request: Request) -> Finding:
-    from profiling_agent.graph.nodes import choose_advisor
+    from profiling_agent.graph.context import choose_advisor
     from profiling_agent.graph.state import trusted_addresses
 
     try:

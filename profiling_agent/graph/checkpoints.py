@@ -1,6 +1,7 @@
 """Checkpoints of runs: LangGraph's SQLite saver on a file in each run folder, for the command line and LangGraph Studio."""
 
 import asyncio
+import copy
 import enum
 import json
 import sqlite3
@@ -39,11 +40,27 @@ def _records_in(*annotations: Any) -> set[tuple[str, str]]:
     return found
 
 
+@cache
+def _allowed() -> list[tuple[str, ...]]:
+    """Return the records of a run's state, which are all that a checkpoint rebuilds."""
+    return sorted(_records_in(Request, RunState))
+
+
+def registered(saver: BaseCheckpointSaver[str] | None) -> BaseCheckpointSaver[str] | None:
+    """Return a saver that knows the state's records, if it has LangGraph's own serializer; one with another stays."""
+    if saver is None or type(saver.serde) is not JsonPlusSerializer:
+        return saver
+    # It shares the storage. LangGraph's `with_allowlist` changes no serializer that allows everything with a warning.
+    known = copy.copy(saver)
+    known.serde = JsonPlusSerializer(allowed_msgpack_modules=_allowed())
+    return known
+
+
 class StrictSerializer(JsonPlusSerializer):
     """Serializer that rebuilds the records of a run's state only, never a pickle, and compresses: attempts repeat each other."""
 
     def __init__(self) -> None:
-        super().__init__(allowed_msgpack_modules=sorted(_records_in(Request, RunState)))
+        super().__init__(allowed_msgpack_modules=_allowed())
 
     def dumps_typed(self, obj: Any) -> tuple[str, bytes]:
         """Return the type of a value's encoding, and its compressed bytes."""

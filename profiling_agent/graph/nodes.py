@@ -1,7 +1,6 @@
 """Agents: the nodes of the optimization graph, from acquisition to report."""
 
 import hashlib
-from collections.abc import Collection
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
@@ -9,13 +8,14 @@ from langgraph.types import Command, interrupt
 
 from profiling_agent.data.labels import why_doubtful
 from profiling_agent.errors import AdvisorError, PlanError, RequestError, RunError, ShapeUnresolvedError
+from profiling_agent.graph.approval import RESPONSE_SCHEMA, human_request, read_response
+from profiling_agent.graph.context import choose_advisor
 from profiling_agent.graph.run import Run, Update
-from profiling_agent.graph.state import RESULTS, RunState, choose_endpoint, key_for, require
+from profiling_agent.graph.state import RunState, require
 from profiling_agent.jobs.runner import Jobs, measure_headline, read_profile
 from profiling_agent.jobs.tasks import AcquireTask, ProfileTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
-from profiling_agent.lib.io import DocumentError, expanded, inside, make_folders, read_record, write_text
-from profiling_agent.llm.chat import check_endpoint, name_of
-from profiling_agent.llm.transcript import FILE, RECORDED, LanguageModel, Recorded, Transcript, open_recording
+from profiling_agent.lib.io import DocumentError, inside, make_folders, read_record, write_text
+from profiling_agent.llm.transcript import FILE, LanguageModel, Transcript
 from profiling_agent.planning.allocation import apply_demands, dry_run
 from profiling_agent.planning.llm_planner import UNKNOWN, advised_shape
 from profiling_agent.planning.rules import analyse, read_plan
@@ -34,30 +34,6 @@ from profiling_agent.search.verdict import why_unproven
 # Recovery's settings were chosen with 1,000 images an epoch. Five times as many suffice for a thousand classes, and limit what a stream has to
 # download one by one.
 MAX_RECOVERY = 5000
-
-
-def choose_advisor(request: Request, advisor: Any, trusted: Collection[str]) -> Update:
-    """Return the language model that plans, and a line about it; raises RequestError when it doesn't work.
-
-    `advisor` is a chat model object. Keys go to `trusted` addresses only.
-    """
-    if request.planner == "rules":
-        return {"advisor_note": "the built-in rules plan: they were requested"}
-    if advisor is not None:
-        name, fields = name_of(advisor), {"advisor_object": name_of(advisor)}
-    elif request.llm.startswith(RECORDED):
-        file = str(expanded(request.llm.removeprefix(RECORDED)).resolve())
-        recording = open_recording(file)
-        name, fields = Recorded(recording, recording).name, {"recorded": file}
-    elif endpoint := choose_endpoint(request.llm, request.base_url):
-        check_endpoint(endpoint, key_for(endpoint, trusted), timeout_s=request.llm_timeout_s)
-        name, fields = endpoint.name, {"endpoint": endpoint}
-    elif request.planner == "llm":
-        raise RequestError("planner is 'llm' but llm is 'none': name a model, as in llm=openai:MODEL")
-    else:
-        return {"advisor_note": "the built-in rules plan: no language model was requested"}
-    suffix = " beside the built-in rules" if request.planner == "hybrid" else ""
-    return {**fields, "advisor_note": f"{name} plans{suffix}"}
 
 
 def acquisition(request: Request, run: Run) -> Update:
@@ -80,9 +56,11 @@ def acquisition(request: Request, run: Run) -> Update:
     acquired = run.jobs.run(AcquireTask.model_validate(task_fields))
     if line := why_unproven(acquired, request.goal):
         run.jobs.progress(line, 0, 0)
-    reset = {name: RunState.model_fields[name].get_default() for name in RESULTS}
     root = run.workspace.root
-    return reset | advisor_fields | {"run_id": root.name, "run_dir": str(root), "acquired": acquired, "proposal": plan}
+    request = request.model_copy(update={"run_id": root.name})
+    prompts = run.context.prompts
+    reset = dict(RunState(request=request, run_dir=str(root), prompts=prompts, acquired=acquired, proposal=plan))
+    return reset | advisor_fields
 
 
 def input_shape_resolver(state: RunState, run: Run) -> Update:
@@ -109,14 +87,15 @@ def profiling(state: RunState, run: Run) -> Update:
     """Profile the baseline, headline numbers in a fresh process; they decide how many calibration images fit the time."""
     acquired, baseline = require(state.acquired), require(state.resolved).baseline
     split = acquired.calibration
-    settings: dict[str, Any] = {"batch_size": state.batch_size, "device": acquired.source.device}
+    request = state.request
+    settings: dict[str, Any] = {"batch_size": request.batch_size, "device": acquired.source.device}
     headline = measure_headline(run.jobs, baseline, **settings)
-    most = min(split.num_images, EFFORTS[state.effort].num_calibration)
-    num_affordable = affordable_images(state.time_budget_s, headline.pass_s, most)
+    most = min(split.num_images, EFFORTS[request.effort].num_calibration)
+    num_affordable = affordable_images(request.time_budget_s, headline.pass_s, most)
     calibration = split.model_copy(update={"num_images": num_affordable})
     # Without calibration, widths depend on the weights and the plan only.
-    images = calibration if state.calibrate else None
-    inputs: dict[str, Any] = {"calibration": images, "seed": state.seed, "cache": state.cache}
+    images = calibration if request.calibrate else None
+    inputs: dict[str, Any] = {"calibration": images, "seed": request.seed, "cache": request.cache}
     profiled = run.jobs.run(ProfileTask(model=baseline, headline=headline, **settings, **inputs))
     if calibration == split:
         return {"profiled": profiled}
@@ -150,7 +129,7 @@ def deployment_search(state: RunState, run: Run) -> Update:
     # A conversion that crashed or took too long is no evidence against the plan.
     if schemes_of(plan.quantization or ()) and options and all(option.is_unfit for option in options):
         raise PlanError(f"what the plan asks of quantization can't be made of this model: {options[0].reason}")
-    return {"journal": journal, "acquired": acquired}
+    return {"initial_journal": journal, "acquired": acquired}
 
 
 def analysis(state: RunState, run: Run) -> Update:
@@ -162,14 +141,14 @@ def analysis(state: RunState, run: Run) -> Update:
     if advisor is not None:
         setting = setting_of(evaluator, journal)
     rules = apply_demands(milder(analyse(profile, state.goal), len(journal.rejected)), state.goal)
-    plan, origin = first_proposal(advisor, state.planner, profile, state.goal, rules, journal, setting=setting)
+    plan, origin = first_proposal(advisor, state.request.planner, profile, state.goal, rules, journal, setting=setting)
     return {"proposal": plan, "origin": origin}
 
 
 def pending_question(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
     """Return the question that a thread of a graph waits with, or None."""
     interrupts = graph.get_state(config).interrupts
-    return ApprovalQuestion.model_validate(interrupts[0].value) if interrupts else None
+    return ApprovalQuestion.model_validate(interrupts[0].value["question"]) if interrupts else None
 
 
 def resume_command(answer: Approval) -> Command[Any]:
@@ -180,12 +159,13 @@ def resume_command(answer: Approval) -> Command[Any]:
 def approval(state: RunState, run: Run) -> Update:
     """Interrupt until the answer is valid. The node may run again, so nothing here has side effects."""
     proposal, profile, run_id = require(state.proposal), run.evaluator(state).profile, run.workspace.root.name
-    question = attempts.build_approval_question(run_id, proposal, state.origin, profile, state.journal)
+    question = attempts.build_approval_question(run_id, proposal, state.origin, profile, len(state.attempts) + 1)
     while True:
+        request = human_request(question, state.goal)
         # Checked here: LangGraph's own check ends the turn with a traceback.
-        response = interrupt(question.model_dump(mode="json"), response_schema=Approval.model_json_schema())
+        response = interrupt(request, response_schema=RESPONSE_SCHEMA)
         try:
-            answer = attempts.read_answer(response)
+            answer = read_response(response, request)
             plan, goal = (None if answer.decision == "reject" else proposal), state.goal
             if answer.decision == "edit":
                 plan, goal = attempts.apply_edit(answer, proposal, goal, profile)
@@ -193,8 +173,9 @@ def approval(state: RunState, run: Run) -> Update:
             question = question.model_copy(update={"problem": str(error)})
             continue
         decided = Decided(attempt=question.attempt, plan=plan or proposal, answer=answer)
-        limits = {name: getattr(goal, name) for name in (*attempts.TIGHTER, "pins", "caps")}
-        return {"proposal": plan, "decisions": (*state.decisions, decided)} | limits
+        contract = state.request.model_copy(update={name: getattr(goal, name) for name in attempts.TIGHTER})
+        demands = {"request": contract, "pins": goal.pins, "caps": goal.caps}
+        return {"proposal": plan, "decisions": (*state.decisions, decided)} | demands
 
 
 def pruning(state: RunState, run: Run) -> Update:
@@ -208,24 +189,24 @@ def quantization(state: RunState, run: Run) -> Update:
     # An edit or a fork may have changed the contract since.
     evaluator, prepared, journal = run.evaluator(state), require(state.prepared), state.judged_journal
     if prepared.reason:
-        return {"journal": journal}
+        return {}
     try:
         deployment = attempts.deployment_of(prepared.plan, journal, evaluator.choices, state.goal)
         prepared = attempts.quantize_attempt(evaluator, prepared, deployment)
     except PlanError as error:
         prepared = prepared.model_copy(update={"reason": str(error), "is_undeployable": True})
-    return {"journal": journal, "prepared": prepared}
+    return {"prepared": prepared}
 
 
 def evaluation(state: RunState, run: Run) -> Update:
-    """Add the measured and judged attempt to the journal."""
-    evaluator, journal = run.evaluator(state), require(state.journal)
-    attempt = attempts.measure_attempt(evaluator, require(state.prepared), journal)
-    if state.iterate and attempt.number < state.num_attempts and run.advisor(state) is not None:
+    """Measure and judge the attempt."""
+    evaluator = run.evaluator(state)
+    attempt = attempts.measure_attempt(evaluator, require(state.prepared), state.judged_journal)
+    if state.request.iterate and attempt.number < state.num_attempts and run.advisor(state) is not None:
         attempt = add_race_result(evaluator, attempt)
     return {
-        "journal": journal.with_attempt(attempt.model_copy(update={"origin": state.origin or attempt.origin})),
-        "stopped": None if state.iterate else StopReason.SINGLE_PASS,
+        "attempts": (attempt.model_copy(update={"origin": state.origin or attempt.origin}),),
+        "stopped": None if state.request.iterate else StopReason.SINGLE_PASS,
         "longest_s": max(state.longest_s, run.jobs.timesheet.spent_s - state.attempt_began_s),
     }
 
@@ -237,7 +218,9 @@ def iterative_pruning(state: RunState, run: Run) -> Update:
     advisor = run.advisor(state) if has_time else None
     if advisor is not None:
         setting = setting_of(evaluator, journal)
-    choice = next_proposal(advisor, state.planner, profile, state.goal, journal, max_iterations=limit, setting=setting)
+    choice = next_proposal(
+        advisor, state.request.planner, profile, state.goal, journal, max_iterations=limit, setting=setting
+    )
     if isinstance(choice, StopReason):
         return {"stopped": choice}
     if not has_time:
@@ -248,12 +231,11 @@ def iterative_pruning(state: RunState, run: Run) -> Update:
 
 def verdict(state: RunState, run: Run) -> Update:
     """Choose the winner by the current contract."""
-    journal = state.judged_journal
-    final = finalize(run.evaluator(state), journal)
+    final = finalize(run.evaluator(state), state.judged_journal)
     text = final.model_dump_json()
     name = f"final-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
     write_text(run.workspace.root / name, text)
-    return {"journal": journal, "final": name, "verdict": final.verdict}
+    return {"final": name, "verdict": final.verdict}
 
 
 def report(state: RunState, run: Run) -> Update:
@@ -270,7 +252,7 @@ def report(state: RunState, run: Run) -> Update:
     best, baseline = final.winner.evaluation.model, evaluator.baseline
     profiles = {"baseline": (require(state.profiled), evaluator.profile)}
     if (torch_winner := torch_model(final.winner, journal, baseline)) != baseline:
-        settings: dict[str, Any] = {"batch_size": state.batch_size, "device": evaluator.device}
+        settings: dict[str, Any] = {"batch_size": state.request.batch_size, "device": evaluator.device}
         headline = raced_headline(evaluator, final.race, torch_winner)
         headline = headline or measure_headline(run.jobs, torch_winner, **settings)
         profiled = run.jobs.run(ProfileTask(model=torch_winner, headline=headline, **settings))

@@ -23,7 +23,9 @@ from langgraph.runtime import Runtime
 from langgraph.types import Command, StateUpdate
 from pydantic import Field, ValidationError
 
+from profiling_agent import prompts
 from profiling_agent.errors import FieldError, RequestError, RunError
+from profiling_agent.graph.context import FROZEN, PLANNING, ContextBase, as_context, choose_advisor
 from profiling_agent.graph.state import Allowlist, RunResult, RunState, key_for, require, trusted_addresses
 from profiling_agent.jobs.runner import JOB_LOG, Jobs, read_profile
 from profiling_agent.lib.io import first_problem
@@ -64,6 +66,11 @@ ROUND, LAST = ("pruning", "quantization", "evaluation"), ("verdict", "report")
 STAGES = ("profiling", "deployment_search", "analysis", "approval", *ROUND, "iterative_pruning", *LAST)
 # Seconds to wait for a node after its job ended: it may do work without a child process, such as a download.
 NODE_END_S = 10.0
+# First fields of Studio's form.
+FORM = (
+    *("model", "dataset", "split", "max_accuracy_drop", "min_speedup", "max_size_ratio", "max_memory_ratio"),
+    *("objective", "batch_size", "effort", "time_budget", "max_iterations", "plan", "approve"),
+)
 
 
 class Best(Record):
@@ -101,7 +108,7 @@ def seconds_left(state: RunState, stage: str, jobs: Jobs, in_stage_s: float) -> 
     """
     if jobs.pass_s is None or state.acquired is None or stage not in STAGES:
         return None
-    deadline = search_deadline(jobs.timesheet, EFFORTS[state.effort], jobs.pass_s, state.time_budget_s)
+    deadline = search_deadline(jobs.timesheet, EFFORTS[state.request.effort], jobs.pass_s, state.request.time_budget_s)
     num_images = [split.num_images for split in (state.acquired.calibration, state.acquired.search)]
     num_images.append(min(state.acquired.heldout.num_images, NUM_HELDOUT))
     expected = dict.fromkeys(STAGES, 0.0) | {
@@ -111,19 +118,20 @@ def seconds_left(state: RunState, stage: str, jobs: Jobs, in_stage_s: float) -> 
     stage_s = max(expected[stage] - in_stage_s, 0.0)
     last_s = sum(expected[later] for later in LAST if stage not in (later, "report"))
     middle_s = sum(expected[later] for later in STAGES[STAGES.index(stage) + 1 :] if later not in LAST)
-    num_begun = (len(state.journal.attempts) if state.journal else 0) + (stage != "iterative_pruning")
-    num_more = max((state.num_attempts if state.iterate else 1) - num_begun, 0)
+    num_begun = len(state.attempts) + (stage != "iterative_pruning")
+    num_more = max((state.num_attempts if state.request.iterate else 1) - num_begun, 0)
     attempts_s = num_more * (state.longest_s or sum(expected[each] for each in ROUND))
     spare_s = 0.0 if stage in LAST else max(deadline.free_s - stage_s - middle_s, 0.0)
     run_s = stage_s + middle_s + min(attempts_s, spare_s) + last_s
-    left_s = math.inf if state.time_budget_s is None else state.time_budget_s - jobs.timesheet.spent_s
+    budget_s = state.request.time_budget_s
+    left_s = math.inf if budget_s is None else budget_s - jobs.timesheet.spent_s
     return stage_s, max(min(run_s, left_s), stage_s)
 
 
 def _first_event(state: RunState, stage: str) -> ProgressEvent:
     """Return a stage's event without a message: the current attempt, and the best accepted so far."""
-    event = ProgressEvent(stage=stage, message="", iterations=state.num_attempts, budget_s=state.time_budget_s)
-    if state.journal is None or (state.is_first and stage not in ("approval", *ROUND)):
+    event = ProgressEvent(stage=stage, message="", iterations=state.num_attempts, budget_s=state.request.time_budget_s)
+    if state.initial_journal is None or not (state.attempts or stage in ("approval", *ROUND)):
         return event
     journal, best = state.judged_journal, None
     if row := next((row for row in ranked(journal, state.goal) if row.attempt is not None), None):
@@ -134,7 +142,7 @@ def _first_event(state: RunState, stage: str) -> ProgressEvent:
             macs_saved=1 - measured.footprint.macs / max(macs, 1),
             size_ratio=size_ratio(measured, journal.baseline),
         )
-    iteration = min(len(journal.attempts) + 1, state.num_attempts)
+    iteration = min(len(state.attempts) + 1, state.num_attempts)
     return event.model_copy(update={"iteration": iteration, "best": best})
 
 
@@ -161,6 +169,7 @@ class Run:
         name is checked before anything is opened.
         """
         self.chat_model, self.allowlist = advisor, allowlist
+        self.context = as_context(None)
         self.addresses = {url for url in addresses if url} | (allowlist.addresses if allowlist else frozenset[str]())
         # Whether this invocation can be resumed; then a request's address may be from an old call or a third party.
         self.is_checkpointed = False
@@ -185,26 +194,46 @@ class Run:
             self._resources = opened.pop_all()
         self.workspace = workspace
 
-    def enter(self, request: Request, thread: str | None) -> None:
+    def enter(self, request: Request, state: RunState | None, thread: str | None) -> None:
         """Open the folder of a requested run, created if missing, or of the run of a state; nothing if it is open.
 
         `thread` is the checkpointer's, if any. Raises RequestError for what a server's allowlist forbids.
         """
         if self.allowlist is not None:
-            self.allowlist.check(request)
+            self.allowlist.check(request, state)
         # A caller that opened it has compared the requests, and has the folder of a run that was moved.
         if self._resources is None:
             run_id = choose_run_id(request, thread)
             root = request.output_dir / run_id
-            if isinstance(request, RunState):
+            if state is not None:
                 read_manifest(root)
                 self._open(Workspace(root))
             else:
                 self._is_new = not (root / MANIFEST).exists()
                 self._open(open_workspace(request, run_id))
         # Checked at once, not at the first call to the language model's server.
-        if isinstance(request, RunState) and request.endpoint is not None and self.chat_model is None:
-            key_for(request.endpoint, self.trusted)
+        if state is not None and state.endpoint is not None and self.chat_model is None:
+            key_for(state.endpoint, self.trusted)
+
+    def use(self, context: ContextBase) -> None:
+        """Plan as a context says; its address, which is from this call, gets keys unless a server's client gave it."""
+        self.context = context
+        if self.allowlist is None and "base_url" in context.given:
+            self.addresses.add(context.given["base_url"])
+
+    def changes_by_context(self, state: RunState, request: Request) -> Update:
+        """Return the update that plans on as `request`, by the context, says; RequestError for what a run can't change."""
+        changes: Update = {}
+        if (words := state.prompts | self.context.prompts) != state.prompts:
+            changes["prompts"] = words
+        if request != state.request:
+            for name in FROZEN:
+                was, now = getattr(state.request, name), getattr(request, name)
+                if was != now:
+                    raise RequestError(f"{name} was {was!r} when this run began, is now {now!r}: begin a new thread")
+            asked = choose_advisor(request, self.chat_model, self.trusted)
+            changes |= {"request": request, "endpoint": None, "recorded": None, "advisor_object": None} | asked
+        return changes
 
     def __enter__(self) -> Self:
         return self
@@ -251,7 +280,7 @@ class Run:
                 f"this run was begun with the object {state.advisor_object}, which is never stored: {advice}"
             )
         if self._language_model is None:
-            transcript = Transcript(self.workspace.root / FILE, max_tokens=state.llm_tokens)
+            transcript = Transcript(self.workspace.root / FILE, max_tokens=state.request.llm_tokens)
             if state.recorded is not None:
                 self._language_model = Recorded(open_recording(state.recorded), transcript)
                 return self._language_model
@@ -260,8 +289,8 @@ class Run:
             else:
                 endpoint = require(state.endpoint)
                 key, name = key_for(endpoint, self.trusted), endpoint.name
-                model = chat_client(endpoint, key, timeout_s=state.llm_timeout_s)
-            self._language_model = Chat(model, name, transcript, timeout_s=state.llm_timeout_s)
+                model = chat_client(endpoint, key, timeout_s=state.request.llm_timeout_s)
+            self._language_model = Chat(model, name, transcript, timeout_s=state.request.llm_timeout_s)
         return self._language_model
 
     def evaluator(self, state: RunState) -> Evaluator:
@@ -279,7 +308,7 @@ class Run:
                 profile=profile,
                 goal=state.goal,
                 settings=state.request,
-                choices=deployment_choices(state, acquired.source.device),
+                choices=deployment_choices(state.request, acquired.source.device),
             )
             self._evaluator = inputs, evaluator
         return self._evaluator[1]
@@ -296,7 +325,7 @@ def choose_run_id(request: Request, thread: str | None) -> str:
     return run_id
 
 
-def run_agent(agent: Callable[[Any, Run], Update], state: Request, *, runtime: Runtime[Any]) -> Update:
+def run_agent(agent: Callable[[Any, Run], Update], state: Request | RunState, *, runtime: Runtime[Any]) -> Update:
     """Run an agent as a node, and stream its progress; the first node of an invocation opens the run.
 
     Acquisition takes a request, and begins its run; every other agent takes the state of a run under way.
@@ -305,11 +334,18 @@ def run_agent(agent: Callable[[Any, Run], Update], state: Request, *, runtime: R
     stage, info = cast("FunctionType", agent).__name__, runtime.execution_info
     event = ProgressEvent(stage=stage, message="")
     with run.working:
-        run.enter(state, info.thread_id if info else None)
-        timesheet = run.jobs.timesheet
+        thread, changes = info.thread_id if info else None, Update()
         if isinstance(state, RunState):
-            timesheet.resume_at(state.spent_s)
+            request = run.context.applied_to(state.request)
+            run.enter(request, state, thread)
+            changes = run.changes_by_context(state, request)
+            state = state.model_copy(update=changes)
+            run.jobs.timesheet.resume_at(state.spent_s)
             event = _first_event(state, stage)
+        else:
+            # It has the context's fields already, so that a run that is cut here goes on without a context.
+            run.enter(state, None, thread)
+        timesheet = run.jobs.timesheet
         began_s = timesheet.spent_s
 
         def progress(message: str, done: int, total: int) -> None:
@@ -320,31 +356,46 @@ def run_agent(agent: Callable[[Any, Run], Update], state: Request, *, runtime: R
             runtime.stream_writer(event.model_copy(update=fields).model_dump(mode="json"))
 
         run.jobs.progress = progress
-        with storage_errors(run.workspace.root):
+        words = state.prompts if isinstance(state, RunState) else {}
+        with storage_errors(run.workspace.root), prompts.edited(words):
             progress("started", 0, 0)
             update = agent(state, run)
         # An interrupted job may end as if done, as a compiler that received the signal too does.
         raise_if_stopped()
-        return {**update, "spent_s": timesheet.spent_s}
+        return {**changes, **update, "spent_s": timesheet.spent_s}
 
 
-def _checked_input(value: Any) -> Any:
-    """Return an input with its terms in canonical form; raises FieldError for an unknown or impossible one."""
+def _checked_request(fields: Update) -> Update:
+    """Return fields of a request in canonical form; raises FieldError for an unknown or impossible one."""
+    try:
+        # Only the given terms: a thread keeps its other ones.
+        return Request.model_validate(fields).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        raise FieldError(first_problem(error)) from error
+
+
+def _checked_input(value: Any, context: ContextBase) -> Any:
+    """Return an input with the fields that a context gives; raises FieldError for one that doesn't fit."""
     if isinstance(value, dict):
-        try:
-            # Only the given terms: a thread keeps its other ones.
-            return Request.model_validate(value).model_dump(exclude_unset=True)
-        except ValidationError as error:
-            raise FieldError(first_problem(error)) from error
+        return _checked_request(value | context.given)
+    if isinstance(value, Request):
+        return context.applied_to(value)
     if isinstance(value, Command):
         _check_fields(dict(value.update) if isinstance(value.update, list) else value.update)
     return value
 
 
 def _check_fields(*updates: Any) -> None:
+    """Raise FieldError for an update of a field that the state, or its request, doesn't have."""
     for update in updates:
-        if isinstance(update, dict) and (problem := unknown_field(update, RunState.model_fields)):
+        if not isinstance(update, dict):
+            continue
+        if terms := [name for name in update if name in Request.model_fields]:
+            raise FieldError(f"{terms[0]!r} is a term of the request: write {{'request': {{{terms[0]!r}: ...}}}}")
+        if problem := unknown_field(update, {**RunState.model_fields, **Request.model_fields}):
             raise FieldError(problem)
+        if isinstance(request := update.get("request"), dict):
+            _checked_request(request)
 
 
 class CheckedGraph(CompiledStateGraph[RunState, Any, Request, RunResult]):
@@ -358,7 +409,11 @@ class CheckedGraph(CompiledStateGraph[RunState, Any, Request, RunResult]):
         self.make_run = make_run
 
     def _run(self, context: Any, config: RunnableConfig | None) -> Run:
-        run = context if isinstance(context, Run) else self.make_run()
+        if isinstance(context, Run):
+            run = context
+        else:
+            run = self.make_run()
+            run.use(as_context(context))
         # A graph whose node calls this one passes its own checkpointer on; LangGraph has no public name for it.
         inherited = ensure_config(config).get("configurable", {}).get("__pregel_checkpointer")
         run.is_checkpointed = bool(self.checkpointer or inherited)
@@ -370,7 +425,12 @@ class CheckedGraph(CompiledStateGraph[RunState, Any, Request, RunResult]):
         """Stream a run's steps; raises FieldError before the first for an unknown term in the input."""
         run = self._run(context, config)
         # LangGraph waits for the running node, so its work ends first.
-        with closing(cast("Any", super().stream(_checked_input(input), config, context=run, **options))) as parts, run:
+        with (
+            closing(
+                cast("Any", super().stream(_checked_input(input, run.context), config, context=run, **options))
+            ) as parts,
+            run,
+        ):
             for part in parts:  # noqa: UP028 - `yield from` would close `parts` before the run
                 yield part
 
@@ -379,10 +439,16 @@ class CheckedGraph(CompiledStateGraph[RunState, Any, Request, RunResult]):
     ) -> AsyncIterator[Any]:
         """Stream a run's steps as `stream` does."""
         run = self._run(context, config)
-        parts = cast("Any", super().astream(_checked_input(input), config, context=run, **options))
+        parts = cast("Any", super().astream(_checked_input(input, run.context), config, context=run, **options))
         async with aclosing(parts), run:
             async for part in parts:
                 yield part
+
+    def get_input_jsonschema(self, config: RunnableConfig | None = None) -> Update:
+        """Return the schema of Studio's form: what a run is about first, and nothing that its assistant has."""
+        schema = super().get_input_jsonschema(config)
+        fields = {name: field for name, field in schema["properties"].items() if name not in PLANNING}
+        return schema | {"properties": {name: fields[name] for name in dict.fromkeys((*FORM, *fields))}}
 
     def bulk_update_state(self, config: RunnableConfig, supersteps: Sequence[Sequence[StateUpdate]]) -> RunnableConfig:
         """Update the state; raises FieldError for a field that the state doesn't have."""

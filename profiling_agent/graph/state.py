@@ -6,11 +6,11 @@ Hub ids and reference models need no permission.
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 from langgraph.channels import UntrackedValue
@@ -36,14 +36,24 @@ def require(value: ValueT | None) -> ValueT:
     return value
 
 
-class RunState(Request):
-    """State of a run; acquisition resets all fields below, and no field needs a reducer."""
+def add_attempts(attempts: Iterable[schemas.Attempt], update: Iterable[Any]) -> tuple[schemas.Attempt, ...]:
+    """Return the attempts with those of an update, which replace all from their first number on; none resets them."""
+    added = tuple(schemas.Attempt.model_validate(each) for each in update)
+    return (*(each for each in attempts if added and each.number < added[0].number), *added)
 
-    # A checkpoint returns records, a server plain JSON; both are accepted.
-    model_config = ConfigDict(strict=False)
 
+def change_request(request: Request, update: Any) -> Request:
+    """Return the request of an update, whole or only the fields that it changes."""
+    return update if isinstance(update, Request) else Request.model_validate(dict(request) | update)
+
+
+class RunState(BaseModel):
+    """State of a run; acquisition writes the request, of which the input has the given fields, and resets all others."""
+
+    request: Annotated[Request, change_request] = Field(default_factory=Request, description="all fields, once read")
     run_dir: str = ""
     results_dir: str = Field(default="", description="where the answer lies: the run folder, or a fork's own within")
+    prompts: dict[str, str] = Field(default_factory=dict, description="prompts that a context changed")
     endpoint: Endpoint | None = Field(default=None, description="the language model that plans, where there is one")
     advisor_note: str = Field(default="", description="who plans, and why")
     recorded: str | None = Field(default=None, description="the transcript of a run whose answers plan this one")
@@ -60,7 +70,8 @@ class RunState(Request):
     caps: tuple[schemas.Cap, ...] = Field(default=(), description="units that a person lets be cut no further")
     decisions: tuple[schemas.Decided, ...] = Field(default=(), description="what a person decided of the plans so far")
     prepared: schemas.Attempt | None = None
-    journal: schemas.Journal | None = None
+    initial_journal: schemas.Journal | None = Field(default=None, description="the baseline and its deployments")
+    attempts: Annotated[tuple[schemas.Attempt, ...], add_attempts] = ()
     stopped: schemas.StopReason | None = None
     final: str = Field(default="", description="file in the run folder: the winner, and what the verdict rests on")
     verdict: schemas.Verdict | None = None
@@ -68,38 +79,26 @@ class RunState(Request):
     report: Annotated[RunReport | None, UntrackedValue] = None
 
     @property
-    def request(self) -> Request:
-        """Return the request's fields only."""
-        return Request.model_validate({name: getattr(self, name) for name in Request.model_fields})
-
-    @property
     def goal(self) -> schemas.Goal:
         """Return the contract, with a person's later demands."""
-        return super().goal.model_copy(update={"pins": self.pins, "caps": self.caps})
-
-    @property
-    def is_first(self) -> bool:
-        """Return whether no plan has been measured yet."""
-        return self.journal is None or not self.journal.attempts
+        return self.request.goal.model_copy(update={"pins": self.pins, "caps": self.caps})
 
     @property
     def num_attempts(self) -> int:
         """Return how many plans the run measures at most."""
-        return min(self.max_iterations, EFFORTS[self.effort].num_attempts)
+        return min(self.request.max_iterations, EFFORTS[self.request.effort].num_attempts)
 
     @property
     def is_advised(self) -> bool:
         """Return whether a language model may plan."""
-        return self.planner != "rules" and any((self.endpoint, self.advisor_object, self.recorded))
+        return self.request.planner != "rules" and any((self.endpoint, self.advisor_object, self.recorded))
 
     @property
     def judged_journal(self) -> schemas.Journal:
         """Return the journal judged by the current contract, which a fork may have changed, and what was rejected."""
         rejected = tuple(decided for decided in self.decisions if decided.answer.decision == "reject")
-        return rejudged(require(self.journal), self.goal).model_copy(update={"rejected": rejected})
-
-
-RESULTS = tuple(name for name in RunState.model_fields if name not in Request.model_fields)
+        update = {"attempts": self.attempts, "rejected": rejected}
+        return rejudged(require(self.initial_journal).model_copy(update=update), self.goal)
 
 
 class RunResult(BaseModel):
@@ -166,13 +165,13 @@ class Allowlist:
     folders: tuple[Path, ...]
     addresses: frozenset[str]
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request, state: RunState | None = None) -> None:
         """Raise RequestError if a request, or a run's state, names a file or a server that the operator hasn't allowed."""
         sources, urls = [("model", request.model), ("dataset", request.dataset)], [request.base_url]
         # From a checkpoint, which a client of the server may have written to.
-        if isinstance(request, RunState):
-            sources += [("model", request.acquired.source.name)] if request.acquired else []
-            urls += [request.endpoint.base_url] if request.endpoint else []
+        if state is not None:
+            sources += [("model", state.acquired.source.name)] if state.acquired else []
+            urls += [state.endpoint.base_url] if state.endpoint else []
         paths = [(field, name) for field, name in sources if not NOT_LOCAL.fullmatch(name) or Path(name).exists()]
         paths += [("output", request.output), *([("plan", request.plan)] if request.plan is not None else [])]
         if request.llm.startswith(RECORDED):

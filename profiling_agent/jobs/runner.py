@@ -123,7 +123,7 @@ class Jobs:
             }
             if batch:
                 # Locked by batch, so that another run waits for one batch at most.
-                with machine_lock(self.progress):
+                with machine_lock(self.progress, self._check_open):
                     self._check_open()
                     self._run_batch(batch)
 

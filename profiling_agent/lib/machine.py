@@ -9,7 +9,7 @@ import resource
 import runpy
 import subprocess
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module, metadata
@@ -253,10 +253,10 @@ def own_memory_bytes(pid: int) -> int:
 
 
 @contextmanager
-def machine_lock(progress: Progress = silent) -> Generator[None]:
+def machine_lock(progress: Progress = silent, check: Callable[[], None] = raise_if_stopped) -> Generator[None]:
     """Wait until no other process of this user runs a job on this machine; a process that dies releases the lock.
 
-    Two runs at once wait for each other's threads: on two cores each took ten times as long instead of twice (LOG, 2026-11-22).
+    `check` raises what ends the wait.     Two runs at once wait for each other's threads: on two cores each took ten times as long instead of twice (LOG, 2026-11-22).
     """
     try:
         folder = cache_folder()
@@ -272,6 +272,7 @@ def machine_lock(progress: Progress = silent) -> Generator[None]:
         progress("waiting for another run's job to end on this machine", 0, 0)
     while not lock.is_locked:
         raise_if_stopped()
+        check()
         with suppress(Timeout):
             lock.acquire(timeout=1, poll_interval=0.2)
     try:

@@ -40,13 +40,13 @@ TIGHTER = {"max_accuracy_drop": -1, "min_speedup": 1, "max_size_ratio": -1}
 
 
 def build_approval_question(
-    run_id: str, plan: Plan, origin: schemas.Origin | None, profile: schemas.ModelProfile, journal: Journal | None
+    run_id: str, plan: Plan, origin: schemas.Origin | None, profile: schemas.ModelProfile, number: int
 ) -> schemas.ApprovalQuestion:
     """Build the approval question about a plan; raises PlanError if the plan can't be made."""
     dry = dry_run(plan, profile)
     return schemas.ApprovalQuestion(
         run_id=run_id,
-        attempt=len(journal.attempts) + 1 if journal else 1,
+        attempt=number,
         proposed_by=origin.by if origin else "rules",
         reason=origin.reason if origin else "",
         plan=plan,

@@ -14,7 +14,8 @@ from transformers import ViTImageProcessorPil
 
 from profiling_agent import build_graph
 from profiling_agent.errors import PlanError, RequestError
-from profiling_agent.graph.nodes import choose_advisor, resolve_with
+from profiling_agent.graph.context import choose_advisor
+from profiling_agent.graph.nodes import resolve_with
 from profiling_agent.graph.state import Allowlist, RunState, allowlist_from_env
 from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.jobs.runner import scratch_jobs
@@ -175,9 +176,9 @@ def test_what_was_written_into_a_threads_state_is_held_to_the_same(allowlist: Al
     source = ModelSource(name="/elsewhere/model", architecture="ViT", device="cpu", revision=None)
 
     with pytest.raises(RequestError, match="base_url is 'http://evil"):
-        allowlist.check(RunState(endpoint=Endpoint(model="m", base_url=EVIL)))
+        allowlist.check(Request(), RunState(endpoint=Endpoint(model="m", base_url=EVIL)))
     with pytest.raises(RequestError, match="model is '/elsewhere/model'"):
-        allowlist.check(RunState(acquired=Acquired.model_construct(source=source)))
+        allowlist.check(Request(), RunState(acquired=Acquired.model_construct(source=source)))
 
 
 def test_a_served_graph_makes_nothing_elsewhere_and_quotes_nothing_of_a_file_that_is_no_plan(

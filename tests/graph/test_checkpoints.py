@@ -15,9 +15,11 @@ from chat_server import chat_server, error, in_turn
 from commands import call
 from conftest import World
 from full_disk import at_most
+from interrupted import edited
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import Checkpoint, empty_checkpoint
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.graph import END, START, StateGraph
 from pydantic import BaseModel
 from sample_records import attempt, journal, profile, ref
@@ -26,7 +28,7 @@ from profiling_agent import approve, build_graph, resume
 from profiling_agent.errors import RequestError, RunError, StorageError
 from profiling_agent.graph.checkpoints import RunSaver, open_saver, strict_serde
 from profiling_agent.graph.run import ProgressEvent
-from profiling_agent.graph.state import key_for, trusted_addresses
+from profiling_agent.graph.state import RunState, key_for, trusted_addresses
 from profiling_agent.llm.chat import Endpoint
 from profiling_agent.planning.allocation import dry_run
 from profiling_agent.reporting.report import read_report
@@ -40,6 +42,7 @@ from profiling_agent.schemas import (
     RecoveredModel,
     StopReason,
     Tuned,
+    Verdict,
 )
 from profiling_agent.workspace import create_workspace
 
@@ -111,9 +114,9 @@ def varied(record: Any, seed: int) -> Any:
     return type(record).model_validate_json(text)
 
 
-def of_full_size(journal: Journal) -> Journal:
-    """Return the journal of a run as it would be of a ViT-B/16: 24 units, 73 layers, 13 deployments, and 20 attempts."""
-    first, search = journal.attempts[0], journal.deployment_search
+def of_full_size(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what a state holds of a ViT-B/16 instead: 24 units, 73 layers, 13 deployments, and 20 attempts."""
+    first, search = values["attempts"][0], values["initial_journal"].deployment_search
     assert first.dry_run is not None
     assert search is not None
     unit, cuts, layers = first.dry_run.cuts[0].unit, list[Cut](), list[LayerCost]()
@@ -127,8 +130,8 @@ def of_full_size(journal: Journal) -> Journal:
     tuned = Tuned(layers=tuple(layers), kl=0.1, num_images=256, seconds=18.3)
     options = [search.options[n % len(search.options)].model_copy(update={"tuned": tuned}) for n in range(13)]
     searched = search.model_copy(update={"options": tuple(varied(option, n) for n, option in enumerate(options))})
-    attempts = tuple(varied(wide, number) for number in range(20))
-    return journal.model_copy(update={"attempts": attempts, "deployment_search": searched})
+    journal = values["initial_journal"].model_copy(update={"deployment_search": searched})
+    return {"initial_journal": journal, "attempts": [varied(wide, number) for number in range(20)]}
 
 
 def test_no_checkpoint_of_a_full_size_run_is_above_60_kb_and_none_has_its_report_or_what_it_rests_on(finished: Path):
@@ -140,10 +143,29 @@ def test_no_checkpoint_of_a_full_size_run_is_above_60_kb_and_none_has_its_report
     assert "report" not in values
     assert (finished / values["final"]).is_file()
 
-    full = {**newest.checkpoint, "channel_values": {**values, "journal": of_full_size(values["journal"])}}
+    full = {**newest.checkpoint, "channel_values": {**values, **of_full_size(values)}}
     size = len(strict_serde().dumps_typed(full)[1])
     assert 10_000 < size < 60_000
     assert round_trip(full) == full
+
+
+SAVERS = [InMemorySaver, lambda: SqliteSaver(sqlite3.connect(":memory:", check_same_thread=False))]
+
+
+@pytest.mark.parametrize("make", SAVERS, ids=["memory", "sqlite"])
+def test_langgraphs_own_checkpointers_know_the_records_of_a_run(
+    finished: Path, make: Any, caplog: pytest.LogCaptureFixture
+):
+    with open_saver(finished) as saver:
+        last: Any = saver.get_tuple({"configurable": {"thread_id": finished.name, "checkpoint_ns": ""}})
+    values = {name: last.checkpoint["channel_values"][name] for name in RunState.model_fields if name != "report"}
+    graph, config = build_graph(make()), {"configurable": {"thread_id": "t"}}
+
+    graph.update_state(config, values, as_node="verdict")
+
+    assert RunState.model_validate(graph.get_state(config).values) == RunState.model_validate(values)
+    assert type(graph.get_state(config).values["verdict"]) is Verdict
+    assert "unregistered" not in caplog.text
 
 
 def turns(saver: RunSaver, thread: str) -> list[int | None]:
@@ -226,17 +248,6 @@ def until_pruning(event: ProgressEvent) -> None:
         raise EnoughError
 
 
-def edited(finished: Path, folder: Path, values: dict[str, Any], *, until: str = "analysis") -> Path:
-    """Return a copy of a finished run that stands before `until`, with `values` in its checkpoint."""
-    run = Path(shutil.copytree(finished, folder / "quick", symlinks=True))
-    graph, config = build_graph(RunSaver(run.parent)), {"configurable": {"thread_id": run.name}}
-    before = next(snapshot for snapshot in graph.get_state_history(config) if snapshot.next == (until,))
-    graph.update_state(before.config, values)
-    for report in run.glob("report.*"):
-        report.unlink()
-    return run
-
-
 @pytest.mark.slow
 def test_a_lost_profile_is_measured_again_once_the_checkpoints_are_deleted(finished: Path, tmp_path: Path):
     run = edited(finished, tmp_path, {"advisor_note": "before the first plan"})
@@ -277,7 +288,7 @@ def test_a_key_goes_where_a_checkpoint_says_once_a_person_says_so_and_a_server_w
 ):
     with chat_server(in_turn(error(401))) as server:
         endpoint = Endpoint(model="scripted", base_url=server.url)
-        run = edited(finished, tmp_path, {"endpoint": endpoint, "planner": "llm"})
+        run = edited(finished, tmp_path, {"endpoint": endpoint, "request": {"planner": "llm"}})
         if key:
             monkeypatch.setenv("OPENAI_API_KEY", key)
             for go_on in (lambda: resume(run), lambda: approve(run, Approval(decision="accept"))):
@@ -347,7 +358,7 @@ def test_a_checkpoint_does_not_lead_into_another_runs_folder(finished: Path, tmp
 @pytest.mark.parametrize("until", ["verdict", "report"])
 def test_a_contract_that_was_changed_behind_it_is_what_the_verdict_is_by(finished: Path, tmp_path: Path, until: str):
     before = read_report(finished)
-    run = edited(finished, tmp_path, {"max_size_ratio": 1e-6}, until=until)
+    run = edited(finished, tmp_path, {"request": {"max_size_ratio": 1e-6}}, until=until)
 
     report = resume(run)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sample_records import attempt, journal
+from sample_records import attempt
 
 from profiling_agent.graph.run import STAGES, choose_run_id, seconds_left
 from profiling_agent.graph.state import RunState
@@ -19,13 +19,22 @@ TRIED = attempt(1, 0.25, accepted=True)
 ATTEMPT_S, LAST_S = 74.0 + 17.5 + 50.0, 45 + 145 + 2048 * 0.15 + 12 + 20
 
 
-def left(root: Path, stage: str, *, spent_s: float = 10.0, in_stage_s: float = 0.0, **known: Any):
+def left(
+    root: Path,
+    stage: str,
+    *,
+    spent_s: float = 10.0,
+    in_stage_s: float = 0.0,
+    time_budget: str | None = None,
+    **known: Any,
+):
     """Return what is left with 200 images for calibration, 1,000 to search on, 4,000 held out, and three attempts at most."""
     timesheet = Timesheet(root / "timesheet.jsonl")
     timesheet.resume_at(spent_s)
     calibration, search, heldout = (SplitInfo.model_construct(num_images=number) for number in (200, 1000, 4000))
     acquired = Acquired.model_construct(calibration=calibration, search=search, heldout=heldout)
-    state = RunState(max_iterations=3, **known).model_copy(update={"acquired": acquired})
+    request = Request(max_iterations=3, time_budget=time_budget)
+    state = RunState(request=request, **known).model_copy(update={"acquired": acquired})
     jobs: Any = SimpleNamespace(timesheet=timesheet, pass_s=0.1)
     seconds = seconds_left(state, stage, jobs, in_stage_s)
     assert seconds is not None
@@ -41,10 +50,10 @@ def test_a_run_has_its_round_its_report_and_as_many_attempts_as_there_is_time_fo
     # An hour has room for both.
     assert left(tmp_path, "analysis", time_budget="1h")[1] == pytest.approx(3 * ATTEMPT_S + LAST_S)
     # What an attempt took replaces what was expected of it.
-    measured = left(tmp_path, "iterative_pruning", time_budget="1h", longest_s=200.0, journal=journal(TRIED))
+    measured = left(tmp_path, "iterative_pruning", time_budget="1h", longest_s=200.0, attempts=(TRIED,))
     assert measured[1] == pytest.approx(2 * 200.0 + LAST_S)
     # No more is left than the budget has.
-    late = left(tmp_path, "pruning", spent_s=3400.0, time_budget="1h", longest_s=100.0, journal=journal(TRIED))
+    late = left(tmp_path, "pruning", spent_s=3400.0, time_budget="1h", longest_s=100.0, attempts=(TRIED,))
     assert late[1] == pytest.approx(200.0)
     assert left(tmp_path, "report", spent_s=4000.0, time_budget="1h", in_stage_s=1e6)[1] == 0.0
     assert left(tmp_path, "report")[1] == pytest.approx(32.0)

@@ -50,10 +50,9 @@ def test_a_run_waits_for_langgraphs_own_command_or_ours_and_refuses_an_answer_th
     request = world.request(tmp_path, approve="plan", max_iterations=1, run_id=None, quantize_dtype="none")
     stopped = graph.invoke(request, config)
     (waiting,) = stopped["__interrupt__"]
-    assert json.loads(json.dumps(waiting.value))["choices"] == ["accept", "edit", "reject"]
-    assert waiting.response_schema["properties"]["decision"]["enum"] == ["accept", "edit", "reject"]
-    (again,) = graph.invoke(Command(resume={"decision": "maybe"}), config)["__interrupt__"]
-    assert "decision" in again.value["problem"]
+    (action,) = json.loads(json.dumps(waiting.value))["action_requests"]
+    (again,) = graph.invoke(Command(resume={"decisions": [{"type": "reject"}]}), config)["__interrupt__"]
+    assert "a rejection needs a reason" in again.value["question"]["problem"]
 
     jobs = sorted(path.name for path in (run / "jobs").iterdir())
     with pytest.raises(ApprovalPendingError, match=r"waits for an approval of attempt 1 \(.*\): answer with"):
@@ -64,6 +63,14 @@ def test_a_run_waits_for_langgraphs_own_command_or_ours_and_refuses_an_answer_th
     with pytest.raises(ApprovalPendingError, match=r"attempt 1 \(min_speedup|attempt 1 \(the layer pattern"):
         approve(run, Approval(decision="edit", caps=(Cap(layer="nowhere"),)))
     assert sorted(path.name for path in (run / "jobs").iterdir()) == jobs
+
+    stricter = {"max_accuracy_drop": 0.005, "caps": [{"layer": FIRST_BLOCK}], "target": {"saving": 0.2}}
+    edit = {"type": "edit", "edited_action": {"name": "apply_plan", "args": action["args"] | stricter}}
+    verdict = graph.invoke(Command(resume={"decisions": [edit]}), config)["verdict"]
+    values = graph.get_state(config).values
+    assert {term.name: term.required for term in verdict.terms}["accuracy"] == 0.005
+    assert [cap.layer for cap in values["caps"]] == [FIRST_BLOCK]
+    assert values["pins"] == ()
 
 
 def test_without_a_checkpointer_approval_is_refused_at_the_start(world: World, tmp_path: Path):

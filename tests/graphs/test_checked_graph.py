@@ -17,6 +17,7 @@ from langgraph.types import Command
 from profiling_agent import build_graph
 from profiling_agent.errors import PlanError, RequestError, RunError
 from profiling_agent.graph.run import Run
+from profiling_agent.request import Request
 from profiling_agent.workspace import LOCK, create_workspace
 
 MESSAGE = r"^unknown term 'max_acuracy_drop': did you mean 'max_accuracy_drop'\?$"
@@ -81,9 +82,17 @@ def test_an_update_of_an_unknown_field_is_refused():
     for update in ({"max_acuracy_drop": 0.2}, [("max_acuracy_drop", 0.2)]):
         with pytest.raises(RequestError, match=MESSAGE):
             graph.invoke(Command(update=update), thread)
-    graph.update_state(thread, {"max_accuracy_drop": 0.2, "run_dir": "runs/t"}, as_node="profiling")
+    for update, message in (
+        ({"max_accuracy_drop": 0.2}, "write {'request': {'max_accuracy_drop': ...}}"),
+        ({"request": {"max_acuracy_drop": 0.2}}, MESSAGE[1:-1]),
+        ({"request": {"max_accuracy_drop": 70}}, "max_accuracy_drop: "),
+    ):
+        with pytest.raises(RequestError, match=message):
+            graph.update_state(thread, update, as_node="profiling")
+    for update in ({"batch_size": 8}, {"max_accuracy_drop": "20pt"}):
+        graph.update_state(thread, {"request": update, "run_dir": "runs/t"}, as_node="profiling")
 
-    assert graph.get_state(thread).values["max_accuracy_drop"] == 0.2
+    assert graph.get_state(thread).values["request"] == Request(batch_size=8, max_accuracy_drop=0.2)
 
 
 def as_terms(request: Any) -> dict[str, Any]:

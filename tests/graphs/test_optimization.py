@@ -22,8 +22,9 @@ from profiling_agent import Request, build_graph, load, optimize
 from profiling_agent.data.images import PIXELS
 from profiling_agent.errors import AcquisitionError, PlanError
 from profiling_agent.graph.checkpoints import RunSaver, open_saver
+from profiling_agent.graph.context import PLANNING
 from profiling_agent.graph.nodes import deployment_search
-from profiling_agent.graph.run import Run
+from profiling_agent.graph.run import FORM, Run
 from profiling_agent.graph.state import RunState
 from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.lib.modules import random_batch
@@ -92,7 +93,7 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
             journal = journal or open_journal(evaluator, plan)
             candidate = quantize_attempt(evaluator, candidate, journal.deployment)
             journal = journal.with_attempt(measure_attempt(evaluator, candidate, journal))
-            plan = propose(evaluator.goal, evaluator.profile, journal, max_iterations=state.max_iterations)
+            plan = propose(evaluator.goal, evaluator.profile, journal, max_iterations=state.request.max_iterations)
 
     assert journal is not None
     assert journal.attempts == report.attempts
@@ -188,6 +189,7 @@ def test_the_graph_is_as_langgraph_json_the_form_of_studio_and_the_guide_have_it
     assert config["graphs"]["profiling_agent"]["path"] == "./graphs/optimization.py:graph"
     assert getattr(import_module(file.removeprefix("./").removesuffix(".py").replace("/", ".")), name) is RunSaver
     assert graph.checkpointer is None
-    assert set(schema["properties"]) == set(Request.model_fields)
+    assert set(schema["properties"]) == set(Request.model_fields) - set(PLANNING)
+    assert [*schema["properties"]][:9] == [*FORM][:9]
     assert schema["properties"]["max_accuracy_drop"]["default"] == 0.01
     assert graph.get_graph().draw_mermaid().strip() in (ROOT / "docs" / "guide.md").read_text()

@@ -22,7 +22,7 @@ def kept(plan: Plan, found: ModelProfile = FOUND) -> dict[str, int]:
 
 def test_a_question_tells_what_would_be_cut_and_what_that_is_predicted_to_do():
     found = judged(2)
-    question = build_approval_question("run", plan(0.5), Origin(by="rules", reason="why not"), found, None)
+    question = build_approval_question("run", plan(0.5), Origin(by="rules", reason="why not"), found, 1)
 
     # 2 units of 512 keep 256: 2 x 256 x 10 params of 10304, 2 x 256 x 20 MACs of 20480.
     assert question.params_saved == pytest.approx(5120 / 10304)

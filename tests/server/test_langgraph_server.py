@@ -13,15 +13,18 @@ from typing import Any
 from uuid import UUID
 
 import httpx
+import psutil
 import pytest
 from chat_server import Said, chat_server, in_turn
 from conftest import World
+from interrupted import held_locks
 from langgraph_sdk import get_sync_client
 from langgraph_sdk.client import SyncLangGraphClient
 
 from profiling_agent import resume
 from profiling_agent.errors import RunError
 from profiling_agent.reporting.report import read_report
+from profiling_agent.workspace import LOCK
 
 ROOT = Path(__file__).parents[2]
 ASSISTANT = "profiling_agent"
@@ -130,7 +133,7 @@ def test_the_server_refuses_other_pages_and_files_and_addresses_that_its_operato
         endpoint = {"model": "x", "base_url": attacker.url}
         addressed = {"base_url": attacker.url, "llm": "openai:x", "planner": "llm"}
         refused = [run(client, asked) for asked in (addressed, {"plan": str(secret)}, {"output": "link/runs"})]
-        refused.append(run(client, nowhere, {"endpoint": endpoint, "planner": "llm"}))
+        refused.append(run(client, nowhere, {"endpoint": endpoint, "request": {"planner": "llm"}}))
         assert [number for number, text in enumerate(refused) if "operator" not in text] == []
         # Whatever a client writes, a thread's folder is its own; this one's run was refused before.
         moved, damaged = run(client, nowhere, {"run_dir": str(tmp_path)}), run(client, {"plan": "token.json"})
@@ -173,6 +176,51 @@ def test_studio_sees_the_form_and_refuses_an_unknown_term(server: Server):
     assert not (server.folder / "runs" / thread).exists()
 
 
+def children_of(server: Server, run: Path) -> list[psutil.Process]:
+    """Return the children of a server that work in a run."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return [child for child in children if any(str(run) in file.path for file in child.open_files())]
+
+
+@pytest.mark.slow
+def test_a_cancel_ends_the_work_frees_the_run_and_the_thread_goes_on_as_another_assistant_plans(
+    world: World, server: Server
+):
+    client = server.client
+    preset: Any = {"batch_size": 8, "planner": "rules"}
+    assistant = client.assistants.create(ASSISTANT, context=preset, name="edge box")["assistant_id"]
+    request = world.request(server.folder, max_iterations=1, num_samples=60)
+    asked = request.model_dump(exclude_unset=True, exclude={"output", "run_id"})
+    thread = client.threads.create()["thread_id"]
+    run = server.folder / "runs" / thread
+    started = client.runs.create(thread, assistant, input=asked)["run_id"]
+    while not (working := children_of(server, run)):
+        time.sleep(0.05)
+
+    began = time.monotonic()
+    client.runs.cancel(thread, started, wait=True)
+    psutil.wait_procs(working, timeout=5)
+
+    assert time.monotonic() - began < 2
+    assert children_of(server, run) == []
+    assert not held_locks(run / LOCK)
+    assert client.runs.get(thread, started)["status"] == "interrupted"
+    for part in client.runs.stream(
+        thread, assistant, input=None, interrupt_after=["acquisition"], stream_mode="custom"
+    ):
+        assert part.event != "error", part.data
+    values: Any = client.threads.get_state(thread)["values"]
+    assert values["request"]["batch_size"] == 8
+    assert client.threads.get_state(thread)["next"] == ["input_shape_resolver"]
+    # Rolled back: the thread is as it was.
+    again = client.runs.create(thread, assistant, input=None, interrupt_after=["profiling"])["run_id"]
+    while not children_of(server, run):
+        time.sleep(0.05)
+    client.runs.cancel(thread, again, wait=True, action="rollback")
+    assert client.threads.get_state(thread)["next"] == ["input_shape_resolver"]
+    assert "NotImplementedError" not in (server.folder / "server.log").read_text()
+
+
 @pytest.mark.slow
 def test_studio_follows_a_run_that_is_killed_answers_it_and_forks_it(world: World, server: Server):
     # Another notation of a value; few images and no quantization, so that the run is short.
@@ -195,18 +243,18 @@ def test_studio_follows_a_run_that_is_killed_answers_it_and_forks_it(world: Worl
     stages += followed(client, thread, input=None)
     assert done <= {path.parent.name for path in run.glob("jobs/*/result.json")}
     values: Any = client.threads.get_state(thread)["values"]
-    assert values["quantize_dtype"] == "none"
+    assert values["request"]["quantize_dtype"] == "none"
     # What the server did between the last event that was read and its end isn't done again.
     seen = [*dict.fromkeys(stages)]
     assert seen == [stage for stage in UNTIL_ASKED if stage in seen]
     assert {"acquisition", "profiling", "approval"} <= {*seen}
     (waiting,) = client.threads.get_state(thread)["interrupts"]
-    assert waiting["value"]["choices"] == ["accept", "edit", "reject"]
+    assert waiting["value"]["review_configs"][0]["allowed_decisions"] == ["approve", "edit", "reject"]
 
     assert followed(client, thread, command={"resume": {"decision": "perhaps"}}) == ["approval"]
     (waiting,) = client.threads.get_state(thread)["interrupts"]
-    assert "decision" in waiting["value"]["problem"]
-    followed(client, thread, command={"resume": {"decision": "accept"}})
+    assert "decision" in waiting["value"]["question"]["problem"]
+    followed(client, thread, command={"resume": {"decisions": [{"type": "approve"}]}})
     values = client.threads.get_state(thread)["values"]
     # The command line sees the same run, through the same saver.
     assert resume(run).verdict.outcome == values["verdict"]["outcome"] == read_report(run).verdict.outcome
@@ -214,7 +262,9 @@ def test_studio_follows_a_run_that_is_killed_answers_it_and_forks_it(world: Worl
     before = {path: path.read_bytes() for path in run.glob("report.*")}
     history = client.threads.get_history(thread, limit=50)
     planned = next(state for state in history if state["next"] == ["verdict"])
-    changed = client.threads.update_state(thread, {"max_accuracy_drop": 0.2}, checkpoint=planned["checkpoint"])
+    changed = client.threads.update_state(
+        thread, {"request": {"max_accuracy_drop": 0.2}}, checkpoint=planned["checkpoint"]
+    )
     followed(client, thread, input=None, checkpoint=changed["checkpoint"])
 
     (fork,) = (run / "forks").iterdir()
