@@ -109,8 +109,6 @@ def plan_table(report: RunReport) -> Group:
         f"attempt {attempt.number} by {origin.by}, {state}",
         f"reason: {origin.reason}" if origin.reason else "",
         _target(attempt.plan.target),
-        *(f"left out: {part}" for part in origin.dropped),
-        f"made milder: {origin.cut_back}" if origin.cut_back else "",
         _table("what can be pruned", ("unit", "width", "kept", "why"), units),
         _table("what is quantized", ("layers", "type", "why"), layers),
         _table("predicted and measured", ("", "predicted", "measured", ""), checks),
