@@ -15,8 +15,6 @@ from profiling_agent.llm.chat import Chat, Endpoint, chat_client, with_all_calls
 from profiling_agent.llm.transcript import FILE, Transcript
 from profiling_agent.search.planners import Advisor
 
-NOWHERE = Path("/dev/null")
-
 
 def chat_of(server: Server, folder: Path, *, timeout_s: float = 20.0, max_tokens: int = 1_000_000) -> Chat:
     """Return a client of the server whose transcript is in `folder`."""
@@ -27,15 +25,23 @@ def chat_of(server: Server, folder: Path, *, timeout_s: float = 20.0, max_tokens
 
 def advisor_of(chat: Chat) -> Advisor:
     """Return the planner that a chat is, without jobs."""
-    jobs: Any = SimpleNamespace(progress=silent, timesheet=Timesheet(NOWHERE))
+    jobs: Any = SimpleNamespace(progress=silent, timesheet=Timesheet(Path("/nowhere")))
     return Advisor(chat.name, lambda planning: find_plan(planning, chat, jobs))
+
+
+class Unwritten(Transcript):
+    """A transcript without a file."""
+
+    def add(self, kind: str, **fields: Any) -> None:
+        self._lines.append({"kind": kind, **fields})
 
 
 class Scripted(Chat):
     """A language model without a server: replies are a function of its messages, or an error to raise."""
 
     def __init__(self, script: Callable[[list[BaseMessage]], Said] | Exception) -> None:
-        self.name, self.transcript, self.script = "scripted", Transcript(NOWHERE, max_tokens=10**9), script
+        self.name, self.script = "scripted", script
+        self.transcript = Unwritten(Path("/nowhere"), max_tokens=10**9)
         self.asked: list[list[BaseMessage]] = []
         self.offered: list[str] = []
 

@@ -89,7 +89,7 @@ UNKNOWN = Setting()
 class Answer(schemas.Record):
     """What the LLM handed over: a plan, or None for the advice to stop, after so many refusals."""
 
-    plan: Plan | None
+    plan: Draft | None
     reason: str = ""
     repairs: int = 0
 

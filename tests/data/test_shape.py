@@ -2,18 +2,19 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import zoo
-from advisors import advisor_of
+from advisors import chat_of
 from chat_server import Said, chat_server, in_turn
 from transformers import ViTImageProcessorPil
 
 from profiling_agent.data.shape import check_processor, resolve_input_shape, survey, verify
-from profiling_agent.errors import AdvisorError, ShapeUnresolvedError
+from profiling_agent.errors import ShapeUnresolvedError
+from profiling_agent.graph.planner import advised_shape
 from profiling_agent.lib.modules import preserving_state
-from profiling_agent.planning.llm_planner import advised_shape
 from profiling_agent.schemas import InputSpec, ShapeFacts
 
 
@@ -183,8 +184,14 @@ FACTS = ShapeFacts(
     findings=("from_config: 3x224x224, but the model refuses it",),
     is_certain=False,
 )
-SAYS_224 = Said(content='{"channels": 3, "height": 224, "width": 224}')
-SAYS_384 = Said(content='{"channels": 3, "height": 384, "width": 384, "reason": "577 tokens"}')
+
+
+def says(**shape: Any) -> Said:
+    return Said(tool_calls=(("submit_shape", shape),))
+
+
+SAYS_224 = says(channels=3, height=224, width=224)
+SAYS_384 = says(channels=3, height=384, width=384, reason="577 tokens")
 
 
 def takes_384(spec: InputSpec) -> str:
@@ -195,7 +202,7 @@ def takes_384(spec: InputSpec) -> str:
 
 def test_an_answer_that_the_model_accepts_is_taken_and_a_refused_one_repaired_with_its_complaint(tmp_path: Path):
     with chat_server(in_turn(SAYS_224, SAYS_384)) as server:
-        found = advised_shape(advisor_of(server, tmp_path), FACTS, takes_384)
+        found = advised_shape(chat_of(server, tmp_path), FACTS, takes_384)
 
     assert found == "accepted (1, 3, 384, 384) from openai:scripted"
     evidence = server.asked[0]["messages"][1]["content"]
@@ -207,11 +214,21 @@ def test_an_answer_that_the_model_accepts_is_taken_and_a_refused_one_repaired_wi
 
 def test_a_third_refusal_is_the_end(tmp_path: Path):
     with chat_server(in_turn(SAYS_224)) as server, pytest.raises(ShapeUnresolvedError, match="openai:scripted: 577"):
-        advised_shape(advisor_of(server, tmp_path), FACTS, takes_384)
+        advised_shape(chat_of(server, tmp_path), FACTS, takes_384)
     assert len(server.asked) == 3
 
 
-@pytest.mark.parametrize("said", ['{"channels": 3}', '{"channels": 0, "height": 8, "width": 8}', "224"])
-def test_what_is_no_shape_is_no_answer(tmp_path: Path, said: str):
-    with chat_server(in_turn(Said(content=said))) as server, pytest.raises(AdvisorError, match="no valid answer in 3"):
-        advised_shape(advisor_of(server, tmp_path), FACTS, takes_384)
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (says(channels=3), "height: Field required"),
+        (says(channels=0, height=8, width=8), "channels: Input should be greater"),
+        (Said(content='{"channels": 3, "height": 384, "width": 384}'), "call submit_shape"),
+    ],
+)
+def test_what_is_no_shape_goes_back_with_the_reason(tmp_path: Path, said: Said, problem: str):
+    with chat_server(in_turn(said, SAYS_384)) as server:
+        assert advised_shape(chat_of(server, tmp_path), FACTS, takes_384).startswith("accepted")
+        assert server.asked[1]["messages"][-1]["content"].startswith(problem)
+    with chat_server(in_turn(said)) as server, pytest.raises(ShapeUnresolvedError, match=problem):
+        advised_shape(chat_of(server, tmp_path), FACTS, takes_384)

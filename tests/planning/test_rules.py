@@ -3,14 +3,11 @@ from pathlib import Path
 
 import pytest
 import re2
-from langchain_core.messages import AIMessage
 from sample_records import GOAL, profile
 
 from profiling_agent.errors import PlanError
-from profiling_agent.llm.chat import read_answer
 from profiling_agent.planning.allocation import dry_run
 from profiling_agent.planning.digest import group_units, pattern_for
-from profiling_agent.planning.llm_planner import PlanAnswer
 from profiling_agent.planning.rules import MIN_PARAMS_SAVED, analyse, parse_plan, read_plan
 from profiling_agent.schemas import Plan
 
@@ -83,16 +80,7 @@ def test_the_papers_figure_is_read_as_it_is_printed(tmp_path: Path):
     for text in (FIGURE_4, in_arrays):
         path.write_text(text, encoding="utf-8")
         assert read_plan(str(path)) == expected
-    # And so it is from a language model, in the answer or in a tool's argument.
-    for text in (FIGURE_4, f"Here it is:\n```json{FIGURE_4}```\nGood luck."):
-        answer, complaint = read_answer(AIMessage(text), PlanAnswer)
-        assert (answer and answer.plan, complaint) == (expected, None)
     assert parse_plan(FIGURE_4.encode()) == expected
-
-
-def test_an_answer_that_is_not_the_papers_has_a_reason():
-    with pytest.raises(ValueError, match="reason"):
-        PlanAnswer.model_validate({})
 
 
 @pytest.mark.parametrize(
