@@ -148,7 +148,9 @@ def check(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
     if handed is None:
         tools = " or ".join(tool.name for tool in desk.tools if tool.name in HANDOVER)
         is_mute = not any(isinstance(message, ToolMessage) for message in state["messages"])
-        problem = f"{'no tool was called, which planning needs' if is_mute else 'nothing was handed over'}: call {tools}"
+        problem = (
+            f"{'no tool was called, which planning needs' if is_mute else 'nothing was handed over'}: call {tools}"
+        )
     elif handed.plan is None or (problem := desk.planning.objection(handed.plan)) is None:
         return {"messages": [], "is_accepted": True}
     desk.chat.transcript.add("complaint", agent=desk.planning.agent, text=problem)

@@ -94,7 +94,9 @@ class _Probes:
 
     def probe_layers(self, scheme: Any, layers: str) -> float:
         evaluator, supported = self.evaluator, self.evaluator.choices.supported
-        runtime: RuntimeName | None = next((name for name, schemes in supported.items() if scheme in INT8.intersection(schemes)), None)
+        runtime: RuntimeName | None = next(
+            (name for name, schemes in supported.items() if scheme in INT8.intersection(schemes)), None
+        )
         if runtime is None:
             raise PlanError(f"no runtime here has {scheme} int8")
         deployment = Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme, layers))
