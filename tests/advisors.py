@@ -23,10 +23,11 @@ def chat_of(server: Server, folder: Path, *, timeout_s: float = 20.0, max_tokens
     return Chat(chat_client(endpoint, "EMPTY", timeout_s=timeout_s), endpoint.name, transcript)
 
 
-def advisor_of(chat: Chat) -> Advisor:
+def advisor_of(chat: Chat, *, asks: bool = False) -> Advisor:
     """Return the planner that a chat is, without jobs."""
-    jobs: Any = SimpleNamespace(progress=silent, timesheet=Timesheet(Path("/nowhere")))
-    return Advisor(chat.name, lambda planning: find_plan(planning, chat, jobs))
+    workspace = SimpleNamespace(root=Path("asked"))
+    jobs: Any = SimpleNamespace(progress=silent, timesheet=Timesheet(Path("/nowhere")), workspace=workspace)
+    return Advisor(chat.name, lambda planning: find_plan(planning, chat, jobs, asks=asks))
 
 
 class Unwritten(Transcript):

@@ -142,7 +142,10 @@ def compare_table(reports: Mapping[str, RunReport]) -> Group:
 
 
 def approval_table(question: ApprovalQuestion) -> Group:
-    """Return a plan that waits for approval: who proposed it, what it would cut, and the predicted effect."""
+    """Return a plan that waits for approval: who proposed it, what it would cut, and the predicted effect; or a question."""
+    if question.question:
+        advice = "accept says yes; reject, with a reason, answers in your words"
+        return _stack(f"{question.proposed_by} asks before attempt {question.attempt}: {question.question}", advice)
     savings = [f"params {percent(question.params_saved)} less", f"MACs {percent(question.macs_saved)} less"]
     if question.latency_saved is not None:
         savings.append(f"layers' time {percent(question.latency_saved)} less")

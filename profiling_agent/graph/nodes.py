@@ -162,8 +162,9 @@ def deployment_search(state: RunState, run: Run) -> Update:
 
 def advisor_of(state: RunState, run: Run) -> Advisor | None:
     """Return the language model as a planner, or None if only the rules plan."""
-    chat = run.advisor(state)
-    return None if chat is None else Advisor(chat.name, partial(find_plan, chat=chat, jobs=run.jobs))
+    if (chat := run.advisor(state)) is None:
+        return None
+    return Advisor(chat.name, partial(find_plan, chat=chat, jobs=run.jobs, asks=state.approve != "never"))
 
 
 def analysis(state: RunState, run: Run) -> Update:

@@ -22,12 +22,14 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode
 from langgraph.prebuilt.tool_node import ToolInvocationError
 from langgraph.runtime import Runtime
+from langgraph.types import interrupt
 from pydantic import ValidationError
 
-from profiling_agent.errors import AdvisorError, ContextTooLongError, ShapeUnresolvedError
+from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestError, ShapeUnresolvedError
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.lib.io import first_problem
+from profiling_agent.lib.io import clean, first_problem
 from profiling_agent.llm.chat import Chat
+from profiling_agent.llm.transcript import quoted
 from profiling_agent.planning.digest import MAX_CHARACTERS
 from profiling_agent.planning.llm_planner import (
     MAX_ANSWER,
@@ -37,13 +39,16 @@ from profiling_agent.planning.llm_planner import (
     ShapeAnswer,
     shape_question,
 )
-from profiling_agent.schemas import InputSpec, ShapeFacts
+from profiling_agent.schemas import Approval, ApprovalQuestion, InputSpec, Plan, ShapeFacts
+from profiling_agent.search.attempt import read_answer
 
 # Replies of the LLM for one plan, and refusals after which the rules plan.
 MAX_REPLIES, MAX_REFUSALS = 20, 2
 # Steps of the subgraph for as many replies, each with its tools and check.
 MAX_STEPS = 3 * MAX_REPLIES + 10
 HANDOVER = ("submit", "stop")
+# Characters of a question to a person, and of the answer.
+MAX_QUESTION = 1_000
 
 Accepted = TypeVar("Accepted")
 
@@ -68,16 +73,47 @@ class Handover(MessagesState):
 
 @dataclass(frozen=True)
 class Desk:
-    """Context of the subgraph: the LLM, the plan to be found, and the jobs that its tools do."""
+    """Context of the subgraph: the LLM, the plan to be found, and the jobs that its tools do.
+
+    With `asks` a person may be asked, which needs a checkpointer.
+    """
 
     chat: Chat
     planning: Planning
     jobs: Jobs
+    asks: bool = False
 
     @property
     def tools(self) -> list[BaseTool]:
         """Return the tools, each with its price in its description."""
-        return [self._tool(function) for function in self.planning.tools]
+        return [self._tool(each) for each in (*self.planning.tools, *([self.ask_user] if self.asks else []))]
+
+    def ask_user(self, question: str) -> str:
+        """Ask the person who approves plans; they say yes, or answer in a sentence. The run waits for them."""
+        asked = ApprovalQuestion(
+            run_id=self.jobs.workspace.root.name,
+            attempt=self.planning.attempt,
+            proposed_by=self.chat.name,
+            question=clean(question)[:MAX_QUESTION],
+            plan=Plan(),
+            cuts=(),
+            params_saved=0.0,
+            macs_saved=0.0,
+            latency_saved=None,
+            kl=None,
+            choices=("accept", "reject"),
+        )
+        while True:
+            response = interrupt(asked.model_dump(mode="json"), response_schema=Approval.model_json_schema())
+            try:
+                answer = read_answer(response)
+                return (
+                    f"yes. {answer.reason}".strip()
+                    if answer.decision == "accept"
+                    else quoted(answer.reason, MAX_QUESTION)
+                )
+            except RequestError as error:
+                asked = asked.model_copy(update={"problem": str(error)})
 
     def _tool(self, function: Callable[..., str]) -> BaseTool:
         price_s = self.planning.price_of(function.__name__)
@@ -85,9 +121,9 @@ class Desk:
         return StructuredTool.from_function(function, description=f"{function.__doc__} {price}")
 
 
-def find_plan(planning: Planning, chat: Chat, jobs: Jobs) -> Answer:
+def find_plan(planning: Planning, chat: Chat, jobs: Jobs, *, asks: bool = False) -> Answer:
     """Return what the LLM hands over; raises AdvisorError if it fails, or submits nothing that may be measured."""
-    ended = PLANNER.invoke({"messages": []}, context=Desk(chat, planning, jobs))
+    ended = PLANNER.invoke({"messages": []}, context=Desk(chat, planning, jobs, asks))
     if "answer" not in ended:
         raise AdvisorError(ended["failure"])
     return Answer.model_validate(ended["answer"])

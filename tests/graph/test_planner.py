@@ -1,6 +1,7 @@
 """The planner's subgraph: its steps, models that misuse it, and what is stored of it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -9,6 +10,7 @@ from advisors import Scripted, advisor_of, chat_of
 from chat_server import Said, chat_server, error
 from langchain_core.messages import BaseMessage
 from langgraph.graph import END, START, StateGraph
+from langgraph.types import Command
 from llm_personas import PERSONAS, endless, submits
 from sample_records import GOAL, judged
 
@@ -19,7 +21,7 @@ from profiling_agent.llm.chat import MAX_CALLS
 from profiling_agent.llm.transcript import FILE, Transcript
 from profiling_agent.planning.llm_planner import UNKNOWN, Lab, Planning, Probe, Setting
 from profiling_agent.planning.rules import analyse
-from profiling_agent.schemas import Origin, Plan
+from profiling_agent.schemas import ApprovalQuestion, Origin, Plan
 from profiling_agent.search.planners import first_proposal
 
 FOUND = judged()
@@ -119,6 +121,14 @@ class Parent(TypedDict):
     plan: Annotated[Any, "of the planner"]
 
 
+def graph_of(analysis: Any, saver: RunSaver) -> Any:
+    parent = StateGraph(Parent)
+    parent.add_node("analysis", analysis)
+    parent.add_edge(START, "analysis")
+    parent.add_edge("analysis", END)
+    return parent.compile(checkpointer=saver)
+
+
 class KilledInProbeError(Exception):
     """Stands for a kill."""
 
@@ -134,17 +144,13 @@ def test_a_kill_in_a_probe_repeats_no_request_and_the_checkpoints_hold_every_ste
 
     nothing: Any = None
     lab = Lab({"probe": 7.0}, probe=probe, probe_layers=nothing, time_plan=nothing, known_kl=lambda _: None)
-    setting = Setting(**{**vars(UNKNOWN), "lab": lab})
+    setting = replace(UNKNOWN, lab=lab)
     (tmp_path / "llm").mkdir()
 
     def analysis(state: Parent) -> Parent:
         return {"plan": first_proposal(advisor_of(chat), "llm", FOUND, GOAL, RULES, setting=setting)}
 
-    parent = StateGraph(Parent)
-    parent.add_node("analysis", analysis)
-    parent.add_edge(START, "analysis")
-    parent.add_edge("analysis", END)
-    graph: Any = parent.compile(checkpointer=RunSaver(tmp_path / "runs"))
+    graph = graph_of(analysis, RunSaver(tmp_path / "runs"))
     config: Any = {"configurable": {"thread_id": "t"}}
     with chat_server(PERSONAS["careful"]) as server:
         chat = chat_of(server, tmp_path / "llm")
@@ -154,7 +160,7 @@ def test_a_kill_in_a_probe_repeats_no_request_and_the_checkpoints_hold_every_ste
         steps = [*graph.stream(None, config, stream_mode="updates", subgraphs=True, durability="sync")]
         assert len(server.asked) == 3
 
-    assert [list(step) for path, step in steps] == [["tools"], ["think"], ["tools"], ["check"], ["plan"], ["analysis"]]
+    assert [list(step) for _, step in steps] == [["tools"], ["think"], ["tools"], ["check"], ["plan"], ["analysis"]]
     assert "measured KL 0.004 nats" in server.asked[-1]["messages"][-1]["content"]
     stored = [saved.checkpoint["channel_values"] for saved in RunSaver(tmp_path / "runs").list(config)]
     conversations = [values["messages"] for values in stored if "messages" in values]
@@ -172,17 +178,39 @@ def test_the_largest_conversation_makes_small_checkpoints(tmp_path: Path):
         return Said(tool_calls=tuple(looks))
 
     chat = Scripted(script)
-    parent = StateGraph(Parent)
-    parent.add_node("analysis", lambda _: {"plan": first_proposal(advisor_of(chat), "llm", FOUND, GOAL, RULES)})
-    parent.add_edge(START, "analysis")
-    parent.add_edge("analysis", END)
     saver = RunSaver(tmp_path)
+    graph = graph_of(lambda state: {"plan": first_proposal(advisor_of(chat), "llm", FOUND, GOAL, RULES)}, saver)
     config: Any = {"configurable": {"thread_id": "t"}}
-    parent.compile(checkpointer=saver).invoke({"plan": None}, config, durability="sync")
+    graph.invoke({"plan": None}, config, durability="sync")
 
     sizes = [len(saver.serde.dumps_typed(saved.checkpoint)[1]) for saved in saver.list(config)]
     assert len(chat.asked) == MAX_REPLIES
     assert max(sizes) < 60_000
+
+
+def test_a_person_is_asked_where_plans_are_approved_and_answers_in_their_words(tmp_path: Path):
+    def script(messages: list[BaseMessage]) -> Said:
+        asks = Said(tool_calls=(("ask_user", {"question": "May the last block be cut?"}),))
+        return asks if len(messages) == 2 else submits(QUARTER, messages[-1].text)
+
+    chat = Scripted(script)
+    advisor = advisor_of(chat, asks=True)
+    graph = graph_of(lambda state: {"plan": first_proposal(advisor, "llm", FOUND, GOAL, RULES)}, RunSaver(tmp_path))
+    config: Any = {"configurable": {"thread_id": "t"}}
+
+    (waiting,) = graph.invoke({"plan": None}, config)["__interrupt__"]
+    question = ApprovalQuestion.model_validate(waiting.value)
+    assert (question.question, question.proposed_by) == ("May the last block be cut?", "scripted")
+    assert question.choices == ("accept", "reject")
+    (again,) = graph.invoke(Command(resume={"decision": "reject"}), config)["__interrupt__"]
+    assert "a rejection needs a reason" in again.value["problem"]
+    plan, origin = graph.invoke(Command(resume={"decision": "reject", "reason": "by a tenth"}), config)["plan"]
+
+    assert (origin.by, origin.reason) == ("scripted", '"by a tenth"')
+    assert plan.target is not None
+    # The question was asked once.
+    assert len(chat.asked) == 2
+    assert "ask_user" not in (planned(lambda _: submits(QUARTER))[0].offered)
 
 
 def test_the_price_of_a_tool_is_in_its_description():

@@ -13,7 +13,7 @@ import pytest
 from chat_server import Said, chat_server, error
 from conftest import World
 from langchain_openai import ChatOpenAI
-from llm_personas import called, careful, prompt_of, submits
+from llm_personas import called, careful, offered, prompt_of, submits
 from pydantic import SecretStr
 
 from profiling_agent import build_graph, optimize, resume
@@ -29,6 +29,15 @@ def bolder(payload: dict[str, Any], number: int) -> Said:
     """Submit a little more each time, as the prompt's own number of attempts says."""
     tried = len(re.findall(r"^attempt \d+ ", prompt_of(payload), re.MULTILINE))
     return submits({"target": {"metric": "params", "saving": TARGETS[min(tried, 2)]}}, f"{tried} plans were measured")
+
+
+def curious(payload: dict[str, Any], number: int) -> Said:
+    """Do what the careful one does, and use the other priced tools too before anything is handed over."""
+    last, done = careful(payload, number), called(payload)
+    if last.tool_calls[0][0] != "submit" or "time_plan" in done or "time_plan" not in offered(payload):
+        return last
+    plan = last.tool_calls[0][1]["plan"]
+    return Said(tool_calls=(("probe_layers", {"scheme": "dynamic", "layers": "mlp"}), ("time_plan", {"plan": plan})))
 
 
 def kept(run: Path) -> list[dict[str, Any]]:
@@ -64,7 +73,7 @@ def test_a_model_that_plans_alone_is_measured_with_its_wishes_and_its_words_are_
 
 @pytest.mark.slow
 def test_a_run_streams_what_its_planner_does_step_by_step_and_its_checkpoints_stay_small(world: World, tmp_path: Path):
-    with chat_server(careful) as server:
+    with chat_server(curious) as server:
         request = world.request(
             tmp_path, llm="openai:scripted", base_url=server.url, planner="llm", max_iterations=2, run_id=None
         )
@@ -73,8 +82,8 @@ def test_a_run_streams_what_its_planner_does_step_by_step_and_its_checkpoints_st
         parts: list[Any] = [*graph.stream(request, config, stream_mode=modes, subgraphs=True, durability="sync")]
 
     steps = [list(part) for path, mode, part in parts if mode == "updates" and path and path[0].startswith("analysis:")]
-    assert steps == [["brief"], *[["think"], ["tools"]] * 3, ["check"], ["plan"]]
-    tokens = [meta["langgraph_node"] for path, mode, (_, meta) in (p for p in parts if p[1] == "messages") if path]
+    assert steps == [["brief"], *[["think"], ["tools"]] * 4, ["check"], ["plan"]]
+    tokens = [part[1]["langgraph_node"] for path, mode, part in parts if mode == "messages" and path]
     assert set(tokens) >= {"think", "tools"}
     lines = [part["message"] for _, mode, part in parts if mode == "custom" and part["stage"] == "analysis"]
     assert "openai:scripted calls probe" in lines
@@ -84,7 +93,9 @@ def test_a_run_streams_what_its_planner_does_step_by_step_and_its_checkpoints_st
     report = read_report(tmp_path / "seen")
     assert report.spent is not None
     first = [call for call in report.spent.calls if call.attempt == 1]
-    assert [call.tool for call in first] == ["try_plans", "probe", "submit"]
+    assert [call.tool for call in first] == ["try_plans", "probe", "probe_layers", "time_plan", "submit"]
+    assert re.match(r"measured KL [\d.e-]+ nats with these layers in dynamic int8", first[2].answer)
+    assert re.match(r"[\d.]+ \[[\d.]+, [\d.]+\] times as fast as the baseline", first[3].answer)
     assert re.match(
         r"measured KL [\d.e-]+ nats \([\d.e-]+ predicted\); of \d+ images \d+ are classified", first[1].answer
     )

@@ -205,7 +205,7 @@ def test_tokens_are_streamed_under_the_name_of_the_node_and_counted(tmp_path: Pa
     with chat_server(in_turn(said)) as server:
         chat = chat_of(server, tmp_path)
         graph = StateGraph(State)
-        graph.add_node("think", lambda _: {"names": [call["name"] for call in ask(chat).tool_calls]})
+        graph.add_node("think", lambda state: {"names": [call["name"] for call in ask(chat).tool_calls]})
         graph.add_edge(START, "think")
         graph.add_edge("think", END)
         pieces: list[Any] = list(graph.compile().stream({"names": []}, stream_mode=["messages", "updates"]))
