@@ -29,7 +29,6 @@ from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestErr
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.lib.io import clean, first_problem
 from profiling_agent.llm.chat import Chat
-from profiling_agent.llm.transcript import quoted
 from profiling_agent.planning.digest import MAX_CHARACTERS
 from profiling_agent.planning.llm_planner import (
     MAX_ANSWER,
@@ -106,12 +105,7 @@ class Desk:
         while True:
             response = interrupt(asked.model_dump(mode="json"), response_schema=Approval.model_json_schema())
             try:
-                answer = read_answer(response)
-                return (
-                    f"yes. {answer.reason}".strip()
-                    if answer.decision == "accept"
-                    else quoted(answer.reason, MAX_QUESTION)
-                )
+                return read_answer(response).reason or "yes"
             except RequestError as error:
                 asked = asked.model_copy(update={"problem": str(error)})
 

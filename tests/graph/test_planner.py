@@ -206,7 +206,7 @@ def test_a_person_is_asked_where_plans_are_approved_and_answers_in_their_words(t
     assert "a rejection needs a reason" in again.value["problem"]
     plan, origin = graph.invoke(Command(resume={"decision": "reject", "reason": "by a tenth"}), config)["plan"]
 
-    assert (origin.by, origin.reason) == ("scripted", '"by a tenth"')
+    assert (origin.by, origin.reason) == ("scripted", "by a tenth")
     assert plan.target is not None
     # The question was asked once.
     assert len(chat.asked) == 2
