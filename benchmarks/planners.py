@@ -5,7 +5,7 @@
                                   [--records FILE...]
 
 Each persona is a script behind a real HTTP server in the OpenAI dialect (tests/llm_personas.py); it sees the prompt and
-nothing else. Contract: at most 1.0 point on held-out images, five iterations. With `hybrid` the rules plan beside the
+what its calls of tools return, and nothing else. Contract: at most 1.0 point on held-out images, five iterations. With `hybrid` the rules plan beside the
 model, with `llm` it plans alone, as the paper's does. All runs on a model share its profile, its evidence and its
 unpruned deployments, made once by the run of the rules alone. `--llm` measures a real model instead of the personas: the
 paper's Table 5 for any two of them is two runs of this. There a weaker model cost ResNet-101 14.0 points. `--records` has real models' answers of earlier
@@ -51,7 +51,7 @@ MAX_TIMES, GRACE_S = 2.0, 60.0
 MIN_OVER_RULES = 0.95
 HEAD = (
     f"  {'who':<22}{'planner':<8}{'points lost, held out':<24}{'times as fast':<20}{'params':>7}{'MACs':>8}  "
-    f"tries (its own)  requests  tokens  repairs  rejected  seconds"
+    f"tries (its own)  requests  tokens  repairs    probes  seconds"
 )
 Listener = Callable[[Any], None]
 
@@ -109,7 +109,7 @@ def row_of(model: str, persona: str, planner: str, report: RunReport, seconds: f
         "size": report.best.size_bytes / report.baseline.size_bytes,
         "attempts": len(report.attempts),
         "by_model": sum(origin.by not in ("rules", "user") for origin in origins),
-        "rejected": sum(len(origin.dropped) + bool(origin.cut_back) for origin in origins),
+        "probes": sum(call.tool in ("probe", "probe_layers", "time_plan") for call in spent.calls) if spent else 0,
         "noted": sum(origin.note is not None for origin in origins),
         **costs_of(spent),
         "repairs": spent.repairs if spent else 0,
@@ -135,7 +135,7 @@ def tell(row: dict[str, Any]) -> None:
     print(
         f"  {row['persona']:<22}{row['planner']:<8}{lost:<24}{sped.replace('+', ''):<20}{-row['params_saved']:>7.1%}{-row['macs_saved']:>8.1%}  "
         f"{row['attempts']:>5} ({row['by_model']}){row['requests']:>15}{tokens:>8}{row['repairs']:>9}"
-        f"{row['rejected']:>10}{row['seconds']:>9.0f}",
+        f"{row['probes']:>10}{row['seconds']:>9.0f}",
         flush=True,
     )
 

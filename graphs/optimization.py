@@ -10,7 +10,8 @@
                                           |
                                       verdict -> report
 
-Every agent is a function in `profiling_agent/graph/nodes.py`; this file only connects them.
+Every agent is a function in `profiling_agent/graph/nodes.py`; this file only connects them. With an LLM, `analysis` and `iterative_pruning` find their
+plan in the subgraph of `profiling_agent/graph/planner.py`.
 """
 
 import os
@@ -24,6 +25,7 @@ from langgraph.graph import END, START, StateGraph
 from profiling_agent.graph import nodes
 from profiling_agent.graph.checkpoints import registered
 from profiling_agent.graph.context import Context
+from profiling_agent.graph.planner import PLANNER
 from profiling_agent.graph.run import CheckedGraph, Run, run_agent
 from profiling_agent.graph.state import Allowlist, RunResult, RunState, allowlist_from_env
 from profiling_agent.request import Request
@@ -90,6 +92,9 @@ def build_graph(
     graph.add_edge("verdict", "report")
     graph.add_edge("report", END)
     compiled = vars(graph.compile(checkpointer=registered(checkpointer), name="profiling_agent"))
+    for name in ("analysis", "iterative_pruning"):
+        # They call it, which LangGraph sees in plain functions only; drawings and Studio show it then.
+        compiled["nodes"][name].subgraphs = [PLANNER]
     make_run = partial(Run, advisor=advisor, addresses=tuple(addresses), allowlist=allowlist)
     return CheckedGraph(
         make_run=make_run, **{name: value for name, value in compiled.items() if name != "__orig_class__"}

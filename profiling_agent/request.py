@@ -134,7 +134,9 @@ class Request(BaseModel):
         default="hybrid", description="hybrid: next to the rules; llm: only the LLM, as in the paper"
     )
     llm_tokens: int = Field(default=500_000, ge=1, le=10**9, description="tokens that a run may read and write")
-    llm_timeout_s: float = Field(default=120.0, gt=0, le=3600, description="seconds for a request and its repairs")
+    llm_timeout_s: float = Field(
+        default=120.0, gt=0, le=3600, description="seconds for a request to the language model"
+    )
     run_id: str | None = Field(default=None, pattern=f"^{RUN_ID.pattern}$", description="name of the run folder")
     output: str = Field(default="runs", min_length=1, description="folder that holds the run folders")
 

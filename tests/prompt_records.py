@@ -7,7 +7,7 @@ from sample_records import BASELINE, GOAL, attempt, evaluation, evidence, journa
 from profiling_agent import schemas
 from profiling_agent.llm.transcript import Question
 from profiling_agent.planning.allocation import dry_run
-from profiling_agent.planning.llm_planner import UNKNOWN, Setting, plan_question, shape_question
+from profiling_agent.planning.llm_planner import UNKNOWN, Planning, Setting, shape_question
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas.plan import RuntimeName, Scheme
 from profiling_agent.search.planners import admission_text
@@ -21,14 +21,6 @@ MILD = schemas.Plan(target=schemas.Target(saving=0.1))
 OWN = GOAL.model_copy(update={"min_speedup": 1.5})
 MACHINE = "Intel(R) Xeon(R) Processor @ 2.50GHz, 2 threads"
 HERE = ("onnxruntime dynamic", "openvino static", "eager dynamic")
-OPERATORS = (
-    schemas.OperatorProfile(
-        name="aten::addmm", calls=24, cpu_time_ms=1.2, memory_bytes=2_400_000, input_shapes="[[512], [4, 64]]"
-    ),
-    schemas.OperatorProfile(
-        name="aten::gelu", calls=12, cpu_time_ms=0.3, memory_bytes=98_304, input_shapes="[[4, 512]]"
-    ),
-)
 
 
 def judged() -> schemas.ModelProfile:
@@ -39,7 +31,7 @@ def judged() -> schemas.ModelProfile:
         for index, unit in enumerate(found.units)
     }
     judged_by = evidence(found.units, kls, latency=lambda keep: (512 - keep) / 64)
-    return found.model_copy(update={"evidence": judged_by, "operators": OPERATORS})
+    return found.model_copy(update={"evidence": judged_by})
 
 
 def searched() -> schemas.DeploymentSearch:
@@ -147,6 +139,6 @@ def questions() -> dict[str, Question]:
     )
     return {
         "input_shape_resolver": shape_question(facts),
-        "analysis": plan_question(found, OWN, RULES, opened, setting=setting(is_first=True)),
-        "iterative_pruning": plan_question(found, OWN, RULES, seen, attempts_left=2, setting=setting(is_first=False)),
+        "analysis": Planning(found, OWN, RULES, opened, setting=setting(is_first=True)).question(),
+        "iterative_pruning": Planning(found, OWN, RULES, seen, 2, setting(is_first=False)).question(),
     }

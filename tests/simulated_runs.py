@@ -4,11 +4,10 @@ from typing import Any
 
 from sample_records import BASELINE, GOAL, drop, evaluation
 
-from profiling_agent.llm.transcript import LanguageModel
 from profiling_agent.planning.allocation import dry_run
 from profiling_agent.planning.rules import analyse
 from profiling_agent.schemas import Attempt, Journal, ModelProfile, Origin, Plan, StopReason, Variant
-from profiling_agent.search.planners import Planner, first_proposal, next_proposal
+from profiling_agent.search.planners import Advisor, Planner, first_proposal, next_proposal
 
 NUM_ATTEMPTS = 5
 # In this world a nat costs 0.6 of the images.
@@ -33,7 +32,7 @@ def measured(number: int, plan: Plan, found: ModelProfile, origin: Origin, lost_
 
 
 def loop(
-    advisor: LanguageModel | None, planner: Planner, found: ModelProfile, lost_per_nat: float = LOST_PER_NAT
+    advisor: Advisor | None, planner: Planner, found: ModelProfile, lost_per_nat: float = LOST_PER_NAT
 ) -> tuple[Attempt, ...]:
     """Return the attempts of a whole loop."""
     plan, origin = first_proposal(advisor, planner, found, GOAL, analyse(found, GOAL))

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from chat_server import Said, chat_server
+from chat_server import chat_server
 from conftest import World
 from fake_hub import serve
+from llm_personas import submits
 
 from profiling_agent.planning.rules import read_plan
 from profiling_agent.reporting.report import read_report
@@ -159,7 +160,7 @@ def test_every_python_block_runs(page: str, text: str, place: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "text"), commands(), ids=lambda value: value if ".md:" in value else "")
 def test_every_command_runs(page: str, text: str, place: Path):
-    answer = Said(content=json.dumps({"reason": "small", "target": {"metric": "params", "saving": 0.2}}))
+    answer = submits({"target": {"metric": "params", "saving": 0.2}})
     with serve(place / "hub") as hub, chat_server(lambda payload, number: answer) as model:
         # The two servers stand where the pages say that OpenAI's, Ollama's and Hugging Face's are.
         script = text.replace("http://localhost:11434/v1", model.url)

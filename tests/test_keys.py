@@ -12,6 +12,7 @@ import psutil
 import pytest
 from chat_server import Said, chat_server
 from conftest import World
+from llm_personas import submits
 
 KEY, TOKEN = "sk-key-of-a-test-0123456789", "hf_token_of_a_test_0123456789"
 HELD = {
@@ -25,8 +26,7 @@ HELD = {
 
 
 def careful(payload: dict[str, Any], number: int) -> Said:
-    target = {"metric": "params", "saving": 0.2, "justification": "a step"}
-    return Said(content=json.dumps({"reason": "a first one", "target": target}))
+    return submits({"target": {"metric": "params", "saving": 0.2}}, "a first one")
 
 
 def looked_at(parent: psutil.Process, seen: dict[int, str]) -> None:

@@ -9,8 +9,8 @@ from profiling_agent import prompts
 from profiling_agent.errors import FieldError, RequestError
 from profiling_agent.graph.state import choose_endpoint, key_for
 from profiling_agent.lib.io import expanded, first_problem
-from profiling_agent.llm.chat import check_endpoint, name_of
-from profiling_agent.llm.transcript import RECORDED, Recorded, open_recording
+from profiling_agent.llm.chat import Recorded, check_endpoint, name_of
+from profiling_agent.llm.transcript import RECORDED, open_recording
 from profiling_agent.request import Request, unknown_field
 
 # Fields of the request that Studio shows with an assistant, and not in the form of a run.

@@ -1,6 +1,7 @@
 """Agents: the nodes of the optimization graph, from acquisition to report."""
 
 import hashlib
+from functools import partial
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
@@ -10,14 +11,16 @@ from profiling_agent.data.labels import why_doubtful
 from profiling_agent.errors import AdvisorError, PlanError, RequestError, RunError, ShapeUnresolvedError
 from profiling_agent.graph.approval import RESPONSE_SCHEMA, human_request, read_response
 from profiling_agent.graph.context import choose_advisor
+from profiling_agent.graph.planner import advised_shape, find_plan
 from profiling_agent.graph.run import Run, Update
 from profiling_agent.graph.state import RunState, require
 from profiling_agent.jobs.runner import Jobs, measure_headline, read_profile
 from profiling_agent.jobs.tasks import AcquireTask, ProfileTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
 from profiling_agent.lib.io import DocumentError, inside, make_folders, read_record, write_text
-from profiling_agent.llm.transcript import FILE, LanguageModel, Transcript
+from profiling_agent.llm.chat import Chat
+from profiling_agent.llm.transcript import FILE, Transcript
 from profiling_agent.planning.allocation import apply_demands, dry_run
-from profiling_agent.planning.llm_planner import UNKNOWN, advised_shape
+from profiling_agent.planning.llm_planner import UNKNOWN
 from profiling_agent.planning.rules import analyse, read_plan
 from profiling_agent.reporting.render import write_report
 from profiling_agent.reporting.report import build_report, card_judged, card_notes, card_rows, results_folder
@@ -28,7 +31,7 @@ from profiling_agent.search import attempt as attempts
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
 from profiling_agent.search.evaluator import EFFORTS, affordable_images
 from profiling_agent.search.finalize import FinalChoice, add_race_result, finalize, raced_headline, torch_model
-from profiling_agent.search.planners import first_proposal, milder, next_proposal, setting_of
+from profiling_agent.search.planners import Advisor, first_proposal, milder, next_proposal, setting_of
 from profiling_agent.search.verdict import why_unproven
 
 # Recovery's settings were chosen with 1,000 images an epoch. Five times as many suffice for a thousand classes, and limit what a stream has to
@@ -70,7 +73,7 @@ def input_shape_resolver(state: RunState, run: Run) -> Update:
     return {"resolved": resolve_with(advisor, task, run.jobs) if advisor else run.jobs.run(task)}
 
 
-def resolve_with(advisor: LanguageModel, task: ResolveShapeTask, jobs: Jobs) -> ResolvedShape:
+def resolve_with(advisor: Chat, task: ResolveShapeTask, jobs: Jobs) -> ResolvedShape:
     """Resolve by the rules if they are certain, else by the language model, and by the rules if it fails."""
     facts = jobs.run(SurveyShapeTask(model=task.model, revision=task.revision, device=task.device))
     if facts.is_certain:
@@ -132,11 +135,18 @@ def deployment_search(state: RunState, run: Run) -> Update:
     return {"initial_journal": journal, "acquired": acquired}
 
 
+def advisor_of(state: RunState, run: Run) -> Advisor | None:
+    """Return the language model as a planner, or None if only the rules plan."""
+    if (chat := run.advisor(state)) is None:
+        return None
+    return Advisor(chat.name, partial(find_plan, chat=chat, jobs=run.jobs, asks=state.request.approve != "never"))
+
+
 def analysis(state: RunState, run: Run) -> Update:
     """Plan by the built-in rules or a language model, or take the user's own plan."""
     if state.proposal is not None:
         return {"origin": Origin(by="user")}
-    evaluator, advisor = run.evaluator(state), run.advisor(state)
+    evaluator, advisor = run.evaluator(state), advisor_of(state, run)
     profile, journal, setting = evaluator.profile, state.judged_journal, UNKNOWN
     if advisor is not None:
         setting = setting_of(evaluator, journal)
@@ -215,7 +225,7 @@ def iterative_pruning(state: RunState, run: Run) -> Update:
     """Propose the next plan by rules or a language model, if the run has time for another attempt."""
     evaluator, journal, setting = run.evaluator(state), state.judged_journal, UNKNOWN
     has_time, profile, limit = evaluator.deadline.allows(state.longest_s), evaluator.profile, state.num_attempts
-    advisor = run.advisor(state) if has_time else None
+    advisor = advisor_of(state, run) if has_time else None
     if advisor is not None:
         setting = setting_of(evaluator, journal)
     choice = next_proposal(

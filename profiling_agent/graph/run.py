@@ -30,8 +30,8 @@ from profiling_agent.graph.state import Allowlist, RunResult, RunState, key_for,
 from profiling_agent.jobs.runner import JOB_LOG, Jobs, read_profile
 from profiling_agent.lib.io import first_problem
 from profiling_agent.lib.logs import raise_if_stopped
-from profiling_agent.llm.chat import Chat, chat_client, name_of
-from profiling_agent.llm.transcript import FILE, LanguageModel, Recorded, Transcript, open_recording
+from profiling_agent.llm.chat import Chat, Recorded, chat_client, name_of
+from profiling_agent.llm.transcript import FILE, Transcript, open_recording
 from profiling_agent.request import RUN_ID, Request, unknown_field
 from profiling_agent.schemas import Record
 from profiling_agent.search.deployments import deployment_choices
@@ -177,7 +177,7 @@ class Run:
         self.working = threading.Lock()
         self._resources: ExitStack | None = None
         self._is_new = self._is_closed = False
-        self._language_model: LanguageModel | None = None
+        self._language_model: Chat | None = None
         self._evaluator: tuple[tuple[Any, ...], Evaluator] | None = None
         if workspace is not None:
             self._open(workspace)
@@ -270,7 +270,7 @@ class Run:
         """Return the addresses that the environment's keys may go to."""
         return trusted_addresses(os.environ, *self.addresses)
 
-    def advisor(self, state: RunState) -> LanguageModel | None:
+    def advisor(self, state: RunState) -> Chat | None:
         """Return the language model that may plan, None if only the rules plan; raises RunError if its object is missing."""
         if not state.is_advised:
             return None
@@ -290,7 +290,7 @@ class Run:
                 endpoint = require(state.endpoint)
                 key, name = key_for(endpoint, self.trusted), endpoint.name
                 model = chat_client(endpoint, key, timeout_s=state.request.llm_timeout_s)
-            self._language_model = Chat(model, name, transcript, timeout_s=state.request.llm_timeout_s)
+            self._language_model = Chat(model, name, transcript)
         return self._language_model
 
     def evaluator(self, state: RunState) -> Evaluator:

@@ -1,1 +1,1 @@
-"""Language model: typed questions, validated answers, and the transcript that replays them."""
+"""Language model: one reply at a time, and the record of what it was asked."""

@@ -1,7 +1,7 @@
 """Allocation of widths by evidence, and the predicted cuts, savings and KL of a plan."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -9,7 +9,7 @@ from scipy.sparse import csr_array
 
 from profiling_agent import schemas
 from profiling_agent.errors import PlanError
-from profiling_agent.pruning.widths import aligned_widths, cap_ratios, crossings, matching_names, resolve
+from profiling_agent.pruning.widths import aligned_widths, cap_ratios, crossings, resolve
 from profiling_agent.schemas import Cut, DryRun, Evidence, Goal, ModelProfile, Plan, Target, Unit, WidthOption
 
 MAX_ROUNDS = 12
@@ -295,103 +295,11 @@ def scaled(plan: Plan, factor: float, pins: Sequence[schemas.PruningRecommendati
 # are right within a factor of 1.5. Twice the larger of both (0.06 a point) is more than any accepted plan had.
 NATS_A_POINT = (0.01, 0.02)
 MAX_NATS_PER_ACCURACY, MIN_NATS = 6.0, 5e-3
-# Resolution of the factor by which a plan is scaled down.
-SCALE_STEPS = 32
-
-Part = TypeVar("Part")
-
-
-class CheckedPlan(schemas.Record):
-    """A plan that can be made, its prediction, and what was changed in it, each with the reason."""
-
-    plan: Plan
-    dry_run: DryRun | None
-    dropped: tuple[str, ...] = ()
-    cut_back: str | None = None
-
-    @property
-    def complaint(self) -> str | None:
-        """Return what was wrong with the plan, for its author; None if nothing was."""
-        problems = [*self.dropped, *([self.cut_back] if self.cut_back else [])]
-        if not problems and self.dry_run is not None and not self.dry_run.cuts:
-            problems.append(f"it cuts nothing: {'; '.join(self.dry_run.notes[:3]) or 'name layers, or a target'}")
-        return "; ".join(problems[:6]) or None
 
 
 def allowed_kl(goal: Goal) -> float:
     """Return the predicted KL in nats beyond which no plan is worth an evaluation."""
     return max(goal.max_accuracy_drop * MAX_NATS_PER_ACCURACY, MIN_NATS)
-
-
-def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> CheckedPlan:
-    """Return the valid parts of a plan, scaled down to the allowed KL; at worst one that prunes nothing."""
-    plan, dropped, names = apply_demands(plan, goal), list[str](), [row.name for row in profile.layers]
-
-    def valid(parts: Sequence[Part], check: Callable[[Part], object]) -> tuple[Part, ...]:
-        results: list[Part] = []
-        for part in parts:
-            try:
-                check(part)
-                results.append(part)
-            except PlanError as error:
-                dropped.append(str(error))
-        return tuple(results)
-
-    def check_layers(part: schemas.QuantizationRecommendation) -> None:
-        if part.layer != schemas.EVERYTHING and not matching_names(part.layer, names):
-            raise PlanError(f"the layer pattern {part.layer!r} matches no layer to quantize")
-
-    pruning = valid(plan.pruning, lambda part: dry_run(Plan(pruning=(part,)), profile))
-    caps = valid(plan.caps, lambda part: dry_run(Plan(caps=(part,)), profile))
-    quantization = valid(plan.quantization or (), check_layers)
-    # An empty list means float32, and must not be what remains when every part was invalid.
-    kept_quantization = quantization if quantization or plan.quantization == () else None
-    plan = plan.model_copy(update={"pruning": pruning, "caps": caps, "quantization": kept_quantization})
-    plan = plan.model_copy(update={"target": _reachable_target(plan, profile, dropped)})
-    pins_only = plan.model_copy(update={"pruning": goal.pins, "target": None})
-    try:
-        dry = dry_run(plan, profile)
-    except PlanError as error:
-        dropped.append(str(error))
-        plan, dry = pins_only, dry_run(pins_only, profile)
-    checked = CheckedPlan(plan=plan, dry_run=dry, dropped=tuple(dropped))
-    allowed = allowed_kl(goal)
-    if dry.kl is None or dry.kl <= allowed:
-        return checked
-    # KL grows with the factor, so bisect for the largest.
-    best, low, high = pins_only, 0, SCALE_STEPS
-    while high - low > 1:
-        middle = (low + high) // 2
-        candidate = scaled(plan, middle / SCALE_STEPS, goal.pins)
-        prediction = dry_run_or_none(candidate, profile)
-        if prediction is not None and prediction.kl is not None and prediction.kl <= allowed:
-            best, low = candidate, middle
-        else:
-            high = middle
-    message = (
-        f"its predicted KL is {dry.kl:.2g} nats where at most {allowed:.2g} can keep the accuracy: "
-        f"ratios and target were cut back to {low / SCALE_STEPS:.0%}"
-    )
-    return checked.model_copy(update={"plan": best, "dry_run": dry_run(best, profile), "cut_back": message})
-
-
-def _reachable_target(plan: Plan, profile: ModelProfile, dropped: list[str]) -> Target | None:
-    """Return the plan's target, lowered to what its caps allow, or None; what was changed is added to `dropped`."""
-    if (target := plan.target) is None:
-        return None
-    if profile.evidence is None:
-        dropped.append("a target needs evidence, and the profile has none: name layers and ratios instead")
-        return None
-    try:
-        max_saving = most_saving(plan, profile)
-    except PlanError as error:
-        dropped.append(str(error))
-        return None
-    if target.saving <= max_saving:
-        return target
-    reach = f"a saving of {target.saving:.1%} of the {target.metric} is out of reach"
-    dropped.append(f"{reach}: the most is {max_saving:.1%} of it")
-    return target.model_copy(update={"saving": max_saving}) if max_saving > 0 else None
 
 
 Metric = Literal["params", "macs", "latency"]

@@ -2,9 +2,8 @@
 
 import json
 import re
-import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from profiling_agent import schemas
 from profiling_agent.llm.transcript import quoted
@@ -87,19 +86,14 @@ def named_groups(profile: ModelProfile) -> dict[str, Group]:
 
 
 MAX_CHARACTERS = 8_200
-# Shares of a width that rows list, if there are such widths; those between cost something between.
-CUT_SHARES, HALF = (0.25, 0.5, 0.75), 0.5
-# A unit gets its own row if it costs so many times more, or less, than the median of its group at half width.
-OUTLIER_FACTOR = 2.0
+HALF = 0.5
 # Layers that a scheme can quantize to int8.
 QUANTIZED_KINDS = ("Linear", "Conv2d")
-MAX_OPERATORS, MAX_LAYERS, MAX_COSTLY_LAYERS = 6, 16, 3
+MAX_LAYERS, MAX_COSTLY_LAYERS = 16, 3
 # Characters of a user's reason, the number of latest rejections, and characters of a deployment's failure, which begins with the reason.
 MAX_REASON, MAX_REJECTIONS, MAX_FAILURE = 1000, 4, 100
 # From this share of a pass on, launches limit a model on a GPU, not its kernels.
 LAUNCH_BOUND = 0.3
-# Rows that remain of sections that are shortened first.
-MIN_ROWS = 3
 # Columns of the rows of each section of the prompt.
 LEGENDS = {
     "deployment_legend": "deployment | times as fast as the baseline | % of its bytes | KL | top-1 lost | how it ended",
@@ -110,9 +104,6 @@ LEGENDS = {
     "frontier_legend": (
         "metric | % of params, MACs, time that go | predicted KL | share of the width that each group keeps, least to most"
     ),
-    "unit_legend": "unit | KL in nats cut by a quarter, half, three quarters | the group's median at half",
-    "operator_legend": "operator | calls | % of all operators' time | bytes that it allocates | shapes of its inputs",
-    "layer_legend": "name, # for a number | kind | how many | % of params, MACs, time",
 }
 
 
@@ -196,16 +187,6 @@ def widths_text(cuts: Sequence[Cut], profile: ModelProfile) -> str:
     return ", ".join(parts) or "all whole"
 
 
-def operator_rows(profile: ModelProfile) -> tuple[str, ...]:
-    """Return a row for each operator that takes most of a pass."""
-    whole, share = sum(row.time_ms for row in profile.operators) or 1.0, profile.launch_bound_share
-    rows = [] if share is None else [launch_text(share, "eager float32")]
-    for row in sorted(profile.operators, key=lambda row: -row.time_ms)[:MAX_OPERATORS]:
-        time, memory = f"{row.time_ms / whole:.1%}", _mb(max(row.memory_bytes, 0))
-        rows.append(f"{quoted(row.name)} | {row.calls} | {time} | {memory} | {quoted(row.input_shapes, 80)}")
-    return tuple(rows)
-
-
 def launch_text(share: float, name: str) -> str:
     """Return advice in words for the launch-bound share of a model on a GPU."""
     if share >= LAUNCH_BOUND:
@@ -230,25 +211,6 @@ def layer_rows(profile: ModelProfile) -> tuple[str, ...]:
     return (*rows, *rest)
 
 
-def unit_rows(profile: ModelProfile) -> tuple[str, ...]:
-    """Return a row for each unit that is unlike its group, the most unlike first."""
-    evidence = {row.unit: row.options for row in profile.evidence.units if row.options} if profile.evidence else {}
-    ranked: list[tuple[float, str]] = []
-    for group in group_units(profile):
-        options = {unit.name: evidence[unit.name] for unit in group.units if unit.name in evidence}
-        if len(options) < 3:
-            continue
-        halves = {name: nearest_option(row, group.width, HALF).kl for name, row in options.items()}
-        median = max(statistics.median(halves.values()), 1e-9)
-        for name, kl in halves.items():
-            factor = max(kl / median, median / max(kl, 1e-9))
-            if factor >= OUTLIER_FACTOR:
-                nearest = (nearest_option(options[name], group.width, 1 - cut) for cut in CUT_SHARES)
-                kls = ", ".join(f"{option.kl:.2g}" for option in nearest)
-                ranked.append((-factor, f"{quoted(name)} | {kls} | {median:.2g}"))
-    return tuple(row for _, row in sorted(ranked))
-
-
 def demand_rows(goal: Goal) -> str:
     """Return the user's pins and caps as the JSON of a plan, or nothing."""
     if not goal.pins and not goal.caps:
@@ -266,12 +228,10 @@ def plan_text(plan: Plan) -> str:
     return json.dumps(fields, ensure_ascii=True)
 
 
-def shortened(
-    sections: Mapping[str, Sequence[str]], max_characters: int = MAX_CHARACTERS, spare: Collection[str] = ()
-) -> dict[str, str]:
+def shortened(sections: Mapping[str, Sequence[str]], max_characters: int = MAX_CHARACTERS) -> dict[str, str]:
     """Return each section's rows as text; the longest lose their last rows, which are counted, until all fit together.
 
-    Rows come with the most useful first. `spare` sections are shortened first, down to MIN_ROWS rows each.
+    Rows come with the most useful first.
     """
     shown = {name: list(rows) for name, rows in sections.items()}
 
@@ -281,8 +241,7 @@ def shortened(
         return "\n".join((*shown[name], *note)) or "(nothing)"
 
     while sum(len(section(name)) for name in shown) > max_characters:
-        candidates = [name for name in shown if name in spare and len(shown[name]) > MIN_ROWS] or list(shown)
-        longest = max(candidates, key=lambda name: sum(map(len, shown[name])))
+        longest = max(shown, key=lambda name: sum(map(len, shown[name])))
         if len(shown[longest]) <= 1:
             break
         shown[longest].pop()
@@ -296,8 +255,6 @@ def attempt_rows(journal: Journal, profile: ModelProfile) -> tuple[str, ...]:
         origin, dry, deployed = attempt.origin, attempt.dry_run, attempt.deployed
         author = f"(by {quoted(origin.by)}{f', as: {quoted(origin.note)}' if origin.note else ''})"
         lines = [f"attempt {attempt.number} {author}: {plan_text(attempt.plan)}"]
-        lines += [f"  before it was applied, left out: {quoted(part)}" for part in origin.dropped]
-        lines += [f"  before it was applied, {quoted(origin.cut_back)}"] if origin.cut_back else []
         size_journal = journal if journal.applies_to_chosen_deployment(attempt) else None
         predicted = f"predicted: {predicted_text(dry, profile, size_journal)}" if dry else "nothing could be predicted"
         measured = [f"KL {attempt.calibration_kl:.2g}"] if attempt.calibration_kl is not None else []
@@ -306,7 +263,7 @@ def attempt_rows(journal: Journal, profile: ModelProfile) -> tuple[str, ...]:
             measured += [f"top-1 lost {_loss_text(deployed.drop)}"] if deployed.drop else []
             measured += [f"{size:.1%} of the bytes", f"deployed in {deployed.deployment.name}"]
         if race := attempt.race_result:
-            measured.append(f"{_speed_text(race)} times as fast as the baseline")
+            measured.append(f"{speed_text(race)} times as fast as the baseline")
         lines += [f"  {predicted}", f"  measured: {', '.join(measured) or 'nothing'}"]
         lines.append(f"  {'accepted' if attempt.accepted else 'refused'}: {quoted(attempt.reason)}")
         texts.append("\n".join(lines))
@@ -332,7 +289,8 @@ def _loss_text(drop: schemas.AccuracyDrop) -> str:
     return f"{drop.drop:.2%} [{drop.low:.2%}, {drop.high:.2%}] of {drop.num_images} images"
 
 
-def _speed_text(result: schemas.RaceResult) -> str:
+def speed_text(result: schemas.RaceResult) -> str:
+    """Return a race's speedup with its interval."""
     return f"{result.speedup:.2f} [{result.speedup_low:.2f}, {result.speedup_high:.2f}]"
 
 
@@ -365,7 +323,7 @@ def deployment_rows(search: schemas.DeploymentSearch | None, baseline: schemas.E
         outcomes = {"accepted": "keeps the accuracy", "uncertain": "may keep it", "rejected": "loses too much"}
         columns = (
             f"{option.deployment.name}{' (leads)' if leads else ''}",
-            _speed_text(race) if race else "not timed",
+            speed_text(race) if race else "not timed",
             f"{deployed.model.size_bytes / baseline.footprint.size_bytes:.1%}" if deployed else "not made",
             f"{deployed.kl:.2g}" if deployed else "",
             _loss_text(drop) if drop else "not measured",

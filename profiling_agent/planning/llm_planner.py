@@ -1,137 +1,70 @@
-"""Questions to the LLM: a plan, with the evidence tools that it may call, and the input shape."""
+"""LLM planner: the question of each planning agent, and the tools that it may call; the question of the input shape."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import ast
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from profiling_agent import schemas
-from profiling_agent.errors import PlanError, ShapeUnresolvedError
+from profiling_agent.errors import PlanError
 from profiling_agent.lib.io import DocumentError
-from profiling_agent.llm.transcript import LanguageModel, Question, Tool, quoted
+from profiling_agent.llm.transcript import Question, quoted
 from profiling_agent.planning import digest
-from profiling_agent.planning.allocation import NATS_A_POINT, allowed_kl, dry_run, guard, is_faster
+from profiling_agent.planning.allocation import NATS_A_POINT, allowed_kl, apply_demands, dry_run, is_faster
 from profiling_agent.planning.rules import parse_plan
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.pruning.widths import matching_names
-from profiling_agent.schemas import PRUNING, QUANTIZATION, Goal, InputSpec, Journal, ModelProfile, Plan, in_arrays
+from profiling_agent.schemas import Goal, Journal, ModelProfile, Plan
 
-MAX_UNITS, MAX_WIDTHS = 12, 60
+MAX_UNITS, MAX_WIDTHS, MAX_DRAFTS = 12, 60, 6
+# Characters of a tool's answer, and of evidence for an LLM with a short context.
+MAX_ANSWER, SHORT_CHARACTERS = 4_000, 5_000
 
 
-def evidence_tools(profile: ModelProfile, goal: Goal, journal: Journal | None = None) -> tuple[Tool, ...]:
-    """Return the tools for one profile and its attempts; each returns text for any arguments."""
-    tools = _EvidenceTools(profile, goal, journal.attempts if journal else ())
-    return (tools.details, tools.try_plan, tools.sensitivity, tools.refusal)
+def _read_plan(value: Any) -> Any:
+    """Return the plan in a text or in the paper's format; other values as they are."""
+    if isinstance(value, (str, dict)):
+        try:
+            return parse_plan((value if isinstance(value, str) else json.dumps(value)).encode(errors="replace"))
+        except DocumentError as error:
+            raise ValueError(str(error)) from error
+    return value
+
+
+# A plan as a tool takes it: the object, or its JSON as text.
+Draft = Annotated[Plan, BeforeValidator(_read_plan)]
+
+
+class Probe(schemas.Record):
+    """A plan that was carried out and measured on calibration images, in float32."""
+
+    kl: (
+        float | None
+    )  # KL divergence to the unpruned model, nats, on those that nothing is fitted to; None without calibration
+    num_images: int
+    num_changed: int  # images that are classified differently
+    num_lost: int  # images that only the unpruned model classifies correctly
+    num_gained: int
 
 
 @dataclass(frozen=True)
-class _EvidenceTools:
-    """Tools that the LLM may call on one model; it is sent the methods' docstrings."""
+class Lab:
+    """Measurements that an LLM may ask for; each raises PlanError with the reason if it can't be made or paid.
 
-    profile: ModelProfile
-    goal: Goal
-    attempts: tuple[schemas.Attempt, ...]
+    `prices` are seconds by the tool's name. `known_kl` returns a plan's measured KL in nats if a job has it.
+    """
 
-    def _options_of(self, unit: str) -> tuple[schemas.WidthOption, ...]:
-        row = self.profile.evidence.of(unit) if self.profile.evidence else None
-        return row.options if row else ()
-
-    def details(self, pattern: str) -> str:
-        """Return, for each unit of a group such as G1, or whose name an RE2 pattern hits, its KL in nats at every width that is known."""
-        group = digest.named_groups(self.profile).get(pattern)
-        try:
-            names = matching_names(group.pattern if group else pattern, [unit.name for unit in self.profile.units])
-        except PlanError as error:
-            return str(error)
-        lines: list[str] = []
-        for unit in (unit for unit in self.profile.units if unit.name in names):
-            kls = ", ".join(
-                f"{option.keep}: {option.kl:.2g}{'' if option.measured else '?'}{'' if is_faster(option) else '!'}"
-                for option in self._options_of(unit.name)
-            )
-            legend = "KL by width kept (? is interpolated, ! no faster alone in eager float32)"
-            widths = f"; {legend}: {kls}" if kls else ", no evidence"
-            lines.append(f"{quoted(unit.name)}: {unit.kind}, width {unit.width}{widths}")
-        more = [f"({len(lines) - MAX_UNITS} more)"] if len(lines) > MAX_UNITS else []
-        return "\n".join((*lines[:MAX_UNITS], *more)) or f"the pattern {pattern!r} hits no unit"
-
-    def try_plan(self, plan: str) -> str:
-        """Return what a plan would cut, save and cost by the evidence; `plan` is a JSON object in the answer's form."""
-        try:
-            checked = guard(parse_plan(plan.encode(errors="replace")), self.profile, self.goal)
-        except DocumentError as error:
-            return f"that is no plan: {error}"
-        problems = "; ".join((*checked.dropped, *([checked.cut_back] if checked.cut_back else [])))
-        if checked.dry_run is None or not checked.dry_run.cuts:
-            return f"nothing would be cut: {problems or 'name layers, or a target'}"
-        cut = f"{len(checked.dry_run.cuts)} of {len(self.profile.units)} units are cut"
-        text = f"{cut}, {digest.predicted_text(checked.dry_run, self.profile)}"
-        return text + (f"; but {problems}" if problems else "")
-
-    def sensitivity(self, unit: str, keep: int) -> str:
-        """Return what it costs and saves to keep so many channels or heads of one unit, named in full, all others whole."""
-        options = self._options_of(unit)
-        if not options:
-            return f"there is no evidence on a unit {quoted(unit)}"
-        option = min(options, key=lambda candidate: abs(candidate.keep - keep))
-        text = (
-            f"{quoted(unit)} kept at {option.keep}: KL {option.kl:.2g} nats ({'measured' if option.measured else 'interpolated'}), "
-            f"{option.params_saved} params and {option.macs_saved} MACs go"
-        )
-        if option.latency_saved_ms is not None:
-            text += f", {option.latency_saved_ms:.3g} ms of a batch in eager float32"
-            text += "" if is_faster(option) else " (it isn't faster, so that no target chooses it)"
-        return text + ("" if option.keep == keep else f"; {keep} is no width that it can be cut to")
-
-    def refusal(self, attempt: int) -> str:
-        """Return why an attempt, by its number, was refused or accepted, and every width that it kept."""
-        row = next((row for row in self.attempts if row.number == attempt), None)
-        if row is None:
-            return f"there was no attempt {attempt}: {len(self.attempts)} were measured"
-        widths = row.dry_run.widths if row.dry_run else ()
-        shown = ", ".join(f"{quoted(name)} {keep}" for name, keep in widths[:MAX_WIDTHS])
-        more = f" and {len(widths) - MAX_WIDTHS} more" if len(widths) > MAX_WIDTHS else ""
-        return f"{'accepted' if row.accepted else 'refused'}: {quoted(row.reason)}; kept: {shown or 'everything'}{more}"
-
-
-MAX_RECOMMENDATIONS = 40
-# Characters of evidence for an LLM with a short context.
-SHORT_CHARACTERS = 5_000
-
-
-class PlanAnswer(schemas.Record):
-    """A plan in the words of a language model."""
-
-    reason: str = Field(max_length=2000, description="what of the evidence this plan follows from")
-    pruning: tuple[schemas.PruningRecommendation, ...] = Field(
-        default=(), max_length=MAX_RECOMMENDATIONS, validation_alias=AliasChoices(*PRUNING)
-    )
-    target: schemas.Target | None = None
-    caps: tuple[schemas.Cap, ...] = Field(default=(), max_length=MAX_RECOMMENDATIONS)
-    quantization: tuple[schemas.QuantizationRecommendation, ...] | None = Field(
-        default=None, max_length=MAX_RECOMMENDATIONS, validation_alias=AliasChoices(*QUANTIZATION)
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_paper_format(cls, document: Any) -> Any:
-        fields = in_arrays(document)
-        # The paper's answers justify each part, and have no reason for the whole.
-        is_from_paper = isinstance(fields, dict) and bool({PRUNING[1], QUANTIZATION[1]} & set(fields))
-        return {"reason": "", **fields} if is_from_paper else fields
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan without its reason."""
-        return Plan(pruning=self.pruning, target=self.target, caps=self.caps, quantization=self.quantization)
-
-
-class NextAnswer(PlanAnswer):
-    """The next plan, or the reason to stop."""
-
-    stop: bool = Field(default=False, description="true: no further plan is worth an evaluation")
+    prices: Mapping[str, float]
+    probe: Callable[[Plan], Probe]
+    probe_layers: Callable[[str, str], float]
+    time_plan: Callable[[Plan], schemas.RaceResult]
+    known_kl: Callable[[Plan], float | None]
 
 
 @dataclass(frozen=True)
@@ -147,68 +80,248 @@ class Setting:
     rule: str = "by its measured loss of top-1"
     admission: str = "Your plan is measured."
     undeployable: Callable[[Plan], str | None] = lambda _: None
+    lab: Lab | None = None
 
 
 UNKNOWN = Setting()
 
 
-def plan_question(
-    profile: ModelProfile,
-    goal: Goal,
-    rules: Plan | None,
-    journal: Journal | None,
-    max_characters: int = digest.MAX_CHARACTERS,
-    *,
-    attempts_left: int | None = None,
-    setting: Setting = UNKNOWN,
-) -> Question:
-    """Return the question of the analysis agent, or with `attempts_left` that of the iterative pruning agent."""
-    search = journal.deployment_search if journal else None
-    sections = {
-        "deployments": digest.deployment_rows(search, journal.baseline) if journal else (),
-        "groups": digest.group_rows(profile),
-        "frontier": digest.frontier_rows(profile, goal),
-        "units": digest.unit_rows(profile),
-        "operators": digest.operator_rows(profile),
-        "layers": digest.layer_rows(profile),
-    }
-    agent, extra, rules_text = "analysis", dict[str, object](), "to stop"
-    if attempts_left is not None and journal is not None:
-        agent, extra = "iterative_pruning", {"attempts_left": attempts_left, "kl_so_far": digest.kl_so_far(journal)}
-        sections = {"attempts": tuple(reversed(digest.attempt_rows(journal, profile))), **sections}
-    if rules is not None:
+class Answer(schemas.Record):
+    """What the LLM handed over: a plan, or None for the advice to stop, after so many refusals."""
+
+    plan: Draft | None
+    reason: str = ""
+    repairs: int = 0
+
+
+@dataclass(frozen=True)
+class Planning:
+    """One plan to be found: what the LLM is shown, the tools that it may call, and what would be refused.
+
+    `rules` is the rules' plan, None if they would stop. `num_left` are the attempts left, None before the first. `objection` returns why a plan isn't
+    measured, or None.
+    """
+
+    profile: ModelProfile
+    goal: Goal
+    rules: Plan | None
+    journal: Journal | None = None
+    num_left: int | None = None
+    setting: Setting = UNKNOWN
+    objection: Callable[[Plan], str | None] = field(default=lambda _: None)
+
+    @property
+    def agent(self) -> str:
+        """Return the name of the agent that plans."""
+        return "analysis" if self.num_left is None else "iterative_pruning"
+
+    @property
+    def attempt(self) -> int:
+        """Return the number of the attempt that the plan is for."""
+        return len(self.journal.attempts) + 1 if self.journal else 1
+
+    @property
+    def tools(self) -> tuple[Callable[..., str], ...]:
+        """Return the tools, the LLM's name and description of which are the functions'."""
+        free = (self.details, self.frontier, self.try_plans, self.refusal, self.layer_costs, self.source)
+        priced = (self.probe, self.probe_layers, self.time_plan) if self.setting.lab else ()
+        return (*free, *priced, self.submit, *((self.stop,) if self.num_left is not None else ()))
+
+    def price_of(self, tool: str) -> float:
+        """Return what a call of a tool takes of the run's time, in seconds."""
+        return self.setting.lab.prices.get(tool, 0.0) if self.setting.lab else 0.0
+
+    def details(self, group: str) -> str:
+        """Return, for each unit of a group such as G1, or whose name an RE2 pattern hits, its KL in nats at every width that is known."""
+        named = digest.named_groups(self.profile).get(group)
+        try:
+            names = matching_names(named.pattern if named else group, [unit.name for unit in self.profile.units])
+        except PlanError as error:
+            return str(error)
+        lines: list[str] = []
+        for unit in (unit for unit in self.profile.units if unit.name in names):
+            row = self.profile.evidence.of(unit.name) if self.profile.evidence else None
+            kls = ", ".join(
+                f"{option.keep}: {option.kl:.2g}{'' if option.measured else '?'}{'' if is_faster(option) else '!'}"
+                for option in (row.options if row else ())
+            )
+            legend = "KL by width kept (? is interpolated, ! no faster alone in eager float32)"
+            lines.append(
+                f"{quoted(unit.name)}: {unit.kind}, width {unit.width}{f'; {legend}: {kls}' if kls else ', no evidence'}"
+            )
+        more = [f"({len(lines) - MAX_UNITS} more)"] if len(lines) > MAX_UNITS else []
+        return "\n".join((*lines[:MAX_UNITS], *more)) or f"the pattern {group!r} hits no unit"
+
+    def frontier(self, max_ratios: dict[str, float]) -> str:
+        """Return what can be reached, by metric, if the units that each RE2 pattern hits are cut by at most its ratio; 0 leaves them alone."""
+        try:
+            caps = tuple(schemas.Cap(layer=layer, max_ratio=ratio) for layer, ratio in max_ratios.items())
+            dry_run(Plan(caps=caps), self.profile)
+        except (PlanError, ValueError) as error:
+            return f"no frontier: {error}"
+        goal = self.goal.model_copy(update={"caps": (*self.goal.caps, *caps)})
+        rows = digest.frontier_rows(self.profile, goal)
+        return "\n".join((digest.LEGENDS["frontier_legend"], *rows)) if rows else "there is no evidence"
+
+    def try_plans(self, plans: list[Draft]) -> str:
+        """Return the dry run of each draft, next to each other: what it would cut, save and cost by the evidence."""
+        return "\n".join(f"{number}: {self._dry_run(plan)}" for number, plan in enumerate(plans[:MAX_DRAFTS], 1))
+
+    def _dry_run(self, plan: Plan) -> str:
+        try:
+            dry = dry_run(apply_demands(plan, self.goal), self.profile)
+        except PlanError as error:
+            return f"can't be made: {error}"
+        if not dry.cuts:
+            return f"cuts nothing: {'; '.join(dry.notes[:3]) or 'name layers, or a target'}"
+        cut = f"cuts {len(dry.cuts)} of {len(self.profile.units)} units"
+        objection = self.objection(plan)
+        return f"{cut}, {digest.predicted_text(dry, self.profile)}{f'; would be refused: {objection}' if objection else ''}"
+
+    def refusal(self, attempt: int) -> str:
+        """Return why an attempt, by its number, was refused or accepted, and every width that it kept."""
+        attempts = self.journal.attempts if self.journal else ()
+        row = next((row for row in attempts if row.number == attempt), None)
+        if row is None:
+            return f"there was no attempt {attempt}: {len(attempts)} were measured"
+        widths = row.dry_run.widths if row.dry_run else ()
+        shown = ", ".join(f"{quoted(name)} {keep}" for name, keep in widths[:MAX_WIDTHS])
+        more = f" and {len(widths) - MAX_WIDTHS} more" if len(widths) > MAX_WIDTHS else ""
+        return f"{'accepted' if row.accepted else 'refused'}: {quoted(row.reason)}; kept: {shown or 'everything'}{more}"
+
+    def layer_costs(self) -> str:
+        """Return the layers that quantization may name, and what int8 costs those that cost most in the deployment that leads."""
+        lines = ["name, # for a number | kind | how many | % of params, MACs, time", *digest.layer_rows(self.profile)]
+        search = self.journal.deployment_search if self.journal else None
+        tuned = search.of(search.chosen).tuned if search and search.chosen else None
+        if search and tuned and tuned.layers:
+            lines += ["", f"layer alone in int8, {search.chosen and search.chosen.name} | KL in nats | % of MACs"]
+            rows = sorted(tuned.layers, key=lambda row: -row.kl)[:MAX_UNITS]
+            kept = ", left in float"
+            lines += [f"{quoted(r.layer)} | {r.kl:.2g} | {r.macs_share:.1%}{kept if r.kept else ''}" for r in rows]
+        return "\n".join(lines)
+
+    def source(self, module: str) -> str:
+        """Return the start of the source of a module's class, such as the architecture's, as transformers or timm define it."""
+        return class_source(self.profile.architecture, module)
+
+    def probe(self, plan: Draft) -> str:
+        """Prune and compensate by a plan for real: return its KL to the unpruned model and the answers that change, on calibration images in float32."""
+        assert self.setting.lab is not None, "without a lab the tool isn't offered"
+        try:
+            found = self.setting.lab.probe(plan)
+            predicted = dry_run(apply_demands(plan, self.goal), self.profile).kl
+        except PlanError as error:
+            return f"not probed: {error}"
+        kl = "unknown, without calibration" if found.kl is None else f"{found.kl:.2g} nats"
+        against = "" if predicted is None else f" ({predicted:.2g} predicted)"
+        images = f"of {found.num_images} images {found.num_changed} are classified differently"
+        return f"measured KL {kl}{against}; {images}, {found.num_lost} lost and {found.num_gained} gained"
+
+    def probe_layers(self, scheme: Literal["dynamic", "static"], layers: str) -> str:
+        """Return the KL of the unpruned model with the layers that an RE2 pattern hits in an int8 scheme, all others in float32."""
+        assert self.setting.lab is not None, "without a lab the tool isn't offered"
+        try:
+            kl = self.setting.lab.probe_layers(scheme, layers)
+        except PlanError as error:
+            return f"not probed: {error}"
+        return f"measured KL {kl:.2g} nats with these layers in {scheme} int8"
+
+    def time_plan(self, plan: Draft) -> str:
+        """Prune by a plan, deploy it as an attempt would be, and race it against the unpruned model once."""
+        assert self.setting.lab is not None, "without a lab the tool isn't offered"
+        try:
+            result = self.setting.lab.time_plan(plan)
+        except PlanError as error:
+            return f"not timed: {error}"
+        return f"{digest.speed_text(result)} times as fast as the baseline, in one short race"
+
+    def submit(self, plan: Draft, reason: str) -> str:
+        """Hand the plan over, with what of the evidence it follows from, in at most three sentences."""
+        del plan, reason
+        return "received"
+
+    def stop(self, reason: str) -> str:
+        """Advise against another plan, with the reason."""
+        del reason
+        return "received"
+
+    def question(self, max_characters: int = digest.MAX_CHARACTERS) -> Question:
+        """Return the agent's instructions, and the evidence in at most about so many characters."""
+        profile, goal, journal, setting = self.profile, self.goal, self.journal, self.setting
+        search = journal.deployment_search if journal else None
+        sections: dict[str, Sequence[str]] = {
+            "deployments": digest.deployment_rows(search, journal.baseline) if journal else (),
+            "groups": digest.group_rows(profile),
+            "frontier": digest.frontier_rows(profile, goal),
+        }
+        share, extra = profile.launch_bound_share, dict[str, object]()
+        launches = "" if share is None else f"; {digest.launch_text(share, 'eager float32')}"
+        if self.num_left is not None and journal is not None:
+            extra = {"attempts_left": self.num_left, "kl_so_far": digest.kl_so_far(journal)}
+            sections = {"attempts": tuple(reversed(digest.attempt_rows(journal, profile))), **sections}
+        evidence = render(
+            self.agent,
+            goal=digest.goal_text(goal),
+            demands=digest.demand_rows(goal),
+            rule=setting.rule,
+            admission=setting.admission,
+            nats_a_point=" to ".join(f"{nats:g}" for nats in NATS_A_POINT),
+            allowed_kl=f"{allowed_kl(goal):.2g}",
+            model=f"{quoted(profile.architecture)}, {profile.params} params, {profile.macs} MACs",
+            machine=f"{quoted(setting.machine)}, {profile.device}, batches of {profile.batch_size}{launches}",
+            latency=f"{profile.headline.latency.median_ms:.4g} ms",
+            rules=self._rules_text(),
+            rejected=digest.rejection_rows(journal.rejected if journal else ()),
+            **digest.LEGENDS,
+            # The last rows of a section are dropped first.
+            **digest.shortened(sections, max_characters),
+            **extra,
+        )
+        form = render("plan_form", schemes=", ".join(setting.schemes) or "none, leave it null")
+        instructions = render(f"{self.agent}_role", form=form, examples=render(f"{self.agent}_examples"))
+        return Question(agent=self.agent, instructions=instructions, evidence=evidence)
+
+    def _rules_text(self) -> str:
+        rules, journal = self.rules, self.journal
+        if rules is None:
+            return "to stop"
         try:
             size_journal = journal if rules.quantization is None else None
-            prediction = f"predicted: {digest.predicted_text(dry_run(rules, profile), profile, size_journal)}"
+            predicted = digest.predicted_text(dry_run(rules, self.profile), self.profile, size_journal)
+            return f"{digest.plan_text(rules)}\n  predicted: {predicted}"
         except PlanError as error:
-            prediction = f"which can't be made: {quoted(str(error))}"
-        rules_text = f"{digest.plan_text(rules)}\n  {prediction}"
-    evidence = render(
-        agent,
-        goal=digest.goal_text(goal),
-        demands=digest.demand_rows(goal),
-        rule=setting.rule,
-        admission=setting.admission,
-        nats_a_point=" to ".join(f"{nats:g}" for nats in NATS_A_POINT),
-        allowed_kl=f"{allowed_kl(goal):.2g}",
-        model=f"{quoted(profile.architecture)}, {profile.params} params, {profile.macs} MACs",
-        machine=f"{quoted(setting.machine)}, {profile.device}, batches of {profile.batch_size}",
-        latency=f"{profile.headline.latency.median_ms:.4g} ms",
-        rules=rules_text,
-        rejected=digest.rejection_rows(journal.rejected if journal else ()),
-        **digest.LEGENDS,
-        # Of these sections the last rows are dropped first.
-        **digest.shortened(sections, max_characters, spare=("units", "operators", "layers")),
-        **extra,
-    )
-    form = render("plan_form", schemes=", ".join(setting.schemes) or "none, leave it null")
-    instructions = render(f"{agent}_role", form=form, examples=render(f"{agent}_examples"))
-    return Question(agent=agent, instructions=instructions, evidence=evidence)
+            return f"{digest.plan_text(rules)}\n  which can't be made: {quoted(str(error))}"
+
+
+def class_source(architecture: str, name: str) -> str:
+    """Return the start of the source of a class, from the file of transformers or timm that defines the architecture, else the first that has it."""
+    if not name.isidentifier():
+        return f"{quoted(name)} is no class: give a name such as {architecture}"
+    for path in (*_files_of(architecture), *_model_files()):
+        text = path.read_text(encoding="utf-8")
+        if f"class {name}(" in text:
+            classes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+            source = next((ast.get_source_segment(text, each) for each in classes if each.name == name), None)
+            return f"# {path.name}\n{source}"
+    return f"neither transformers nor timm defines a class {quoted(name)}"
+
+
+@cache
+def _model_files() -> tuple[Path, ...]:
+    """Return the files of the installed transformers and timm that define models; neither is imported, which would import torch."""
+    specs = [importlib.util.find_spec(name) for name in ("transformers", "timm")]
+    roots = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
+    return tuple(path for root in roots for path in sorted((root / "models").glob("**/*.py")))
+
+
+@cache
+def _files_of(architecture: str) -> tuple[Path, ...]:
+    return tuple(path for path in _model_files() if f"class {architecture}(" in path.read_text(encoding="utf-8"))[:1]
 
 
 # Lines, and characters of each: settings are numbers and short lists, and longer ones don't describe a shape.
 MAX_LINES, MAX_LINE_LENGTH = 80, 500
-Accepted = TypeVar("Accepted")
 
 
 class ShapeAnswer(schemas.Record):
@@ -218,31 +331,6 @@ class ShapeAnswer(schemas.Record):
     height: int = Field(ge=1, le=4096)
     width: int = Field(ge=1, le=4096)
     reason: str = Field(default="", max_length=500)
-
-
-def advised_shape(
-    advisor: LanguageModel, facts: schemas.ShapeFacts, accept: Callable[[InputSpec], Accepted]
-) -> Accepted:
-    """Return `accept`'s result for the LLM's shape; the reason of a refusal goes back to the LLM.
-
-    Raises:
-        AdvisorError: no valid answer came.
-        ShapeUnresolvedError: `accept` refused all of them.
-    """
-    accepted: list[Accepted] = []
-
-    def check(answer: ShapeAnswer) -> str | None:
-        shape = answer.model_dump(exclude={"reason"})
-        try:
-            accepted.append(accept(InputSpec(**shape, source=advisor.name)))
-        except ShapeUnresolvedError as error:
-            return str(error)
-        return None
-
-    advice = advisor.ask(shape_question(facts), ShapeAnswer, check=check)
-    if advice.complaint is not None:
-        raise ShapeUnresolvedError(f"{advisor.name}: {advice.complaint}")
-    return accepted[-1]
 
 
 def shape_question(facts: schemas.ShapeFacts) -> Question:

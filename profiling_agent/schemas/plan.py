@@ -321,6 +321,9 @@ class ApprovalQuestion(Record):
     latency_saved: float | None  # fraction of the layers' time, by the latency table
     kl: float | None  # nats
     notes: tuple[str, ...] = ()
+    question: str = (
+        ""  # what the LLM asks before it hands a plan over; `accept` says yes, the reason of `reject` is another answer
+    )
     choices: tuple[str, ...] = get_args(Decision)
     problem: str | None = None  # why the last answer could not be taken
 

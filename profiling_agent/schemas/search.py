@@ -71,14 +71,21 @@ class DeploymentSearch(Record):
 
 
 class Origin(Record):
-    """Who proposed a plan, and how the proposal was changed before it was applied."""
+    """Who proposed a plan, with the reason, after how many refusals."""
 
     by: str  # rules, user, or the name of a language model
     reason: str = ""
     repairs: int = 0
-    dropped: tuple[str, ...] = ()  # parts that could not be carried out, each with the reason
-    cut_back: str | None = None  # why it was made milder before it was applied
     note: str | None = None  # why it is not by the one who was asked
+
+
+class ToolCall(Record):
+    """A tool that the LLM called for the plan of an attempt, and the first line of the answer."""
+
+    attempt: int
+    tool: str
+    arguments: str
+    answer: str
 
 
 class Spent(Record):
@@ -89,6 +96,7 @@ class Spent(Record):
     output_tokens: int | None = 0
     repairs: int = 0
     failures: tuple[str, ...] = ()  # why questions were left to the rules
+    calls: tuple[ToolCall, ...] = ()  # of tools, in order: how the plans were found
     unread_lines: int = 0  # lines of `llm.jsonl` that are none of ours, or damaged
 
 

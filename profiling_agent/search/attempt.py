@@ -205,6 +205,22 @@ def _race(evaluator: Evaluator, options: list[DeploymentOption]) -> list[str]:
     return [warning] if (warning := noise_warning(race)) else []
 
 
+def prune_task(evaluator: Evaluator, dry: schemas.DryRun) -> PruneTask:
+    """Build the job that cuts and compensates the baseline as a dry run says."""
+    # Units are ranked by the evidence, or by weights without evidence or calibration.
+    evidence = evaluator.profile.evidence if evaluator.goal.calibrate else None
+    return PruneTask(
+        baseline=evaluator.baseline,
+        cuts=dry.cuts,
+        keep=evidence.kept(dict(dry.widths)) if evidence else {},
+        calibration=evaluator.acquired.calibration,
+        seed=evaluator.settings.seed,
+        compensate=evaluator.goal.calibrate,
+        batch_size=evaluator.settings.batch_size,
+        device=evaluator.device,
+    )
+
+
 def prune_attempt(evaluator: Evaluator, plan: Plan) -> Attempt:
     """Prune by the plan and, if requested, recover; an attempt with a reason goes no further."""
     attempt = Attempt(number=0, plan=plan, accepted=False, reason="")
@@ -216,19 +232,7 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> Attempt:
         return attempt.model_copy(update={"reason": str(error)})
     if not dry.cuts:
         return attempt.model_copy(update={"dry_run": dry, "reason": f"nothing is cut: {'; '.join(dry.notes[:3])}"})
-    acquired, settings = evaluator.acquired, evaluator.settings
-    # Units are ranked by the evidence, or by weights without evidence or calibration.
-    evidence = evaluator.profile.evidence if evaluator.goal.calibrate else None
-    task = PruneTask(
-        baseline=evaluator.baseline,
-        cuts=dry.cuts,
-        keep=evidence.kept(dict(dry.widths)) if evidence else {},
-        calibration=acquired.calibration,
-        seed=settings.seed,
-        compensate=evaluator.goal.calibrate,
-        batch_size=settings.batch_size,
-        device=evaluator.device,
-    )
+    acquired, settings, task = evaluator.acquired, evaluator.settings, prune_task(evaluator, dry)
     update: dict[str, Any] = {"dry_run": dry}
     try:
         pruned = evaluator.jobs.run(task)

@@ -1,38 +1,41 @@
 """Planners: the next plan by rules, by a language model, or by both."""
 
 import math
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from profiling_agent.errors import AdvisorError, ContextTooLongError, PlanError
+from profiling_agent.errors import AdvisorError, PlanError
 from profiling_agent.lib.machine import environment
-from profiling_agent.llm.transcript import Advice, LanguageModel
 from profiling_agent.planning import allocation
 from profiling_agent.planning.allocation import (
-    CheckedPlan,
+    allowed_kl,
     apply_demands,
     dry_run,
     dry_run_or_none,
     saved_share,
     scaled,
 )
-from profiling_agent.planning.digest import MAX_CHARACTERS
-from profiling_agent.planning.llm_planner import (
-    SHORT_CHARACTERS,
-    UNKNOWN,
-    NextAnswer,
-    PlanAnswer,
-    Setting,
-    evidence_tools,
-    plan_question,
-)
+from profiling_agent.planning.digest import plan_text
+from profiling_agent.planning.llm_planner import UNKNOWN, Answer, Planning, Setting
 from profiling_agent.planning.rules import analyse
-from profiling_agent.schemas import DryRun, Goal, Journal, ModelProfile, Origin, Plan, StopReason, Target
+from profiling_agent.pruning.widths import matching_names
+from profiling_agent.schemas import (
+    EVERYTHING,
+    Attempt,
+    DryRun,
+    Goal,
+    Journal,
+    ModelProfile,
+    Origin,
+    Plan,
+    StopReason,
+    Target,
+)
 from profiling_agent.search.deployments import why_undeployable
 from profiling_agent.search.evaluator import Evaluator
+from profiling_agent.search.probes import lab_of
 from profiling_agent.search.selection import rule_text
 
 # Steps of the paper's loop, which depends on the last evaluation only.
@@ -132,24 +135,34 @@ TOLERANCE, TINY_KL = 1.1, 1e-5
 # Its saving must differ by this share of the model from measured ones, to show anything.
 STEP = 0.01
 # Parts of the prompt; `_objection` applies them.
-ALWAYS = "Your plan is measured where it cuts something, nobody has measured or rejected it, and a runtime here can do what it asks of quantization"
+ALWAYS = (
+    "Your plan is refused if it can't be made or cuts nothing, if it was measured or rejected before, if no runtime here can do what it asks of quantization, "
+    "or if its KL is above the limit. A probe's KL counts more than a predicted one"
+)
 AS_THE_ALLOCATOR = (
-    f"where it is predicted to cost at most {TOLERANCE:g} times the KL at which the allocator saves as much of its target's metric (of the rules' where it "
-    "has no target)"
+    f"It is also refused if its KL is more than {TOLERANCE:g} times that of the allocator's plan for the same saving, with the metric of its target or of the "
+    "rules'. If both plans were probed, the probes decide, else the predictions"
 )
 IS_NEW = (
-    f"where what it saves of that lies at least {STEP / 2:.1%} of the model above all that was accepted and below what was refused, among attempts that are "
-    "deployed alike"
+    f"It is also refused if it saves less than {STEP / 2:.1%} of the model more than an accepted attempt that is deployed alike, or not as much less than a "
+    "refused one"
 )
-ELSE = "You are told at once where it isn't, and may mend it; after that the rules' plan is measured instead, and your next question says why"
+ELSE = "A refusal tells you the number. After two more the rules' plan is measured instead"
 
 Proposal = tuple[Plan, Origin]
 
 
-def setting_of(evaluator: Evaluator, journal: Journal | None = None) -> Setting:
-    """Return what the prompt contains about the machine and about how plans are judged."""
+class Advisor(NamedTuple):
+    """Language model that plans: its name, and a function that finds a plan with it, or raises AdvisorError."""
+
+    name: str
+    find_plan: Callable[[Planning], Answer]
+
+
+def setting_of(evaluator: Evaluator, journal: Journal) -> Setting:
+    """Return what the prompt contains about the machine and about how plans are judged, and the lab of the tools."""
     goal, supported = evaluator.goal, evaluator.choices.supported
-    drops = [row.deployed.drop for row in (journal.attempts if journal else ()) if row.deployed and row.deployed.drop]
+    drops = [row.deployed.drop for row in journal.attempts if row.deployed and row.deployed.drop]
     changed_shares = [(drop.num_lost + drop.num_gained) / drop.num_images for drop in drops]
     schemes = tuple(f"{runtime} {scheme}" for runtime, schemes in supported.items() for scheme in schemes)
     return Setting(
@@ -157,6 +170,7 @@ def setting_of(evaluator: Evaluator, journal: Journal | None = None) -> Setting:
         schemes=() if goal.selection == "paper" else schemes,
         rule=rule_text(goal, len(evaluator.searched), max(changed_shares, default=None)),
         undeployable=partial(why_undeployable, choices=evaluator.choices, goal=goal),
+        lab=lab_of(evaluator, journal),
     )
 
 
@@ -165,12 +179,12 @@ def admission_text(planner: Planner, *, is_first: bool) -> str:
     if planner == "llm":
         return f"{ALWAYS}. {ELSE}."
     if is_first:
-        return f"{ALWAYS}, and {AS_THE_ALLOCATOR}. {ELSE}. The rules' own plan is measured after yours, unless what yours did answers for it."
-    return f"{ALWAYS}, {AS_THE_ALLOCATOR}, and {IS_NEW}. {ELSE}."
+        return f"{ALWAYS}. {AS_THE_ALLOCATOR}. {ELSE}. The rules' own plan is measured after yours, unless yours answers for it."
+    return f"{ALWAYS}. {AS_THE_ALLOCATOR}. {IS_NEW}. {ELSE}."
 
 
 def first_proposal(
-    advisor: LanguageModel | None,
+    advisor: Advisor | None,
     planner: Planner,
     profile: ModelProfile,
     goal: Goal,
@@ -179,15 +193,16 @@ def first_proposal(
     *,
     setting: Setting = UNKNOWN,
 ) -> Proposal:
-    """Return the first plan: a language model's, which sees the rules' plan, or the rules' if there is an objection."""
+    """Return the first plan: a language model's, which sees the rules' plan, or the rules' if it fails or is refused."""
     if advisor is None or planner == "rules":
         return rules, RULES
-    answer = _ask(advisor, planner, profile, goal, rules, journal, setting, target=rules.target)
-    return answer if isinstance(answer, tuple) else (rules, Origin(by="rules", note=answer))
+    planning = Planning(profile, goal, rules, journal, setting=setting)
+    choice = _ask(advisor, planner, planning, rules.target)
+    return choice if isinstance(choice, tuple) else (rules, Origin(by="rules", note=choice))
 
 
 def next_proposal(
-    advisor: LanguageModel | None,
+    advisor: Advisor | None,
     planner: Planner,
     profile: ModelProfile,
     goal: Goal,
@@ -210,72 +225,38 @@ def next_proposal(
     num_left = max_iterations - len(journal.attempts)
     if advisor is None or planner == "rules" or num_left <= 0:
         return own
-    if rules_plan is not None and not _is_redundant(rules_plan, profile, journal):
+    if rules_plan is not None and not _is_redundant(rules_plan, profile, journal, setting):
         return rules_plan, Origin(by="rules", note=f"beside {advisor.name}'s first plan, the rules' own is measured")
-    offered, target = None if isinstance(rules, StopReason) else rules, (rules_plan or first.plan).target
-    answer = _ask(advisor, planner, profile, goal, offered, journal, setting, target=target, num_left=num_left)
-    if isinstance(answer, (tuple, StopReason)):
-        return answer
-    return own if isinstance(rules, StopReason) else (rules, Origin(by="rules", note=answer))
+    offered = None if isinstance(rules, StopReason) else rules
+    planning = Planning(profile, goal, offered, journal, num_left, setting)
+    choice = _ask(advisor, planner, planning, (rules_plan or first.plan).target)
+    if isinstance(choice, (tuple, StopReason)):
+        return choice
+    return own if isinstance(rules, StopReason) else (rules, Origin(by="rules", note=choice))
 
 
-def _ask(  # noqa: PLR0913 (all that a question is made of)
-    advisor: LanguageModel,
-    planner: Planner,
-    profile: ModelProfile,
-    goal: Goal,
-    rules: Plan | None,
-    journal: Journal | None,
-    setting: Setting,
-    *,
-    target: Target | None,
-    num_left: int | None = None,
-) -> Proposal | StopReason | str:
+def _ask(advisor: Advisor, planner: Planner, planning: Planning, target: Target | None) -> Proposal | StopReason | str:
     """Return a language model's proposal, a stop if it decides alone, or why the rules' plan is measured instead.
 
-    `num_left` are the attempts left, None before the first. `target` is that of the rules' first plan, whose metric plans are compared by.
+    `target` is that of the rules' first plan, whose metric plans are compared by.
     """
-    setting = replace(setting, admission=admission_text(planner, is_first=num_left is None))
-    answer_type: type[PlanAnswer] = NextAnswer if num_left is not None else PlanAnswer
-    tools = evidence_tools(profile, goal, journal)
-    # The last answer's plan, None for the advice to stop, and the objection to it.
-    checked: list[tuple[CheckedPlan | None, str | None]] = [(None, None)]
-
-    def check(answer: PlanAnswer) -> str | None:
-        if isinstance(answer, NextAnswer) and answer.stop:
-            checked.append((None, None))
-            return None
-        plan = allocation.guard(answer.plan, profile, goal)
-        objection = _objection(plan, planner, profile, goal, journal, target, setting)
-        checked.append((plan, objection))
-        return plan.complaint or objection
-
-    def ask(max_characters: int) -> Advice[PlanAnswer]:
-        question = plan_question(profile, goal, rules, journal, max_characters, attempts_left=num_left, setting=setting)
-        return advisor.ask(question, answer_type, check=check, tools=tools)
-
+    setting = replace(planning.setting, admission=admission_text(planner, is_first=planning.num_left is None))
+    planning = replace(planning, setting=setting)
+    objection = partial(_objection, planning=planning, planner=planner, target=target)
     try:
-        try:
-            advice = ask(MAX_CHARACTERS)
-        except ContextTooLongError:
-            advice = ask(SHORT_CHARACTERS)
+        answer = advisor.find_plan(replace(planning, objection=objection))
     except AdvisorError as error:
         return str(error)
-    plan, objection = checked[-1]
-    reason = advice.value.reason
-    if plan is not None and objection is None:
-        return plan.plan, Origin(
-            by=advisor.name, reason=reason, repairs=advice.repairs, dropped=plan.dropped, cut_back=plan.cut_back
-        )
-    if plan is None and planner == "llm" and num_left is not None:
-        return StopReason.ADVISED
-    return f"{advisor.name}: {objection or f'advises to stop ({reason[:200]})'}"
+    if answer.plan is not None:
+        plan = apply_demands(answer.plan, planning.goal)
+        return plan, Origin(by=advisor.name, reason=answer.reason, repairs=answer.repairs)
+    return StopReason.ADVISED if planner == "llm" else f"{advisor.name}: advises to stop ({answer.reason[:200]})"
 
 
-def _is_redundant(rules_plan: Plan, profile: ModelProfile, journal: Journal) -> bool:
+def _is_redundant(rules_plan: Plan, profile: ModelProfile, journal: Journal, setting: Setting) -> bool:
     """Return whether the rules' first plan is already measured, rejected, or answered by the first attempt.
 
-    An accepted attempt answers it if it saves as much of every metric; a refused one if its predicted KL was no higher.
+    An accepted attempt answers it if it saves as much of every metric; a refused one if its KL was no higher, as probed or else as predicted.
     """
     first, dry = journal.attempts[0], dry_run(rules_plan, profile)
     if len(journal.attempts) > 1 or any(dry.widths == dry_run(row.plan, profile).widths for row in journal.rejected):
@@ -292,52 +273,90 @@ def _is_redundant(rules_plan: Plan, profile: ModelProfile, journal: Journal) -> 
     gains = [saved_share(dry.cuts, profile, metric) - saved_share(prior.cuts, profile, metric) for metric in metrics]
     if first.accepted:
         return max(gains) < STEP
-    if dry.kl is not None and prior.kl is not None:
-        return dry.kl * TOLERANCE >= prior.kl
+    known = setting.lab.known_kl(rules_plan) if setting.lab else None
+    kl, prior_kl = (known, first.calibration_kl) if known is not None else (dry.kl, prior.kl)
+    if kl is not None and prior_kl is not None:
+        return kl * TOLERANCE >= prior_kl
     return min(gains) > -STEP
 
 
-def _objection(
-    checked: CheckedPlan,
-    planner: Planner,
-    profile: ModelProfile,
-    goal: Goal,
-    journal: Journal | None,
-    target: Target | None,
-    setting: Setting,
-) -> str | None:
-    """Return why a language model's plan is not measured, or None; `target` is the rules'."""
-    plan, dry = checked.plan, checked.dry_run
-    if dry is None or not dry.cuts:
-        return f"nothing is left of its plan ({'; '.join(checked.dropped[:3]) or 'it names no layers and no target'})"
+def _objection(plan: Plan, planning: Planning, planner: Planner, target: Target | None) -> str | None:
+    """Return why a language model's plan is not measured, with the number that a dry run or a probe has, or None.
+
+    `target` is the rules'.
+    """
+    profile, goal, journal, setting = planning.profile, planning.goal, planning.journal, planning.setting
+    plan = apply_demands(plan, goal)
+    try:
+        dry = dry_run(plan, profile)
+    except PlanError as error:
+        return str(error)
+    if not dry.cuts:
+        return f"it cuts nothing: {'; '.join(dry.notes[:3]) or 'name layers, or a target'}"
     if any(dry.widths == dry_run(row.plan, profile).widths for row in (journal.rejected if journal else ())):
-        return "its plan was rejected already"
-    if problem := setting.undeployable(plan):
+        return "a person rejected it already"
+    if problem := setting.undeployable(plan) or _unknown_layers(plan, profile):
         return problem
-    # Attempts that are deployed as the plan would be, each with what it cuts.
-    measured = list[tuple[DryRun, bool]]()
+    # Attempts that are deployed as the plan would be.
+    alike = list[Attempt]()
     if journal is not None:
         wish, leading = plan.quantization, journal.deployment.recommendations if journal.deployment else ()
         if wish is None or wish == leading:
             alike = [row for row in journal.attempts if journal.applies_to_chosen_deployment(row)]
         else:
             alike = [row for row in journal.attempts if row.plan.quantization == wish]
-        measured = [(row.dry_run, row.accepted) for row in alike if row.dry_run]
-    if any(dry.widths == prior.widths for prior, _ in measured):
-        return "its plan was measured already"
-    if planner == "llm" or dry.kl is None or profile.evidence is None:
+    measured = [(row.number, row.dry_run, row.accepted) for row in alike if row.dry_run]
+    if same := next((number for number, prior, _ in measured if dry.widths == prior.widths), None):
+        return f"attempt {same} measured it already"
+    if problem := _dearness(plan, dry, planning, planner, target):
+        return problem
+    if planner == "llm" or dry.kl is None or profile.evidence is None or journal is None or not journal.attempts:
         return None
     metric = (plan.target or target or Target(saving=0.5)).metric
     saving = saved_share(dry.cuts, profile, metric)
-    with suppress(PlanError):
-        min_kl = dry_run(apply_demands(Plan(target=Target(metric=metric, saving=max(saving, 1e-6))), goal), profile).kl
-        if min_kl is not None and dry.kl > min_kl * TOLERANCE + TINY_KL:
-            return f"its plan costs {dry.kl:.2g} nats, where the allocator saves as much for {min_kl:.2g}: {saving:.1%} of the {metric}"
-    if journal is None or not journal.attempts:
-        return None
-    savings = [(saved_share(prior.cuts, profile, metric), accepted) for prior, accepted in measured]
+    savings = [(saved_share(prior.cuts, profile, metric), accepted) for _, prior, accepted in measured]
     low = max((share for share, accepted in savings if accepted), default=0.0)
     high = min((share for share, accepted in savings if not accepted and share > low), default=1.0)
     if low + STEP / 2 <= saving <= high - STEP / 2:
         return None
-    return f"its plan saves {saving:.1%} of the {metric}, where only between {low:.1%} and {high:.1%} is unknown"
+    return f"it saves {saving:.1%} of the {metric}, where only between {low:.1%} and {high:.1%} is unknown"
+
+
+def _unknown_layers(plan: Plan, profile: ModelProfile) -> str | None:
+    """Return which pattern of a plan's quantization matches no layer, or None."""
+    names = [row.name for row in profile.layers]
+    for part in plan.quantization or ():
+        try:
+            if part.layer != EVERYTHING and not matching_names(part.layer, names):
+                return f"the layer pattern {part.layer!r} matches no layer to quantize"
+        except PlanError as error:
+            return str(error)
+    return None
+
+
+def _dearness(plan: Plan, dry: DryRun, planning: Planning, planner: Planner, target: Target | None) -> str | None:
+    """Return that a plan's KL is above the limit or, with `hybrid`, above the allocator's for the same saving; else None."""
+    profile, goal, lab = planning.profile, planning.goal, planning.setting.lab
+    known, allowed = (lab.known_kl(plan) if lab else None), allowed_kl(goal)
+    kl, how = (known, "probed") if known is not None else (dry.kl, "predicted")
+    if kl is None:
+        return None
+    if kl > allowed:
+        return f"its KL is {kl:.2g} nats ({how}), where at most {allowed:.2g} can keep the accuracy"
+    if planner == "llm" or dry.kl is None or profile.evidence is None:
+        return None
+    metric = (plan.target or target or Target(saving=0.5)).metric
+    saving = saved_share(dry.cuts, profile, metric)
+    rival = Plan(target=Target(metric=metric, saving=min(max(saving, 1e-6), allocation.MAX_TARGET_SAVING)))
+    least = dry_run_or_none(apply_demands(rival, goal), profile)
+    if least is None or least.kl is None:
+        return None
+    known_least = lab.known_kl(rival) if lab and known is not None else None
+    # Measured and predicted KLs aren't comparable.
+    kl, least_kl, how = (kl, known_least, "probed") if known_least is not None else (dry.kl, least.kl, "predicted")
+    if kl <= least_kl * TOLERANCE + TINY_KL:
+        return None
+    return (
+        f"it costs {kl:.2g} nats ({how}), where the allocator saves as much for {least_kl:.2g}: {saving:.1%} of the {metric}, by {plan_text(rival)}; "
+        "where both were probed, that decides"
+    )

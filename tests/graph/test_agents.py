@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import zoo
-from advisors import advisor_of
+from advisors import chat_of
 from chat_server import Said, chat_server, in_turn
 from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langgraph.checkpoint.memory import InMemorySaver
@@ -37,7 +37,7 @@ def test_the_language_model_is_the_one_that_was_requested_and_a_key_is_no_reques
         chosen = choose_advisor(Request(llm="openai:m", base_url=server.url, planner="llm"), None, ())
     assert (chosen["endpoint"].name, chosen["advisor_note"]) == ("openai:m", "openai:m plans")
     record = tmp_path / "llm.jsonl"
-    lines = [{"kind": "turn", "model": "openai:m"}, {"kind": "answer", "agent": "analysis", "answer": {}}]
+    lines = [{"kind": "turn", "agent": "analysis", "model": "openai:m", "text": "", "calls": []}]
     record.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     note = "openai:m, recorded plans beside the built-in rules"
     recorded = choose_advisor(Request(llm=f"recorded:{record}"), None, ())
@@ -73,8 +73,8 @@ def test_what_can_not_be_had_is_one_line(request_: dict[str, str], message: str)
     assert "\n" not in str(caught.value)
 
 
-RIGHT = Said(content='{"channels": 3, "height": 32, "width": 32}')
-WRONG = Said(content='{"channels": 1, "height": 32, "width": 32}')
+RIGHT = Said(tool_calls=(("submit_shape", {"channels": 3, "height": 32, "width": 32}),))
+WRONG = Said(tool_calls=(("submit_shape", {"channels": 3, "height": 48, "width": 48}),))
 
 
 def task_of(folder: Path, side: int) -> ResolveShapeTask:
@@ -95,8 +95,8 @@ def test_the_language_model_settles_a_contradiction_and_the_rules_stand_where_it
         chat_server(in_turn(WRONG, RIGHT)) as server,
         chat_server(in_turn(WRONG)) as stubborn,
     ):
-        advised = resolve_with(advisor_of(server, tmp_path), doubtful, jobs)
-        advisor = advisor_of(stubborn, other)
+        advised = resolve_with(chat_of(server, tmp_path), doubtful, jobs)
+        advisor = chat_of(stubborn, other)
         by_rules = resolve_with(advisor, doubtful, jobs)
         certain = resolve_with(advisor, task_of(tmp_path / "certain", 32), jobs)
 

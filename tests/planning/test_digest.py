@@ -1,12 +1,11 @@
 import json
-from typing import Any
 
 from sample_records import GOAL, attempt, evidence, journal, plan, profile
 
 from profiling_agent.llm.transcript import quoted
 from profiling_agent.planning import digest
-from profiling_agent.planning.digest import frontier_rows, plan_text, shortened, unit_rows
-from profiling_agent.schemas import Approval, Decided, OperatorProfile, Plan, PruningRecommendation, Target
+from profiling_agent.planning.digest import frontier_rows, plan_text, shortened
+from profiling_agent.schemas import Approval, Decided, Plan, PruningRecommendation, Target
 
 
 def judged(kls: dict[int, tuple[float, ...]] | None = None, num_layers: int = 4):
@@ -56,36 +55,9 @@ def test_widths_that_bring_no_time_are_said_to_be_left_out():
     assert frontier_rows(profile(2), GOAL) == ()
 
 
-def operator(name: str, **stated: Any) -> OperatorProfile:
-    plain: dict[str, Any] = {"calls": 1, "memory_bytes": 0, "input_shapes": "[]"}
-    return OperatorProfile(name=name, **(plain | stated))
-
-
-def test_operators_and_layers_are_told_with_their_shares():
-    heavy = operator("aten::addmm", calls=8, cpu_time_ms=3.0, memory_bytes=2_000_000, input_shapes="[[4, 512]]")
-    light = operator("aten::gelu", calls=4, cpu_time_ms=1.0, memory_bytes=-5)
-    found = judged().model_copy(update={"operators": (light, heavy)})
-
-    assert digest.operator_rows(found) == (
-        '"aten::addmm" | 8 | 75.0% | 2 MB | "[[4, 512]]"',
-        '"aten::gelu" | 4 | 25.0% | 0 MB | "[]"',
-    )
+def test_layers_are_listed_with_their_shares():
     # 4 x 2,560 params of 20,544, half of the MACs.
-    assert digest.layer_rows(found)[0].startswith('"vit.layers.#.mlp.fc1" | Linear | 4 | 49.8%, 50.0%, ')
-
-    # On a GPU they are ranked by its time, after the launch-bound share.
-    on_gpu = (heavy.model_copy(update={"cuda_time_ms": 1.0}), light.model_copy(update={"cuda_time_ms": 3.0}))
-    launches, *rows = digest.operator_rows(found.model_copy(update={"operators": on_gpu, "launch_bound_share": 0.62}))
-    assert launches.startswith("eager float32: launch-bound 62% of a pass")
-    assert "CUDA graphs" in launches
-    assert [row.split(" | ")[:3] for row in rows] == [['"aten::gelu"', "4", "75.0%"], ['"aten::addmm"', "8", "25.0%"]]
-
-
-def test_units_unlike_their_group_are_told_of_the_most_unlike_first():
-    rows = unit_rows(judged({1: (0.1, 0.5, 0.6, 0.7), 2: (0.0001, 0.001, 0.01, 0.08)}))
-
-    assert [json.loads(row.split(" | ")[0]) for row in rows] == ["vit.layers.1.mlp", "vit.layers.2.mlp"]
-    assert not unit_rows(judged())
+    assert digest.layer_rows(judged())[0].startswith('"vit.layers.#.mlp.fc1" | Linear | 4 | 49.8%, 50.0%, ')
 
 
 def test_an_attempt_is_told_as_plan_prediction_measurement_and_verdict():

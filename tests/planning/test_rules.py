@@ -8,7 +8,6 @@ from sample_records import GOAL, profile
 from profiling_agent.errors import PlanError
 from profiling_agent.planning.allocation import dry_run
 from profiling_agent.planning.digest import pattern_for
-from profiling_agent.planning.llm_planner import PlanAnswer
 from profiling_agent.planning.rules import MIN_PARAMS_SAVED, analyse, parse_plan, read_plan
 from profiling_agent.schemas import Plan
 
@@ -47,11 +46,6 @@ def test_a_plan_in_the_papers_format_is_read(tmp_path: Path):
         path.write_text(text, encoding="utf-8")
         assert read_plan(str(path)) == expected
         assert parse_plan(text.encode()) == expected
-
-
-def test_an_answer_that_is_not_the_papers_has_a_reason():
-    with pytest.raises(ValueError, match="reason"):
-        PlanAnswer.model_validate({})
 
 
 @pytest.mark.parametrize(

@@ -1,47 +1,38 @@
 """Both planners against each other: what a language model may cost, and what it may not."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import sample_records
-from advisors import advisor_of
-from chat_server import Said, chat_server, in_turn
+from advisors import Scripted, advisor_of
+from chat_server import Said
+from llm_personas import stops, submits
 from sample_records import BASELINE, GOAL, attempt, evaluation, profile
 
 from profiling_agent import schemas
 from profiling_agent.errors import AdvisorError, ContextTooLongError
-from profiling_agent.llm.transcript import Advice, LanguageModel, Question
-from profiling_agent.planning.allocation import MAX_RATIO, dry_run
-from profiling_agent.planning.llm_planner import UNKNOWN
+from profiling_agent.planning.allocation import MAX_RATIO, allowed_kl, dry_run
+from profiling_agent.planning.llm_planner import UNKNOWN, Lab
 from profiling_agent.planning.rules import analyse
 from profiling_agent.schemas import Attempt, Cap, Deployment, Goal, Journal, ModelProfile, Origin, Plan, StopReason
-from profiling_agent.search.planners import Planner, Proposal, first_proposal, next_proposal, propose
+from profiling_agent.search.planners import Advisor, Planner, Proposal, first_proposal, next_proposal, propose
 
 # MLPs of which the first costs ten times as much as the others.
 FOUND = sample_records.judged(4, {0: [10 * kl for kl in sample_records.DOUBLING]})
 RULES = analyse(FOUND, GOAL)
 
 
-class Scripted(LanguageModel):
-    """Answers each question with `answer`, which may be an error to raise, or a function of the question."""
+def scripted(*answers: Said | Exception) -> Scripted:
+    """Return a language model that gives these replies, the last of them for ever."""
+    if isinstance(answers[0], Exception):
+        return Scripted(answers[0])
+    remaining: list[Any] = [*answers]
+    return Scripted(lambda _: remaining.pop(0) if len(remaining) > 1 else remaining[0])
 
-    def __init__(self, answer: Any) -> None:
-        self.name = "scripted"
-        self.answer = answer
-        self.asked: list[Question] = []
 
-    def ask(self, question, answer_type, *, check=None, tools=()):
-        self.asked.append(question)
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        value = answer_type.model_validate(self.answer(question) if callable(self.answer) else self.answer)
-        return Advice(value=value, complaint=check(value) if check else None)
-
-    def _answer(self, question, answer_type, check, tools):
-        return self.ask(question, answer_type, check=check, tools=tools)
+def advised(answer: Said | Exception | Scripted | None) -> Advisor | None:
+    return advisor_of(answer if isinstance(answer, Scripted) else scripted(answer)) if answer else None
 
 
 def cut(layer: str, ratio: float) -> schemas.PruningRecommendation:
@@ -52,13 +43,16 @@ def saving(share: float, **also: Any) -> Plan:
     return Plan(target=schemas.Target(saving=share), **also)
 
 
-def target(share: float) -> dict:
-    return {"reason": "evidence", "target": {"metric": "params", "saving": share}}
+def target(share: float, **also: Any) -> Said:
+    return submits({"target": {"metric": "params", "saving": share}, **also}, "evidence")
 
 
-STOP = {"reason": "enough", "stop": True}
-# The dear unit is cut like the others: more KL than the allocator needs for as much.
-ALIKE = {"reason": "half", "pruning": [{"layer": "mlp", "pruning_type": "structured", "pruning_ratio": 0.2}]}
+def ratio(share: float) -> Said:
+    """Submit one ratio for all: the dear unit is cut like the others, at more KL than the allocator needs for as much."""
+    return submits({"pruning": [{"layer": "mlp", "pruning_type": "structured", "pruning_ratio": share}]})
+
+
+STOP, ALIKE = stops(), ratio(0.2)
 
 
 def measured(number: int, plan: Plan, *, accepted: bool, found: ModelProfile = FOUND, **changes: Any) -> Attempt:
@@ -91,13 +85,13 @@ def seen_of(*savings: tuple[float, bool]) -> Journal:
 def first(
     answer: Any, planner: Planner = "hybrid", goal: Goal = GOAL, rules: Plan = RULES, **stated: Any
 ) -> tuple[Plan, Origin]:
-    return first_proposal(Scripted(answer), planner, FOUND, goal, rules, **stated)
+    return first_proposal(advised(answer), planner, FOUND, goal, rules, **stated)
 
 
 def then(
     answer: Any, seen: Journal, planner: Planner = "hybrid", goal: Goal = GOAL, found: ModelProfile = FOUND
 ) -> Proposal | StopReason:
-    return next_proposal(Scripted(answer), planner, found, goal, seen, max_iterations=5)
+    return next_proposal(advised(answer), planner, found, goal, seen, max_iterations=5)
 
 
 def proposed(*asked: Any, **stated: Any) -> tuple[Plan, Origin]:
@@ -113,13 +107,13 @@ def saving_in(plan: Plan) -> float:
 
 @pytest.mark.parametrize("planner", ["hybrid", "llm"])
 def test_a_model_makes_the_first_plan_and_sees_what_the_rules_would_do(planner: Planner):
-    asked = Scripted(target(0.25))
-    plan, origin = first_proposal(asked, planner, FOUND, GOAL, RULES)
+    asked = scripted(target(0.25))
+    plan, origin = first_proposal(advised(asked), planner, FOUND, GOAL, RULES)
 
     assert saving_in(plan) == 0.25
     assert (origin.by, origin.reason) == ("scripted", "evidence")
     # The rules' 20% with their dry run: 0.0032 nats.
-    _, rules = asked.asked[0].evidence.split("The built-in rules would try this first:\n")
+    _, rules = asked.asked[0][1].text.split("The built-in rules would try this first:\n")
     assert rules.startswith('{"target": {"metric": "params", "saving": 0.2}}')
     assert "KL 0.0032" in rules
 
@@ -147,8 +141,10 @@ def test_a_first_plan_that_costs_more_than_the_allocators_leaves_it_to_the_rules
 def test_after_a_models_first_plan_the_rules_own_is_measured_where_that_is_not_known(
     share: float, accepted: bool, is_measured: bool
 ):
-    asked = Scripted(STOP)
-    proposal = next_proposal(asked, "hybrid", FOUND, GOAL, by_model(saving(share), accepted=accepted), max_iterations=5)
+    asked = scripted(STOP)
+    proposal = next_proposal(
+        advised(asked), "hybrid", FOUND, GOAL, by_model(saving(share), accepted=accepted), max_iterations=5
+    )
 
     assert isinstance(proposal, tuple)
     assert (proposal[0] == RULES) is is_measured
@@ -156,19 +152,55 @@ def test_after_a_models_first_plan_the_rules_own_is_measured_where_that_is_not_k
     assert proposal[1].by == "rules"
 
 
-def test_why_a_plan_would_not_be_measured_goes_back_at_once_and_the_rule_is_in_the_prompt(tmp_path: Path):
-    with chat_server(in_turn(*(Said(content=json.dumps(answer)) for answer in (ALIKE, target(0.25))))) as server:
-        plan, origin = first_proposal(advisor_of(server, tmp_path), "hybrid", FOUND, GOAL, RULES)
+def test_why_a_plan_is_refused_goes_back_with_the_number_and_the_rule_is_in_the_prompt():
+    asked = scripted(ALIKE, target(0.25))
+    plan, origin = first_proposal(advised(asked), "hybrid", FOUND, GOAL, RULES)
 
-    asked, again = (payload["messages"] for payload in server.asked)
-    rule = "it is predicted to cost at most 1.1 times the KL at which the allocator saves as much"
-    assert rule in asked[1]["content"]
-    assert "where the allocator saves as much for" in again[-1]["content"]
-    assert (saving_in(plan), origin.by, origin.repairs) == (0.25, "openai:scripted", 1)
+    assert "more than 1.1 times that of the allocator's plan for the same saving" in asked.asked[0][1].text
+    refused = asked.asked[1][-1].text
+    assert refused.startswith("Refused: it costs 0.0052 nats (predicted), where the allocator saves as much for 0.0024")
+    assert (saving_in(plan), origin.by, origin.repairs) == (0.25, "scripted", 1)
+
+
+def probing(found: dict[float, float], rival_kl: float | None = None) -> Lab:
+    """Return a lab in which plans of one ratio have been probed with these KLs, and those with a target with another."""
+
+    def known_kl(plan: Plan) -> float | None:
+        return found.get(plan.pruning[0].pruning_ratio) if plan.pruning else rival_kl
+
+    nothing: Any = None
+    return Lab(prices={}, probe=nothing, probe_layers=nothing, time_plan=nothing, known_kl=known_kl)
+
+
+@pytest.mark.parametrize(
+    ("probed", "rival", "why"),
+    [
+        # Measured, it is as cheap as the allocator's plan, whatever was predicted.
+        (0.005, 0.005, None),
+        (0.006, 0.005, "it costs 0.006 nats (probed), where the allocator saves as much for 0.005"),
+        # A measured KL isn't compared with a predicted one.
+        (0.005, None, "it costs 0.0052 nats (predicted)"),
+        # A probe shows that it costs too much.
+        (0.07, None, "its KL is 0.07 nats (probed), where at most 0.06 can keep the accuracy"),
+    ],
+)
+def test_where_there_are_probes_they_decide(probed: float, rival: float | None, why: str | None):
+    assert allowed_kl(GOAL) == pytest.approx(0.06)
+    plan, origin = first(ALIKE, setting=replace(UNKNOWN, lab=probing({0.2: probed}, rival)))
+
+    assert (origin.by == "scripted") is (why is None)
+    assert (plan == RULES) is (why is not None)
+    assert why is None or why in (origin.note or "")
+
+
+def test_a_plan_that_is_predicted_to_cost_too_much_is_measured_where_a_probe_shows_otherwise():
+    bold = ratio(0.5)
+    assert "its KL is 0.17 nats (predicted)" in (first(bold, "llm")[1].note or "")
+    assert first(bold, "llm", setting=replace(UNKNOWN, lab=probing({0.5: 0.05})))[1].by == "scripted"
 
 
 def test_what_no_runtime_can_do_goes_back_too_and_is_not_measured_in_another_way():
-    static = {**target(0.25), "quantization": [{"layer": "all", "quantization_type": "static", "dtype": "qint8"}]}
+    static = target(0.25, quantization=[{"layer": "all", "quantization_type": "static", "dtype": "qint8"}])
     here = replace(UNKNOWN, undeployable=lambda plan: "no runtime that is installed" if plan.quantization else None)
     plan, origin = first(static, "llm", setting=here)
 
@@ -192,7 +224,7 @@ def test_what_a_person_has_pinned_makes_no_plan_dearer_than_the_allocators():
 def test_an_attempt_that_came_to_nothing_answers_for_no_other_plan_and_is_not_carried_out_again():
     failed: dict[str, Any] = {"accepted": False, "deployed": None, "reason": "its gate failed"}
 
-    assert proposed({}, by_model(saving(0.1), **failed))[0] == RULES
+    assert proposed(target(0.1), by_model(saving(0.1), **failed))[0] == RULES
     plan, _ = proposed(STOP, by_model(RULES, **failed))
     assert dry_run(plan, FOUND).widths != dry_run(RULES, FOUND).widths
 
@@ -209,7 +241,7 @@ def test_without_evidence_the_rules_own_plan_is_measured_beside_a_models():
     found = profile(4)
     seen = by_model(Plan(pruning=(cut("layers.0", 0.25),)), accepted=True, found=found)
 
-    assert proposed({}, seen, found=found)[0] == analyse(found, GOAL)
+    assert proposed(target(0.1), seen, found=found)[0] == analyse(found, GOAL)
 
 
 @pytest.mark.parametrize("error", [AdvisorError("no answer"), ContextTooLongError("too long")])
@@ -222,16 +254,16 @@ def test_a_model_that_fails_costs_nothing_but_its_note(error: AdvisorError):
     assert proposed(error, seen)[0] == proposed(None, seen, "rules")[0]
 
 
-def test_a_question_that_was_too_long_is_asked_again_with_less_evidence():
-    def say(question: Question) -> dict:
-        if len(question.evidence) > 6000:
+def test_evidence_that_was_too_long_is_shown_again_with_less():
+    def say(messages: list[Any]) -> Said:
+        if len(messages[1].text) > 6000:
             raise ContextTooLongError("too long")
-        return target(0.3)
+        return target(0.05)
 
     asked = Scripted(say)
-    first_proposal(asked, "llm", sample_records.judged(120), GOAL, Plan())
-    assert len(asked.asked) in (1, 2)
-    assert len(asked.asked[-1].evidence) <= 6000
+    first_proposal(advised(asked), "llm", sample_records.judged(120), GOAL, Plan())
+    assert [len(messages) for messages in asked.asked] in ([2], [2, 2])
+    assert len(asked.asked[-1][1].text) <= 6000
 
 
 @pytest.mark.parametrize(
@@ -240,32 +272,33 @@ def test_a_question_that_was_too_long_is_asked_again_with_less_evidence():
         # On the front, and new.
         target(0.45),
         # Another deployment is another plan.
-        {**target(0.3), "quantization": [{"layer": "all", "dtype": "qint8"}]},
+        target(0.3, quantization=[{"layer": "all", "dtype": "qint8"}]),
     ],
 )
-def test_a_plan_that_asks_something_new_is_measured(answer: dict):
+def test_a_plan_that_asks_something_new_is_measured(answer: Said):
     plan, origin = proposed(answer, seen_of((0.3, True), (0.6, False)))
 
-    assert saving_in(plan) == answer["target"]["saving"]
-    assert bool(plan.quantization) == ("quantization" in answer)
+    asked = answer.tool_calls[0][1]["plan"]
+    assert saving_in(plan) == asked["target"]["saving"]
+    assert bool(plan.quantization) == ("quantization" in asked)
     assert origin.by == "scripted"
 
 
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (
-            {"reason": "half", "pruning": [{"layer": "mlp", "pruning_type": "structured", "pruning_ratio": 0.44}]},
-            "allocator",
-        ),
+        (ratio(0.2), "allocator"),
         (target(0.25), "only between"),
-        (target(0.3), "measured already"),
+        (target(0.3), "attempt 1 measured it already"),
         (STOP, "advises to stop"),
-        ({"reason": "nothing"}, "nothing is left"),
-        ({"reason": "?", "caps": [{"layer": "nowhere"}]}, "nothing is left"),
+        (submits({}), "it cuts nothing"),
+        (submits({"caps": [{"layer": "nowhere"}]}), "matches no layer"),
+        (target(0.3, quantization=[{"layer": "nowhere", "dtype": "qint8"}]), "matches no layer to quantize"),
+        (target(0.3, quantization=[{"layer": "(", "dtype": "qint8"}]), "pattern"),
+        (target(0.98), "out of reach"),
     ],
 )
-def test_with_both_planners_anything_else_leaves_the_attempt_to_the_rules(answer: dict, why: str):
+def test_with_both_planners_anything_else_leaves_the_attempt_to_the_rules(answer: Said, why: str):
     seen = seen_of((0.3, True), (0.6, False))
     plan, origin = proposed(answer, seen)
 
@@ -278,7 +311,7 @@ def test_alone_the_model_decides_when_to_stop_and_is_not_asked_after_the_last_it
     seen = seen_of((0.3, True))
 
     assert then(STOP, seen, "llm") is StopReason.ADVISED
-    assert next_proposal(Scripted(STOP), "llm", FOUND, GOAL, seen, max_iterations=1) is StopReason.BUDGET_SPENT
+    assert next_proposal(advised(STOP), "llm", FOUND, GOAL, seen, max_iterations=1) is StopReason.BUDGET_SPENT
 
 
 def test_the_rules_learn_from_a_models_attempt():

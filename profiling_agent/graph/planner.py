@@ -1,0 +1,284 @@
+"""Planner: the subgraph in which the LLM finds a plan with tools, for the analysis and the iterative pruning agent.
+
+    brief -> think <-> tools
+               |  ^      |
+               v  |      |
+              check <----+
+               |
+               v
+              plan
+
+`brief` writes the evidence, `think` asks the LLM, `tools` carries its calls out, `check` refuses what a dry run or a probe speaks against, and `plan`
+hands over. Every step is a checkpoint: a run that is killed in a probe repeats no request.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.tools import BaseTool, StructuredTool
+from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode
+from langgraph.prebuilt.tool_node import ToolInvocationError
+from langgraph.runtime import Runtime
+from langgraph.types import interrupt
+from pydantic import ValidationError
+
+from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestError, ShapeUnresolvedError
+from profiling_agent.jobs.runner import Jobs
+from profiling_agent.lib.io import clean, first_problem
+from profiling_agent.llm.chat import Chat
+from profiling_agent.planning.digest import MAX_CHARACTERS
+from profiling_agent.planning.llm_planner import (
+    MAX_ANSWER,
+    SHORT_CHARACTERS,
+    Answer,
+    Planning,
+    ShapeAnswer,
+    shape_question,
+)
+from profiling_agent.schemas import Approval, ApprovalQuestion, InputSpec, Plan, ShapeFacts
+from profiling_agent.search.attempt import read_answer
+
+# Replies of the LLM for one plan, and refusals after which the rules plan.
+MAX_REPLIES, MAX_REFUSALS = 20, 2
+# Steps of the subgraph for as many replies, each with its tools and check.
+MAX_STEPS = 3 * MAX_REPLIES + 10
+HANDOVER = ("submit", "stop")
+# Characters of a question to a person, and of the answer.
+MAX_QUESTION = 1_000
+
+Accepted = TypeVar("Accepted")
+
+
+class Conversation(MessagesState, total=False):
+    """State of the subgraph: the messages, and how it ended."""
+
+    is_short: bool
+    num_refused: int
+    is_accepted: bool
+    spent_s: float
+    failure: str
+    answer: dict[str, Any]
+
+
+class Handover(MessagesState):
+    """Output of the subgraph."""
+
+    failure: str
+    answer: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Desk:
+    """Context of the subgraph: the LLM, the plan to be found, and the jobs that its tools do.
+
+    With `asks` a person may be asked, which needs a checkpointer.
+    """
+
+    chat: Chat
+    planning: Planning
+    jobs: Jobs
+    asks: bool = False
+
+    @property
+    def tools(self) -> list[BaseTool]:
+        """Return the tools, each with its price in its description."""
+        return [self._tool(each) for each in (*self.planning.tools, *([self.ask_user] if self.asks else []))]
+
+    def ask_user(self, question: str) -> str:
+        """Ask the person who approves plans; they say yes, or answer in a sentence. The run waits for them."""
+        asked = ApprovalQuestion(
+            run_id=self.jobs.workspace.root.name,
+            attempt=self.planning.attempt,
+            proposed_by=self.chat.name,
+            question=clean(question)[:MAX_QUESTION],
+            plan=Plan(),
+            cuts=(),
+            params_saved=0.0,
+            macs_saved=0.0,
+            latency_saved=None,
+            kl=None,
+            choices=("accept", "reject"),
+        )
+        while True:
+            response = interrupt(asked.model_dump(mode="json"), response_schema=Approval.model_json_schema())
+            try:
+                return read_answer(response).reason or "yes"
+            except RequestError as error:
+                asked = asked.model_copy(update={"problem": str(error)})
+
+    def _tool(self, function: Callable[..., str]) -> BaseTool:
+        price_s = self.planning.price_of(function.__name__)
+        price = f"Takes about {price_s:.0f} s of the run's time." if price_s else "Free."
+        return StructuredTool.from_function(function, description=f"{function.__doc__} {price}")
+
+
+def find_plan(planning: Planning, chat: Chat, jobs: Jobs, *, asks: bool = False) -> Answer:
+    """Return what the LLM hands over; raises AdvisorError if it fails, or submits nothing that may be measured."""
+    ended = PLANNER.invoke({"messages": []}, context=Desk(chat, planning, jobs, asks))
+    if "answer" not in ended:
+        raise AdvisorError(ended["failure"])
+    return Answer.model_validate(ended["answer"])
+
+
+def brief(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
+    """Write the instructions and the evidence; less of it if the LLM can't read all."""
+    question = runtime.context.planning.question(SHORT_CHARACTERS if state.get("is_short") else MAX_CHARACTERS)
+    # With the same ids, the shorter evidence replaces the first one.
+    return {
+        "messages": [
+            SystemMessage(question.instructions, id="instructions"),
+            HumanMessage(question.evidence, id="evidence"),
+        ]
+    }
+
+
+def think(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
+    """Ask the LLM for its next step."""
+    desk, messages = runtime.context, state["messages"]
+    chat, number = desk.chat, sum(isinstance(message, AIMessage) for message in messages) + 1
+    if number > MAX_REPLIES:
+        return {"messages": [], "failure": f"{chat.name} submitted no plan in {MAX_REPLIES} replies"}
+    desk.jobs.progress(f"{chat.name} thinks, reply {number} of {MAX_REPLIES} at most", 0, 0)
+    try:
+        return {"messages": [chat.reply(desk.planning.agent, messages, desk.tools)]}
+    except ContextTooLongError as error:
+        if number == 1 and not state.get("is_short"):
+            return {"messages": [], "is_short": True}
+        return {"messages": [], "failure": str(error)}
+    except AdvisorError as error:
+        return {"messages": [], "failure": str(error)}
+
+
+def use_tools(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
+    """Carry out the calls of the last reply, one after the other; probes are jobs, and take of the run's time."""
+    desk, reply = runtime.context, state["messages"][-1]
+    assert isinstance(reply, AIMessage), "only its calls lead here"
+    timesheet = desk.jobs.timesheet
+    timesheet.resume_at(state.get("spent_s", 0.0))
+    desk.jobs.progress(f"{desk.chat.name} calls {', '.join(call['name'] for call in reply.tool_calls)}", 0, 0)
+    node: Any = ToolNode(desk.tools, handle_tool_errors=_describe)
+    answers: list[AnyMessage] = node.invoke({"messages": state["messages"]})["messages"]
+    answers = [answer.model_copy(update={"content": answer.text[:MAX_ANSWER]}) for answer in answers]
+    for call, answer in zip(reply.tool_calls, answers, strict=True):
+        desk.chat.transcript.add_call(desk.planning.attempt, call["name"], call["args"], answer.text)
+    return {"messages": answers, "spent_s": timesheet.spent_s}
+
+
+def _describe(error: ToolInvocationError) -> str:
+    return f"these arguments can't be used: {first_problem(error.source)}"
+
+
+def check(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
+    """Refuse a plan that a dry run or a probe speaks against; the complaint goes back, at most twice."""
+    desk = runtime.context
+    handed = handed_over(state["messages"])
+    if handed is None:
+        tools = " or ".join(tool.name for tool in desk.tools if tool.name in HANDOVER)
+        is_mute = not any(isinstance(message, ToolMessage) for message in state["messages"])
+        problem = (
+            f"{'no tool was called, which planning needs' if is_mute else 'nothing was handed over'}: call {tools}"
+        )
+    elif handed.plan is None or (problem := desk.planning.objection(handed.plan)) is None:
+        return {"messages": [], "is_accepted": True}
+    desk.chat.transcript.add("complaint", agent=desk.planning.agent, text=problem)
+    number = state.get("num_refused", 0) + 1
+    if number > MAX_REFUSALS:
+        return {"messages": [], "num_refused": number, "failure": f"{desk.chat.name}: {problem}"}
+    return {"messages": [HumanMessage(f"Refused: {problem}")], "num_refused": number}
+
+
+def plan(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
+    """Hand over the plan, or why there is none."""
+    desk, handed = runtime.context, handed_over(state["messages"])
+    if failure := state.get("failure"):
+        desk.chat.transcript.add("failure", agent=desk.planning.agent, reason=failure)
+    if failure or handed is None:
+        return {"messages": []}
+    answer = handed.model_copy(update={"repairs": state.get("num_refused", 0)})
+    return {"messages": [], "answer": answer.model_dump(mode="json")}
+
+
+def handed_over(messages: Sequence[BaseMessage]) -> Answer | None:
+    """Return what the last reply hands over, by the last of its calls that was valid; None if it only calls other tools, or none."""
+    place = max((place for place, message in enumerate(messages) if isinstance(message, AIMessage)), default=0)
+    reply, valid = messages[place], set[str]()
+    if not isinstance(reply, AIMessage):
+        return None
+    for answer in messages[place + 1 :]:
+        if isinstance(answer, ToolMessage) and answer.status != "error":
+            valid.add(answer.tool_call_id)
+    calls = [call for call in reply.tool_calls if call["name"] in HANDOVER and call["id"] in valid]
+    return Answer.model_validate({"plan": None, **calls[-1]["args"]}) if calls else None
+
+
+def route_after_think(state: Conversation) -> Literal["brief", "tools", "check", "plan"]:
+    """Carry out the calls; a reply without any is checked, and complained about."""
+    last = state["messages"][-1]
+    if state.get("failure"):
+        return "plan"
+    if not isinstance(last, AIMessage):
+        return "brief"
+    return "tools" if last.tool_calls else "check"
+
+
+def route_after_tools(state: Conversation) -> Literal["think", "check"]:
+    """Check what was handed over, else go on."""
+    return "check" if handed_over(state["messages"]) else "think"
+
+
+def route_after_check(state: Conversation) -> Literal["think", "plan"]:
+    """Hand over, or think again about a complaint."""
+    return "plan" if state.get("failure") or state.get("is_accepted") else "think"
+
+
+def build_planner() -> Any:
+    """Return the compiled subgraph."""
+    graph = StateGraph(Conversation, context_schema=Desk, output_schema=Handover)
+    graph.add_node("brief", brief)
+    graph.add_node("think", think)
+    graph.add_node("tools", use_tools)
+    graph.add_node("check", check)
+    graph.add_node("plan", plan)
+    graph.add_edge(START, "brief")
+    graph.add_edge("brief", "think")
+    graph.add_conditional_edges("think", route_after_think)
+    graph.add_conditional_edges("tools", route_after_tools)
+    graph.add_conditional_edges("check", route_after_check)
+    graph.add_edge("plan", END)
+    # One call at a time: jobs of a run don't run side by side.
+    return graph.compile(name="planner").with_config(recursion_limit=MAX_STEPS, max_concurrency=1)
+
+
+PLANNER = build_planner()
+
+
+def advised_shape(chat: Chat, facts: ShapeFacts, accept: Callable[[InputSpec], Accepted]) -> Accepted:
+    """Return `accept`'s result for the LLM's shape; the reason of a refusal goes back to the LLM.
+
+    Raises:
+        AdvisorError: no reply came.
+        ShapeUnresolvedError: `accept` refused all of them, or there were none.
+    """
+    question, problem = shape_question(facts), ""
+    tool = StructuredTool(name="submit_shape", description="Hand the shape over.", args_schema=ShapeAnswer)
+    messages: list[BaseMessage] = [SystemMessage(question.instructions), HumanMessage(question.evidence)]
+    for _ in range(MAX_REFUSALS + 1):
+        reply = chat.reply(question.agent, messages, [tool])
+        problem = "call submit_shape" if not reply.tool_calls else ""
+        messages.append(reply)
+        for call in reply.tool_calls:
+            try:
+                shape = ShapeAnswer.model_validate(call["args"]).model_dump(exclude={"reason"})
+                return accept(InputSpec(**shape, source=chat.name))
+            except ValidationError as error:
+                problem = first_problem(error)
+            except ShapeUnresolvedError as error:
+                problem = str(error)
+            messages.append(ToolMessage(problem, tool_call_id=call["id"] or ""))
+        if not reply.tool_calls:
+            messages.append(HumanMessage(problem))
+        chat.transcript.add("complaint", agent=question.agent, text=problem)
+    raise ShapeUnresolvedError(f"{chat.name}: {problem}")
