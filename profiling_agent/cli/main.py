@@ -119,13 +119,18 @@ def run(request: Request, *, quiet: terminal.QuietOption = False, json_: termina
 
     Writes the run folder under the output folder: report.html, report.md, report.json and the model to deploy in best/.
     """
+    start(request, is_quiet=quiet, is_json=json_)
+
+
+def start(request: Request, *, is_quiet: bool = False, is_json: bool = False) -> NoReturn:
+    """Run a request to its verdict, with its progress; exit with the verdict's code."""
     from profiling_agent.api import make_run_id, optimize
 
     request = request.model_copy(update={"run_id": request.run_id or make_run_id()})
     root = request.output_dir / str(request.run_id)
-    if not quiet and not json_:
+    if not is_quiet and not is_json:
         terminal.print_line(f"run folder {root}")
-    watch(partial(optimize, request), root, is_quiet=quiet, is_json=json_)
+    watch(partial(optimize, request), root, is_quiet=is_quiet, is_json=is_json)
 
 
 @app.command()
@@ -168,6 +173,38 @@ def profile(request: Request, *, json_: terminal.JsonOption = False) -> None:
     with _progress("profiling") as progress:
         measured = profile_source(request, progress)
     terminal.print_result(measured, "profile", is_json=json_, p=measured)
+
+
+@app.command("ask")
+def ask_about(
+    run_folder: terminal.RunArgument,
+    question: Annotated[str, typer.Argument(help="in any language")],
+    *,
+    llm: Annotated[
+        str | None, typer.Option(metavar="openai:MODEL", help="who answers; by default the LLM of the run")
+    ] = None,
+    base_url: terminal.AddressOption = None,
+) -> None:
+    """Ask an LLM about a finished run: why something was refused, what another limit would buy.
+
+    It looks answers up in the run's own records. Numbers that it can't have from there are marked. If you ask for it, it
+    proposes another run, which starts only after your yes.
+
+    `profiling-agent ask runs/my-run "why was int8 refused?" --llm openai:gpt-5.5`
+    """
+    from rich.prompt import Confirm
+
+    from profiling_agent.graph.ask import AskContext, answer_question
+
+    def confirm(changes: dict[str, object], reason: str) -> bool:
+        changed = ", ".join(f"{name} {value}" for name, value in changes.items())
+        terminal.print_line(f"proposes another run with {changed}: {reason}")
+        return is_answered_here() and Confirm.ask("start it?", console=terminal.console, default=False)
+
+    answer, confirmed = answer_question(AskContext(str(run_folder), llm, base_url), question, confirm)
+    terminal.print_line(answer)
+    if confirmed is not None:
+        start(confirmed)
 
 
 @contextmanager

@@ -1,0 +1,246 @@
+"""A finished run's records as text: read-only lookups, which an LLM calls to answer questions about the run."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from profiling_agent.errors import PlanError
+from profiling_agent.lib.io import first_problem, inside, read_record
+from profiling_agent.planning.allocation import dry_run
+from profiling_agent.planning.digest import frontier_rows, predicted_text
+from profiling_agent.planning.rules import analyse
+from profiling_agent.pruning.widths import matching_names
+from profiling_agent.reporting.report import VariantRow, final_attempt, read_report, run_of, unit_decisions
+from profiling_agent.reporting.results import model_path
+from profiling_agent.request import Request
+from profiling_agent.schemas import Goal, ModelProfile
+
+# Characters of one lookup, and units that it lists.
+MAX_CHARACTERS, MAX_UNITS = 6000, 60
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
+# A number of a text counts as that of a record in another unit: a percentage or points of a fraction, MB of bytes, minutes of seconds.
+SCALES = (1.0, 100.0, 1e-3, 1e-6, 1 / 60)
+
+
+class Records:
+    """Lookups in one finished run; the LLM is sent the methods' docstrings."""
+
+    def __init__(self, run: Path) -> None:
+        """Read the report of a run, or of a fork; RunError if it has none."""
+        self._folder, self.report = run, read_report(run)
+
+    @property
+    def lookups(self) -> tuple[Callable[..., str], ...]:
+        """Return the methods that an LLM may call."""
+        return (
+            *(self.overview, self.deployments, self.attempts, self.candidates),
+            *(self.layers, self.what_if, self.read),
+        )
+
+    def _profile(self) -> ModelProfile:
+        path = model_path(self._folder, self.report.profiles["baseline"].profile.path)
+        return read_record(ModelProfile, inside(path, run_of(self._folder)))
+
+    def overview(self) -> str:
+        """Return the request's limits, the verdict with each limit's measurement, the model before and after, and all warnings."""
+        report = self.report
+        result = report.race_result
+        return _text(
+            {
+                "model": report.request.model,
+                "dataset": report.request.dataset,
+                "limits": report.goal.model_dump(mode="json", exclude_defaults=True),
+                "verdict": report.verdict.model_dump(mode="json"),
+                "before": report.baseline.model_dump(mode="json"),
+                "after": report.best.model_dump(mode="json"),
+                "share_of_bytes": report.best.size_bytes / report.baseline.size_bytes,
+                "accuracy_lost": report.heldout.drop.model_dump(mode="json") if report.heldout.drop else None,
+                "times_as_fast": result.speedup if result else None,
+                "times_as_fast_interval": [result.speedup_low, result.speedup_high] if result else None,
+                "why_it_stopped": report.stopped,
+                "warnings": report.notes,
+            }
+        )
+
+    def deployments(self) -> str:
+        """Return every runtime and scheme that the unpruned model was tried in: speedup, KL, share of bytes, status and the reason."""
+        search = self.report.deployment_search
+        rows = [
+            {
+                "deployment": option.deployment.name,
+                "times_as_fast": option.race_result.speedup if option.race_result else None,
+                "kl": option.deployed.kl if option.deployed else None,
+                "share_of_bytes": self._share_of_bytes(option.evaluation.footprint.size_bytes)
+                if option.evaluation
+                else None,
+                "accuracy_lost": option.evaluation.drop.drop if option.evaluation and option.evaluation.drop else None,
+                "status": option.status,
+                "reason": option.reason,
+            }
+            for option in (search.options if search else ())
+        ]
+        return _text({"chosen": search.chosen.name if search and search.chosen else None, "tried": rows})
+
+    def attempts(self) -> str:
+        """Return every plan that was measured: what it asked for, who proposed it, its predicted and measured effects, and the decision."""
+        rows = [
+            {
+                "number": attempt.number,
+                "proposed_by": attempt.origin.by,
+                "plan": attempt.plan.model_dump(mode="json", exclude_none=True, exclude_defaults=True),
+                "units_cut": len(attempt.dry_run.cuts) if attempt.dry_run else 0,
+                "predicted_kl": attempt.dry_run.kl if attempt.dry_run else None,
+                "measured_kl": attempt.calibration_kl,
+                "measured_kl_before_compensation": attempt.calibration_kl_uncompensated,
+                "deployment": attempt.deployed.deployment.name if attempt.deployed else None,
+                "accuracy_lost": attempt.deployed.drop.drop if attempt.deployed and attempt.deployed.drop else None,
+                "params": attempt.deployed.footprint.params if attempt.deployed else None,
+                "accepted": attempt.accepted,
+                "reason": attempt.reason,
+            }
+            for attempt in self.report.attempts
+        ]
+        return _text(rows)
+
+    def candidates(self) -> str:
+        """Return every measured model with its number for `pick`: accuracy lost on search images, speedup, share of bytes."""
+        return _text([self._candidate(number, row) for number, row in enumerate(self.report.variants)])
+
+    def _share_of_bytes(self, size_bytes: int) -> float:
+        return size_bytes / self.report.baseline.size_bytes
+
+    def _candidate(self, number: int, row: VariantRow) -> dict[str, Any]:
+        evaluation, baseline = row.evaluation, self.report.variants[0].evaluation
+        return {
+            "number": number,
+            "model": f"{evaluation.variant} ({evaluation.deployment.name})",
+            "top1": evaluation.top1,
+            "accuracy_lost": baseline.top1 - evaluation.top1,
+            "times_as_fast": row.race_result.speedup if row.race_result else None,
+            "share_of_bytes": self._share_of_bytes(evaluation.footprint.size_bytes),
+        }
+
+    def layers(self, pattern: str) -> str:
+        """Return what was cut of the units whose name the RE2 `pattern` hits ("." for all), with the reason, and why other layers weren't."""
+        attempt = final_attempt(self.report)
+        choices = unit_decisions(self.report, attempt) if attempt else ()
+        try:
+            names = matching_names(pattern, [choice.unit for choice in choices]) if choices else ()
+        except PlanError as error:
+            return str(error)
+        hits = [choice for choice in choices if choice.unit in names]
+        rows = [
+            {"unit": choice.unit, "width": choice.width, "kept": choice.kept, "reason": choice.reason}
+            for choice in hits[:MAX_UNITS]
+        ]
+        groups = [group.model_dump() for group in self.report.layers if re.search(re.escape(pattern), group.name)]
+        return _text(
+            {
+                "units_hit": len(hits),
+                "of_attempt": attempt.number if attempt else None,
+                "units": rows,
+                "layers": groups,
+                "no_units": self._profile().absent,
+            }
+        )
+
+    def what_if(
+        self,
+        max_accuracy_drop: float | None = None,
+        min_speedup: float | None = None,
+        max_size_ratio: float | None = None,
+    ) -> str:
+        """Return what other limits would buy: measured candidates within them, and the plan that a new run would begin with.
+
+        A limit that isn't given stays. `max_accuracy_drop` 0.02 is two points, `max_size_ratio` 0.25 a quarter of the bytes.
+        """
+        given = {"max_accuracy_drop": max_accuracy_drop, "min_speedup": min_speedup, "max_size_ratio": max_size_ratio}
+        changed = {name: value for name, value in given.items() if value is not None}
+        try:
+            request = changed_request(self.report.request, changed)
+        except ValueError as error:
+            return f"no such limits: {first_problem(error)}"
+        goal, profile = request.goal, self._profile()
+        plan = analyse(profile, goal)
+        rows = [self._candidate(number, row) for number, row in enumerate(self.report.variants)]
+        return _text(
+            {
+                "limits": goal.model_dump(mode="json", exclude_defaults=True),
+                "measured_candidates_within_them": [row for row in rows if _is_within(row, goal)],
+                "first_plan": plan.model_dump(mode="json", exclude_none=True, exclude_defaults=True),
+                "predicted": predicted_text(dry_run(plan, profile), profile),
+                "frontier (metric | % of params, MACs, time that go | predicted KL | kept widths)": frontier_rows(
+                    profile, goal
+                ),
+            }
+        )
+
+    def read(self, path: str) -> str:
+        """Return the part of report.json at a dotted path, such as `heldout.drop` or `attempts.0.reason`; "" lists the parts."""
+        value: Any = self.report.model_dump(mode="json")
+        for step in (step for step in path.split(".") if step):
+            if isinstance(value, dict) and step in value:
+                value = value[step]
+            elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+                value = value[int(step)]
+            else:
+                return f"there is no {step!r}: there {_outline(value)}"
+        text = _text(value)
+        return text if path and len(text) <= MAX_CHARACTERS else f"there {_outline(value)}"
+
+
+def _outline(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"are {', '.join(value)}"
+    return f"are the items 0 to {len(value) - 1}" if isinstance(value, list) and value else "is nothing below it"
+
+
+def _is_within(row: dict[str, Any], goal: Goal) -> bool:
+    is_fast = row["times_as_fast"] is not None and row["times_as_fast"] >= goal.min_speedup
+    return row["accuracy_lost"] <= goal.max_accuracy_drop and is_fast and goal.allows_size(row["share_of_bytes"])
+
+
+def _text(value: Any) -> str:
+    """Return records as compact JSON, floats with six digits."""
+
+    def rounded(part: Any) -> Any:
+        if isinstance(part, float):
+            return float(f"{part:.6g}")
+        if isinstance(part, dict):
+            return {name: rounded(item) for name, item in part.items() if item is not None}
+        return [rounded(item) for item in part] if isinstance(part, list | tuple) else part
+
+    return json.dumps(rounded(value), ensure_ascii=False)
+
+
+def changed_request(request: Request, changes: dict[str, Any]) -> Request:
+    """Return a request with changed fields and no run id; ValidationError for an unknown or impossible one."""
+    return Request.model_validate(request.model_dump(exclude={"run_id"}) | changes)
+
+
+def _numbers(text: str) -> list[tuple[float, int]]:
+    """Return each number of a text, and how many digits follow its point."""
+    found = [match.group().replace(",", "") for match in NUMBER.finditer(text)]
+    return [(float(number), len(re.split(r"[eE]", number)[0].partition(".")[2])) for number in found]
+
+
+def unsupported_numbers(answer: str, sources: Iterable[str]) -> list[str]:
+    """Return the numbers of an answer that no source has, rounded as the answer rounds, whatever their sign or unit.
+
+    Whole numbers up to ten count as words, because answers number and count things.
+    """
+    known = sorted({abs(number) * scale for text in sources for number, _ in _numbers(text) for scale in SCALES})
+    # What is left of a share is a fact as well: 31% of the bytes are 69% less.
+    known += [abs(whole - number) for number in known for whole in (1.0, 100.0) if number <= whole]
+    missing: list[str] = []
+    for number, digits in _numbers(answer):
+        value, tolerance = abs(number), 0.5 * 10.0**-digits
+        is_word = digits == 0 and value <= 10
+        if not is_word and not any(
+            math.isclose(value, fact, rel_tol=1e-9, abs_tol=tolerance * 1.001) for fact in known
+        ):
+            missing.append(f"{number:.{digits}f}")
+    return missing

@@ -1,0 +1,169 @@
+"""Questions about a finished run: a scripted LLM on a real server, a real run's records."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_server import Said, Server, chat_server, in_turn
+from commands import call as command
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.types import Command
+
+from profiling_agent.errors import RequestError, RunError
+from profiling_agent.graph.ask import AskContext, build_ask_graph
+from profiling_agent.graph.state import Allowlist
+from profiling_agent.reporting.records import Records, unsupported_numbers
+from profiling_agent.reporting.report import read_report
+from profiling_agent.request import Request
+
+CONFIG: Any = {"configurable": {"thread_id": "a"}}
+
+
+def call(name: str, **arguments: Any) -> Said:
+    return Said(tool_calls=((name, arguments),))
+
+
+def started(request: Request) -> str:
+    return f"it runs with a drop of {request.max_accuracy_drop}"
+
+
+def asked(run: Path, server: Server, question: str = "why?", **options: Any) -> dict[str, Any]:
+    graph = build_ask_graph(started, checkpointer=InMemorySaver(), **options)
+    context = AskContext(str(run), "openai:scripted", server.url)
+    return graph.invoke({"messages": [("user", question)]}, CONFIG, context=context)
+
+
+def results_of(result: dict[str, Any]) -> list[str]:
+    return [message.text for message in result["messages"] if message.type == "tool"]
+
+
+def test_an_answer_is_looked_up_in_the_runs_records(finished: Path):
+    report = read_report(finished)
+    top1 = f"{report.baseline.top1:.1%}"
+
+    with chat_server(in_turn(call("overview"), Said(content=f"Top-1 was {top1} before."))) as server:
+        result = asked(finished, server)
+
+    assert result["messages"][-1].text == f"Top-1 was {top1} before."
+    assert json.loads(results_of(result)[0])["before"]["params"] == report.baseline.params
+    assert {tool["function"]["name"] for tool in server.asked[0]["tools"]} >= {"overview", "what_if", "propose_run"}
+
+
+def test_an_invented_number_goes_back_once_and_is_marked_if_it_stays(finished: Path):
+    invented = Said(content="It is 77.123 times as fast.")
+
+    with chat_server(in_turn(call("overview"), invented, Said(content="The records don't tell."))) as server:
+        mended = asked(finished, server)
+    with chat_server(in_turn(call("overview"), invented)) as server:
+        marked = asked(finished, server)
+
+    assert mended["messages"][-1].text == "The records don't tell."
+    assert "77.123" in server.asked[2]["messages"][-1]["content"]
+    assert marked["messages"][-1].text.endswith("(not in the run's records: 77.123)")
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (call("layers", pattern="("), "pattern"),
+        (call("delete_everything"), "not a valid tool"),
+        (call("what_if", max_accuracy_drop="much"), "max_accuracy_drop"),
+        (call("what_if", max_accuracy_drop=7.0), "no such limits"),
+        (call("read", path="heldout.nothing"), "there is no 'nothing'"),
+        (call("propose_run", changes={"max_acuracy_drop": 0.02}, reason="x"), "did you mean 'max_accuracy_drop'"),
+    ],
+)
+def test_a_call_that_cannot_be_made_is_answered_with_the_reason(finished: Path, said: Said, expected: str):
+    with chat_server(in_turn(said, Said(content="I don't know."))) as server:
+        result = asked(finished, server)
+
+    assert expected in results_of(result)[0]
+
+
+def test_an_llm_that_calls_tools_for_ever_has_to_answer(finished: Path):
+    def script(payload: dict[str, Any], number: int) -> Said:
+        return call("overview") if "tools" in payload else Said(content="enough")
+
+    with chat_server(script) as server:
+        assert asked(finished, server)["messages"][-1].text == "enough"
+
+
+def test_another_run_starts_only_after_a_persons_yes(finished: Path):
+    proposal = call("propose_run", changes={"max_accuracy_drop": 0.02}, reason="two points allow a deeper cut")
+    for answer, expected in (("approve", "it runs with a drop of 0.02"), ("reject", "the user declines")):
+        with chat_server(in_turn(proposal, Said(content="done"))) as server:
+            graph = build_ask_graph(started, checkpointer=InMemorySaver())
+            context = AskContext(str(finished), "openai:scripted", server.url)
+            waiting = graph.invoke({"messages": [("user", "try 2 points")]}, CONFIG, context=context)
+            result = graph.invoke(Command(resume={"decisions": [{"type": answer}]}), CONFIG, context=context)
+
+        assert waiting["__interrupt__"][0].value["action_requests"][0]["args"] == {"max_accuracy_drop": 0.02}
+        assert results_of(result) == [expected]
+
+
+def test_other_limits_are_answered_by_measured_candidates_and_a_dry_run(finished: Path):
+    found = json.loads(Records(finished).what_if(max_accuracy_drop=0.5, max_size_ratio=1.0))
+
+    assert {row["number"] for row in found["measured_candidates_within_them"]} >= {0}
+    assert "params" in found["predicted"]
+    assert found["limits"]["max_accuracy_drop"] == 0.5
+
+
+@pytest.mark.parametrize("lookup", ["overview", "deployments", "attempts", "candidates"])
+def test_a_lookup_fits_into_a_prompt(finished: Path, lookup: str):
+    text = getattr(Records(finished), lookup)()
+
+    assert json.loads(text)
+    assert len(text) < 8000
+
+
+def test_any_part_of_the_report_can_be_read(finished: Path):
+    records, report = Records(finished), read_report(finished)
+
+    assert "verdict" in records.read("")
+    assert json.loads(records.read("heldout.predictions.num_images")) == report.heldout.predictions.num_images
+    assert json.loads(records.read("attempts.0.reason")) == report.attempts[0].reason
+
+
+def test_what_is_not_there_is_refused_in_one_line(finished: Path, tmp_path: Path):
+    graph = build_ask_graph(started)
+    question: Any = {"messages": [("user", "why?")]}
+
+    with pytest.raises(RequestError, match="no run is named"):
+        graph.invoke(question)
+    with pytest.raises(RunError, match="is no run folder"):
+        graph.invoke(question, context=AskContext(str(tmp_path)))
+    with pytest.raises(RequestError, match="answers come from an LLM"):
+        graph.invoke(question, context=AskContext(str(finished)))
+    guarded = build_ask_graph(started, allowlist=Allowlist(folders=(tmp_path,), addresses=frozenset()))
+    with pytest.raises(RequestError, match="outside of the folders of this server"):
+        guarded.invoke(question, context=AskContext(str(finished)))
+
+
+def test_the_command_prints_the_answer(finished: Path):
+    with chat_server(in_turn(call("overview"), Said(content="The verdict is in the report."))) as server:
+        options = ("--llm", "openai:scripted", "--base-url", server.url)
+        done = command("ask", str(finished), "what came of it?", *options)
+
+    assert (done.exit_code, done.stdout.strip()) == (0, "The verdict is in the report.")
+    refused = command("ask", str(finished / "jobs"), "why?")
+    assert refused.exit_code == 2
+    assert len(refused.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "missing"),
+    [
+        ("31% of the bytes, so 69% less, 2.6 times as fast", []),
+        ("It has 1,234,567 params and 4.9 MB", []),
+        ("1. yes 2. no", []),
+        ("2.75 times", ["2.75"]),
+        ("42% fewer", ["42"]),
+    ],
+)
+def test_a_number_is_known_in_other_units_and_rounded(answer: str, missing: list[str]):
+    source = '{"share_of_bytes": 0.312, "times_as_fast": 2.6123, "params": 1234567, "size_bytes": 4912345}'
+
+    assert unsupported_numbers(answer, [source]) == missing
