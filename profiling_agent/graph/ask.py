@@ -16,11 +16,12 @@ from langchain_core.messages import AnyMessage, HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.graph.state import CompiledStateGraph
 from langgraph.prebuilt import ToolNode
 from langgraph.runtime import Runtime
 from langgraph.types import Command, interrupt
+from pydantic import ValidationError
 
 from profiling_agent.errors import AdvisorError, RequestError
 from profiling_agent.graph.state import Allowlist, choose_endpoint, key_for, trusted_addresses
@@ -113,7 +114,7 @@ def build_ask_graph(
         return "tools" if getattr(state["messages"][-1], "tool_calls", None) else "check"
 
     def route_after_check(state: AskState) -> Literal["think", "__end__"]:
-        return "think" if state.get("is_corrected") else END
+        return "think" if state.get("is_corrected") else "__end__"
 
     graph = StateGraph(AskState, context_schema=AskContext)
     graph.add_node("think", think)
@@ -155,7 +156,7 @@ def tools(records: Records, start: Callable[[Request], str]) -> list[StructuredT
         """Propose a new run with changed fields of the request, such as {"max_accuracy_drop": 0.02}; a person confirms it."""
         try:
             request = changed_request(records.report.request, changes)
-        except ValueError as error:
+        except ValidationError as error:
             return f"no such request: {first_problem(error)}"
         question = {
             "action_requests": [{"name": "propose_run", "args": changes, "description": reason}],

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from profiling_agent.errors import PlanError
 from profiling_agent.lib.io import first_problem, inside, read_record
 from profiling_agent.planning.allocation import dry_run
@@ -14,7 +16,6 @@ from profiling_agent.planning.digest import frontier_rows, predicted_text
 from profiling_agent.planning.rules import analyse
 from profiling_agent.pruning.widths import matching_names
 from profiling_agent.reporting.report import VariantRow, final_attempt, read_report, run_of, unit_decisions
-from profiling_agent.reporting.results import model_path
 from profiling_agent.request import Request
 from profiling_agent.schemas import Goal, ModelProfile
 
@@ -41,8 +42,8 @@ class Records:
         )
 
     def _profile(self) -> ModelProfile:
-        path = model_path(self._folder, self.report.profiles["baseline"].profile.path)
-        return read_record(ModelProfile, inside(path, run_of(self._folder)))
+        run = run_of(self._folder)
+        return read_record(ModelProfile, inside(run / self.report.profiles["baseline"].profile.path, run))
 
     def overview(self) -> str:
         """Return the request's limits, the verdict with each limit's measurement, the model before and after, and all warnings."""
@@ -161,7 +162,7 @@ class Records:
         changed = {name: value for name, value in given.items() if value is not None}
         try:
             request = changed_request(self.report.request, changed)
-        except ValueError as error:
+        except ValidationError as error:
             return f"no such limits: {first_problem(error)}"
         goal, profile = request.goal, self._profile()
         plan = analyse(profile, goal)
