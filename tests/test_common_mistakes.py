@@ -201,7 +201,7 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "benchmark of a run without a report": (lambda place: ("benchmark", without_report(place)), "has no report yet"),
     "benchmark of a run without its models": (
         lambda place: ("benchmark", without_jobs(place)),
-        "there is no such folder",
+        "is missing",
     ),
     "compare with nothing": (lambda place: ("compare", str(place.finished), "/nowhere/at/all"), "/nowhere/at/all"),
     "sweep of nothing": (lambda _: ("sweep", "nowhere.yaml"), "nowhere.yaml"),

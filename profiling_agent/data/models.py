@@ -143,6 +143,9 @@ def _refused(start: str, problem: str) -> AcquisitionError:
 
 def _read_config(folder: Path, name: str) -> Any:
     """Return the config of a classifier of one label an image that transformers itself implements, with a name for every class."""
+    origin = "give the model that it was made from"
+    if any((folder / file).exists() for file in OUTPUT_FILES):
+        raise AcquisitionError(f"model {name!r} was written by profiling-agent: {origin}")
     refuse = partial(_refused, f"model {name!r} can't be read from its config.json: ")
     with third_party_errors(refuse):
         fields: dict[str, Any] = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
@@ -155,14 +158,13 @@ def _read_config(folder: Path, name: str) -> Any:
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         labels: dict[int, Any] = dict(config.id2label)
-    built_for, origin = ", ".join(config.architectures or [config.model_type]), "give the model that it was made from"
+    built_for = ", ".join(config.architectures or [config.model_type])
     is_numbered = set(labels) == set(range(len(labels))) and all(isinstance(label, str) for label in labels.values())
     one_output = (
         "has one output, as regressions and yes-or-no questions have: give a classifier with one for each class"
     )
     one_label = f"has problem_type {config.problem_type!r}, and only models with one label an image are supported"
     problems = {
-        f"was written by profiling-agent: {origin}": any((folder / file).exists() for file in OUTPUT_FILES),
         f"is quantized already: {origin}": fields.get("quantization_config") is not None,
         f"is no image classifier ({built_for}): choose one that is": not is_supported,
         one_output: len(labels) < 2,

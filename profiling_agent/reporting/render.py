@@ -186,7 +186,7 @@ def _page(template: str, **values: Any) -> str:
 
 
 def render_text(template: str, **values: Any) -> str:
-    """Return Markdown of one of the templates `NAME.md.jinja`."""
+    """Return Markdown of the template of this name."""
 
     # Autoescape would mangle Markdown. `finalize` applies to every inserted value, so that a template can't forget a filter.
     def finalize(value: object) -> object:

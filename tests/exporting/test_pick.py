@@ -9,7 +9,7 @@ import sample_records
 from commands import call
 
 from profiling_agent import pick
-from profiling_agent.errors import ArtifactError, RequestError
+from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.exporting.pick import FAILED, RunCandidate, candidates, find_candidate
 from profiling_agent.reporting.report import read_report
 from profiling_agent.runtimes.torch_artifact import load
@@ -116,6 +116,6 @@ def test_a_candidate_that_is_damaged_or_gone_is_named(finished: Path, tmp_path: 
 
     with pytest.raises(ArtifactError, match=r"preprocessor_config\.json' isn't the file that was saved"):
         pick(run, tmp_path / "out", candidate=0)
-    with pytest.raises(ArtifactError, match="is no saved model"):
+    with pytest.raises(RunError, match="is missing"):
         pick(run, tmp_path / "out", candidate=1)
     assert not (tmp_path / "out").exists()

@@ -10,7 +10,6 @@ from pruning.families import EVERY, FAMILIES, TYPICAL_FIRST, made, marked, spec_
 from torch import nn
 from zoo import counted
 
-from profiling_agent.errors import PlanError
 from profiling_agent.lib.modules import random_batch
 from profiling_agent.pruning.prune import cut_units, prune_model
 from profiling_agent.pruning.units import find_units
@@ -115,23 +114,6 @@ def resolved(family: str, pattern: str):
     units = found(family)[-1]
     requested = PruningRecommendation(layer=pattern, pruning_type="structured", pruning_ratio=0.5)
     return resolve([requested], units=units.units, refusals=units.refusals)
-
-
-OLD_NAMES = [
-    ("vit", "vit.encoder.layer.0.intermediate.dense", "vit.layers.0.mlp.fc1"),
-    ("deit", "deit.encoder.layer.1.output.dense", "deit.layers.1.mlp.fc2"),
-    ("beit", r"beit.encoder.layer.\d+.attention.attention.query", "beit.layers.0.attention.q_proj"),
-    ("dinov2", "dinov2.encoder.layer.1.attention.attention.key", "dinov2.encoder.layer.1.attention.k_proj"),
-    ("swin", "swin.encoder.layers.0.blocks.0.attention.self.value", "swin.encoder.layers.0.blocks.0.attention.v_proj"),
-    ("segformer", "segformer.encoder.block.0.0.mlp.dense1", "segformer.stages.0.blocks.0.mlp.fc1"),
-    ("mobilevit", "mobilevit.encoder.layer.2.transformer.layer.0.mlp.fc1", "mobilevit.encoder.layer.2"),
-]
-
-
-@pytest.mark.parametrize(("family", "old", "live"), OLD_NAMES)
-def test_a_name_of_another_release_is_answered_with_the_live_one_first(family, old, live):
-    with pytest.raises(PlanError, match=rf"matches no layer; use names like '{live}"):
-        resolved(family, old)
 
 
 def shared_weights(model):

@@ -283,7 +283,4 @@ def test_what_takes_a_norms_place_answers_its_attributes_and_keeps_its_activatio
 
     assert (found.num_features, found.eps, found.momentum) == (norm.num_features, norm.eps, norm.momentum)
     assert torch.equal(found(images.clone()), images.relu())
-    # It is what a norm does whose statistics are those of white noise.
-    for name, value in (("weight", 1), ("bias", 0), ("running_mean", 0), ("running_var", 1)):
-        assert torch.equal(getattr(found, name), torch.full((8,), float(value)))
     assert list(found.children()) == [norm.act]
