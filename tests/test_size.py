@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 23507, "tests": 23469, "benchmarks": 5897}
-MAX_MODULES = 108
+MAX_LINES = {"profiling_agent graphs": 21858, "tests": 22125, "benchmarks": 5926}
+MAX_MODULES = 103
 
 
 def python_files(folders: str) -> list[Path]:

@@ -23,11 +23,10 @@ from langgraph.runtime import Runtime
 from langgraph.types import Command, interrupt
 from pydantic import ValidationError
 
-from profiling_agent.errors import AdvisorError, RequestError
+from profiling_agent.errors import RequestError
 from profiling_agent.graph.state import Allowlist, choose_endpoint, key_for, trusted_addresses
-from profiling_agent.lib.io import clean, first_line, first_problem
-from profiling_agent.llm.chat import chat_client
-from profiling_agent.llm.transcript import redacted
+from profiling_agent.lib.io import first_problem
+from profiling_agent.llm.chat import chat_client, invoke, name_of, with_all_calls
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.reporting.records import Records, changed_request, unsupported_numbers
 from profiling_agent.request import Request
@@ -81,15 +80,11 @@ def build_ask_graph(
         """Let the LLM call tools, or answer."""
         context, turn = runtime.context, since_question(state["messages"])
         records = open_records(context, allowlist)
-        llm: Any = model or client(records, context, is_server=allowlist is not None)
-        if sum(message.type == "ai" for message in turn) < MAX_ROUNDS:
-            llm = llm.bind_tools(tools(records, start))
-        try:
-            reply = llm.invoke([SystemMessage(render("ask")), *state["messages"]])
-        # Third-party models, clients and servers raise anything.
-        except Exception as error:
-            text = clean(redacted(first_line(error)))[:200]
-            raise AdvisorError(f"the LLM gave no answer ({type(error).__name__}: {text})") from error
+        llm = model or client(records, context, is_server=allowlist is not None)
+        may_look_up = sum(message.type == "ai" for message in turn) < MAX_ROUNDS
+        offered = tools(records, start) if may_look_up else ()
+        messages = [SystemMessage(render("ask")), *state["messages"]]
+        reply = with_all_calls(invoke(llm, messages, offered, name_of(llm), "ask"))
         return {"messages": [reply]}
 
     def use_tools(state: AskState, runtime: Runtime[AskContext]) -> Any:

@@ -65,7 +65,7 @@ class ContextBase(BaseModel):
 def _fields() -> Iterator[tuple[str, Any]]:
     for name in PLANNING:
         yield name, (Request.model_fields[name].annotation, Request.model_fields[name])
-    for name in prompts.names():
+    for name in (name for name in prompts.names() if name != "ask"):
         # The form of a plan is in the prompts of both that plan.
         nodes = [node for node in NODES if name.startswith(node)] or [*NODES[1:]]
         extra: dict[str, Any] = {"langgraph_nodes": nodes, "langgraph_type": "prompt"}

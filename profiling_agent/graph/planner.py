@@ -33,9 +33,9 @@ from profiling_agent.planning.digest import MAX_CHARACTERS
 from profiling_agent.planning.llm_planner import (
     MAX_ANSWER,
     SHORT_CHARACTERS,
-    Answer,
     Planning,
     ShapeAnswer,
+    Submission,
     shape_question,
 )
 from profiling_agent.schemas import Approval, ApprovalQuestion, InputSpec, Plan, ShapeFacts
@@ -115,12 +115,12 @@ class Desk:
         return StructuredTool.from_function(function, description=f"{function.__doc__} {price}")
 
 
-def find_plan(planning: Planning, chat: Chat, jobs: Jobs, *, asks: bool = False) -> Answer:
+def find_plan(planning: Planning, chat: Chat, jobs: Jobs, *, asks: bool = False) -> Submission:
     """Return what the LLM hands over; raises AdvisorError if it fails, or submits nothing that may be measured."""
     ended = PLANNER.invoke({"messages": []}, context=Desk(chat, planning, jobs, asks))
     if "answer" not in ended:
         raise AdvisorError(ended["failure"])
-    return Answer.model_validate(ended["answer"])
+    return Submission.model_validate(ended["answer"])
 
 
 def brief(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
@@ -201,7 +201,7 @@ def plan(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
     return {"messages": [], "answer": answer.model_dump(mode="json")}
 
 
-def handed_over(messages: Sequence[BaseMessage]) -> Answer | None:
+def handed_over(messages: Sequence[BaseMessage]) -> Submission | None:
     """Return what the last reply hands over, by the last of its calls that was valid; None if it only calls other tools, or none."""
     place = max((place for place, message in enumerate(messages) if isinstance(message, AIMessage)), default=0)
     reply, valid = messages[place], set[str]()
@@ -211,7 +211,7 @@ def handed_over(messages: Sequence[BaseMessage]) -> Answer | None:
         if isinstance(answer, ToolMessage) and answer.status != "error":
             valid.add(answer.tool_call_id)
     calls = [call for call in reply.tool_calls if call["name"] in HANDOVER and call["id"] in valid]
-    return Answer.model_validate({"plan": None, **calls[-1]["args"]}) if calls else None
+    return Submission.model_validate({"plan": None, **calls[-1]["args"]}) if calls else None
 
 
 def route_after_think(state: Conversation) -> Literal["brief", "tools", "check", "plan"]:

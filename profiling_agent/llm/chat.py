@@ -63,18 +63,19 @@ def check_endpoint(endpoint: Endpoint, key: str, *, timeout_s: float) -> None:
     """Request one word; raises RequestError if the server, the key or the model doesn't work."""
     address, model = endpoint.base_url or OPENAI_URL, chat_client(endpoint, key, timeout_s=timeout_s)
     try:
-        _invoke(model, [HumanMessage("Answer with the word: ready")], (), f"{endpoint.name} at {address}", "check")
+        invoke(model, [HumanMessage("Answer with the word: ready")], (), f"{endpoint.name} at {address}", "check")
     except AdvisorError as error:
         raise RequestError(f"{error}: check the address, the model's name and the key, or use llm=none") from error
 
 
-def _invoke(
+def invoke(
     model: BaseChatModel, messages: Sequence[BaseMessage], tools: Sequence[BaseTool], name: str, agent: str
 ) -> AIMessage:
+    """Return the reply of a chat model called `name` in errors; AdvisorError, or ContextTooLongError, if there is none."""
     try:
         runnable: Any = model.bind_tools(tools) if tools else model
         return runnable.invoke(list(messages), {"run_name": agent})
-    # Third-party models, clients and servers raise anything; the rules plan without them.
+    # Third-party models, clients and servers raise anything.
     except Exception as error:
         text = f"{type(error).__name__}: {clean(redacted(first_line(error)))[:200]}"
         if isinstance(error, ContextOverflowError) or TOO_LONG.search(str(error)):
@@ -103,7 +104,7 @@ class Chat:
         turn: dict[str, Any] = {"agent": agent, "model": self.name}
         turn["asked"] = [{"role": each.type, "text": each.text} for each in messages[num_known:]]
         try:
-            reply = with_all_calls(_invoke(self._model, messages, tools, self.name, agent))
+            reply = with_all_calls(invoke(self._model, messages, tools, self.name, agent))
         except AdvisorError as error:
             self.transcript.add("turn", **turn, error=str(error), input_tokens=0, output_tokens=0)
             raise

@@ -86,7 +86,7 @@ class Setting:
 UNKNOWN = Setting()
 
 
-class Answer(schemas.Record):
+class Submission(schemas.Record):
     """What the LLM handed over: a plan, or None for the advice to stop, after so many refusals."""
 
     plan: Draft | None

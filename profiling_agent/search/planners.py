@@ -18,7 +18,7 @@ from profiling_agent.planning.allocation import (
     scaled,
 )
 from profiling_agent.planning.digest import plan_text
-from profiling_agent.planning.llm_planner import UNKNOWN, Answer, Planning, Setting
+from profiling_agent.planning.llm_planner import UNKNOWN, Planning, Setting, Submission
 from profiling_agent.planning.rules import analyse
 from profiling_agent.pruning.widths import matching_names
 from profiling_agent.schemas import (
@@ -156,7 +156,7 @@ class Advisor(NamedTuple):
     """Language model that plans: its name, and a function that finds a plan with it, or raises AdvisorError."""
 
     name: str
-    find_plan: Callable[[Planning], Answer]
+    find_plan: Callable[[Planning], Submission]
 
 
 def setting_of(evaluator: Evaluator, journal: Journal) -> Setting:

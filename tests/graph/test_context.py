@@ -2,7 +2,6 @@
 
 import ast
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +87,10 @@ def test_a_context_wins_over_the_request_and_a_resumed_thread_needs_none(world: 
 def test_a_fork_plans_with_another_model_and_edited_prompts_and_keeps_both(finished: Path, tmp_path: Path):
     run, plan = (
         edited(finished, tmp_path, {"request": {"output": str(tmp_path)}}),
-        {"reason": "mild", "target": {"metric": "params", "saving": 0.2}},
+        {"reason": "mild", "plan": {"target": {"metric": "params", "saving": 0.2}}},
     )
     config: Any = {"configurable": {"thread_id": run.name}}
-    with chat_server(lambda payload, number: Said(content=json.dumps(plan))) as server:
+    with chat_server(lambda payload, number: Said(tool_calls=(("submit", plan),))) as server:
         # The address is from this call.
         context = {"llm": "openai:scripted", "base_url": server.url, "planner": "llm"}
         context |= {"analysis_role_prompt": "Be brief. $form", "analysis_prompt": "Only this: $goal"}

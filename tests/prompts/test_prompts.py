@@ -16,7 +16,7 @@ from sample_records import GOAL, attempt, journal, race_result
 from simulated_runs import best_saving, loop
 
 from profiling_agent.planning.allocation import allowed_kl, dry_run, saved_share
-from profiling_agent.planning.llm_planner import Answer, Planning
+from profiling_agent.planning.llm_planner import Planning, Submission
 from profiling_agent.planning.rules import analyse
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.runtimes.registry import recommend
@@ -40,9 +40,9 @@ def answers(text: str) -> list[dict]:
     return [json.loads(line) for line in re.findall(r"^\{.*\}$", text, re.MULTILINE)]
 
 
-def examples(agent: str) -> list[Answer]:
+def examples(agent: str) -> list[Submission]:
     """Return the arguments of the calls that a prompt has as examples; without a plan they are of stop."""
-    return [Answer.model_validate({"plan": None, **one}) for one in answers(render(f"{agent}_examples"))]
+    return [Submission.model_validate({"plan": None, **one}) for one in answers(render(f"{agent}_examples"))]
 
 
 def test_the_first_plan_does_what_its_example_says_and_the_bad_one_costs_more_than_the_allocators():
