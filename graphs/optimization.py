@@ -8,7 +8,7 @@
                        ^                                      |
                        +--------- iterative_pruning <---------+
                                           |
-                                      verdict -> report
+                                      verdict -> advice -> report
 
 Every agent is a function in `profiling_agent/graph/nodes.py`; this file only connects them. With an LLM, `analysis` and `iterative_pruning` find their
 plan in the subgraph of `profiling_agent/graph/planner.py`.
@@ -73,7 +73,15 @@ def build_graph(
     graph.add_node("acquisition", partial(run_agent, nodes.acquisition), input_schema=Request)
     agents = (
         *(nodes.input_shape_resolver, nodes.profiling, nodes.deployment_search, nodes.analysis, nodes.approval),
-        *(nodes.pruning, nodes.quantization, nodes.evaluation, nodes.iterative_pruning, nodes.verdict, nodes.report),
+        *(
+            nodes.pruning,
+            nodes.quantization,
+            nodes.evaluation,
+            nodes.iterative_pruning,
+            nodes.verdict,
+            nodes.advice,
+            nodes.report,
+        ),
     )
     for agent in agents:
         graph.add_node(agent.__name__, partial(run_agent, agent), input_schema=RunState)
@@ -89,7 +97,8 @@ def build_graph(
     graph.add_edge("quantization", "evaluation")
     graph.add_conditional_edges("evaluation", route_after_evaluation)
     graph.add_conditional_edges("iterative_pruning", route_after_iterative_pruning)
-    graph.add_edge("verdict", "report")
+    graph.add_edge("verdict", "advice")
+    graph.add_edge("advice", "report")
     graph.add_edge("report", END)
     compiled = vars(graph.compile(checkpointer=registered(checkpointer), name="profiling_agent"))
     for name in ("analysis", "iterative_pruning"):

@@ -28,6 +28,7 @@ from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
 from profiling_agent.schemas import SHARD, Approval, ApprovalQuestion, Decided, Origin, Plan, StopReason
 from profiling_agent.search import attempt as attempts
+from profiling_agent.search.advice import advise
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
 from profiling_agent.search.evaluator import EFFORTS, affordable_images
 from profiling_agent.search.finalize import FinalChoice, add_race_result, finalize, raced_headline, torch_model
@@ -124,7 +125,7 @@ def deployment_search(state: RunState, run: Run) -> Update:
             raise PlanError(reason)
     acquired = evaluator.acquired
     answers = evaluator.answers(evaluator.evaluate_baseline(acquired.search, range(SHARD)))
-    if doubt := why_doubtful(answers.predicted, answers.true):
+    if doubt := why_doubtful(answers.predicted, answers.true, acquired.labels):
         run.jobs.progress(doubt, 0, 0)
         acquired = acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
     journal = attempts.open_journal(evaluator, plan)
@@ -248,17 +249,26 @@ def verdict(state: RunState, run: Run) -> Update:
     return {"final": name, "verdict": final.verdict}
 
 
-def report(state: RunState, run: Run) -> Update:
-    """Profile the winner, and write the report."""
-    evaluator, workspace, journal = run.evaluator(state), run.workspace, state.judged_journal
+def advice(state: RunState, run: Run) -> Update:
+    """Say after a miss which other limits the measured candidates meet."""
+    return {"advice": advise(read_final(state, run))}
+
+
+def read_final(state: RunState, run: Run) -> FinalChoice:
+    """Return the winner and what the verdict rests on; anew where a fork after the verdict has changed the contract."""
+    workspace = run.workspace
     path = inside(workspace.root / state.final, workspace.root)
     try:
         final = read_record(FinalChoice, path)
     except (OSError, DocumentError) as error:
         raise RunError(f"{str(path)!r} is damaged: delete {str(workspace.checkpoints)!r}, and resume") from error
-    # A fork after the verdict may have changed the contract.
-    if final.goal != state.goal:
-        final = finalize(evaluator, journal)
+    return final if final.goal == state.goal else finalize(run.evaluator(state), state.judged_journal)
+
+
+def report(state: RunState, run: Run) -> Update:
+    """Profile the winner, and write the report."""
+    evaluator, workspace, journal = run.evaluator(state), run.workspace, state.judged_journal
+    final = read_final(state, run)
     best, baseline = final.winner.evaluation.model, evaluator.baseline
     profiles = {"baseline": (require(state.profiled), evaluator.profile)}
     if (torch_winner := torch_model(final.winner, journal, baseline)) != baseline:
@@ -279,6 +289,7 @@ def report(state: RunState, run: Run) -> Update:
         planned_by=state.advisor_note,
         spent=Transcript(workspace.root / FILE).spent if state.is_advised else None,
         decisions=state.decisions,
+        advice=state.advice,
         profiles=profiles,
         times=run.jobs.timesheet.by_kind(),
     )

@@ -92,6 +92,7 @@ class RunReport(schemas.Record):
     planned_by: str = ""  # who planned, and why
     spent: schemas.Spent | None = None  # what was asked of a language model
     decisions: tuple[schemas.Decided, ...] = ()  # what a person decided of the plans
+    advice: tuple[schemas.Advice, ...] = ()  # after a miss: changed limits that measured candidates meet
     deployment_search: schemas.DeploymentSearch | None = None  # the deployments that the unpruned model was tried in
     baseline: Summary
     best: Summary

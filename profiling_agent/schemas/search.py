@@ -199,3 +199,10 @@ class Verdict(Record):
     binding: str | None = None  # the term that keeps the contract from being met
     images_to_certify: int | None = None
     explanation: str
+
+
+class Advice(Record):
+    """Changed fields of a request that would turn a miss into a contract that is met, and the measurement behind it."""
+
+    changes: dict[str, float]
+    evidence: str

@@ -238,15 +238,44 @@ def test_a_negation_is_never_dropped(label):
     assert ids(matched(["no mask", "mask"], ["mask", "no mask, without mask"])) == [1, 0]
 
 
+TRUE = np.arange(400) % 5
+
+
+def by_rule(rule):
+    return [
+        LabelMatch(dataset_label=name, model_id=index, model_label=f"LABEL_{index}", rule=rule)
+        for index, name in enumerate(("Apple", "Cherry", "banana", "fig", "pear"))
+    ]
+
+
+def test_two_classes_that_are_each_others_are_found():
+    predicted = np.array([0, 2, 1, 3, 4])[TRUE]
+    # Three classes of five are right as they are.
+    expected = (
+        "answers 60% of the images right as labels are matched, and 100% with others, such as 'Cherry' as 'LABEL_2': "
+    )
+    assert expected in (why_doubtful(predicted, TRUE, by_rule("name")) or "")
+    for rule in ("number", "from-1", "place"):
+        with pytest.raises(AcquisitionError, match=expected):
+            why_doubtful(predicted, TRUE, by_rule(rule))
+
+
+def test_few_images_do_not_show_another_match():
+    swapped = np.array([1, 0, 3, 4, 2])
+    for num_images, is_shown in ((199, False), (200, True)):
+        reason = why_doubtful(swapped[TRUE[:num_images]], TRUE[:num_images], by_rule("name")) or ""
+        assert ("as labels are matched" in reason) == is_shown
+
+
 @pytest.mark.parametrize("num_classes", [2, 5, 300])
 def test_answers_no_better_than_chance_leave_a_doubt(num_classes):
     random = np.random.default_rng(0)
     true = np.arange(400) % num_classes
     # No answer, always the same, and any: each is what a model without knowledge has.
     for predicted in (np.full(400, -1), 0 * true, random.permutation(true)):
-        assert "search images right, which chance does too" in (why_doubtful(predicted, true) or "")
+        assert "search images right, which chance does too" in (why_doubtful(predicted, true, ()) or "")
     half = np.where(random.random(400) < 0.5, true, random.integers(0, num_classes, 400))
-    assert why_doubtful(half, true) is None
+    assert why_doubtful(half, true, ()) is None
 
 
 NUM_CLASSES = 12

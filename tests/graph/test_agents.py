@@ -74,7 +74,7 @@ def test_what_can_not_be_had_is_one_line(request_: dict[str, str], message: str)
 
 
 RIGHT = Said(tool_calls=(("submit_shape", {"channels": 3, "height": 32, "width": 32}),))
-WRONG = Said(tool_calls=(("submit_shape", {"channels": 3, "height": 48, "width": 48}),))
+WRONG = Said(tool_calls=(("submit_shape", {"channels": 1, "height": 32, "width": 32}),))
 
 
 def task_of(folder: Path, side: int) -> ResolveShapeTask:

@@ -70,7 +70,7 @@ def test_a_run_waits_for_langgraphs_own_command_or_ours_and_refuses_an_answer_th
     values = graph.get_state(config).values
     assert {term.name: term.required for term in verdict.terms}["accuracy"] == 0.005
     assert [cap.layer for cap in values["caps"]] == [FIRST_BLOCK]
-    assert values["pins"] == ()
+    assert list(values["pins"]) == []
 
 
 def test_without_a_checkpointer_approval_is_refused_at_the_start(world: World, tmp_path: Path):

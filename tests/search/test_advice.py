@@ -1,0 +1,57 @@
+"""Advice after a miss: limits that measured candidates would meet, worked out by hand."""
+
+import sample_records
+
+from profiling_agent.schemas import Candidate, Goal, Outcome, Term, Variant, Verdict
+from profiling_agent.search.advice import advise
+from profiling_agent.search.finalize import FinalChoice
+
+GOAL = Goal(max_accuracy_drop=0.01, min_speedup=3.0, max_size_ratio=0.5, selection="contract")
+# Of 4,000 bytes and 900 right answers of 1,000.
+MILD = sample_records.evaluation("mild", Variant.QUANTIZED, correct=896, size_bytes=1400)
+DEEP = sample_records.evaluation("deep", Variant.BOTH, correct=882, size_bytes=1000)
+LARGE = sample_records.evaluation("large", Variant.PRUNED, correct=880, size_bytes=3001)
+SPEEDUPS = {"mild": 2.509, "deep": 3.2, "large": 2.9}
+
+
+def final(outcome: Outcome, *, refused: bool = False) -> FinalChoice:
+    """Return the choice of the mild candidate, or of the baseline where the deep one was refused with 2.5 points lost."""
+    race = sample_records.race(*(sample_records.race_result(n, s, s * 0.98, s * 1.02) for n, s in SPEEDUPS.items()))
+    winner = sample_records.BASELINE if refused else MILD
+    deep = Candidate(attempt=1, evaluation=DEEP)
+    term = Term(name="accuracy", required=0.01, measured=0.025 if refused else 0.004, holds=not refused)
+    return FinalChoice(
+        goal=GOAL,
+        winner=Candidate(evaluation=winner),
+        variants=(sample_records.BASELINE, MILD, DEEP, LARGE),
+        screening=race,
+        race=None,
+        heldout_baseline=sample_records.BASELINE,
+        heldout_winner=winner,
+        kept_beside=deep if refused else None,
+        verdict=Verdict(outcome=outcome, certified=False, terms=(term,), explanation=""),
+    )
+
+
+def test_the_smallest_changes_come_first_rounded_to_where_the_candidate_meets_them():
+    advice = advise(final(Outcome.NEAREST_MISS))
+
+    assert [row.changes for row in advice] == [
+        {"min_speedup": 2.5},
+        {"max_accuracy_drop": 0.018},
+        {"max_accuracy_drop": 0.02, "min_speedup": 2.9, "max_size_ratio": 0.76},
+    ]
+    assert advice[0].evidence == (
+        "candidate 1, quantized (eager float32), lost 0.40 points on held-out images, is 2.51x as fast and has 35% of the bytes"
+    )
+
+
+def test_a_candidate_that_held_out_images_refused_is_judged_by_them():
+    (deep,) = [row for row in advise(final(Outcome.NEAREST_MISS, refused=True)) if "candidate 2" in row.evidence]
+
+    assert deep.changes == {"max_accuracy_drop": 0.025}
+    assert "2.50 points on held-out images" in deep.evidence
+
+
+def test_a_contract_that_is_met_needs_no_advice():
+    assert advise(final(Outcome.MET)) == ()
