@@ -13,7 +13,7 @@ from profiling_agent.data.images import SplitImages
 from profiling_agent.data.labels import choose_matching, match_labels, match_numbers, order_match_note, why_doubtful
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.jobs.tasks import AcquireTask
-from profiling_agent.schemas import Acquired
+from profiling_agent.schemas import Acquired, LabelMatch
 
 ANIMALS = ["cat", "dog", "bird"]
 CRANES = ["crane", "tench, Tinca tinca", "crane"]
