@@ -36,7 +36,7 @@ configs:
   data_files: [{split: train, path: train.parquet}, {split: test, path: test.parquet}]
 ---
 """
-# Whole runs, races and sweeps have tests of their own: here, that the command line is understood.
+# Whole runs, races, sweeps and questions have tests of their own: here, that the command line is understood.
 PARSE = """
 import sys
 from typer.main import get_command
@@ -53,7 +53,7 @@ COMMANDS = {
     "profiling-agent": f"""
 case "$1" in
   run) [ "$RUNS" ] || exec {sys.executable} -c '{PARSE}' "$@"; set -- "$@" {QUICK};;
-  sweep | benchmark) exec {sys.executable} -c '{PARSE}' "$@";;
+  sweep | benchmark | ask) exec {sys.executable} -c '{PARSE}' "$@";;
 esac
 {sys.executable} -m profiling_agent.cli.main "$@" || {{ code=$?; [ $code = 1 ] || [ $code = 3 ] || exit $code; }}""",
     # The paper's tables take minutes, and have a test of their own: here, that the command line is understood.

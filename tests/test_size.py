@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 21858, "tests": 22125, "benchmarks": 5926}
-MAX_MODULES = 103
+MAX_LINES = {"profiling_agent graphs": 21992, "tests": 22209, "benchmarks": 5926}
+MAX_MODULES = 104
 
 
 def python_files(folders: str) -> list[Path]:
