@@ -80,7 +80,7 @@ def build_ask_graph(
         """Let the LLM call tools, or answer."""
         context, turn = runtime.context, since_question(state["messages"])
         records = open_records(context, allowlist)
-        llm = model or client(records, context, is_server=allowlist is not None)
+        llm = model or client(records, context, allowlist)
         may_look_up = sum(message.type == "ai" for message in turn) < MAX_ROUNDS
         offered = tools(records, start) if may_look_up else ()
         messages = [SystemMessage(render("ask")), *state["messages"]]
@@ -131,8 +131,8 @@ def open_records(context: AskContext | None, allowlist: Allowlist | None) -> Rec
     return Records(Path(context.run).expanduser())
 
 
-def client(records: Records, context: AskContext, *, is_server: bool) -> BaseChatModel:
-    """Return the client of the context's LLM, else of the run's; RequestError if neither names one."""
+def client(records: Records, context: AskContext, allowlist: Allowlist | None) -> BaseChatModel:
+    """Return the client of the context's LLM, else of the run's; RequestError if neither names one, or a server may not ask it."""
     request = records.report.request
     llm, base_url = (
         (context.llm, context.base_url) if context.llm else (request.llm, context.base_url or request.base_url)
@@ -140,7 +140,10 @@ def client(records: Records, context: AskContext, *, is_server: bool) -> BaseCha
     endpoint = choose_endpoint(llm, base_url)
     if endpoint is None:
         raise RequestError("answers come from an LLM, and the run had none: name one, as in --llm openai:MODEL")
-    trusted = trusted_addresses(os.environ, *(() if is_server else (context.base_url,)))
+    if allowlist is not None:
+        # The address may be from the run's report.
+        allowlist.check(Request(llm=llm, base_url=base_url))
+    trusted = trusted_addresses(os.environ, *((context.base_url,) if allowlist is None else ()))
     return chat_client(endpoint, key_for(endpoint, trusted), timeout_s=TIMEOUT_S)
 
 

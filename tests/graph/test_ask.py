@@ -111,6 +111,16 @@ def test_other_limits_are_answered_by_measured_candidates_and_a_dry_run(finished
     assert found["limits"]["max_accuracy_drop"] == 0.5
 
 
+def test_a_server_asks_no_address_that_only_the_run_or_a_client_names(finished: Path):
+    question: Any = {"messages": [("user", "why?")]}
+    graph = build_ask_graph(started, allowlist=Allowlist(folders=(finished,), addresses=frozenset()))
+
+    with chat_server(in_turn(Said(content="never"))) as server:
+        with pytest.raises(RequestError, match="no address of this server's"):
+            graph.invoke(question, context=AskContext(str(finished), "openai:scripted", server.url))
+        assert not server.asked
+
+
 @pytest.mark.parametrize("lookup", ["overview", "deployments", "attempts", "candidates"])
 def test_a_lookup_fits_into_a_prompt(finished: Path, lookup: str):
     text = getattr(Records(finished), lookup)()
