@@ -9,7 +9,7 @@ from profiling_agent.lib.io import first_problem
 from profiling_agent.schemas import Approval, ApprovalQuestion, Goal
 from profiling_agent.search.attempt import TIGHTER, read_answer
 
-ACTION = "apply_plan"
+ACTION, ANSWER = "apply_plan", "answer_question"
 
 
 class EditedAction(BaseModel):
@@ -56,6 +56,14 @@ def human_request(question: ApprovalQuestion, goal: Goal) -> dict[str, Any]:
     args = arguments.model_dump(mode="json", include=names)
     action = {"name": ACTION, "args": args, "description": "\n".join(filter(None, lines))}
     review = {"action_name": ACTION, "allowed_decisions": ["approve", "edit", "reject"], "args_schema": schema}
+    return {"action_requests": [action], "review_configs": [review], "question": question.model_dump(mode="json")}
+
+
+def human_question(question: ApprovalQuestion) -> dict[str, Any]:
+    """Return the interrupt's value for a question of an LLM in words: a person approves, or answers by the message of a rejection."""
+    lines = [f"The answer was not taken: {question.problem}"] if question.problem else []
+    action = {"name": ANSWER, "args": {}, "description": "\n".join([*lines, question.question])}
+    review = {"action_name": ANSWER, "allowed_decisions": ["approve", "reject"]}
     return {"action_requests": [action], "review_configs": [review], "question": question.model_dump(mode="json")}
 
 

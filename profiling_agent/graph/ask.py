@@ -23,7 +23,7 @@ from langgraph.runtime import Runtime
 from langgraph.types import Command, interrupt
 from pydantic import ValidationError
 
-from profiling_agent.errors import RequestError
+from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.graph.state import Allowlist, choose_endpoint, key_for, trusted_addresses
 from profiling_agent.lib.io import first_problem
 from profiling_agent.llm.chat import chat_client, invoke, name_of, with_all_calls
@@ -34,8 +34,9 @@ from profiling_agent.request import Request
 # Replies with tool calls in a row; then the LLM has to answer.
 MAX_ROUNDS = 8
 TIMEOUT_S = 120.0
-# Sender of complaints about numbers.
-CHECK = "check"
+# Senders of complaints about numbers, and of what became of a proposed run.
+CHECK, RUN = "check", "run"
+PROPOSED = "proposed; the person is asked"
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,50 @@ class AskState(MessagesState):
 
     # Whether the answer to the last question went back for its numbers.
     is_corrected: NotRequired[bool]
+    # Changes of a request that a person has confirmed.
+    confirmed: NotRequired[dict[str, Any] | None]
 
 
 def since_question(messages: list[AnyMessage]) -> list[AnyMessage]:
     """Return the messages from the person's last question on."""
-    asked = [place for place, message in enumerate(messages) if message.type == "human" and message.name != CHECK]
+    asked = [place for place, message in enumerate(messages) if message.type == "human" and not message.name]
     return messages[asked[-1] :] if asked else messages
+
+
+def check(state: AskState) -> dict[str, Any]:
+    """Send an answer back, once, whose numbers are in no tool's result."""
+    turn = since_question(state["messages"])
+    sources = [message.text for message in turn[:-1] if message.type in ("human", "tool") and message.name != CHECK]
+    missing = unsupported_numbers(turn[-1].text, sources)
+    if not missing:
+        return {"is_corrected": False}
+    numbers = ", ".join(missing)
+    if state.get("is_corrected"):
+        note = f"{turn[-1].text}\n\n(not in the run's records: {numbers})"
+        return {"messages": [turn[-1].model_copy(update={"content": note})], "is_corrected": False}
+    complaint = f"No tool returned these numbers: {numbers}. Look them up, or answer without them."
+    return {"messages": [HumanMessage(complaint, name=CHECK)], "is_corrected": True}
+
+
+def route_after_think(state: AskState) -> Literal["tools", "check"]:
+    """Carry out the calls of a reply, or check its answer."""
+    may_look_up = num_replies(state["messages"]) <= MAX_ROUNDS
+    return "tools" if may_look_up and getattr(state["messages"][-1], "tool_calls", None) else "check"
+
+
+def route_after_tools(state: AskState) -> Literal["confirm", "think"]:
+    """Ask the person about a valid proposal."""
+    return "confirm" if proposal_in(state["messages"])[0] else "think"
+
+
+def route_after_confirm(state: AskState) -> Literal["start_run", "think"]:
+    """Start what was confirmed."""
+    return "start_run" if state.get("confirmed") else "think"
+
+
+def route_after_check(state: AskState) -> Literal["think", "__end__"]:
+    """Let the LLM answer again if its numbers are in no record."""
+    return "think" if state.get("is_corrected") else "__end__"
 
 
 def build_ask_graph(
@@ -81,43 +120,46 @@ def build_ask_graph(
         context, turn = runtime.context, since_question(state["messages"])
         records = open_records(context, allowlist)
         llm = model or client(records, context, allowlist)
-        may_look_up = sum(message.type == "ai" for message in turn) < MAX_ROUNDS
-        offered = tools(records, start) if may_look_up else ()
+        offered = tools(records) if num_replies(turn) < MAX_ROUNDS else ()
         messages = [SystemMessage(render("ask")), *state["messages"]]
         reply = with_all_calls(invoke(llm, messages, offered, name_of(llm), "ask"))
         return {"messages": [reply]}
 
     def use_tools(state: AskState, runtime: Runtime[AskContext]) -> Any:
         """Look up what the LLM asked for; a call that can't be made is answered with the reason."""
-        return ToolNode(tools(open_records(runtime.context, allowlist), start)).invoke(state)
+        return ToolNode(tools(open_records(runtime.context, allowlist))).invoke(state)
 
-    def check(state: AskState) -> dict[str, Any]:
-        """Send an answer back, once, whose numbers are in no tool's result."""
-        turn = since_question(state["messages"])
-        sources = [message.text for message in turn[:-1] if message.type in ("human", "tool") and message.name != CHECK]
-        missing = unsupported_numbers(turn[-1].text, sources)
-        if not missing:
-            return {"is_corrected": False}
-        numbers = ", ".join(missing)
-        if state.get("is_corrected"):
-            note = f"{turn[-1].text}\n\n(not in the run's records: {numbers})"
-            return {"messages": [turn[-1].model_copy(update={"content": note})], "is_corrected": False}
-        complaint = f"No tool returned these numbers: {numbers}. Look them up, or answer without them."
-        return {"messages": [HumanMessage(complaint, name=CHECK)], "is_corrected": True}
+    def confirm(state: AskState, runtime: Runtime[AskContext]) -> dict[str, Any]:
+        """Wait until a person says yes or no to the proposed run."""
+        changes, reason = proposal_in(state["messages"])
+        request = changed_request(open_records(runtime.context, allowlist).request, changes)
+        place = f"model {request.model}, data {request.dataset}, results in {request.output}"
+        action = {"name": "propose_run", "args": changes, "description": f"{reason} ({place})"}
+        review = {"action_name": "propose_run", "allowed_decisions": ["approve", "reject"]}
+        answer: Any = interrupt({"action_requests": [action], "review_configs": [review]})
+        decisions = answer.get("decisions", [{}]) if isinstance(answer, dict) else [{"type": answer}]
+        if decisions[0].get("type") in ("approve", "accept"):
+            return {"confirmed": changes}
+        return {"confirmed": None, "messages": [HumanMessage("No, don't start it.", name=RUN)]}
 
-    def route_after_think(state: AskState) -> Literal["tools", "check"]:
-        return "tools" if getattr(state["messages"][-1], "tool_calls", None) else "check"
-
-    def route_after_check(state: AskState) -> Literal["think", "__end__"]:
-        return "think" if state.get("is_corrected") else "__end__"
+    def start_run(state: AskState, runtime: Runtime[AskContext]) -> dict[str, Any]:
+        """Start the confirmed run; what came of it is a message."""
+        request = changed_request(open_records(runtime.context, allowlist).request, state.get("confirmed") or {})
+        try:
+            text = start(request)
+        except ProfilingAgentError as error:
+            text = f"it can't be started: {error}"
+        return {"confirmed": None, "messages": [HumanMessage(f"Yes. The run: {text}", name=RUN)]}
 
     graph = StateGraph(AskState, context_schema=AskContext)
-    graph.add_node("think", think)
+    for node in (think, check, confirm, start_run):
+        graph.add_node(node.__name__, node)
     graph.add_node("tools", use_tools)
-    graph.add_node("check", check)
     graph.add_edge(START, "think")
     graph.add_conditional_edges("think", route_after_think)
-    graph.add_edge("tools", "think")
+    graph.add_conditional_edges("tools", route_after_tools)
+    graph.add_conditional_edges("confirm", route_after_confirm)
+    graph.add_edge("start_run", "think")
     graph.add_conditional_edges("check", route_after_check)
     return graph.compile(checkpointer=checkpointer, name="ask")
 
@@ -133,7 +175,7 @@ def open_records(context: AskContext | None, allowlist: Allowlist | None) -> Rec
 
 def client(records: Records, context: AskContext, allowlist: Allowlist | None) -> BaseChatModel:
     """Return the client of the context's LLM, else of the run's; RequestError if neither names one, or a server may not ask it."""
-    request = records.report.request
+    request = records.request
     llm, base_url = (
         (context.llm, context.base_url) if context.llm else (request.llm, context.base_url or request.base_url)
     )
@@ -143,28 +185,39 @@ def client(records: Records, context: AskContext, allowlist: Allowlist | None) -
     if allowlist is not None:
         # The address may be from the run's report.
         allowlist.check(Request(llm=llm, base_url=base_url))
-    trusted = trusted_addresses(os.environ, *((context.base_url,) if allowlist is None else ()))
+    trusted = trusted_addresses(os.environ, *((context.base_url,) if allowlist is None else allowlist.addresses))
     return chat_client(endpoint, key_for(endpoint, trusted), timeout_s=TIMEOUT_S)
 
 
-def tools(records: Records, start: Callable[[Request], str]) -> list[StructuredTool]:
-    """Return the lookups in a run, and the proposal of another one, which waits for a person."""
+def num_replies(messages: list[AnyMessage]) -> int:
+    """Return how many replies the LLM has given since the person's last question."""
+    return sum(message.type == "ai" for message in since_question(messages))
+
+
+def tools(records: Records) -> list[StructuredTool]:
+    """Return the lookups in a run, and the proposal of another one, which a person has to confirm."""
 
     def propose_run(changes: dict[str, Any], reason: str) -> str:
-        """Propose a new run with changed fields of the request, such as {"max_accuracy_drop": 0.02}; a person confirms it."""
+        """Propose a new run with changed limits, such as {"max_accuracy_drop": 0.02}; a person confirms it. One at a time."""
+        del reason
         try:
-            request = changed_request(records.report.request, changes)
-        except ValidationError as error:
-            return f"no such request: {first_problem(error)}"
-        question = {
-            "action_requests": [{"name": "propose_run", "args": changes, "description": reason}],
-            "review_configs": [{"action_name": "propose_run", "allowed_decisions": ["approve", "reject"]}],
-        }
-        answer: Any = interrupt(question)
-        decisions = answer.get("decisions", [{}]) if isinstance(answer, dict) else [{"type": answer}]
-        return start(request) if decisions[0].get("type") in ("approve", "accept") else "the user declines"
+            changed_request(records.request, changes)
+        except ValueError as error:
+            return f"no such request: {first_problem(error) if isinstance(error, ValidationError) else error}"
+        return PROPOSED
 
     return [StructuredTool.from_function(function) for function in (*records.lookups, propose_run)]
+
+
+def proposal_in(messages: list[AnyMessage]) -> tuple[dict[str, Any], str]:
+    """Return the changes and the reason of the first valid proposal in the last reply; no changes if there is none."""
+    (reply,) = [message for message in messages if message.type == "ai"][-1:]
+    calls = {call["id"]: call["args"] for call in getattr(reply, "tool_calls", ()) if call["name"] == "propose_run"}
+    for message in messages[messages.index(reply) :]:
+        if message.type == "tool" and message.text == PROPOSED and message.tool_call_id in calls:
+            arguments = calls[message.tool_call_id]
+            return arguments["changes"], arguments["reason"]
+    return {}, ""
 
 
 def answer_question(

@@ -27,7 +27,7 @@ class ContextBase(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch_size: int | None = Field(default=None, description="the batch size you deploy, in place of the input's")
-    objective: Literal["speed", "size", "memory"] | None = Field(default=None, description="in place of the input's")
+    objective: Literal["speed", "size"] | None = Field(default=None, description="in place of the input's")
 
     @property
     def prompts(self) -> dict[str, str]:

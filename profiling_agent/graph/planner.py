@@ -26,6 +26,7 @@ from langgraph.types import interrupt
 from pydantic import ValidationError
 
 from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestError, ShapeUnresolvedError
+from profiling_agent.graph.approval import RESPONSE_SCHEMA, human_question, read_response
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.lib.io import clean, first_problem
 from profiling_agent.llm.chat import Chat
@@ -38,8 +39,7 @@ from profiling_agent.planning.llm_planner import (
     Submission,
     shape_question,
 )
-from profiling_agent.schemas import Approval, ApprovalQuestion, InputSpec, Plan, ShapeFacts
-from profiling_agent.search.attempt import read_answer
+from profiling_agent.schemas import ApprovalQuestion, InputSpec, Plan, ShapeFacts
 
 # Replies of the LLM for one plan, and refusals after which the rules plan.
 MAX_REPLIES, MAX_REFUSALS = 20, 2
@@ -103,11 +103,16 @@ class Desk:
             choices=("accept", "reject"),
         )
         while True:
-            response = interrupt(asked.model_dump(mode="json"), response_schema=Approval.model_json_schema())
+            request = human_question(asked)
+            response = interrupt(request, response_schema=RESPONSE_SCHEMA)
             try:
-                return read_answer(response).reason or "yes"
+                answer = read_response(response, request)
             except RequestError as error:
                 asked = asked.model_copy(update={"problem": str(error)})
+                continue
+            if answer.decision in asked.choices:
+                return answer.reason or "yes"
+            asked = asked.model_copy(update={"problem": f"a question takes {' or '.join(asked.choices)}"})
 
     def _tool(self, function: Callable[..., str]) -> BaseTool:
         price_s = self.planning.price_of(function.__name__)

@@ -16,7 +16,7 @@ from profiling_agent.planning.digest import frontier_rows, predicted_text
 from profiling_agent.planning.rules import analyse
 from profiling_agent.pruning.widths import matching_names
 from profiling_agent.reporting.report import VariantRow, final_attempt, read_report, run_of, unit_decisions
-from profiling_agent.request import Request
+from profiling_agent.request import Request, unknown_field
 from profiling_agent.schemas import Goal, ModelProfile
 
 # Characters of one lookup, and units that it lists.
@@ -32,6 +32,11 @@ class Records:
     def __init__(self, run: Path) -> None:
         """Read the report of a run, or of a fork; RunError if it has none."""
         self._folder, self.report = run, read_report(run)
+
+    @property
+    def request(self) -> Request:
+        """Return the run's request; another run of it lies next to this one, wherever this one was made."""
+        return self.report.request.model_copy(update={"output": str(run_of(self._folder).resolve().parent)})
 
     @property
     def lookups(self) -> tuple[Callable[..., str], ...]:
@@ -128,8 +133,9 @@ class Records:
         """Return what was cut of the units whose name the RE2 `pattern` hits ("." for all), with the reason, and why other layers weren't."""
         attempt = final_attempt(self.report)
         choices = unit_decisions(self.report, attempt) if attempt else ()
+        layers = [group.name for group in self.report.layers]
         try:
-            names = matching_names(pattern, [choice.unit for choice in choices]) if choices else ()
+            names = matching_names(pattern, [*(choice.unit for choice in choices), *layers])
         except PlanError as error:
             return str(error)
         hits = [choice for choice in choices if choice.unit in names]
@@ -137,7 +143,7 @@ class Records:
             {"unit": choice.unit, "width": choice.width, "kept": choice.kept, "reason": choice.reason}
             for choice in hits[:MAX_UNITS]
         ]
-        groups = [group.model_dump() for group in self.report.layers if re.search(re.escape(pattern), group.name)]
+        groups = [group.model_dump() for group in self.report.layers if group.name in matching_names(pattern, layers)]
         return _text(
             {
                 "units_hit": len(hits),
@@ -161,9 +167,9 @@ class Records:
         given = {"max_accuracy_drop": max_accuracy_drop, "min_speedup": min_speedup, "max_size_ratio": max_size_ratio}
         changed = {name: value for name, value in given.items() if value is not None}
         try:
-            request = changed_request(self.report.request, changed)
-        except ValidationError as error:
-            return f"no such limits: {first_problem(error)}"
+            request = changed_request(self.request, changed)
+        except ValueError as error:
+            return f"no such limits: {first_problem(error) if isinstance(error, ValidationError) else error}"
         goal, profile = request.goal, self._profile()
         plan = analyse(profile, goal)
         rows = [self._candidate(number, row) for number, row in enumerate(self.report.variants)]
@@ -217,9 +223,22 @@ def _text(value: Any) -> str:
     return json.dumps(rounded(value), ensure_ascii=False)
 
 
+# What a proposed run may change.
+CHANGEABLE = (
+    *("max_accuracy_drop", "min_speedup", "max_size_ratio", "objective", "quantize_dtype", "runtimes", "batch_size"),
+    *("num_samples", "max_iterations", "recover_epochs", "effort", "time_budget"),
+)
+
+
 def changed_request(request: Request, changes: dict[str, Any]) -> Request:
-    """Return a request with changed fields and no run id; ValidationError for an unknown or impossible one."""
-    return Request.model_validate(request.model_dump(exclude={"run_id"}) | changes)
+    """Return the request of a new run with changed limits, planned by the rules and next to the old run's folder.
+
+    ValueError for a field that isn't in CHANGEABLE, or an impossible value. No address, plan or approval is taken over.
+    """
+    if problem := unknown_field(changes, CHANGEABLE):
+        raise ValueError(problem)
+    kept = request.model_dump(exclude={"run_id", "llm", "base_url", "planner", "plan", "approve"})
+    return Request.model_validate(kept | changes)
 
 
 def _numbers(text: str) -> list[tuple[float, int]]:

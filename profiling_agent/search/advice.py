@@ -29,11 +29,16 @@ def _options(final: FinalChoice) -> Iterator[tuple[float, Advice]]:
     baseline, held = final.variants[0], {term.name: term.measured for term in final.verdict.terms}
     results = {result.model.sha256: result for race in (final.screening, final.race) if race for result in race.results}
     refused = final.kept_beside.evaluation.model if final.kept_beside else None
+    winner = final.winner.evaluation
+    # The verdict's loss is that of the returned model, or of the refused candidate where none was chosen.
+    tested = refused if winner.variant is Variant.BASELINE else winner.model
     for number, row in enumerate(final.variants):
         result = results.get(row.model.sha256)
         if row.variant is Variant.BASELINE or row.drop is None or result is None or result.speedup < 1:
             continue
-        is_judged = row.model in (refused, final.winner.evaluation.model)
+        is_judged = row.model == tested
+        if row.model in final.refused and not is_judged:
+            continue
         lost = max(held["accuracy"], 0.0) if is_judged else row.drop.drop
         changes = dict(_changes(final.goal, lost, result.speedup, size_ratio(row, baseline)))
         if not changes:

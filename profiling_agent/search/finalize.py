@@ -146,6 +146,7 @@ class FinalChoice(schemas.Record):
     heldout_baseline: Evaluation
     heldout_winner: Evaluation
     kept_beside: Candidate | None = None
+    refused: tuple[schemas.ArtifactRef, ...] = ()  # models that held-out images refused
     notes: tuple[str, ...] = ()
     verdict: schemas.Verdict
 
@@ -188,6 +189,7 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
         heldout_baseline=heldout_baseline,
         heldout_winner=test.candidate if test and chosen else heldout_baseline,
         kept_beside=refused,
+        refused=tuple(c.evaluation.model for c, _, other in tested if not other.keeps_accuracy),
         notes=tuple(notes),
         verdict=result,
     )

@@ -13,7 +13,7 @@ from langgraph.types import Command
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.graph.ask import AskContext, build_ask_graph
 from profiling_agent.graph.state import Allowlist
-from profiling_agent.reporting.records import Records, unsupported_numbers
+from profiling_agent.reporting.records import Records, changed_request, unsupported_numbers
 from profiling_agent.reporting.report import read_report
 from profiling_agent.request import Request
 
@@ -92,7 +92,7 @@ def test_an_llm_that_calls_tools_for_ever_has_to_answer(finished: Path):
 
 def test_another_run_starts_only_after_a_persons_yes(finished: Path):
     proposal = call("propose_run", changes={"max_accuracy_drop": 0.02}, reason="two points allow a deeper cut")
-    for answer, expected in (("approve", "it runs with a drop of 0.02"), ("reject", "the user declines")):
+    for answer, expected in (("approve", "it runs with a drop of 0.02"), ("reject", "No, don't start it.")):
         with chat_server(in_turn(proposal, Said(content="done"))) as server:
             graph = build_ask_graph(started, checkpointer=InMemorySaver())
             context = AskContext(str(finished), "openai:scripted", server.url)
@@ -100,7 +100,40 @@ def test_another_run_starts_only_after_a_persons_yes(finished: Path):
             result = graph.invoke(Command(resume={"decisions": [{"type": answer}]}), CONFIG, context=context)
 
         assert waiting["__interrupt__"][0].value["action_requests"][0]["args"] == {"max_accuracy_drop": 0.02}
-        assert results_of(result) == [expected]
+        (said,) = [message.text for message in result["messages"] if message.name == "run"]
+        assert expected in said
+
+
+def test_of_several_proposals_the_person_is_asked_about_the_first_and_only_that_one_starts(finished: Path):
+    both = Said(
+        tool_calls=tuple(
+            ("propose_run", {"changes": {"max_accuracy_drop": drop}, "reason": "deeper"}) for drop in (0.02, 0.03)
+        )
+    )
+    runs: list[Request] = []
+
+    def start(request: Request) -> str:
+        runs.append(request)
+        return "MET"
+
+    with chat_server(in_turn(both, Said(content="done"))) as server:
+        graph = build_ask_graph(start, checkpointer=InMemorySaver())
+        context = AskContext(str(finished), "openai:scripted", server.url)
+        waiting = graph.invoke({"messages": [("user", "go on")]}, CONFIG, context=context)
+        graph.invoke(Command(resume="approve"), CONFIG, context=context)
+
+    assert waiting["__interrupt__"][0].value["action_requests"][0]["args"] == {"max_accuracy_drop": 0.02}
+    (run,) = runs
+    assert run.max_accuracy_drop == 0.02
+    # Nothing that leads elsewhere is taken over from the report, which may be somebody else's.
+    assert (run.llm, run.base_url, run.plan, run.approve) == ("none", None, None, "never")
+    assert run.output == str(finished.resolve().parent)
+
+
+@pytest.mark.parametrize("field", ["base_url", "output", "plan", "llm", "model"])
+def test_a_proposal_changes_limits_only(finished: Path, field: str):
+    with pytest.raises(ValueError, match=f"unknown term '{field}'"):
+        changed_request(read_report(finished).request, {field: "elsewhere"})
 
 
 def test_other_limits_are_answered_by_measured_candidates_and_a_dry_run(finished: Path):

@@ -16,11 +16,13 @@ from sample_records import GOAL, judged
 
 from profiling_agent.errors import AdvisorError
 from profiling_agent.graph.checkpoints import RunSaver
+from profiling_agent.graph.nodes import pending_question
 from profiling_agent.graph.planner import MAX_REPLIES
 from profiling_agent.llm.chat import MAX_CALLS
 from profiling_agent.llm.transcript import FILE, Transcript
 from profiling_agent.planning.llm_planner import UNKNOWN, Lab, Planning, Probe, Setting
 from profiling_agent.planning.rules import analyse
+from profiling_agent.reporting.render import render_text
 from profiling_agent.schemas import ApprovalQuestion, Origin, Plan
 from profiling_agent.search.planners import first_proposal
 
@@ -199,12 +201,16 @@ def test_a_person_is_asked_where_plans_are_approved_and_answers_in_their_words(t
     config: Any = {"configurable": {"thread_id": "t"}}
 
     (waiting,) = graph.invoke({"plan": None}, config)["__interrupt__"]
-    question = ApprovalQuestion.model_validate(waiting.value)
+    question = ApprovalQuestion.model_validate(waiting.value["question"])
     assert (question.question, question.proposed_by) == ("May the last block be cut?", "scripted")
     assert question.choices == ("accept", "reject")
-    (again,) = graph.invoke(Command(resume={"decision": "reject"}), config)["__interrupt__"]
-    assert "a rejection needs a reason" in again.value["problem"]
-    plan, origin = graph.invoke(Command(resume={"decision": "reject", "reason": "by a tenth"}), config)["plan"]
+    assert pending_question(graph, config) == question
+    assert "May the last block be cut?" in render_text("approval", q=question)
+    (again,) = graph.invoke(Command(resume={"decisions": [{"type": "reject"}]}), config)["__interrupt__"]
+    assert "a rejection needs a reason" in again.value["question"]["problem"]
+    plan, origin = graph.invoke(Command(resume={"decisions": [{"type": "reject", "message": "by a tenth"}]}), config)[
+        "plan"
+    ]
 
     assert (origin.by, origin.reason) == ("scripted", "by a tenth")
     assert plan.target is not None

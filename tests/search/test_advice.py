@@ -29,6 +29,7 @@ def final(outcome: Outcome, *, refused: bool = False) -> FinalChoice:
         heldout_baseline=sample_records.BASELINE,
         heldout_winner=winner,
         kept_beside=deep if refused else None,
+        refused=(DEEP.model, LARGE.model) if refused else (),
         verdict=Verdict(outcome=outcome, certified=False, terms=(term,), explanation=""),
     )
 
@@ -47,10 +48,13 @@ def test_the_smallest_changes_come_first_rounded_to_where_the_candidate_meets_th
 
 
 def test_a_candidate_that_held_out_images_refused_is_judged_by_them():
-    (deep,) = [row for row in advise(final(Outcome.NEAREST_MISS, refused=True)) if "candidate 2" in row.evidence]
+    advice = advise(final(Outcome.NEAREST_MISS, refused=True))
+    (deep,) = [row for row in advice if "candidate 2" in row.evidence]
 
     assert deep.changes == {"max_accuracy_drop": 0.025}
     assert "2.50 points on held-out images" in deep.evidence
+    # Another one that they refused isn't advised by what search images say of it.
+    assert not any("candidate 3" in row.evidence for row in advice)
 
 
 def test_a_contract_that_is_met_needs_no_advice():
