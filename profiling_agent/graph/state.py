@@ -177,6 +177,8 @@ class Allowlist:
         paths += [("output", request.output), *([("plan", request.plan)] if request.plan is not None else [])]
         if request.llm.startswith(RECORDED):
             paths.append(("llm", request.llm.removeprefix(RECORDED)))
+        if state is not None and state.recorded is not None:
+            paths.append(("llm", state.recorded))
         for field, path in paths:
             if not any(_is_inside(path, folder) for folder in self.folders):
                 advice = f"its operator can add others to {FOLDERS}"

@@ -205,3 +205,8 @@ def test_the_graph_that_langgraph_json_names_has_its_operators_allowlist(
 
     with pytest.raises(RequestError, match="PROFILING_AGENT_FOLDERS"):
         graph.invoke(Request(output=os.path.expanduser("~/runs")))  # noqa: PTH111 - as somebody would send it
+
+
+def test_a_transcript_that_only_a_threads_state_names_is_refused(allowlist: Allowlist):
+    with pytest.raises(RequestError, match=r"llm is '/etc/passwd', outside of the folders"):
+        allowlist.check(Request(), RunState(recorded="/etc/passwd"))
