@@ -219,7 +219,9 @@ def test_a_finished_run_is_benchmarked_without_what_can_not_be_run(finished: Pat
     assert race.results[0].speedup == 1
     assert [dropped.model.path for dropped in race.dropped] == [str(broken.resolve())]
     assert {(1, 8, 32)} == {tuple(row["batch_size"] for row in each["throughput"]) for each in document["models"]}
-    assert "1.00 [1.00, 1.00]" in call("benchmark", finished / "best", *options).stdout
+    # A narrow terminal breaks the cell into lines.
+    table = call("benchmark", finished / "best", *options).stdout
+    assert all(part in table for part in ("1.00", "[1.00,", "1.00]"))
 
 
 def test_models_of_a_run_are_known_by_the_numbers_of_pick_and_by_their_run(finished: Path, tmp_path: Path):
