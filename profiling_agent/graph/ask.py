@@ -1,7 +1,7 @@
 """Agent that answers questions about a finished run from its records, and may propose another run.
 
-think <-> tools
-  |
+think <-> tools -> confirm -> start_run -> think
+|
 check -> think (once, with the numbers that no record has) or the end
 """
 
@@ -21,11 +21,9 @@ from langgraph.graph.state import CompiledStateGraph
 from langgraph.prebuilt import ToolNode
 from langgraph.runtime import Runtime
 from langgraph.types import Command, interrupt
-from pydantic import ValidationError
 
-from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.errors import FieldError, ProfilingAgentError, RequestError
 from profiling_agent.graph.state import Allowlist, choose_endpoint, key_for, trusted_addresses
-from profiling_agent.lib.io import first_problem
 from profiling_agent.llm.chat import chat_client, invoke, name_of, with_all_calls
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.reporting.records import Records, changed_request, unsupported_numbers
@@ -117,10 +115,10 @@ def build_ask_graph(
 
     def think(state: AskState, runtime: Runtime[AskContext]) -> dict[str, Any]:
         """Let the LLM call tools, or answer."""
-        context, turn = runtime.context, since_question(state["messages"])
+        context = runtime.context
         records = open_records(context, allowlist)
         llm = model or client(records, context, allowlist)
-        offered = tools(records) if num_replies(turn) < MAX_ROUNDS else ()
+        offered = tools(records) if num_replies(state["messages"]) < MAX_ROUNDS else ()
         messages = [SystemMessage(render("ask")), *state["messages"]]
         reply = with_all_calls(invoke(llm, messages, offered, name_of(llm), "ask"))
         return {"messages": [reply]}
@@ -202,8 +200,8 @@ def tools(records: Records) -> list[StructuredTool]:
         del reason
         try:
             changed_request(records.request, changes)
-        except ValueError as error:
-            return f"no such request: {first_problem(error) if isinstance(error, ValidationError) else error}"
+        except FieldError as error:
+            return f"no such request: {error}"
         return PROPOSED
 
     return [StructuredTool.from_function(function) for function in (*records.lookups, propose_run)]

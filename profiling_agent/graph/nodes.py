@@ -255,7 +255,7 @@ def advice(state: RunState, run: Run) -> Update:
 
 
 def read_final(state: RunState, run: Run) -> FinalChoice:
-    """Return the winner and what the verdict rests on; anew where a fork after the verdict has changed the contract."""
+    """Return the winner and what the verdict rests on; chosen again if a fork after the verdict has changed the contract."""
     workspace = run.workspace
     path = inside(workspace.root / state.final, workspace.root)
     try:

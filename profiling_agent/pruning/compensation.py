@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from profiling_agent.errors import PruningError
 from profiling_agent.lib import modules
 from profiling_agent.lib.logs import Progress, silent
-from profiling_agent.lib.modules import device_of, has_bias, mean_kl, preserving_state
+from profiling_agent.lib.modules import has_bias, mean_kl, preserving_state
 from profiling_agent.lib.replay import Walk, in_order
 from profiling_agent.pruning.criteria import damp_, features, matrix_of, outputs_of, second_moment
 from profiling_agent.schemas import Cut, Unit
@@ -237,15 +237,13 @@ def compensate(
     keep: Mapping[str, list[int]],
     batches: Callable[[], Iterable[tuple[Tensor, Tensor]]],
     *,
-    expected: Tensor | None = None,
     progress: Progress = silent,
 ) -> Compensated:
     """Return a compensated copy of `pruned`, which `cuts` and `keep` made from `baseline`; both are unchanged.
 
     `batches` begins a pass over the calibration images: (pixel_values, labels), labels unused. Steps are fitted to
     three quarters of them, and each is kept only if it lowers the mean KL(unpruned || pruned) of the other quarter.
-    With fewer than 128 images none is tried, and the KL is that of all images. `expected` are the unpruned
-    model's logits on that quarter, if known, (images, classes).
+    With fewer than 128 images none is tried, and the KL is that of all images.
 
     Example:
         >>> from transformers import ViTConfig, ViTForImageClassification
@@ -274,7 +272,7 @@ def compensate(
             kl = _check_finite(mean_kl(_logits(baseline, calibration.every()), _logits(model, calibration.every())))
             note = f"not compensated: {num_images} calibration images, at least {MIN_IMAGES} are needed"
             return Compensated(model=pruned, kl_before=kl, kl_after=kl, note=note)
-        expected = _logits(baseline, calibration.judged()) if expected is None else expected.to(device_of(model))
+        expected = _logits(baseline, calibration.judged())
         before = kl = _check_finite(mean_kl(expected, _logits(model, calibration.judged())))
         helpful = list[str]()
         # Batch norms have to see the fitted weights.
@@ -361,15 +359,13 @@ def recover(
     *,
     epochs: int,
     learning_rate: float = LEARNING_RATE,
-    expected: Tensor | None = None,
     progress: Progress = silent,
 ) -> Recovered:
     """Return a copy of `pruned` trained to reproduce the logits of `dense`; both are unchanged.
 
     `batches(epoch)` gives the training images of an epoch, counted from 0; `judged()` gives held-out ones that choose
-    the best epoch. Both are pixel_values (b, c, h, w). `expected` are the logits of `dense` on the latter, if known,
-    (images, classes). The optimizer is AdamW without decay, its rate a cosine over epochs. All is in eval mode: batch
-    norms keep their statistics, and dropout is off.
+    the best epoch. Both are pixel_values (b, c, h, w). The optimizer is AdamW without decay, its rate a cosine over
+    epochs. All is in eval mode: batch norms keep their statistics, and dropout is off.
 
     Raises:
         PruningError: there are no images, no parameter is trainable, or a model returns logits that aren't finite.
@@ -380,7 +376,7 @@ def recover(
     with preserving_state(dense), preserving_state(student):
         dense.eval()
         student.eval()
-        expected = _logits(dense, judged()) if expected is None else expected.to(trainable[0].device)
+        expected = _logits(dense, judged())
         optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
         kls = [_check_finite(mean_kl(expected, _logits(student, judged())))]
         best_weights, stopped = list[Tensor](), f"all of {epochs} epochs were run"

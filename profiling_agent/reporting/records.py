@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from profiling_agent.errors import PlanError
+from profiling_agent.errors import FieldError, PlanError
 from profiling_agent.lib.io import first_problem, inside, read_record
 from profiling_agent.planning.allocation import dry_run
 from profiling_agent.planning.digest import frontier_rows, predicted_text
@@ -119,12 +119,12 @@ class Records:
         return size_bytes / self.report.baseline.size_bytes
 
     def _candidate(self, number: int, row: VariantRow) -> dict[str, Any]:
-        evaluation, baseline = row.evaluation, self.report.variants[0].evaluation
+        evaluation = row.evaluation
         return {
             "number": number,
             "model": f"{evaluation.variant} ({evaluation.deployment.name})",
             "top1": evaluation.top1,
-            "accuracy_lost": baseline.top1 - evaluation.top1,
+            "accuracy_lost": evaluation.drop.drop if evaluation.drop else 0.0,
             "times_as_fast": row.race_result.speedup if row.race_result else None,
             "share_of_bytes": self._share_of_bytes(evaluation.footprint.size_bytes),
         }
@@ -133,9 +133,10 @@ class Records:
         """Return what was cut of the units whose name the RE2 `pattern` hits ("." for all), with the reason, and why other layers weren't."""
         attempt = final_attempt(self.report)
         choices = unit_decisions(self.report, attempt) if attempt else ()
-        layers = [group.name for group in self.report.layers]
         try:
-            names = matching_names(pattern, [*(choice.unit for choice in choices), *layers])
+            names = matching_names(
+                pattern, [*(choice.unit for choice in choices), *(group.name for group in self.report.layers)]
+            )
         except PlanError as error:
             return str(error)
         hits = [choice for choice in choices if choice.unit in names]
@@ -143,7 +144,7 @@ class Records:
             {"unit": choice.unit, "width": choice.width, "kept": choice.kept, "reason": choice.reason}
             for choice in hits[:MAX_UNITS]
         ]
-        groups = [group.model_dump() for group in self.report.layers if group.name in matching_names(pattern, layers)]
+        groups = [group.model_dump() for group in self.report.layers if group.name in names]
         return _text(
             {
                 "units_hit": len(hits),
@@ -168,8 +169,8 @@ class Records:
         changed = {name: value for name, value in given.items() if value is not None}
         try:
             request = changed_request(self.request, changed)
-        except ValueError as error:
-            return f"no such limits: {first_problem(error) if isinstance(error, ValidationError) else error}"
+        except FieldError as error:
+            return f"no such limits: {error}"
         goal, profile = request.goal, self._profile()
         plan = analyse(profile, goal)
         rows = [self._candidate(number, row) for number, row in enumerate(self.report.variants)]
@@ -233,12 +234,15 @@ CHANGEABLE = (
 def changed_request(request: Request, changes: dict[str, Any]) -> Request:
     """Return the request of a new run with changed limits, planned by the rules and next to the old run's folder.
 
-    ValueError for a field that isn't in CHANGEABLE, or an impossible value. No address, plan or approval is taken over.
+    FieldError for a field that isn't in CHANGEABLE, or an impossible value. No address, plan or approval is taken over.
     """
     if problem := unknown_field(changes, CHANGEABLE):
-        raise ValueError(problem)
+        raise FieldError(problem)
     kept = request.model_dump(exclude={"run_id", "llm", "base_url", "planner", "plan", "approve"})
-    return Request.model_validate(kept | changes)
+    try:
+        return Request.model_validate(kept | changes)
+    except ValidationError as error:
+        raise FieldError(first_problem(error)) from error
 
 
 def _numbers(text: str) -> list[tuple[float, int]]:
