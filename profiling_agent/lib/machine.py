@@ -38,7 +38,7 @@ gpu = torch.cuda.get_device_properties(0)
 print(json.dumps([gpu.name, gpu.major, gpu.minor, gpu.total_memory]))
 """
 LIBRARIES = (
-    *("datasets", "google-re2", "langgraph", "numpy", "pillow", "ptflops", "pydantic", "safetensors", "scipy"),
+    *("datasets", "google-re2", "langgraph", "numpy", "pillow", "pydantic", "safetensors", "scipy"),
     *("torch", "torch-pruning", "transformers"),
 )
 # Optional libraries that a runtime's speed depends on.

@@ -52,8 +52,7 @@ def tensors(output: Any) -> list[Tensor]:
 def preserving_state(model: nn.Module) -> Generator[nn.Module]:
     """Restore the plain attributes of every module at the end: train or eval mode, and what forward passes change.
 
-    Swin shrinks its window permanently when given a small image, and ptflops leaves methods on the model. Tensors
-    changed in place are not restored.
+    Swin shrinks its window permanently when given a small image. Tensors changed in place are not restored.
     """
     saved = [(module, dict(vars(module))) for module in model.modules()]
     try:
@@ -121,13 +120,9 @@ def random_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> Tensor:
 
 def logits_of(model: nn.Module, pixel_values: Tensor) -> Tensor:
     """Return the logits in eval mode, in float32 on the CPU; the model's mode is restored."""
-    was_training = model.training
-    try:
-        with torch.inference_mode():
-            images = pixel_values.to(device_of(model), floating_dtype(model))
-            return model.eval()(pixel_values=images).logits.float().cpu()
-    finally:
-        model.train(was_training)
+    images = pixel_values.to(device_of(model), floating_dtype(model))
+    with preserving_state(model), torch.inference_mode():
+        return model.eval()(pixel_values=images).logits.float().cpu()
 
 
 def divergences(expected: Tensor, logits: Tensor) -> Tensor:

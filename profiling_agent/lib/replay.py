@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.lib.machine import available_bytes
-from profiling_agent.lib.modules import tensors, watching
+from profiling_agent.lib.modules import preserving_state, tensors, watching
 
 
 def in_order(model: nn.Module, names: Collection[str], images: Tensor) -> list[str]:
@@ -25,20 +25,10 @@ def in_order(model: nn.Module, names: Collection[str], images: Tensor) -> list[s
 @contextmanager
 def _replaying(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
     """Make modules return the given outputs instead of computing them."""
-
-    def constant(output: Any) -> Callable[..., Any]:
-        return lambda *_args, **_kwargs: output
-
-    attributes = {name: vars(model.get_submodule(name)) for name in outputs}
-    originals = {name: each["forward"] for name, each in attributes.items() if "forward" in each}
-    try:
+    with preserving_state(model):
         for name, output in outputs.items():
-            attributes[name]["forward"] = constant(output)
+            vars(model.get_submodule(name))["forward"] = lambda *_args, _output=output, **_kwargs: _output
         yield
-    finally:
-        for name, each in attributes.items():
-            del each["forward"]
-            each.update({"forward": originals[name]} if name in originals else {})
 
 
 class _LayerReachedError(Exception):

@@ -37,7 +37,7 @@ from profiling_agent.pruning.criteria import (
 )
 from profiling_agent.pruning.prune import masked_parameters
 from profiling_agent.pruning.widths import aligned_widths
-from profiling_agent.schemas import Cut, Evidence, Unit, UnitEvidence, WidthOption
+from profiling_agent.schemas import Evidence, Unit, UnitEvidence, WidthOption
 
 
 def fold(
@@ -52,7 +52,9 @@ def fold(
     layer = model.get_submodule(unit.consumer)
     weight, matrix, mean = layer.get_parameter("weight"), matrix_of(layer).double(), moments.mean.double()
     is_centred = norm is not None or has_bias(layer)
-    second_moment = moments.covariance.double() if is_centred else moments.gram
+    second_moment = moments.covariance.double()
+    if not is_centred:
+        second_moment.addr_(mean, mean)
     columns = columns_of(unit, layer, kept)
     is_cut = torch.ones(matrix.shape[1], dtype=torch.bool, device=matrix.device)
     is_cut[columns] = False
@@ -105,13 +107,12 @@ def measure_sensitivity(
     eliminations, folds = dict[str, Elimination](), dict[str, dict[int, dict[str, Tensor]]]()
     with preserving_state(model), torch.no_grad():
         model.eval()
-        if (count := calibration.count()) < MIN_IMAGES:
+        if (num_images := calibration.count()) < MIN_IMAGES:
             raise PruningError(
-                f"{count} calibration images are too few to measure sensitivity: at least {MIN_IMAGES} are needed"
+                f"{num_images} calibration images are too few to measure sensitivity: at least {MIN_IMAGES} are needed"
             )
         progress("weighing channels", 0, 3)
         judged = torch.cat(list(calibration.judged()))
-        num_images = len(judged) + sum(map(len, calibration.fitted()))
         if not bool(torch.isfinite(model(pixel_values=judged[:BATCH]).logits).all()):
             raise PruningError("the model answers calibration images with logits that aren't finite: check its weights")
         max_batch = min(MAX_PIXELS, available_bytes() // GRADIENT_SHARE // BYTES_PER_PIXEL) // judged[0, 0].numel()
@@ -162,20 +163,18 @@ def measure_sensitivity(
 
 def _unit_evidence(unit: Unit, order: Elimination, measured: Mapping[int, float]) -> UnitEvidence:
     predicted = {keep: order.loss[unit.width - keep] for keep in aligned_widths(unit.width, unit.step)[::-1]}
-    kls = interpolate_kl(measured, predicted)
-    options: list[WidthOption] = []
-    for keep, predicted_kl in predicted.items():
-        cut = Cut(unit=unit, keep=keep, requested_ratio=1 - keep / unit.width)
-        option = WidthOption(
+    options = tuple(
+        WidthOption(
             keep=keep,
-            params_saved=cut.params_saved,
-            macs_saved=cut.macs_saved,
-            predicted_kl=predicted_kl,
-            kl=kls[keep],
+            params_saved=(unit.width - keep) * unit.params_per_channel,
+            macs_saved=(unit.width - keep) * unit.macs_per_channel,
+            predicted_kl=predicted[keep],
+            kl=kl,
             measured=keep in measured,
         )
-        options.append(option)
-    return UnitEvidence(unit=unit.name, order=order.order, options=tuple(options))
+        for keep, kl in interpolate_kl(measured, predicted).items()
+    )
+    return UnitEvidence(unit=unit.name, order=order.order, options=options)
 
 
 def interpolate_kl(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:

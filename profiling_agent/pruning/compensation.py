@@ -5,6 +5,7 @@ Both are checked on images that they aren't fitted to, and undone where they don
 
 import contextlib
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,49 +79,29 @@ class Calibration:
                 yield part
 
     def count(self) -> int:
-        """Return the number of images, at most MIN_IMAGES; reading stops there."""
-        num_images = 0
-        for pixel_values, _ in self.batches():
-            num_images += len(pixel_values)
-            if num_images >= MIN_IMAGES:
-                break
-        return min(num_images, MIN_IMAGES)
+        """Return the number of images."""
+        return sum(len(pixel_values) for pixel_values, _ in self.batches())
 
 
 def regrouped(batches: Iterable[Tensor], size: int) -> Iterator[Tensor]:
     """Yield the same images in batches of `size`, the last one possibly smaller."""
-    pending: list[Tensor] = []
-    for images in batches:
-        pending.append(images)
-        if sum(map(len, pending)) >= size:
-            *full, last = torch.cat(pending).split(size)
-            pending = [last] if len(last) < size else []
-            yield from full if pending else (*full, last)
-    if pending:
-        yield torch.cat(pending)
+    images = itertools.chain.from_iterable(batches)
+    while batch := list(itertools.islice(images, size)):
+        yield torch.stack(batch)
 
 
 # Below this share of the second moment a variance is rounding error of float32 products.
 ROUNDING = 1e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairedMoments:
-    """Averages over positions, float64: z is what the pruned consumer multiplies, y what the dense one returns.
-
-    Second moments are about the means. A position is a token, or an output pixel of a convolution.
-    """
-
-    read_mean: Tensor  # E[z], (columns,)
-    given_mean: Tensor  # E[y], (outputs,)
-    cross: Tensor  # Cov(y, z), (outputs, columns)
-    gram: Tensor  # Cov(z), (columns, columns)
-
-
 def paired_moments(
     dense: Walk, pruned: Walk, layer: nn.Module, name: str, rows: Sequence[int], batches: Iterable[Tensor]
-) -> PairedMoments:
-    """Return the moments of the pruned model's `layer`, called `name`; y are the dense layer's outputs `rows`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return E[z] (columns,), E[y] (outputs,), Cov(y, z) and Cov(z) of `layer`, called `name`, in float64.
+
+    z is what the pruned layer multiplies, y the outputs `rows` of the dense one. The mean is over positions: tokens, or
+    output pixels of a convolution.
+    """
     count, sums, origins = 0, list[Tensor](), list[Tensor]()
     for number, images in enumerate(batches):
         y = outputs_of(layer, dense.reach(name, number, images)[1])[:, list(rows)]
@@ -138,10 +119,12 @@ def paired_moments(
     read_mean, given_mean, cross, gram = (total.div_(count) for total in sums)
     cross.addr_(given_mean, read_mean, alpha=-1)
     gram.addr_(read_mean, read_mean, alpha=-1)
-    return PairedMoments(read_mean=read_mean + origins[0], given_mean=given_mean + origins[1], cross=cross, gram=gram)
+    return read_mean + origins[0], given_mean + origins[1], cross, gram
 
 
-def fit_(moments: PairedMoments, start: Tensor, *, centred: bool) -> tuple[Tensor, Tensor]:
+def fit_(
+    read_mean: Tensor, given_mean: Tensor, cross: Tensor, gram: Tensor, start: Tensor, *, centred: bool
+) -> tuple[Tensor, Tensor]:
     """Return (W, b) that predict the dense outputs y from the pruned consumer's inputs z, near the weight `start`.
 
     W = start + (E[y z'] - start E[z z']) (E[z z'] + ridge m I)^-1 and b = E[y] - W E[z], m the mean of E[z z']'s
@@ -149,19 +132,19 @@ def fit_(moments: PairedMoments, start: Tensor, *, centred: bool) -> tuple[Tenso
     float64, is the dense weight of the kept columns: W itself if no column varies. If z is the dense activations x_K, W
     is W_K + W_P C_PK (C_KK + ridge m I)^-1 (ThiNet, 2017; He et al., 2017).
 
-    The second moments are overwritten: those of a wide convolution are as large as the model.
+    The moments are those of `paired_moments`; `cross` and `gram`, as large as the model for a wide convolution, are
+    overwritten.
     """
-    cross, gram = moments.cross, moments.gram
     if not centred:
-        cross.addr_(moments.given_mean, moments.read_mean)
-        gram.addr_(moments.read_mean, moments.read_mean)
+        cross.addr_(given_mean, read_mean)
+        gram.addr_(read_mean, read_mean)
     weight, mean_variance = start, gram.diagonal().mean()
-    if mean_variance > ROUNDING * moments.read_mean.square().mean():
+    if mean_variance > ROUNDING * read_mean.square().mean():
         residual = cross.sub_(start @ gram)
         # Without an inverse `start` is the best known weight.
         with contextlib.suppress(LinAlgError):
             weight = start + divide_(residual, damp_(gram, mean_variance))
-    shift = moments.given_mean - weight @ moments.read_mean
+    shift = given_mean - weight @ read_mean
     return weight, shift if centred else torch.zeros_like(shift)
 
 
@@ -199,7 +182,7 @@ def compensate_units_(
         rows = cut_rows.get(name, range(len(matrix)))
         start = matrix[list(rows)][:, columns_of(unit, dense, keep[unit.name])]
         moments = paired_moments(dense_walk, pruned_walk, layer, name, rows, images())
-        weight, shift = fit_(moments, start, centred=norm is not None or has_bias(layer))
+        weight, shift = fit_(*moments, start, centred=norm is not None or has_bias(layer))
         parameter = layer.get_parameter("weight")
         parameter.copy_(weight.reshape(parameter.shape))
         if has_bias(layer):
@@ -368,11 +351,10 @@ def recover(
     epochs. All is in eval mode: batch norms keep their statistics, and dropout is off.
 
     Raises:
-        PruningError: there are no images, no parameter is trainable, or a model returns logits that aren't finite.
+        PruningError: there are no held-out images, or a model returns logits that aren't finite.
     """
     student = copy.deepcopy(pruned)
-    if not (trainable := [parameter for parameter in student.parameters() if parameter.requires_grad]):
-        raise PruningError("no parameter of the pruned model requires gradients; there is nothing to train")
+    trainable = [parameter for parameter in student.parameters() if parameter.requires_grad]
     with preserving_state(dense), preserving_state(student):
         dense.eval()
         student.eval()
@@ -384,7 +366,7 @@ def recover(
             progress("recovering", epoch, epochs)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * (1 + math.cos(math.pi * epoch / epochs)) / 2
-            is_finite = _train(dense, student, trainable, optimizer, batches(epoch))
+            is_finite = _train(dense, student, optimizer, batches(epoch))
             kl = mean_kl(expected, _logits(student, judged())) if is_finite else math.nan
             if not math.isfinite(kl):
                 stopped = f"in epoch {epoch + 1} the loss or the logits were not finite"
@@ -403,36 +385,20 @@ def recover(
     return Recovered(model=model, epochs_run=len(kls) - 1, kl_before=kls[0], kl_after=min(kls), stopped=stopped)
 
 
-def _train(
-    dense: nn.Module,
-    student: nn.Module,
-    trainable: Sequence[nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[Tensor],
-) -> bool:
+def _train(dense: nn.Module, student: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Tensor]) -> bool:
     """Train one epoch, and return whether every loss was finite; the first that isn't ends it."""
-    count = 0
+    trainable = optimizer.param_groups[0]["params"]
     for images in batches:
         pixel_values = images.to(trainable[0].device, trainable[0].dtype)
         with torch.no_grad():
-            target = dense(pixel_values=pixel_values).logits
-        with torch.enable_grad():
-            loss = distillation(target, student(pixel_values=pixel_values).logits, TEMPERATURE)
-            optimizer.zero_grad()
-            loss.backward()
+            target = dense(pixel_values=pixel_values).logits / TEMPERATURE
+        logits = student(pixel_values=pixel_values).logits / TEMPERATURE
+        # The square restores the gradient's size, which falls with the temperature (Hinton et al., 2015, section 2).
+        loss = modules.divergences(target, logits).mean() * TEMPERATURE**2
+        optimizer.zero_grad()
+        loss.backward()
         norm = nn.utils.clip_grad_norm_(trainable, MAX_GRADIENT_NORM)
         if not torch.isfinite(loss) or not torch.isfinite(norm):
             return False
         optimizer.step()
-        count += len(images)
-    if not count:
-        raise PruningError("there are 0 images to recover with; give training images")
     return True
-
-
-def distillation(target: Tensor, logits: Tensor, temperature: float) -> Tensor:
-    """Return the mean KL(target || logits), both (images, classes) and divided by `temperature`, times its square.
-
-    The square restores the gradient's size, which falls with it (Hinton et al., 2015, section 2).
-    """
-    return modules.divergences(target / temperature, logits / temperature).mean() * temperature**2
