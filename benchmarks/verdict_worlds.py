@@ -185,7 +185,7 @@ def evaluator_in(
         return SplitInfo(name=name, source_split="test", num_images=num_images, file=ref(name, "split"))
 
     jobs: Any = world
-    headline = schemas.Headline(latency=latency(world.pass_s * 4e3), peak_memory_bytes=10**9, forward_passes=10)
+    headline = schemas.Headline(latency=latency(world.pass_s * 4e3), peak_memory_bytes=10**9)
     layer = schemas.LayerProfile(
         name="layer", kind="Linear", params=1000, macs=1000, latency_ms=1.0, activation_bytes=8
     )
@@ -213,7 +213,6 @@ def evaluator_in(
             operators=(),
             units=(),
             refusals={},
-            forward_passes=30,
         ),
         goal=goal,
         settings=Request(batch_size=4, **settings),

@@ -58,7 +58,6 @@ class Profiled(schemas.Record):
     macs: int
     latency_ms: float
     peak_memory_bytes: int
-    forward_passes: int
 
 
 class ProfileTask(Task[Profiled]):
@@ -111,7 +110,6 @@ class ProfileTask(Task[Profiled]):
             macs=profile.macs,
             latency_ms=profile.headline.latency.median_ms,
             peak_memory_bytes=profile.headline.peak_memory_bytes,
-            forward_passes=profile.forward_passes,
         )
 
     def _evidence(

@@ -246,8 +246,7 @@ class PruneTask(Task[schemas.PrunedModel]):
         dense, spec = context.load(self.baseline, self.device), context.recipe(self.baseline).input
         read_batches = partial(iter_batches, context.images("calibration"), batch_size=self.batch_size)
         images, _ = next(read_batches(batch_size=NUM_GATE_IMAGES))
-        keep = {name: list(indices) for name, indices in self.keep.items()}
-        pruned = prune_model(dense, self.cuts, spec=spec, images=images, keep=keep or None)
+        pruned = prune_model(dense, self.cuts, spec=spec, images=images, keep=self.keep)
         model, effect = pruned.model, dict[str, Any]()
         if self.compensate:
             with quick_products():

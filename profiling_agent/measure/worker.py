@@ -141,10 +141,10 @@ def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int)
     run_once = session.bound(images)
     # The first pass, in which a runtime may compile, doesn't show how many passes fit.
     run_once()
-    pass_ms, warm_up = run_once(), 2
+    pass_ms = run_once()
     on_gpu = session.peak_bytes() is not None
     if on_gpu:
-        warm_up += warm(run_once) + 1
+        warm(run_once)
         pass_ms = run_once()
     runs = gpu_runs(pass_ms) if on_gpu else max(MIN_RUNS, min(MAX_RUNS, int(HEADLINE_MS / pass_ms)))
     samples_ms = take_turn(run_once, runs)
@@ -155,7 +155,6 @@ def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int)
     return Headline(
         latency=latency_stats(samples_ms, batch_size),
         peak_memory_bytes=peak_memory_bytes() if on_device is None else on_device,
-        forward_passes=warm_up + runs,
         energy=energy_per_image(session, images) if on_gpu else None,
     )
 

@@ -5,7 +5,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,18 +88,14 @@ def profile_model(  # noqa: PLR0913 (each is a separate input of the profile)
 
     `skeleton` is an fp32 model of the same architecture and widths, needed if `model` is quantized: parameters, MACs and units
     are counted on it. There is a row for every module that owns parameters, multiplies, or runs. The chrome trace is written to
-    `trace_path`; the profile's own `trace` stays None. At most 60 forward passes are run, those of `headline` included.
+    `trace_path`; the profile's own `trace` stays None.
 
     Raises:
         RequestError: the model doesn't run on `spec`.
     """
     counted_model, num_steps = skeleton if skeleton is not None else model, 4
     pass_ms = headline.latency.median_ms
-    passes: list[str] = []
-    with ExitStack() as stack:
-        for each in dict.fromkeys((model, counted_model)):
-            stack.enter_context(preserving_state(each))
-            stack.enter_context(watching(each, [""], after=lambda name, _input, _output: passes.append(name)))
+    with preserving_state(model), preserving_state(counted_model):
         progress("counting parameters, multiply-accumulates and units", 0, num_steps)
         complexity = count_complexity(counted_model, spec)
         found_units = find_units(counted_model.eval(), spec, {name: row.macs for name, row in complexity.items()})
@@ -142,17 +137,9 @@ def profile_model(  # noqa: PLR0913 (each is a separate input of the profile)
         units=found_units.units,
         refusals=found_units.refusals,
         absent=found_units.absent,
-        launch_bound_share=launch_bound_share(kernel_ms, pass_ms),
-        forward_passes=headline.forward_passes + len(passes),
+        # Kernels of several streams overlap.
+        launch_bound_share=None if kernel_ms is None else max(0.0, 1 - kernel_ms / pass_ms),
     )
-
-
-def launch_bound_share(kernel_ms: float | None, pass_ms: float) -> float | None:
-    """Return the share of a pass in which no kernel runs; None without kernel times.
-
-    A large share calls for CUDA graphs or larger batches: pruning only shortens kernels.
-    """
-    return None if kernel_ms is None else max(0.0, 1 - kernel_ms / pass_ms)
 
 
 # With one warm-up call, nine calls a width if nothing disturbs them. A second call still takes a fifth longer than later ones,

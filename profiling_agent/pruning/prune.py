@@ -175,10 +175,6 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, Sequence
                 if not isinstance(pruned.get_submodule(owner), nn.Linear):
                     _drop_(pruned.get_submodule(owner), leaf, dim, dropped)
             set_head_attributes_(pruned, {unit.name: attention[unit.name]})
-    # A cut parameter is a new one: copy whether it is frozen.
-    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
-    for name, parameter in pruned.named_parameters():
-        parameter.requires_grad_(trainable[name])
     return pruned
 
 
@@ -297,24 +293,19 @@ def prune_model(
         True
 
     Raises:
-        PruningError: `keep` doesn't fit the cuts, the surgery failed, or the pruned model isn't the masked one.
+        PruningError: the surgery failed, or the pruned model isn't the masked one.
     """
 
     def to_pruning_error(exception: str) -> PruningError:
         units = f"{', '.join(cut.unit.name for cut in cuts[:3])} ({len(cuts)} units)"
         return PruningError(f"cutting {units} failed with {exception}; leave some of them alone")
 
-    kept: dict[str, list[int]] = {}
     # Torch-Pruning, and a model that it left half cut, raise arbitrary exceptions.
     with third_party_errors(to_pruning_error):
-        for cut in cuts:
-            name, width = cut.unit.name, cut.unit.width
-            kept[name] = largest_weights(model, cut.unit, cut.keep) if keep is None else list(keep.get(name, ()))
-            if not 0 < len(kept[name]) == cut.keep < width or kept[name] != sorted(set(kept[name]) & set(range(width))):
-                raise PruningError(
-                    f"{name!r} has to keep {cut.keep} of the indices 0 to {width - 1}, ascending and at least one; "
-                    f"{str(kept[name])[:60]!r} was given"
-                )
+        kept = {
+            cut.unit.name: list(keep[cut.unit.name]) if keep else largest_weights(model, cut.unit, cut.keep)
+            for cut in cuts
+        }
         pruned = cut_units(model, cuts, kept)
         batch = random_batch(spec, NUM_GATE_IMAGES) if images is None else images
         error = mask_error(model, pruned, cuts, kept, batch.to(device_of(model)))

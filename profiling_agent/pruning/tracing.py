@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.logs import checked_logits
-from profiling_agent.lib.modules import device_of, tensors, watching
+from profiling_agent.lib.modules import device_of, floating_dtype, tensors, watching
 from profiling_agent.schemas import InputSpec
 
 LAYERS = (nn.Linear, nn.Conv2d)
@@ -52,10 +53,8 @@ class Space:
         """Record why the channels can't be cut; the first obstacle stays."""
         self.obstacle = self.obstacle or obstacle
 
-    def merge(self, other: "Space") -> bool:
-        """Merge another space of equal size into this one, and return whether it was another."""
-        if self is other:
-            return False
+    def merge(self, other: "Space") -> None:
+        """Merge another space of equal size into this one."""
         # If both tie consecutive channels into groups, only what is whole in both can be cut.
         self.width = math.gcd(self.width, other.width)
         self.writers += other.writers
@@ -69,7 +68,6 @@ class Space:
         if self.stacks != other.stacks:
             self.block("an operation of a part of a layer with another layer")
         other.merged_into = self
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +109,9 @@ def combine(name: str, operands: Sequence[tuple[Tensor, Axis | None]], result: T
     if result.dim() < -dim or result.shape[dim] != space.size:
         return None
     for axis in others:
-        if space.merge(axis.space) and is_addition:
-            space.is_added = True
+        if axis.space is not space:
+            space.merge(axis.space)
+            space.is_added |= is_addition
     for operand, axis in operands:
         # Its channels are untraced, but there is one for each of the others.
         if axis is None and operand.dim() >= -dim and operand.shape[dim] != 1:
@@ -152,15 +151,6 @@ def follow(operation: Callable[[Tensor], Any], source: Tensor, axis: Axis) -> Ax
     return Axis(part, dim)
 
 
-def _run_with(func: Callable[..., Any], args: Any, kwargs: Any, source: Tensor, other: Tensor) -> Any:
-    """Run an operation with another tensor in the place of `source`."""
-
-    def replaced(value: Any) -> Any:
-        return other if value is source else value
-
-    return func(*map(replaced, args), **{name: replaced(value) for name, value in kwargs.items()})
-
-
 def _has_along(result: Tensor, dim: int, numbers: Tensor) -> bool:
     if result.dim() < -dim or result.shape[dim] != len(numbers):
         return False
@@ -169,10 +159,6 @@ def _has_along(result: Tensor, dim: int, numbers: Tensor) -> bool:
 
 def _along(dim: int, numbers: Tensor) -> Tensor:
     return numbers.view(-1, *(1 for _ in range(-dim - 1)))
-
-
-class UntraceableError(PruningError):
-    """A model doesn't run without weights; the message has its exception."""
 
 
 # Positional and keyword arguments of one module's call.
@@ -190,18 +176,10 @@ class Trace(TorchFunctionMode):
         self.calls: Counter[nn.Module] = Counter()
         self.borrowed: dict[nn.Module, str] = {}
         self.arguments: dict[str, Arguments] = {}
-        self._owners = {id(p): m for m in model.modules() if isinstance(m, LAYERS) for p in m.parameters(recurse=False)}
-        # Tensors are stored so that no other reuses their id.
-        self._axes: dict[int, tuple[Tensor, Axis | None]] = {}
+        self._owners = {p: m for m in model.modules() if isinstance(m, LAYERS) for p in m.parameters(recurse=False)}
+        # Of each tensor, which is its own key, the axis that holds its channels; None if it has none.
+        self.axes: dict[Tensor, Axis | None] = {}
         self._running = 0
-
-    def axis_of(self, tensor: Tensor) -> Axis | None:
-        """Return the channel axis of a tensor; None if it has none."""
-        return self._axes.get(id(tensor), (tensor, None))[1]
-
-    def put(self, tensor: Tensor, axis: Axis | None) -> None:
-        """Note the channel axis of a tensor."""
-        self._axes[id(tensor)] = (tensor, axis)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -210,9 +188,9 @@ class Trace(TorchFunctionMode):
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "an operation").strip("_")
         if not self._running and ((results := tensors(result)) or name == "setitem"):
-            operands = [(operand, self.axis_of(operand)) for operand in tensors((*args, *kwargs.values()))]
+            operands = [(operand, self.axes.get(operand)) for operand in tensors((*args, *kwargs.values()))]
             for operand, _ in operands:
-                if (owner := self._owners.get(id(operand))) is not None:
+                if (owner := self._owners.get(operand)) is not None:
                     self.borrowed.setdefault(owner, name)
             traced = [(operand, axis) for operand, axis in operands if axis is not None]
             new_axis = None
@@ -221,12 +199,16 @@ class Trace(TorchFunctionMode):
             elif traced and name in MOVES:
                 source, axis = traced[0]
 
-                new_axis = follow(partial(_run_with, func, args, kwargs, source), source, axis)
+                def run_with(other: Tensor, source: Tensor = source) -> Any:
+                    replaced = tree_map(lambda value: other if value is source else value, (args, kwargs))
+                    return func(*replaced[0], **replaced[1])
+
+                new_axis = follow(run_with, source, axis)
             if new_axis is None:
                 for _, lost_axis in traced:
                     lost_axis.space.block(name)
             for tensor in results:
-                self.put(tensor, new_axis)
+                self.axes[tensor] = new_axis
         return result
 
     def record(self, scope: str, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -242,13 +224,13 @@ class Trace(TorchFunctionMode):
         self._running -= 1
         module = self._model.get_submodule(name)
         self.calls[module] += 1
-        axis = self.axis_of(inputs)
+        axis = self.axes.get(inputs)
         if axis is not None and inputs.shape[axis.dim] != axis.space.size:
             # The input was split before.
             axis.space.block("a layer that reads its parts as a whole")
             axis = None
         if isinstance(module, LAYERS):
-            self.put(output, self._through_layer(module, axis))
+            self.axes[output] = self._through_layer(module, axis)
             return
         if axis is not None:
             # Counted from the last; timm's response norms have an attribute for it.
@@ -257,7 +239,7 @@ class Trace(TorchFunctionMode):
                 axis.space.block("a norm across other dimensions")
             axis.space.inner.append(module)
             axis.space.mask_exact &= isinstance(module, _BatchNorm)
-        self.put(output, axis)
+        self.axes[output] = axis
 
     def _through_layer(self, layer: nn.Linear | nn.Conv2d, axis: Axis | None) -> Axis:
         dim, groups = (-3, layer.groups) if isinstance(layer, nn.Conv2d) else (-1, 1)
@@ -303,18 +285,17 @@ def follow_channels(skeleton: nn.Module, spec: InputSpec, scopes: Collection[str
     It has the arguments of the modules `scopes` as well.
 
     Raises:
-        UntraceableError: the model can't run without weights; names what it raised.
+        PruningError: the model can't run without weights; names what it raised.
     """
-    dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
-    image = torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
+    image = torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=floating_dtype(skeleton))
     trace = Trace(skeleton)
-    trace.put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
+    trace.axes[image] = Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3)
     for scope in scopes:
         record = partial(trace.record, scope)
         skeleton.get_submodule(scope).register_forward_pre_hook(record, with_kwargs=True)
     layers = [name for name, module in skeleton.named_modules() if _is_plain_layer(module)]
     with torch.no_grad(), watching(skeleton, layers, before=trace.enter, after=trace.leave), trace:
-        logits = checked_logits(skeleton.eval(), image, UntraceableError)
-    if (axis := trace.axis_of(logits)) is not None:
+        logits = checked_logits(skeleton.eval(), image, PruningError)
+    if (axis := trace.axes.get(logits)) is not None:
         axis.space.is_logits = True
     return trace

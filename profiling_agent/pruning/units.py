@@ -16,7 +16,7 @@ from profiling_agent.errors import PruningError
 from profiling_agent.lib.logs import third_party_errors
 from profiling_agent.lib.modules import tensors, without_weights
 from profiling_agent.pruning.prune import MAX_MASK_ERROR, Attention, cut_units, find_attention, masked_parameters
-from profiling_agent.pruning.tracing import LAYERS, Arguments, Space, Trace, UntraceableError, follow_channels
+from profiling_agent.pruning.tracing import LAYERS, Arguments, Space, Trace, follow_channels
 from profiling_agent.pruning.widths import aligned_widths, step_for
 from profiling_agent.schemas import Cut, InputSpec, Record, Unit, UnitKind
 
@@ -63,7 +63,7 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
     try:
         trace = follow_channels(skeleton, spec, set(scopes.values()))
         tied |= {module for module, count in trace.calls.items() if count > 1}
-    except UntraceableError as error:
+    except PruningError as error:
         trace = f"untraceable: {error}"
     heads = {name: _heads_unit(skeleton, name, attention, macs, tied) for name, attention in attentions.items()}
     cuttable = {unit: scopes[name] for name, unit in heads.items() if isinstance(unit, Unit)}

@@ -183,7 +183,6 @@ class Headline(Record):
 
     latency: LatencyStats
     peak_memory_bytes: int
-    forward_passes: int
     energy: Energy | None = None  # of a GPU whose driver counts it
 
     @property
@@ -295,4 +294,3 @@ class ModelProfile(Record):
     evidence: Evidence | None = None  # of the units, where calibration images were given
     evidence_note: str | None = None  # why there is no evidence, or less than usual
     trace: ArtifactRef | None = None
-    forward_passes: int

@@ -74,7 +74,7 @@ def raced_headline(evaluator: Evaluator, race: Race | None, model: ArtifactRef) 
         result = race.result_of(model)
     except LookupError:
         return None
-    return schemas.Headline(latency=result.latency, peak_memory_bytes=evaluator.peak_memory(model), forward_passes=0)
+    return schemas.Headline(latency=result.latency, peak_memory_bytes=evaluator.peak_memory(model))
 
 
 def made_from(candidate: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:

@@ -75,7 +75,6 @@ def test_profile_prints_one_json_document(world: World):
     assert shown.exit_code == 0
     document = json.loads(shown.stdout)
     assert document["params"] == sum(row["params"] for row in document["layers"])
-    assert document["forward_passes"] <= 60
     text = render_text("profile", p=ModelProfile.model_validate(document))
     rows = re.findall(r"^\| (.*) \| (\d+) \| (\S+): .* \|$", text.partition("what stays as it is")[2], re.MULTILINE)
     assert sum(int(number) for _, number, _ in rows) == len(document["refusals"]) > 0

@@ -104,13 +104,13 @@ def test_long_turns_keep_medians_of_consecutive_passes():
     assert warm(lambda: 30.0, 100.0) == 4
 
 
-def test_a_fast_model_is_timed_as_often_as_helps_and_every_pass_is_counted():
+def test_a_fast_model_is_timed_as_often_as_helps():
     model, passes = zoo.vit(), []
     model.register_forward_hook(lambda *_: passes.append(1))
 
     headline = measure_headline(TorchSession(model, device="cpu"), zoo.SPEC, batch_size=2)
 
-    assert headline.forward_passes == len(passes) == 2 + MAX_RUNS
+    assert len(passes) == 2 + MAX_RUNS
     assert len(headline.latency.samples_ms) == MAX_RUNS
     assert headline.latency.batch_size == 2
     assert headline.peak_memory_bytes > 10**7

@@ -7,7 +7,6 @@ import pytest
 from sample_records import evidence, profile
 
 from profiling_agent import schemas
-from profiling_agent.profiling.profile import launch_bound_share
 from profiling_agent.reporting.render import render_html, render_markdown
 from profiling_agent.reporting.report import (
     RunReport,
@@ -118,15 +117,12 @@ def test_what_a_gpu_does_in_a_pass_is_said_first_and_its_energy_after():
     found = profile(3)
     energy = schemas.Energy(joules_per_image=0.0123, watts=412.0, idle_watts=71.4, images=3200)
     headline = found.headline.model_copy(update={"energy": energy})
-    on_gpu = found.model_copy(update={"launch_bound_share": launch_bound_share(1.0, 10.0), "headline": headline})
+    on_gpu = found.model_copy(update={"launch_bound_share": 0.9, "headline": headline})
     launches, joules = gpu_lines({"baseline": on_gpu})
 
     assert launches.startswith("baseline: launch-bound 90% of a pass")
     assert joules == "baseline: 0.0123 J an image at 412 W, idle 71 W"
     assert gpu_lines({"baseline": found}) == ()
-    assert launch_bound_share(None, 10.0) is None
-    # Kernels of several streams overlap.
-    assert launch_bound_share(12.0, 10.0) == 0.0
 
 
 def test_what_makes_times_of_runs_incomparable_is_named_one_a_line(report: RunReport):

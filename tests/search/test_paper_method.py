@@ -32,7 +32,7 @@ class Script(Jobs):
         latency = sample_records.STATS.model_copy(
             update={"median_ms": self.latencies_ms[int(task.model.sha256[1:]) - 1]}
         )
-        return Headline(latency=latency, peak_memory_bytes=1, forward_passes=1)
+        return Headline(latency=latency, peak_memory_bytes=1)
 
     def TuneTask(self, _task: Any) -> Tuned:  # noqa: N802
         return Tuned(kl=0.1, num_images=32, seconds=1.0)
