@@ -58,8 +58,8 @@ def _uniform(units: Sequence[Unit], ratio: float) -> tuple[Cut, ...]:
 def _macs_saved(model: nn.Module, cuts: Sequence[Cut], macs: Mapping[str, int]) -> int:
     """Return the MACs that `cuts` save; where columns of one cross the rows of another, they are counted once."""
     saved = sum(cut.macs_saved for cut in cuts)
-    for crossing in crossings(cuts):
-        layer = model.get_submodule(crossing.layer)
+    for name, gone, _ in crossings(cuts):
+        layer = model.get_submodule(name)
         kernel = layer.get_parameter("weight")[0, 0].numel()
-        saved -= macs[crossing.layer] * kernel * crossing.gone // num_params(layer)
+        saved -= macs[name] * kernel * gone // num_params(layer)
     return saved

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from pydantic import TypeAdapter
 from torch import nn
+from torch.ao.nn.quantized import dynamic
 
 from benchmarks.paper import numbers as paper
 from benchmarks.paper.methods import dynamic_int8, paper_prune
@@ -365,7 +366,12 @@ def _footprint(model: nn.Module) -> Footprint:
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     params = sum(parameter.numel() for parameter in model.parameters())
-    return Footprint(params=params, macs=0, parameter_bytes=parameter_bytes(model), size_bytes=file.tell())
+    num_bytes = parameter_bytes(model)
+    for layer in model.modules():
+        # Packed as int8, with one scale a tensor; biases are float32.
+        if isinstance(layer, dynamic.Linear):
+            num_bytes += layer.weight().numel() + 4 * (1 + (0 if layer.bias() is None else layer.bias().numel()))
+    return Footprint(params=params, macs=0, parameter_bytes=num_bytes, size_bytes=file.tell())
 
 
 def _uniform_cut(runs: Runs, subject: Subject, criterion: paper.Criterion, ratio: float) -> Entry:

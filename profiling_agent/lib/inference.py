@@ -27,7 +27,7 @@ def quick_products() -> Generator[None]:
 
     Results differ by rounding. Do not export, compile or time a model inside.
     """
-    with _Quick(linear=mkl_is_slow(), convolutions=torch.backends.mkldnn.is_available()):
+    with _Quick(linear=mkl_is_slow()):
         yield
 
 
@@ -39,16 +39,16 @@ def mkl_is_slow() -> bool:
 
 
 class _Quick(TorchFunctionMode):
-    def __init__(self, *, linear: bool, convolutions: bool) -> None:
+    def __init__(self, *, linear: bool) -> None:
         super().__init__()
-        self._linear, self._convolutions = linear, convolutions
+        self._linear = linear
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if self._linear and func is F.linear:
             return _linear(*args, **(kwargs or {}))
-        if self._convolutions and args and _is_plain(args[0]) and args[0].dim() == 4:
+        if args and _is_plain(args[0]) and args[0].dim() == 4:
             if func is F.conv2d:
                 args = (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
             elif func is Tensor.view and args[0].is_contiguous(memory_format=torch.channels_last):
@@ -73,8 +73,7 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
-def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return rows W' + b, (..., outputs), for rows (..., inputs) and W (outputs, inputs), by oneDNN."""
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 
@@ -82,7 +81,7 @@ class _OneDnnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)
-        return product(rows, weight, bias)
+        return _product(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -90,8 +89,8 @@ class _OneDnnLinear(torch.autograd.Function):
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
         flat = gradient.reshape(-1, gradient.shape[-1])
         return (
-            product(gradient, weight.T) if needs_rows else None,
-            product(flat.T.contiguous(), rows.reshape(-1, rows.shape[-1]).T) if needs_weight else None,
+            _product(gradient, weight.T) if needs_rows else None,
+            _product(flat.T.contiguous(), rows.reshape(-1, rows.shape[-1]).T) if needs_weight else None,
             flat.sum(0) if needs_bias else None,
         )
 

@@ -186,10 +186,10 @@ def dry_run_or_none(plan: Plan, profile: ModelProfile) -> DryRun | None:
 
 def _fixed_cuts(plan: Plan, profile: ModelProfile) -> tuple[Sequence[Cut], Mapping[str, float], list[str]]:
     """Return the cuts that a plan names, within its caps, the caps by unit, and notes on what was changed."""
-    resolved = resolve(plan.pruning, units=profile.units, refusals=profile.refusals)
+    requested, notes = resolve(plan.pruning, units=profile.units, refusals=profile.refusals)
     caps = cap_ratios(plan.caps, units=profile.units, refusals=profile.refusals)
-    cuts, notes = list[Cut](), [*resolved.notes]
-    for cut in resolved.cuts:
+    cuts: list[Cut] = []
+    for cut in requested:
         unit, cap = cut.unit, caps.get(cut.unit.name, 1.0)
         widths = [width for width in aligned_widths(unit.width, unit.step) if width >= unit.width * (1 - cap) - 1e-9]
         if cap == 0 or not widths:
@@ -237,10 +237,10 @@ def params_and_macs_saved(cuts: Sequence[Cut], layers: Iterable[schemas.LayerPro
     rows = {row.name: row for row in layers}
     params, macs = sum(cut.params_saved for cut in cuts), sum(cut.macs_saved for cut in cuts)
     # If the columns of one cut cross the rows of the next, both count the crossing. A layer's MACs are proportional to its params.
-    for crossing in crossings(cuts):
-        layer = rows[crossing.layer]
+    for name, gone, pairs in crossings(cuts):
+        layer = rows[name]
         # The quotient is kernel height times width: a bias is smaller than the product of the widths, so it drops out.
-        counted_twice = layer.params // crossing.whole * crossing.gone
+        counted_twice = layer.params // pairs * gone
         params -= counted_twice
         macs -= layer.macs * counted_twice // layer.params
     return params, macs
@@ -313,10 +313,9 @@ NUM_INSIDE = 4
 
 
 class FrontierPoint(schemas.Record):
-    """A point of the frontier: the least predicted KL, nats, for a `saving` of `metric`, and the saved shares of all three."""
+    """A point of the frontier: the least predicted KL, nats, for a saving of `metric`, and the saved shares of all three."""
 
     metric: Metric
-    saving: float
     kl: float
     params: float
     macs: float
@@ -348,7 +347,7 @@ def frontier(profile: ModelProfile, goal: Goal) -> tuple[FrontierPoint, ...]:
                 cuts = dry_run(plan_for(max_saving * share), profile).cuts
                 shares = {name: saved_share(cuts, profile, name) for name in METRICS}
                 kl = predicted_kl(cuts, profile.evidence) or 0.0
-                points.append(FrontierPoint(metric=metric, saving=shares[metric], kl=kl, cuts=cuts, **shares))
+                points.append(FrontierPoint(metric=metric, kl=kl, cuts=cuts, **shares))
         except PlanError:
             # Latency without times, say: keep the points up to here.
             pass

@@ -136,7 +136,6 @@ def profile_model(  # noqa: PLR0913 (each is a separate input of the profile)
         operators=operators,
         units=found_units.units,
         refusals=found_units.refusals,
-        absent=found_units.absent,
         # Kernels of several streams overlap.
         launch_bound_share=None if kernel_ms is None else max(0.0, 1 - kernel_ms / pass_ms),
     )

@@ -24,13 +24,11 @@ from profiling_agent.schemas import Cut, InputSpec, Record, Unit, UnitKind
 class FoundUnits(Record):
     """The units in network order, and for every other linear or convolution layer the reason for its refusal.
 
-    A reason is a sentence that starts with a code: "residual_writer: ...". `absent` has one for each kind without a
-    unit.
+    A reason is a sentence that starts with a code: "residual_writer: ...".
     """
 
     units: tuple[Unit, ...]
     refusals: dict[str, str]
-    absent: dict[str, str]
 
 
 def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> FoundUnits:
@@ -85,8 +83,7 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
     units = tuple(
         unit if times_named[unit.name] == 1 else unit.model_copy(update={"name": unit.producers[0]}) for unit in units
     )
-    projections = {name for attention in attentions.values() for name in attention.projections}
-    return FoundUnits(units=units, refusals=refusals, absent=_absences(skeleton, projections, units, refusals))
+    return FoundUnits(units=units, refusals=refusals)
 
 
 def _tied_modules(model: nn.Module) -> set[nn.Module]:
@@ -328,24 +325,3 @@ def _gate_makers(gate: nn.Module, space: Space, trace: Trace) -> list[nn.Module]
     order = {layer: position for position, layer in enumerate(trace.calls)}
     makers = read.current().writers if read is not None else []
     return [maker for maker in makers if maker in space.readers and order[maker] < order[gate]]
-
-
-def _absences(
-    model: nn.Module, projections: Collection[str], units: Collection[Unit], refusals: Mapping[str, str]
-) -> dict[str, str]:
-    """Return, for each kind with layers but no unit, the most common reason; `projections` count as heads."""
-    names = {UnitKind.HEADS: "heads", UnitKind.MLP: "MLPs"}
-    by_kind: dict[str, dict[str, str]] = {"heads": {}, "MLPs": {}, "convolutions": {}}
-    for name, reason in refusals.items():
-        is_linear = isinstance(model.get_submodule(name), nn.Linear)
-        by_kind["heads" if name in projections else "MLPs" if is_linear else "convolutions"][name] = reason
-    absent: dict[str, str] = {}
-    kinds_with_units = {names.get(unit.kind, "convolutions") for unit in units}
-    for kind, reasons in by_kind.items():
-        codes = Counter(reason.partition(":")[0] for reason in reasons.values())
-        # The first and last layers are never units: nothing is missed there.
-        if kind not in kinds_with_units and codes.keys() - {"stem", "classifier"}:
-            code, count = codes.most_common(1)[0]
-            name = next(name for name, reason in reasons.items() if reason.startswith(f"{code}:"))
-            absent[kind] = f"{reasons[name]} (so {count} of {len(reasons)} layers, as {name!r})"
-    return absent

@@ -2,31 +2,27 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 
 import re2
 
 from profiling_agent.errors import PlanError
-from profiling_agent.schemas import Cap, Cut, PruningRecommendation, Record, Unit, UnitKind
+from profiling_agent.schemas import Cap, Cut, PruningRecommendation, Unit, UnitKind
 
 # oneDNN blocks 16 channels of a convolution (AVX-512), so its time is a staircase of 16; a Linear's is proportional to
 # its width, but odd widths cost 3 to 5% more, and int8 and tensor-core kernels want 32 or 64.
 CONV_STEP, NARROW_MLP_STEP, WIDE_MLP_STEP, WIDE_MLP = 16, 32, 64, 1024
 # Minimum share of a unit that a cut keeps: below it the rest computes something else.
 MIN_KEEP_SHARE = 0.25
-# RE2 rejects a pattern that compiles to more memory, such as nested repetitions.
-MAX_PATTERN_MEMORY_BYTES = 256 * 1024
 
 
 def matching_names(pattern: str, names: Collection[str]) -> list[str]:
     """Return the `names` in which `pattern`, an RE2 expression, is found, in their order; linear time.
 
     Raises:
-        PlanError: the pattern is not RE2 (backreferences, lookarounds), or too large once compiled.
+        PlanError: the pattern is not RE2 (backreferences, lookarounds), or its repetitions are too large.
     """
     options = re2.Options()
-    options.max_mem = MAX_PATTERN_MEMORY_BYTES
     options.log_errors = False
     try:
         regex = re2.compile(pattern, options)
@@ -68,35 +64,19 @@ def snap(unit: Unit, ratio: float) -> int:
     return min((*aligned_widths(unit.width, unit.step), unit.width), key=lambda keep: (abs(keep - target), keep))
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """A layer that ends one unit and begins the next: of its `whole` pairs of channels, both cuts count `gone`."""
-
-    layer: str
-    gone: int
-    whole: int
-
-
-def crossings(cuts: Sequence[Cut]) -> Iterator[Crossing]:
-    """Yield every layer in which one of `cuts` ends and another begins."""
+def crossings(cuts: Sequence[Cut]) -> Iterator[tuple[str, int, int]]:
+    """Yield each layer that ends one of `cuts` and begins another: its name, its pairs of channels that go, and all."""
     begins = {producer: cut for cut in cuts for producer in cut.unit.producers}
     for ending in cuts:
         if (beginning := begins.get(ending.unit.consumer)) is not None:
             gone = (ending.unit.width - ending.keep) * (beginning.unit.width - beginning.keep)
-            yield Crossing(ending.unit.consumer, gone, ending.unit.width * beginning.unit.width)
-
-
-class ResolvedCuts(Record):
-    """The cuts of recommendations, each unit at most once, in network order, and notes on changed requests."""
-
-    cuts: tuple[Cut, ...]
-    notes: tuple[str, ...]
+            yield ending.unit.consumer, gone, ending.unit.width * beginning.unit.width
 
 
 def resolve(
     recommendations: Sequence[PruningRecommendation], *, units: Sequence[Unit], refusals: Mapping[str, str]
-) -> ResolvedCuts:
-    """Return the cuts that `recommendations` request, with aligned widths.
+) -> tuple[list[Cut], list[str]]:
+    """Return the cuts that `recommendations` request, in network order and with aligned widths, and notes on changes.
 
     A pattern that matches any member selects its unit, once. The last recommendation that matches a unit wins; its
     ratio is of the unpruned width.
@@ -119,7 +99,7 @@ def resolve(
             cuts.append(Cut(unit=unit, keep=keep, requested_ratio=ratio))
         else:
             notes.append(f"{unit.name!r} is left alone: a cut of {ratio:g} is nearest to its full width, {unit.width}")
-    return ResolvedCuts(cuts=tuple(cuts), notes=tuple(notes))
+    return cuts, notes
 
 
 def cap_ratios(caps: Sequence[Cap], *, units: Sequence[Unit], refusals: Mapping[str, str]) -> dict[str, float]:

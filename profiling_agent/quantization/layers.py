@@ -8,13 +8,11 @@ kernels.
 import math
 import warnings
 from collections.abc import Mapping
-from functools import cache
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import torch
 import torch.ao.quantization.fx._decomposed  # registers the operators  # pyright: ignore[reportUnusedImport]
 from torch import Tensor, nn
-from torch.ao.nn.quantized import dynamic
 from torch.nn import functional as F
 
 from profiling_agent.errors import QuantizationError
@@ -43,18 +41,6 @@ LARGEST: dict[Dtype, float] = {"qint8": 127.0, "float8": 448.0}
 def torch_has_vnni() -> bool:
     """Return whether torch's kernels add int8 products in 32 bits on this CPU: 8-bit activations can't saturate."""
     return torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
-
-
-def num_levels(*, reduce_range: bool | None = None) -> int:
-    """Return the largest step of an activation's grid: 7 bits if `reduce_range`, by default if torch needs it here."""
-    reduced = not torch_has_vnni() if reduce_range is None else reduce_range
-    return REDUCED_LEVELS if reduced else LEVELS
-
-
-@cache
-def has_float8() -> bool:
-    """Return whether the CUDA device multiplies float8: compute capability 8.9 and up."""
-    return torch.cuda.get_device_capability() >= (8, 9)
 
 
 def float_layer(weight: Tensor, bias: Tensor | None, like: Any) -> Layer:
@@ -187,15 +173,15 @@ class DynamicLinear(QuantizedModule):
         self._packed = torch.ops.quantized.linear_prepack(quantized, bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, dtype: Dtype, *, reduce_range: bool | None = None) -> Self:
-        """Return `linear` quantized; `reduce_range` (7-bit activations) defaults to what the CPU needs."""
+    def from_linear(cls, linear: nn.Linear, dtype: Dtype) -> Self:
+        """Return `linear` quantized."""
         weight, bias = float_tensors(linear)
         if dtype == "float16":
             return cls({"weight": weight.half()} | bias)
         scale = (weight.abs().amax(dim=1) / STEPS).clamp_min(EPS)
         # torch's quantizer rounds the product with the reciprocal; a division sometimes rounds to another step.
         steps = (weight * scale.reciprocal()[:, None]).round().clamp(-128, 127).to(torch.int8)
-        return cls({"weight": steps, "scale": scale} | bias, reduce_range=bool(reduce_range))
+        return cls({"weight": steps, "scale": scale} | bias)
 
     def export_tensors(self) -> dict[str, Tensor]:
         """Return the layer as plain tensors: `weight`, `scale` (int8 only), `bias` (if any)."""
@@ -243,11 +229,12 @@ class CastLayer(QuantizedModule):
         return self.apply_float(x.to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)
 
 
-class Grid:
+class Grid(NamedTuple):
     """The quantization grid of an activation: x is stored as round(x / scale) + zero_point, from 0 to `levels`."""
 
-    def __init__(self, scale: float, zero_point: int, levels: int) -> None:
-        self.scale, self.zero_point, self.levels = scale, zero_point, levels
+    scale: float
+    zero_point: int
+    levels: int
 
     @classmethod
     def spanning(cls, low: float, high: float, levels: int = LEVELS) -> Self:
@@ -277,7 +264,7 @@ class StaticLayer(QuantizedModule):
 
     def __init__(self, tensors: Mapping[str, Tensor], like: Any = None, *, reduce_range: bool = False) -> None:
         super().__init__(tensors, like, reduce_range=reduce_range)
-        levels = num_levels(reduce_range=reduce_range)
+        levels = REDUCED_LEVELS if reduce_range else LEVELS
         self.grid = Grid(float(tensors["input_scale"]), int(tensors["input_zero_point"]), levels)
         self.register_buffer("zero_points", torch.zeros(len(self.scale), dtype=torch.int64), persistent=False)
         self.zero_points: Tensor
@@ -286,20 +273,19 @@ class StaticLayer(QuantizedModule):
         self.typed = nn.Parameter(torch.empty(0), requires_grad=False)
 
     @classmethod
-    def from_float(cls, layer: Layer, low: float, high: float, *, reduce_range: bool | None = None) -> Self:
+    def from_float(cls, layer: Layer, low: float, high: float, levels: int = LEVELS) -> Self:
         """Return `layer` with its weights quantized, for inputs from `low` to `high`; inputs beyond are clipped.
 
-        `reduce_range` (7-bit activations) defaults to what torch needs on this CPU. QuantizationError if the range
-        isn't finite.
+        QuantizationError if the range isn't finite.
         """
         if not high - low < float("inf"):
             raise QuantizationError(f"its inputs range from {low!r} to {high!r} on calibration images: leave it out")
         weight, bias = float_tensors(layer)
         scale = (weight.abs().flatten(1).amax(1) / WEIGHT_STEPS).clamp_min(EPS)
         steps = (weight / scale.view(-1, *[1] * (weight.dim() - 1))).round().clamp(-WEIGHT_STEPS, WEIGHT_STEPS)
-        grid = Grid.spanning(low, high, num_levels(reduce_range=reduce_range))
+        grid = Grid.spanning(low, high, levels)
         tensors = {"weight": steps.to(torch.int8), "scale": scale} | _grid_tensors(grid) | bias
-        return cls(tensors, layer, reduce_range=grid.levels < LEVELS)
+        return cls(tensors, layer, reduce_range=levels < LEVELS)
 
     @property
     def weight(self) -> Tensor:
@@ -346,7 +332,7 @@ class RowwiseLinear(QuantizedModule):
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b for x (..., in_features), in the dtype of x."""
         inputs = x.reshape(-1, self.rounded.shape[1])
-        if x.is_cuda and (self.dtype == "qint8" or has_float8()):
+        if x.is_cuda:
             padding = max(0, MIN_ROWS - len(inputs))
             padded = F.pad(inputs, (0, 0, 0, padding)) if padding else inputs
             rows, scale = _rounded_rows(padded, self.dtype)
@@ -398,13 +384,6 @@ def supports(kind: Kind, layer: nn.Module) -> bool:
     return type(layer) in CLASSES[kind].replaces
 
 
-def rebuild_layer(kind: Kind, tensors: Mapping[str, Tensor], like: nn.Module, *, reduce_range: bool) -> QuantizedModule:
-    """Return the layer with these tensors, to replace `like`; QuantizationError if they or it are of no such kind."""
-    if type(like) not in CLASSES[kind].replaces:
-        raise QuantizationError(f"no {kind} layer stands for a {type(like).__name__!r}")
-    return CLASSES[kind](tensors, like, reduce_range=reduce_range)
-
-
 def quantized_modules(model: nn.Module) -> dict[str, QuantizedModule]:
     """Return the quantized layers, under each of their names."""
     named = model.named_modules(remove_duplicate=False)
@@ -417,11 +396,4 @@ def parameter_bytes(model: nn.Module) -> int:
     for module in model.modules():
         if isinstance(module, DynamicLinear):
             num_bytes += sum(tensor.nbytes for tensor in module.export_tensors().values())
-        elif isinstance(module, dynamic.Linear):
-            # torch's own: `weight()` is float32 for fp16 as well; only the packed parameters have the stored dtype.
-            weight, bias = module.weight(), module.bias()
-            weight_bytes = {torch.qint8: 1, torch.float16: 2}[module._packed_params.dtype]  # pyright: ignore[reportPrivateUsage]
-            is_per_channel = weight.is_quantized and weight.qscheme() == torch.per_channel_affine
-            num_scales = len(weight.q_per_channel_scales()) if is_per_channel else int(weight.is_quantized)
-            num_bytes += weight.numel() * weight_bytes + 4 * (num_scales + (0 if bias is None else bias.numel()))
     return num_bytes

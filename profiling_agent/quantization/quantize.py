@@ -20,7 +20,7 @@ from profiling_agent.lib.logs import Progress, checked_logits, silent
 from profiling_agent.lib.replay import Walk, in_order
 from profiling_agent.pruning.widths import matching_names, near_names
 from profiling_agent.quantization import layers as quantized_layers
-from profiling_agent.quantization.layers import LEVELS, Grid, QuantizedModule, StaticLayer, supports
+from profiling_agent.quantization.layers import LEVELS, REDUCED_LEVELS, Grid, QuantizedModule, StaticLayer, supports
 from profiling_agent.schemas import EVERYTHING, InputSpec, LayerCost, QuantizationRecommendation
 
 # Batches of images, (b, c, h, w).
@@ -68,13 +68,15 @@ def quantize_model(
     `nn.Conv2d` as well; subclasses are never quantized, because third-party code may read their weights. `calibration` are
     batches of images (b, c, h, w): static quantization needs at least 8 images. It first folds batch norms into the
     convolutions that it quantizes, corrects the biases of these, and skips layers that no image reaches. `reduce_range`
-    gives the inputs of int8 layers 7 bits; by default, and always for dynamic layers, it is what torch needs on this
+    gives the inputs of static layers 7 bits; by default, and always for dynamic layers, it is what torch needs on this
     CPU. Callers that execute static layers in another runtime pass what that needs.
 
     Raises what `chosen_layers` does, and QuantizationError if weights or inputs aren't finite, or images are too few.
     """
     choices = chosen_layers(model, recommendations)
     quantized = copy.deepcopy(model).cpu()
+    reduces = not quantized_layers.torch_has_vnni() if reduce_range is None else reduce_range
+    levels = REDUCED_LEVELS if reduces else LEVELS
     static = [name for name, choice in choices.items() if choice.quantization_type == "static"]
     folded, observed = tuple[str, ...](), dict[str, Sampler]()
     if static:
@@ -96,10 +98,9 @@ def quantize_model(
                 layers[name] = quantized_layers.CastLayer.from_float(layer)
             elif choice.quantization_type == "dynamic":
                 dtype = "float16" if choice.dtype == "float16" else "qint8"
-                layers[name] = quantized_layers.DynamicLinear.from_linear(layer, dtype, reduce_range=reduce_range)
+                layers[name] = quantized_layers.DynamicLinear.from_linear(layer, dtype)
             elif name in observed:
-                low, high = observed[name].range(quantized_layers.num_levels(reduce_range=reduce_range))
-                layers[name] = StaticLayer.from_float(layer, low, high, reduce_range=reduce_range)
+                layers[name] = StaticLayer.from_float(layer, *observed[name].range(levels), levels)
     # A layer used in two places becomes two layers, while its means cover both.
     num_places = modules.module_counts(quantized)
     corrected = [
@@ -125,7 +126,7 @@ def quantize_rowwise(model: nn.Module, recommendations: Sequence[QuantizationRec
     """
     choices, multiple = chosen_layers(model, recommendations), quantized_layers.MULTIPLE
     is_float8 = any(choice.dtype == "float8" for choice in choices.values())
-    if is_float8 and torch.cuda.is_available() and not quantized_layers.has_float8():
+    if is_float8 and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         raise QuantizationError("float8 needs a GPU of compute capability 8.9 or higher (H100, L40S, RTX 4090)")
     quantized = copy.deepcopy(model).cpu()
     last = [name for name, layer in quantized.named_modules() if isinstance(layer, nn.Linear)][-1:]
@@ -203,8 +204,6 @@ class Sampler:
 
     def add(self, x: Tensor, generator: torch.Generator) -> None:
         """Add the input of one call, (b, ...)."""
-        if not x.numel():
-            return
         rows = x.detach().float().cpu().reshape(len(x), -1)
         low, high = float(rows.min()), float(rows.max())
         # Comparisons ignore a NaN, which is the least and the greatest.
@@ -238,7 +237,7 @@ class Sampler:
         separate ends because outputs of GELU and ReLU aren't symmetric.
         """
         low, high = self.low, self.high
-        if not self.size or not math.isfinite(high - low):
+        if not math.isfinite(high - low):
             return low, high
         values, weights = self._values[: self.size], self._weights[: self.size]
 
@@ -252,17 +251,12 @@ class Sampler:
 
 def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[str, Sampler]:
     """Return the inputs of each named layer that images reach."""
-    samplers, called = {name: Sampler() for name in names}, set[str]()
-    generator = torch.Generator().manual_seed(0)
-
-    def add_sample(name: str, x: Tensor) -> None:
-        called.add(name)
-        samplers[name].add(x, generator)
-
-    with modules.watching(model, names, before=add_sample), _running(model):
+    samplers, generator = {name: Sampler() for name in names}, torch.Generator().manual_seed(0)
+    watched = modules.watching(model, names, before=lambda name, x: samplers[name].add(x, generator))
+    with watched, _running(model):
         for batch in images:
             run(model, batch)
-    return {name: samplers[name] for name in called}
+    return {name: sampler for name, sampler in samplers.items() if sampler.size}
 
 
 @contextmanager
@@ -417,10 +411,7 @@ def measure_quantization_sensitivity(
     of them set ranges; a large model's KLs are measured on fewer, at least 8. `latency_shares` has the layers' shares
     of the time by name, if known. Raises QuantizationError as `quantize_model` does.
     """
-    batches = list(first_images(images))
-    if not batches:
-        raise QuantizationError("calibration images are needed, none were given: raise num_samples")
-    sample = torch.cat(batches)
+    sample = torch.cat(list(first_images(images)))
     everything = QuantizationRecommendation(layer=EVERYTHING, quantization_type=scheme, dtype="qint8")
     quantized = quantize_model(model, [everything], calibration=sample.split(CHUNK))
     _, channels, height, width = sample.shape

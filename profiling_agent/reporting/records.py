@@ -151,7 +151,6 @@ class Records:
                 "of_attempt": attempt.number if attempt else None,
                 "units": rows,
                 "layers": groups,
-                "no_units": self._profile().absent,
             }
         )
 

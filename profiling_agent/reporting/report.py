@@ -217,7 +217,6 @@ def build_report(
         kept_beside=final.kept_beside.evaluation.model.path if final.kept_beside else None,
         notes=(
             *acquired.notes,
-            *(f"no {kind} can be cut: {reason}" for kind, reason in before[1].absent.items()),
             *evidence_notes(before[1]),
             *(deployment_search.notes if deployment_search else ()),
             *final.notes,

@@ -27,7 +27,7 @@ from profiling_agent.lib.io import first_line, parse_json
 from profiling_agent.lib.logs import SETTINGS_LOCK, muted, third_party_errors
 from profiling_agent.lib.machine import environment
 from profiling_agent.pruning.prune import find_attention, set_head_attributes_
-from profiling_agent.quantization.layers import QuantizedModule, quantized_modules, rebuild_layer
+from profiling_agent.quantization.layers import CLASSES, QuantizedModule, quantized_modules
 from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.artifact import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe, load_recipe, named_folder
 from profiling_agent.runtimes.registry import Batch, ModelSession, Source, runtime
@@ -97,7 +97,7 @@ def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
             prefix = f"{layer.name}."
             stored = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
             original = model.get_submodule(layer.name)
-            module = rebuild_layer(layer.kind, stored, original, reduce_range=layer.reduce_range)
+            module = CLASSES[layer.kind](stored, original, reduce_range=layer.reduce_range)
             if dequantize:
                 module = module.dequantized()
                 tensors |= {prefix + leaf: tensor for leaf, tensor in module.state_dict().items()}

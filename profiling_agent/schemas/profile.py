@@ -289,7 +289,6 @@ class ModelProfile(Record):
     operators: tuple[OperatorProfile, ...]
     units: tuple[Unit, ...]
     refusals: dict[str, str]  # layers that can't be pruned, each with the reason
-    absent: dict[str, str] = Field(default={})  # kinds of which nothing can be pruned, each with the reason
     launch_bound_share: float | None = None  # share of a pass in which no kernel runs on the GPU; None on the CPU
     evidence: Evidence | None = None  # of the units, where calibration images were given
     evidence_note: str | None = None  # why there is no evidence, or less than usual
