@@ -155,10 +155,8 @@ def following_norms(model: nn.Module, consumers: Collection[str], image: Tensor)
     def match_norm(norm: str, inputs: Any) -> None:
         norm_of.update({consumer: norm for consumer, output in outputs if output is inputs})
 
-    def record_output(consumer: str, _inputs: Any, output: Any) -> None:
-        outputs.append((consumer, output))
-
-    with watching(model, batch_norms(model), before=match_norm), watching(model, consumers, after=record_output):
+    recorded = watching(model, consumers, after=lambda name, _inputs, output: outputs.append((name, output)))
+    with watching(model, batch_norms(model), before=match_norm), recorded:
         model(pixel_values=image)
     return norm_of
 

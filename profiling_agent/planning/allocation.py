@@ -277,18 +277,13 @@ def apply_demands(plan: Plan, goal: Goal) -> Plan:
 
 def scaled(plan: Plan, factor: float, pins: Sequence[schemas.PruningRecommendation] = ()) -> Plan:
     """Return `plan` with its target and every ratio that isn't pinned times `factor`; no ratio grows beyond MAX_RATIO."""
-    pruning = tuple(
-        rec
-        if rec in pins
-        else rec.model_copy(
-            update={"pruning_ratio": min(rec.pruning_ratio * factor, max(rec.pruning_ratio, MAX_RATIO))}
-        )
-        for rec in plan.pruning
-    )
-    target = plan.target
+    pruning, target = list[schemas.PruningRecommendation](), plan.target
+    for rec in plan.pruning:
+        ratio = min(rec.pruning_ratio * factor, max(rec.pruning_ratio, MAX_RATIO))
+        pruning.append(rec if rec in pins else rec.model_copy(update={"pruning_ratio": ratio}))
     if target is not None:
         target = target.model_copy(update={"saving": min(target.saving * factor, MAX_SAVING), "justification": ""})
-    return plan.model_copy(update={"pruning": pruning, "target": target})
+    return plan.model_copy(update={"pruning": tuple(pruning), "target": target})
 
 
 # A point of top-1 corresponded to 0.01 to 0.02 nats on the shared models (docs/decisions/LOG.md), and sums of single KLs

@@ -7,14 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from profiling_agent import schemas
 from profiling_agent.llm.transcript import quoted
-from profiling_agent.planning.allocation import (
-    METRICS,
-    NATS_A_POINT,
-    frontier,
-    num_left_out,
-    predicted_kl,
-    saved_share,
-)
+from profiling_agent.planning.allocation import METRICS, NATS_A_POINT, frontier, num_left_out, predicted_kl, saved_share
 from profiling_agent.schemas import Cut, Goal, Journal, LayerProfile, ModelProfile, Plan, Unit, nearest_option
 
 # A number that is a whole segment of a name: `layers.3`, but not `fc1`.
@@ -22,16 +15,14 @@ INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Group(schemas.Record):
-    """Units of one kind and width at the same place of repeated blocks, with their shares of the model."""
+    """Units of one kind and width at the same place of repeated blocks, with their shares of params, MACs and time."""
 
     pattern: str
     kind: schemas.UnitKind
     width: int
     units: tuple[Unit, ...]
     layers: tuple[LayerProfile, ...]
-    params_share: float
-    macs_share: float
-    latency_share: float
+    shares: tuple[float, float, float]
 
 
 def pattern_for(names: Iterable[str]) -> str:
@@ -65,19 +56,9 @@ def group_units(profile: ModelProfile) -> tuple[Group, ...]:
     for (kind, _, width), units in grouped.items():
         names = {name for unit in units for name in (*unit.members, unit.name)}
         layers = tuple(row for row in profile.layers if row.name in names)
-        params, macs, latency = _shares(layers, profile)
-        group = Group(
-            pattern=pattern_for(unit.name for unit in units),
-            kind=kind,
-            width=width,
-            units=tuple(units),
-            layers=layers,
-            params_share=params,
-            macs_share=macs,
-            latency_share=latency,
-        )
-        groups.append(group)
-    return tuple(sorted(groups, key=lambda group: (-group.macs_share, group.pattern)))
+        pattern, shares = pattern_for(unit.name for unit in units), _shares(layers, profile)
+        groups.append(Group(pattern=pattern, kind=kind, width=width, units=tuple(units), layers=layers, shares=shares))
+    return tuple(sorted(groups, key=lambda group: (-group.shares[1], group.pattern)))
 
 
 def named_groups(profile: ModelProfile) -> dict[str, Group]:
@@ -86,7 +67,6 @@ def named_groups(profile: ModelProfile) -> dict[str, Group]:
 
 
 MAX_CHARACTERS = 8_200
-HALF = 0.5
 # Layers that a scheme can quantize to int8.
 QUANTIZED_KINDS = ("Linear", "Conv2d")
 MAX_LAYERS, MAX_COSTLY_LAYERS = 16, 3
@@ -131,7 +111,7 @@ def group_rows(profile: ModelProfile) -> tuple[str, ...]:
     for name, group in named_groups(profile).items():
         weights = sum(row.params for row in group.layers) * profile.parameter_bytes // max(profile.params, 1)
         cuts = [
-            Cut(unit=unit, keep=nearest_option(row.options, unit.width, 1 - HALF).keep, requested_ratio=HALF)
+            Cut(unit=unit, keep=nearest_option(row.options, unit.width, 0.5).keep, requested_ratio=0.5)
             for unit in group.units
             if evidence and (row := evidence.of(unit.name)) and row.options
         ]
@@ -143,7 +123,7 @@ def group_rows(profile: ModelProfile) -> tuple[str, ...]:
             f"{name}: {quoted(group.pattern)}",
             group.kind,
             f"{len(group.units)} x {group.width}",
-            _percent((group.params_share, group.macs_share, group.latency_share)),
+            _percent(group.shares),
             f"{_mb(weights)}, {_mb(sum(row.activation_bytes for row in group.layers))}",
             halved,
         )

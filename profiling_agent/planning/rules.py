@@ -67,7 +67,7 @@ def analyse(profile: ModelProfile, goal: Goal) -> Plan:
                 f"{len(profile.units)} units are cut, chosen from {evidence.num_images} calibration images"
             )
             best = Plan(target=Target(metric=metric, saving=saving, justification=justification))
-    groups = [group for group in group_units(profile) if group.kind in KINDS and group.macs_share >= MIN_MACS_SHARE]
+    groups = [group for group in group_units(profile) if group.kind in KINDS and group.shares[1] >= MIN_MACS_SHARE]
     if best.target is not None or not groups:
         return best
     for ratio in FIRST_RATIOS:
@@ -77,8 +77,8 @@ def analyse(profile: ModelProfile, goal: Goal) -> Plan:
                 pruning_type="structured",
                 pruning_ratio=ratio,
                 justification=(
-                    f"{len(group.units)} {group.kind} units of width {group.width} hold {group.params_share:.1%} of the params, "
-                    f"do {group.macs_share:.1%} of the MACs and take {group.latency_share:.1%} of the layers' time"
+                    f"{len(group.units)} {group.kind} units of width {group.width} hold {group.shares[0]:.1%} of the params, "
+                    f"do {group.shares[1]:.1%} of the MACs and take {group.shares[2]:.1%} of the layers' time"
                 ),
             )
             for group in groups

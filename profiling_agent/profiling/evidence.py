@@ -27,14 +27,7 @@ from profiling_agent.lib.modules import following_norms, has_bias, mean_kl, pres
 from profiling_agent.lib.replay import Walk, in_order
 from profiling_agent.profiling.profile import LatencyTable, spread_evenly
 from profiling_agent.pruning.compensation import MIN_IMAGES, Calibration, columns_of, divide_, regrouped
-from profiling_agent.pruning.criteria import (
-    Elimination,
-    UnitMoments,
-    damp_,
-    gather_moments,
-    matrix_of,
-    order_channels,
-)
+from profiling_agent.pruning.criteria import Elimination, UnitMoments, damp_, gather_moments, matrix_of, order_channels
 from profiling_agent.pruning.prune import masked_parameters
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Evidence, Unit, UnitEvidence, WidthOption

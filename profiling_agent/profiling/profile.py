@@ -256,11 +256,8 @@ def time_units(model: nn.Module, units: Sequence[Unit], batch: Tensor, *, progre
     """
     names = {name for unit in units for name in unit.members}
     shapes: dict[str, tuple[int, ...]] = {}
-
-    def record(name: str, inputs: Tensor) -> None:
-        shapes.setdefault(name, tuple(inputs.shape))
-
-    with preserving_state(model), torch.inference_mode(), watching(model, names, before=record):
+    watched = watching(model, names, before=lambda name, inputs: shapes.setdefault(name, tuple(inputs.shape)))
+    with preserving_state(model), torch.inference_mode(), watched:
         model.eval()
         model(pixel_values=batch)
     timed: dict[tuple[object, ...], WidthSamples] = {}

@@ -112,18 +112,15 @@ def gather_moments(
     activations: dict[str, tuple[Tensor, Tensor]] = {}
     # About the first batch's mean: squares of a channel of mean 1,000 and deviation 1 lose the variance in float32.
     origins: dict[str, Tensor] = {}
-    num_images = 0
-
-    def record(name: str, inputs: Tensor, output: Tensor) -> None:
-        activations[name] = (inputs, output)
-
-    with torch.enable_grad(), modules.watching(model, [unit.consumer for unit in units], after=record):
+    num_images, consumers = 0, [unit.consumer for unit in units]
+    watched = modules.watching(model, consumers, after=lambda name, *tensors: activations.update({name: tensors}))
+    with torch.enable_grad(), watched:
         for images in batches:
             pixel_values = images.detach().requires_grad_()
             logits = functional_call(model, weights, (), {"pixel_values": pixel_values}).logits.float()
             labels = torch.multinomial(logits.detach().softmax(1).cpu(), 1, generator=generator)[:, 0]
             loss = F.cross_entropy(logits, labels.to(logits.device), reduction="sum")
-            gradients = torch.autograd.grad(loss, [activations[unit.consumer][1] for unit in units])
+            gradients = torch.autograd.grad(loss, [activations[name][1] for name in consumers])
             for unit, gradient in zip(units, gradients, strict=True):
                 layer = model.get_submodule(unit.consumer)
                 x = features(layer, activations[unit.consumer][0].detach())

@@ -200,8 +200,6 @@ class DynamicLinear(QuantizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b for x (..., in_features)."""
-        if not x.is_cpu:
-            raise QuantizationError(f"quantized layers run on the cpu, the input lies on {str(x.device)!r}: move it")
         if self.dtype == "qint8":
             return torch.ops.quantized.linear_dynamic(x, self._packed, self.reduce_range)
         return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)

@@ -129,12 +129,11 @@ def quantize_rowwise(model: nn.Module, recommendations: Sequence[QuantizationRec
     if is_float8 and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         raise QuantizationError("float8 needs a GPU of compute capability 8.9 or higher (H100, L40S, RTX 4090)")
     quantized = copy.deepcopy(model).cpu()
-    last = [name for name, layer in quantized.named_modules() if isinstance(layer, nn.Linear)][-1:]
-    num_classes = getattr(getattr(model, "config", None), "num_labels", None)
+    config: Any = model.config
     layers: dict[str, QuantizedModule] = {}
     for name, choice in choices.items():
         layer: Any = quantized.get_submodule(name)
-        is_inner = type(layer) is nn.Linear and name not in last and layer.out_features != num_classes
+        is_inner = type(layer) is nn.Linear and layer.out_features != config.num_labels
         if choice.dtype in ("qint8", "float8") and is_inner and not any(n % multiple for n in layer.weight.shape):
             with _naming(name):
                 layers[name] = quantized_layers.RowwiseLinear.from_linear(layer, choice.dtype)
@@ -180,8 +179,7 @@ def chosen_layers(
         layer_types = "nn.Linear" if kind == "dynamic" else "nn.Linear or nn.Conv2d"
         if not matches and (others or pattern == EVERYTHING):
             subject = "the model has" if pattern == EVERYTHING else f"the layer pattern {pattern!r} hits"
-            addition = "; static int8 and bfloat16 take nn.Conv2d as well" if kind == "dynamic" else ""
-            raise QuantizationError(f"{subject} no {layer_types}, which alone this quantizes{addition}")
+            raise QuantizationError(f"{subject} no {layer_types}, which alone this quantizes")
         if not matches:
             near = near_names(pattern, names or quantizable)
             advice = f"near names: {', '.join(map(repr, near))}" if near else f"use {EVERYTHING!r} for every layer"
@@ -314,11 +312,8 @@ def fold_norms_(model: nn.Module, convolutions: Collection[str], images: Tensor)
 def output_means(model: nn.Module, names: Iterable[str], images: Images) -> Means:
     """Return the mean of each output channel, (c,), in each call of the named convolutions on the first 32 images."""
     means: dict[str, list[Tensor]] = {name: [] for name in names}
-
-    def add(name: str, _input: Any, output: Tensor) -> None:
-        means[name].append(output.mean(dim=(0, 2, 3)))
-
-    with modules.watching(model, means, after=add), _running(model):
+    watched = modules.watching(model, means, after=lambda name, _, output: means[name].append(output.mean((0, 2, 3))))
+    with watched, _running(model):
         for batch in first_images(images):
             run(model, batch)
     return means
