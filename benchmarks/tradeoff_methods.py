@@ -26,8 +26,8 @@ from profiling_agent.lib.logs import muted
 from profiling_agent.lib.modules import device_of, following_norms, has_bias
 from profiling_agent.planning.allocation import allocate
 from profiling_agent.profiling.evidence import measure_sensitivity
-from profiling_agent.pruning.compensation import columns_of, compensate
-from profiling_agent.pruning.criteria import UnitMoments, matrix_of, unit_rows
+from profiling_agent.pruning.compensation import compensate
+from profiling_agent.pruning.criteria import UnitMoments, expanded, matrix_of, unit_rows
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.schemas import Evidence, InputSpec, Target, Unit, UnitKind
 
@@ -78,7 +78,7 @@ def shifted(draw: Draw, plan: Plan) -> nn.Module:
 def lost_mean(layer: nn.Module, unit: Unit, kept: Sequence[int], moments: UnitMoments) -> Tensor:
     """Return the mean of what `layer`, the unit's consumer, gave out because of channels that aren't kept: (outputs,)."""
     gone = torch.ones(len(moments.mean))
-    gone[columns_of(unit, layer, kept)] = 0
+    gone[expanded(kept, len(gone) // unit.width)] = 0
     return matrix_of(layer) @ (gone * moments.mean)
 
 

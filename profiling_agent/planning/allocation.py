@@ -299,8 +299,6 @@ def allowed_kl(goal: Goal) -> float:
 
 Metric = Literal["params", "macs", "latency"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
-# A saving is below one.
-MAX_TARGET_SAVING = 1 - 1e-9
 # Shares of the largest saving. Half of it costs one model nothing, and a tenth is too much for another: the frontier has the strongest within the
 # allowed KL, the next, and the largest.
 SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
@@ -334,7 +332,7 @@ def frontier(profile: ModelProfile, goal: Goal) -> tuple[FrontierPoint, ...]:
             return Plan(pruning=goal.pins, caps=goal.caps, target=Target(metric=metric, saving=saving))
 
         try:
-            max_saving = min(most_saving(plan_for(0.5), profile), MAX_TARGET_SAVING)
+            max_saving = min(most_saving(plan_for(0.5), profile), MAX_SAVING)
             for share in (*SHARES, 1.0) if max_saving > 0 else ():
                 # The first point beyond the allowed KL is followed by the maximum.
                 if share < 1 and points and points[-1].kl > allowed_kl(goal):

@@ -101,10 +101,6 @@ def _percent(shares: Iterable[float]) -> str:
     return ", ".join(f"{share:.1%}" for share in shares)
 
 
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.3g} MB"
-
-
 def group_rows(profile: ModelProfile) -> tuple[str, ...]:
     """Return a row for each group of units, largest share of MACs first."""
     evidence, rows = profile.evidence, list[str]()
@@ -124,7 +120,7 @@ def group_rows(profile: ModelProfile) -> tuple[str, ...]:
             group.kind,
             f"{len(group.units)} x {group.width}",
             _percent(group.shares),
-            f"{_mb(weights)}, {_mb(sum(row.activation_bytes for row in group.layers))}",
+            f"{weights / 1e6:.3g} MB, {sum(row.activation_bytes for row in group.layers) / 1e6:.3g} MB",
             halved,
         )
         rows.append(" | ".join(columns))

@@ -26,15 +26,15 @@ from profiling_agent.lib.machine import available_bytes
 from profiling_agent.lib.modules import following_norms, has_bias, mean_kl, preserving_state
 from profiling_agent.lib.replay import Walk, in_order
 from profiling_agent.profiling.profile import LatencyTable, spread_evenly
-from profiling_agent.pruning.compensation import MIN_IMAGES, Calibration, columns_of, divide_, regrouped
-from profiling_agent.pruning.criteria import Elimination, UnitMoments, damp_, gather_moments, matrix_of, order_channels
+from profiling_agent.pruning import criteria
+from profiling_agent.pruning.compensation import MIN_IMAGES, Calibration, divide_, regrouped
 from profiling_agent.pruning.prune import masked_parameters
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.schemas import Evidence, Unit, UnitEvidence, WidthOption
 
 
 def fold(
-    model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int], norm: str | None
+    model: nn.Module, unit: Unit, moments: criteria.UnitMoments, kept: Sequence[int], norm: str | None
 ) -> dict[str, Tensor]:
     """Return, by name, parameters and buffers that simulate the compensated cut at full width.
 
@@ -43,16 +43,16 @@ def fold(
     reads its outputs; with neither C isn't centred.
     """
     layer = model.get_submodule(unit.consumer)
-    weight, matrix, mean = layer.get_parameter("weight"), matrix_of(layer).double(), moments.mean.double()
+    weight, matrix, mean = layer.get_parameter("weight"), criteria.matrix_of(layer).double(), moments.mean.double()
     is_centred = norm is not None or has_bias(layer)
     second_moment = moments.covariance.double()
     if not is_centred:
         second_moment.addr_(mean, mean)
-    columns = columns_of(unit, layer, kept)
+    columns = criteria.expanded(kept, matrix.shape[1] // unit.width)
     is_cut = torch.ones(matrix.shape[1], dtype=torch.bool, device=matrix.device)
     is_cut[columns] = False
     mean_square = second_moment.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
-    damped = damp_(second_moment[columns][:, columns], mean_square)
+    damped = criteria.damp_(second_moment[columns][:, columns], mean_square)
     coefficients = divide_(second_moment[is_cut][:, columns], damped)
     folded = matrix[:, columns] + matrix[:, is_cut] @ coefficients
     shift = matrix @ mean - folded @ mean[columns]
@@ -97,7 +97,7 @@ def measure_sensitivity(
     """
     started = time.perf_counter()
     calibration = Calibration(model, batches)
-    eliminations, folds = dict[str, Elimination](), dict[str, dict[int, dict[str, Tensor]]]()
+    eliminations, folds = dict[str, criteria.Elimination](), dict[str, dict[int, dict[str, Tensor]]]()
     with preserving_state(model), torch.no_grad():
         model.eval()
         if (num_images := calibration.count()) < MIN_IMAGES:
@@ -112,12 +112,12 @@ def measure_sensitivity(
         fitted = regrouped(calibration.fitted(), max(1, min(BATCH, max_batch)))
         norms = following_norms(model, [unit.consumer for unit in units], judged[:1])
         try:
-            moments = gather_moments(model, units, fitted, seed=seed) if units else {}
+            moments = criteria.gather_moments(model, units, fitted, seed=seed) if units else {}
             for index, unit in enumerate(units):
                 progress("ordering channels", index, len(units))
                 # A Gram matrix is as large as its layer, and not needed again.
                 of_unit = moments.pop(unit.name)
-                elimination = order_channels(model, unit, of_unit, orders[unit.name] if orders else None)
+                elimination = criteria.order_channels(model, unit, of_unit, orders[unit.name] if orders else None)
                 eliminations[unit.name] = elimination
                 folds[unit.name] = {
                     keep: fold(
@@ -154,7 +154,7 @@ def measure_sensitivity(
     return Evidence(units=in_model_order, num_images=num_images, num_judged=len(judged), seconds=seconds)
 
 
-def _unit_evidence(unit: Unit, order: Elimination, measured: Mapping[int, float]) -> UnitEvidence:
+def _unit_evidence(unit: Unit, order: criteria.Elimination, measured: Mapping[int, float]) -> UnitEvidence:
     predicted = {keep: order.loss[unit.width - keep] for keep in aligned_widths(unit.width, unit.step)[::-1]}
     options = tuple(
         WidthOption(

@@ -19,14 +19,8 @@ from profiling_agent.lib import modules
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.lib.modules import has_bias, mean_kl, preserving_state
 from profiling_agent.lib.replay import Walk, in_order
-from profiling_agent.pruning.criteria import damp_, features, matrix_of, outputs_of, second_moment
-from profiling_agent.schemas import Cut, Unit
-
-
-def columns_of(unit: Unit, layer: nn.Module, kept: Sequence[int]) -> list[int]:
-    """Return the columns of the unpruned `layer`'s matrix that belong to the channels or heads `kept`."""
-    size = matrix_of(layer).shape[1] // unit.width
-    return [index * size + column for index in kept for column in range(size)]
+from profiling_agent.pruning.criteria import damp_, expanded, features, matrix_of, outputs_of, second_moment
+from profiling_agent.schemas import Cut
 
 
 def divide_(rows: Tensor, gram: Tensor) -> Tensor:
@@ -180,7 +174,7 @@ def compensate_units_(
         unit, norm = consumers[name], norms.get(name)
         matrix = matrix_of(dense).double()
         rows = cut_rows.get(name, range(len(matrix)))
-        start = matrix[list(rows)][:, columns_of(unit, dense, keep[unit.name])]
+        start = matrix[list(rows)][:, expanded(keep[unit.name], matrix.shape[1] // unit.width)]
         moments = paired_moments(dense_walk, pruned_walk, layer, name, rows, images())
         weight, shift = fit_(*moments, start, centred=norm is not None or has_bias(layer))
         parameter = layer.get_parameter("weight")
@@ -196,7 +190,6 @@ def compensate_units_(
 NEGLIGIBLE_KL = 5e-3
 # Every batch weighs the same, and the variance of few images is poor.
 NORM_BATCH = 32
-LEAST_SQUARES, BATCH_NORM = "least squares", "batch norm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,13 +252,13 @@ def compensate(
         before = kl = _check_finite(mean_kl(expected, _logits(model, calibration.judged())))
         helpful = list[str]()
         # Batch norms have to see the fitted weights.
-        for step in (LEAST_SQUARES, *([BATCH_NORM] if modules.batch_norms(model) else [])):
+        for step in ("least squares", "batch norm") if modules.batch_norms(model) else ("least squares",):
             if helpful and kl <= NEGLIGIBLE_KL:
                 break
-            consumers = [model.get_submodule(cut.unit.consumer) for cut in cuts if step == LEAST_SQUARES]
+            consumers = [model.get_submodule(cut.unit.consumer) for cut in cuts if step == "least squares"]
             changed = [*(tensor for consumer in consumers for tensor in consumer.parameters()), *model.buffers()]
             saved = [tensor.clone() for tensor in changed]
-            if step == LEAST_SQUARES:
+            if step == "least squares":
                 compensate_units_(baseline, model, cuts, keep, calibration.fitted, progress)
             else:
                 reestimate_(model, calibration.fitted())

@@ -44,6 +44,11 @@ def matrix_of(layer: nn.Module) -> Tensor:
     return weight.reshape(len(weight), -1)
 
 
+def expanded(channels: Iterable[int], size: int) -> list[int]:
+    """Return the `size` consecutive rows or columns of each channel or head."""
+    return [index * size + offset for index in channels for offset in range(size)]
+
+
 def features(layer: nn.Module, inputs: Tensor) -> Tensor:
     """Return what `layer` multiplies its matrix with: (positions, columns), by token or output pixel."""
     if not isinstance(layer, nn.Conv2d):

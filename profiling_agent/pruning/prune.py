@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.logs import third_party_errors
 from profiling_agent.lib.modules import device_of, preserving_state, random_batch
-from profiling_agent.pruning.criteria import largest_weights
+from profiling_agent.pruning.criteria import expanded, largest_weights
 from profiling_agent.pruning.tracing import is_response_norm
 from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind
 
@@ -162,10 +162,10 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, Sequence
             inner: Any = pruned.get_submodule(name)
             # A response norm's weight has its channels last, after ones.
             size = inner.num_features if isinstance(inner, _BatchNorm) else len(inner.weight.squeeze())
-            _cut_rows_(inner, _spread(dropped, size // unit.width))
+            _cut_rows_(inner, expanded(dropped, size // unit.width))
         for name in (unit.consumer, *unit.side_readers):
             reader = pruned.get_submodule(name)
-            columns = _spread(dropped, reader.get_parameter("weight").shape[1] // unit.width)
+            columns = expanded(dropped, reader.get_parameter("weight").shape[1] // unit.width)
             is_conv = isinstance(reader, nn.Conv2d)
             (SURGERY.prune_conv_in_channels if is_conv else SURGERY.prune_linear_in_channels)(reader, columns)
         if unit.kind is UnitKind.HEADS:
@@ -176,11 +176,6 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, Sequence
                     _drop_(pruned.get_submodule(owner), leaf, dim, dropped)
             set_head_attributes_(pruned, {unit.name: attention[unit.name]})
     return pruned
-
-
-def _spread(channels: Sequence[int], size: int) -> list[int]:
-    """Return the `size` consecutive rows or columns of each channel or head."""
-    return [index * size + row for index in channels for row in range(size)]
 
 
 def _cut_rows_(module: Any, rows: Sequence[int]) -> None:

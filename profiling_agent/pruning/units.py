@@ -60,19 +60,17 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
     }
     try:
         trace = follow_channels(skeleton, spec, set(scopes.values()))
-        tied |= {module for module, count in trace.calls.items() if count > 1}
     except PruningError as error:
-        trace = f"untraceable: {error}"
+        layers = (name for layer, name in names.items() if isinstance(layer, LAYERS))
+        return FoundUnits(units=(), refusals=dict.fromkeys(layers, f"untraceable: {error}"))
+    tied |= {module for module, count in trace.calls.items() if count > 1}
     heads = {name: _heads_unit(skeleton, name, attention, macs, tied) for name, attention in attentions.items()}
     cuttable = {unit: scopes[name] for name, unit in heads.items() if isinstance(unit, Unit)}
-    if isinstance(trace, str):
-        heads |= {unit.name: trace for unit in cuttable}
-    else:
-        heads |= _refused_heads(model, trace, cuttable)
+    heads |= _refused_heads(model, trace, cuttable)
     results = {layer: heads[name] for name, attention in attentions.items() for layer in attention.projections}
     for layer, name in names.items():
         if isinstance(layer, LAYERS) and name not in results:
-            results[name] = trace if isinstance(trace, str) else _chain_unit(skeleton, layer, trace, macs, tied)
+            results[name] = _chain_unit(skeleton, layer, trace, macs, tied)
     results = _refuse_nested(results)
     ordered = {name: results[name] for name in names.values() if name in results}
     units = tuple({unit.producers[0]: unit for unit in ordered.values() if isinstance(unit, Unit)}.values())
