@@ -13,22 +13,9 @@ from zoo import counted
 from profiling_agent.lib.modules import random_batch
 from profiling_agent.pruning.prune import cut_units, prune_model
 from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.widths import resolve, snap
+from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.torch_artifact import load_module, save_model
-from profiling_agent.schemas import Cut, PruningRecommendation, UnitKind
-
-HEADLESS = {
-    *("resnet_basic", "resnet_bottleneck", "convnext", "convnextv2", "regnet_x", "regnet_y", "efficientnet"),
-    *("mobilenet_v1", "mobilenet_v2", "poolformer", "swiftformer", "mobilevitv2", "levit", "levit_teacher", "focalnet"),
-    # Its forward pass takes the width of all heads for that of its input.
-    "timm_eva02",
-    *(f"timm_{name}" for name in ("resnet", "seresnet", "resnetv2", "densenet", "efficientnet", "regnety", "fastvit")),
-    *(f"timm_{name}" for name in ("mobilenetv3", "mobilenetv4", "convnext", "convnextv2")),
-}
-CODES = {
-    *("residual_writer", "stem", "classifier", "grouped", "shared", "too_narrow", "unused", "unsupported"),
-    *("unknown_heads", "unequal_heads", "unknown_parameter", "untraceable", "tied"),
-}
+from profiling_agent.schemas import Cut
 
 
 @cache
@@ -51,15 +38,13 @@ def logits(model, spec):
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_every_layer_is_in_a_unit_or_refused_with_a_code(family):
+def test_every_layer_is_in_a_unit_or_refused(family):
     model, _, _, units = found(family)
     members = {name for unit in units.units for name in unit.members}
     layers = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
 
     assert layers - members == units.refusals.keys()
-    assert {reason.split(":")[0] for reason in units.refusals.values()} <= CODES
     assert len({unit.name for unit in units.units}) == len(units.units) > 0
-    assert any(unit.kind is UnitKind.HEADS for unit in units.units) is (family not in HEADLESS)
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -108,12 +93,6 @@ def test_a_model_that_was_pruned_and_saved_is_pruned_and_saved_again(family, tmp
 
     assert {unit.name: unit.width for unit in units} == {cut.unit.name: cut.keep for cut in cuts}
     assert torch.equal(logits(copy.deepcopy(load_module(tmp_path / "twice")), spec), logits(twice, spec))
-
-
-def resolved(family: str, pattern: str):
-    units = found(family)[-1]
-    requested = PruningRecommendation(layer=pattern, pruning_type="structured", pruning_ratio=0.5)
-    return resolve([requested], units=units.units, refusals=units.refusals)
 
 
 def shared_weights(model):

@@ -2,8 +2,6 @@
 
 import doctest
 import gc
-import subprocess
-import sys
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +17,7 @@ from profiling_agent.errors import PlanError
 from profiling_agent.pruning import compensation, prune, units
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import FoundUnits, find_units
-from profiling_agent.pruning.widths import ResolvedCuts, aligned_widths, matching_names, resolve, snap, step_for
+from profiling_agent.pruning.widths import matching_names, resolve, snap, step_for
 from profiling_agent.schemas import Cut, PruningRecommendation, Unit, UnitKind
 
 
@@ -79,12 +77,12 @@ def asked(layer: str, ratio: float = 0.25, kind: Any = "structured") -> PruningR
     return PruningRecommendation(layer=layer, pruning_type=kind, pruning_ratio=ratio)
 
 
-def resolved(*recommendations: PruningRecommendation, units=VIT) -> ResolvedCuts:
+def resolved(*recommendations: PruningRecommendation, units=VIT) -> tuple[list[Cut], list[str]]:
     return resolve(recommendations, units=units, refusals=REFUSALS)
 
 
 def widths(*recommendations: PruningRecommendation, units=VIT) -> dict[str, int]:
-    return {cut.unit.name: cut.keep for cut in resolved(*recommendations, units=units).cuts}
+    return {cut.unit.name: cut.keep for cut in resolved(*recommendations, units=units)[0]}
 
 
 @pytest.mark.parametrize("name", ["vit.layers.0.mlp", "vit.layers.0.mlp.fc1", "vit.layers.0.mlp.fc2", r"s\.0\.mlp.*2$"])
@@ -110,19 +108,18 @@ def test_a_convolution_that_ends_one_unit_and_begins_the_next_means_the_one_it_b
 @pytest.mark.parametrize("member", ["q_proj", "k_proj", "v_proj", "o_proj", "attention$"])
 def test_structured_on_attention_cuts_whole_heads_and_says_so(member):
     assert widths(asked(member)) == {"vit.layers.0.attention": 9, "vit.layers.1.attention": 9}
-    (note,) = resolved(asked(member)).notes
+    _, (note,) = resolved(asked(member))
     assert "'vit.layers.0.attention' (and 1 more like it) holds attention, so whole heads are cut" in note
 
 
 def test_what_changes_a_request_is_noted():
-    of_heads, small = resolved(asked(r"layers\.0\.", kind="head")), resolved(asked("layers.0.mlp", 0.01))
-
-    assert [cut.unit.name for cut in of_heads.cuts] == ["vit.layers.0.attention"]
-    assert of_heads.notes == (
-        r"'layers\\.0\\.' as 'head': 'vit.layers.0.mlp' has no heads and is left alone; ask for 'structured'",
-    )
-    assert small.cuts == ()
-    assert small.notes == ("'vit.layers.0.mlp' is left alone: a cut of 0.01 is nearest to its full width, 3072",)
+    cuts, notes = resolved(asked(r"layers\.0\.", kind="head"))
+    assert [cut.unit.name for cut in cuts] == ["vit.layers.0.attention"]
+    assert notes == [
+        r"'layers\\.0\\.' as 'head': 'vit.layers.0.mlp' has no heads and is left alone; ask for 'structured'"
+    ]
+    note = "'vit.layers.0.mlp' is left alone: a cut of 0.01 is nearest to its full width, 3072"
+    assert resolved(asked("layers.0.mlp", 0.01)) == ([], [note])
 
 
 @pytest.mark.parametrize(
@@ -141,8 +138,8 @@ def test_a_pattern_that_hits_no_unit_is_answered_with_live_names_or_the_refusal(
 
 @pytest.mark.parametrize(
     "pattern",
-    [r"(a)\1", "(?=mlp)", "(?<!x)mlp", "(", "x{1000}{1000}", r"((\pL{50}){10}){2}", "mlp\n("],
-    ids=["backreference", "lookahead", "lookbehind", "unclosed", "repetition", "too large", "newline"],
+    [r"(a)\1", "(?=mlp)", "(?<!x)mlp", "(", "x{1000}{1000}", "mlp\n("],
+    ids=["backreference", "lookahead", "lookbehind", "unclosed", "repetition", "newline"],
 )
 def test_an_invalid_pattern_is_refused_in_one_line(pattern, capfd):
     with pytest.raises(PlanError) as caught:
@@ -153,11 +150,6 @@ def test_an_invalid_pattern_is_refused_in_one_line(pattern, capfd):
 
 def test_a_pattern_that_takes_python_years_is_matched_at_once():
     assert matching_names("(a+)+$", ["a" * 5000 + "b"]) == []
-
-
-def test_reading_a_plan_needs_no_torch():
-    code = "import sys, profiling_agent.pruning.widths; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 class Fused(nn.Module):
@@ -277,17 +269,6 @@ def test_heads_that_are_no_rows_of_their_own_stay(block, result):
     assert refusals["block.proj"] == refusals["block.qkv"]
 
 
-def test_a_kind_of_which_nothing_can_be_cut_says_why_and_where():
-    told = found(model_of(Stubborn()))
-
-    assert told.units == ()
-    # Its only convolution begins it, and its only other linear layer ends it: nothing is missed there.
-    assert told.absent.keys() == {"heads"}
-    assert told.absent["heads"] == f"{told.refusals['block.qkv']} (so 2 of 2 layers, as 'block.qkv')"
-    assert found(model_of(Packed(split))).absent.keys() == {"MLPs"}
-    assert found(model_of(Fused())).absent == {}
-
-
 @pytest.mark.parametrize(
     ("gated", "width"),
     [
@@ -390,11 +371,6 @@ def test_a_ratio_snaps_to_the_nearest_aligned_width(kind, width, ratio, keep):
 def test_no_ratio_gives_an_unaligned_width_or_less_than_a_quarter(kind, width):
     keeps = {snap(unit(kind, width), percent / 100) for percent in range(1, 100)}
     assert all(keep == width or (keep % step_for(kind, width) == 0 and width / 4 <= keep < width) for keep in keeps)
-
-
-@pytest.mark.parametrize(("kind", "width"), [("heads", 1), ("conv_inner", 16), ("mlp", 32), ("mlp", 24)])
-def test_a_narrow_unit_has_no_aligned_width(kind, width):
-    assert not aligned_widths(width, step_for(UnitKind(kind), width))
 
 
 @pytest.mark.parametrize("module", [units, prune, compensation], ids=lambda module: module.__name__)
