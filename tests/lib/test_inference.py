@@ -10,7 +10,7 @@ from profiling_agent.lib.inference import quick_products
 
 
 def everywhere():
-    return inference._Quick(linear=True, convolutions=True)
+    return inference._Quick(linear=True)
 
 
 def answers_and_gradients(layer: nn.Module, rows: torch.Tensor) -> list[torch.Tensor]:

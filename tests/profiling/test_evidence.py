@@ -196,22 +196,12 @@ def test_too_few_images_are_refused():
         studied(small(), IMAGES[:127])
 
 
-def test_a_model_and_a_cut_whose_logits_are_not_finite_are_refused():
+def test_a_model_whose_logits_are_not_finite_is_refused():
     model = small()
     with torch.no_grad():
         model.get_parameter("vit.layernorm.bias")[0] = math.inf
     with pytest.raises(PruningError, match=r"logits that aren't finite: check its weights"):
         studied(model)
-    model = zoo.vit()
-    with torch.no_grad():
-        sizes = model(pixel_values=IMAGES).logits.abs().amax(1)
-        # The images with the largest logits are judged by; a cut that makes one larger leaves what float32 can hold.
-        images = IMAGES[sizes.argsort()].roll(32, 0)
-        for parameter in model.classifier.parameters():
-            parameter.mul_(torch.finfo(torch.float32).max / float(sizes.max()) * 0.95)
-        assert model(pixel_values=images).logits.isfinite().all()
-    with pytest.raises(PruningError, match=r"^the KL of the model with '.*' cut is (nan|inf): check its weights"):
-        studied(model, images)
 
 
 def test_the_same_seed_gives_the_same_evidence_whatever_the_batches():

@@ -172,16 +172,6 @@ def run_shapes(monkeypatch, model, unit):
     return seen
 
 
-def test_nine_widths_are_called_once_to_warm_up_and_for_each_sample(monkeypatch):
-    # A ViT with one MLP of 512 channels, whose 12 aligned widths are more than are timed.
-    model = zoo.vit(num_hidden_layers=1, hidden_size=32, intermediate_size=512)
-    calls = run_shapes(monkeypatch, model, next(unit for unit in zoo.units_of(model) if unit.kind == "mlp"))
-
-    assert {weight[0] for _, weight in calls} == {*TIMED, 32}
-    # Two layers at nine widths, with 8, 16 or 24 samples.
-    assert len(calls) in {2 * 9 * (1 + repeats) for repeats in (8, 16, 24)}
-
-
 def test_a_squeeze_and_excitation_reads_as_many_channels_at_every_width(monkeypatch):
     model = families.FAMILIES["efficientnet"]()
     unit = next(unit for unit in zoo.units_of(model) if unit.side_readers)

@@ -3,23 +3,20 @@
 import copy
 import gzip
 import json
-import warnings
 from typing import Any
 
 import pytest
-import torch
 import zoo
-from torch import nn
+from quantization.asked import asked
 from zoo import left_alone
 
 from profiling_agent.lib.modules import random_batch
 from profiling_agent.measure.worker import measure_headline
 from profiling_agent.profiling.profile import profile_model, profile_operators
 from profiling_agent.quantization.layers import parameter_bytes
+from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.runtimes.torch_session import TorchSession
 from profiling_agent.schemas import ModelProfile
-
-MAX_FORWARD_PASSES = 60
 
 
 def profile(model, **changes):
@@ -31,17 +28,6 @@ def profile(model, **changes):
 @pytest.fixture(scope="module")
 def vit_profile():
     return profile(zoo.vit())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_a_profile_takes_at_most_60_passes_and_says_how_many(family):
-    model, passes = zoo.FAMILIES[family](), []
-    model.register_forward_hook(lambda *_: passes.append(1))
-
-    result = profile(model)
-
-    assert result.forward_passes == len(passes) <= MAX_FORWARD_PASSES
 
 
 def test_a_profile_is_whole(vit_profile):
@@ -60,18 +46,13 @@ def test_a_profile_is_whole(vit_profile):
 
 
 def test_a_quantized_model_is_counted_on_its_skeleton_and_timed_itself(vit_profile):
-    with warnings.catch_warnings():
-        # torch means to move its quantizer elsewhere; here it stands for any module that hides its weights.
-        warnings.simplefilter("ignore")
-        quantized = torch.ao.quantization.quantize_dynamic(zoo.vit(), {nn.Linear}, dtype=torch.qint8)
-    result = profile(quantized, skeleton=zoo.vit())
+    result = profile(quantize_model(zoo.vit(), asked("all", "dynamic")).model, skeleton=zoo.vit())
 
     assert [row.name for row in result.layers] == [row.name for row in vit_profile.layers]
     assert (result.params, result.macs, result.units) == (vit_profile.params, vit_profile.macs, vit_profile.units)
     for name in ("macs", "activation_bytes"):
         assert [getattr(row, name) for row in result.layers] == [getattr(row, name) for row in vit_profile.layers]
     assert any(row.name.startswith("quantized::linear_dynamic") for row in result.operators)
-    assert result.forward_passes <= MAX_FORWARD_PASSES
 
 
 def test_the_model_is_left_as_it_was_found_and_the_trace_is_written(tmp_path):

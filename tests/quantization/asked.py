@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import zoo
 from torch.ao.quantization import quantize_dynamic
-from torch.ao.quantization.qconfig import default_dynamic_qconfig, float16_dynamic_qconfig, per_channel_dynamic_qconfig
+from torch.ao.quantization.qconfig import float16_dynamic_qconfig, per_channel_dynamic_qconfig
 
 from profiling_agent.lib.modules import random_batch
 from profiling_agent.schemas import QuantizationRecommendation
@@ -20,13 +20,9 @@ def asked(layer: str = "all", kind: Any = "static", dtype: Any = "qint8") -> lis
     return [QuantizationRecommendation(layer=layer, quantization_type=kind, dtype=dtype)]
 
 
-def torch_quantize_dynamic(model, names, dtype, *, per_channel=True):
-    """Return a copy of `model` with the named layers quantized by torch.ao (deprecated), with 7-bit activations.
-
-    `per_channel=False` with every `nn.Linear` named is the paper's recipe: torch's default, one scale per tensor.
-    """
-    qint8 = per_channel_dynamic_qconfig if per_channel else default_dynamic_qconfig
-    qconfig = float16_dynamic_qconfig if dtype == "float16" else qint8
+def torch_quantize_dynamic(model, names, dtype):
+    """Return a copy of `model` with the named layers quantized by torch.ao (deprecated), with 7-bit activations."""
+    qconfig = float16_dynamic_qconfig if dtype == "float16" else per_channel_dynamic_qconfig
     torch_dtype = torch.float16 if dtype == "float16" else torch.qint8
     with warnings.catch_warnings():
         # torch.ao announces its own removal on every call, and that of the tensors that it is made of.

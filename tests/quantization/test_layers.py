@@ -20,7 +20,6 @@ from profiling_agent.quantization.layers import (
     RowwiseLinear,
     StaticLayer,
     parameter_bytes,
-    rebuild_layer,
     supports,
     torch_has_vnni,
 )
@@ -39,7 +38,7 @@ def test_a_layer_is_bit_equal_to_torchs_with_seven_bit_activations(dtype: Any):
     torch.manual_seed(0)
     linear, x = nn.Linear(64, 48).requires_grad_(requires_grad=False), torch.randn(3, 7, 64)
     theirs = torch_quantize_dynamic(nn.Sequential(linear), ["0"], dtype)
-    ours = DynamicLinear.from_linear(linear, dtype, reduce_range=True)
+    ours = DynamicLinear(DynamicLinear.from_linear(linear, dtype).export_tensors(), reduce_range=True)
 
     assert torch.equal(ours(x), theirs(x))
     if dtype == "qint8" and torch_has_vnni():
@@ -60,8 +59,6 @@ def test_int8_weights_are_steps_of_the_largest_in_their_row():
     difference = (layer.dequantized().weight - LINEAR.weight).abs()
     assert bool((difference <= 0.501 * layer.export_tensors()["scale"][:, None]).all())
     assert layer(torch.zeros(0, 48)).shape == (0, 32)
-    with pytest.raises(QuantizationError, match="'meta'"):
-        layer(torch.zeros(1, 48, device="meta"))
 
 
 def observed(*calls: torch.Tensor) -> Sampler:
@@ -77,7 +74,7 @@ def test_a_layer_of_two_by_two_by_hand():
     linear.bias = nn.Parameter(torch.tensor([0.5, -0.5]))
 
     # 255 steps from -1 to 1.55 are 0.01 each, and zero is step 100.
-    layer = StaticLayer.from_float(linear, -1.0, 1.55, reduce_range=False)
+    layer = StaticLayer.from_float(linear, -1.0, 1.55)
     tensors = layer.export_tensors()
 
     assert tensors["weight"].tolist() == [[127, 1], [-127, 0]]
@@ -98,8 +95,8 @@ def test_every_grid_hits_zero_and_its_ends_and_seven_bits_have_half_the_steps(lo
     assert len(grid.rounded(x).unique()) == (levels + 1 if low != high else 1)
 
 
-@pytest.mark.parametrize("x", [torch.zeros(8, 4), torch.full((8, 4), 3.0), torch.zeros(0, 4), torch.tensor([[-2.0]])])
-def test_constant_and_empty_inputs_divide_by_nothing(x: torch.Tensor):
+@pytest.mark.parametrize("x", [torch.zeros(8, 4), torch.full((8, 4), 3.0), torch.tensor([[-2.0]])])
+def test_constant_inputs_divide_by_nothing(x: torch.Tensor):
     layer = StaticLayer.from_float(LINEAR, *observed(x).range())
 
     assert bool(layer(torch.full((1, 48), 3.0)).isfinite().all())
@@ -170,22 +167,10 @@ def test_a_border_that_has_a_name_is_one_in_numbers(padding: Any):
     assert not supports("static", nn.Conv2d(8, 6, 2, padding="same"))
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_a_convolution_moves_as_the_float_one_does(groups: int):
-    torch.manual_seed(0)
-    conv = nn.Conv2d(4, 8, 3, stride=2, padding=1, dilation=2, groups=groups)
-    x = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(0))
-
-    for layer in (StaticLayer.from_float(conv, -4.0, 4.0), CastLayer.from_float(conv)):
-        with torch.no_grad():
-            assert relative_distance(layer(x), conv(x)) < 0.03
-            assert relative_distance(layer.dequantized()(x), conv(x)) < 0.01
-
-
 def test_a_group_keeps_its_size_where_groups_were_cut():
     tensors = StaticLayer.from_float(nn.Conv2d(6, 6, 3, groups=6), -1.0, 1.0).export_tensors()
 
-    back = rebuild_layer("static", tensors, nn.Conv2d(8, 8, 3, groups=8), reduce_range=False)
+    back = StaticLayer(tensors, nn.Conv2d(8, 8, 3, groups=8))
 
     assert back(torch.randn(1, 6, 5, 5)).shape == (1, 6, 3, 3)
     assert back.dequantized().groups == 6
@@ -212,9 +197,9 @@ def test_a_cast_layer_computes_what_bfloat16_does_and_returns_the_dtype_that_it_
 def test_plain_tensors_bring_a_layer_back_bit_by_bit(layer: QuantizedModule, like: nn.Linear | nn.Conv2d):
     x = torch.randn(2, 4, 3, 3) if isinstance(like, nn.Conv2d) else torch.randn(2, 48)
 
-    back = rebuild_layer(layer.kind, layer.export_tensors(), like, reduce_range=layer.reduce_range)
+    back = type(layer)(layer.export_tensors(), like, reduce_range=layer.reduce_range)
 
-    assert (type(back), back.dtype, repr(back)) == (type(layer), layer.dtype, repr(layer))
+    assert (back.dtype, repr(back)) == (layer.dtype, repr(layer))
     assert torch.equal(back(x), layer(x))
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
     assert back.dequantized().weight.shape == like.weight.shape

@@ -12,7 +12,6 @@ from quantization.asked import IMAGES, asked
 from torch import nn
 from zoo import inside
 
-from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.modules import logits_of, mean_kl
 from profiling_agent.quantization.layers import StaticLayer
 from profiling_agent.quantization.quantize import (
@@ -30,9 +29,6 @@ from profiling_agent.schemas import LayerCost
 
 def test_single_layers_are_measured_only_if_all_of_them_cost_something():
     model = zoo.resnet()
-    with pytest.raises(QuantizationError, match="none were given"):
-        measure_quantization_sensitivity(model, [], "dynamic")
-
     kl, rows, num_images = measure_quantization_sensitivity(model, IMAGES.split(5), "static")
     assert (rows, num_images) == ((), 16)
     assert 0 <= kl < 1e-3
@@ -151,9 +147,9 @@ def test_a_chain_by_hand(batches: list[torch.Tensor]):
     """Means of batches weigh as much as their images."""
     model = Chain().eval()
     quantized: Any = copy.deepcopy(model)
-    quantized.first = StaticLayer.from_float(model.first, 0.0, 2.55, reduce_range=False)
+    quantized.first = StaticLayer.from_float(model.first, 0.0, 2.55)
     # Steps of 0.1: what the first gives out once it is corrected, 1.4, is one of them.
-    quantized.second = StaticLayer.from_float(model.second, 0.0, 25.5, reduce_range=False)
+    quantized.second = StaticLayer.from_float(model.second, 0.0, 25.5)
     expected = output_means(model, ["first", "second"], batches)
 
     shifts = correct_biases_(quantized, expected, batches, judged_logits(model, batches))
@@ -174,7 +170,7 @@ def test_a_correction_that_moves_other_images_away_is_taken_back(later: float, i
     model = Chain().eval()
     model.second = convolution([[1.0], [-1.0]], [0.0, 0.0])
     quantized: Any = copy.deepcopy(model)
-    first: Any = StaticLayer.from_float(model.first, 0.0, 2.55, reduce_range=False)
+    first: Any = StaticLayer.from_float(model.first, 0.0, 2.55)
     quantized.first, before = first, first.bias.clone()
 
     seen = [images(*[1.0] * MAX_IMAGES), images(*[later] * MAX_IMAGES)]
