@@ -78,11 +78,9 @@ def module_counts(model: nn.Module) -> dict[str, int]:
     return {name: counts[module] for name, module in modules.items()}
 
 
-def pin_threads(num_threads: int | None = None) -> int:
-    """Set the number of compute threads of this process, by default one per available core, and return it."""
-    count = num_threads or available_threads()
-    torch.set_num_threads(count)
-    return count
+def pin_threads(num_threads: int | None = None) -> None:
+    """Set the number of compute threads of this process, by default one per available core."""
+    torch.set_num_threads(num_threads or available_threads())
 
 
 def device_of(model: nn.Module) -> torch.device:

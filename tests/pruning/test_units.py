@@ -148,10 +148,6 @@ def test_an_invalid_pattern_is_refused_in_one_line(pattern, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_pattern_that_takes_python_years_is_matched_at_once():
-    assert matching_names("(a+)+$", ["a" * 5000 + "b"]) == []
-
-
 class Fused(nn.Module):
     """Attention of 4 heads of 8, of which one layer makes q, k and v."""
 
@@ -354,11 +350,7 @@ def unit(kind: UnitKind, width: int) -> Unit:
         (UnitKind.MLP, 512, 0.99, 128),  # never below a quarter
         (UnitKind.MLP, 224, 0.99, 64),  # a quarter is 56, no multiple of 32
         (UnitKind.CONV_INNER, 256, 0.1, 224),  # 230.4 between 224 and 240
-        (UnitKind.CONV_INNER, 100, 0.05, 96),
-        (UnitKind.CONV_INNER, 64, 0.99, 16),
         (UnitKind.HEADS, 12, 0.1, 11),
-        (UnitKind.HEADS, 12, 0.01, 12),
-        (UnitKind.HEADS, 6, 0.99, 2),
         (UnitKind.HEADS, 2, 0.99, 1),
     ],
 )

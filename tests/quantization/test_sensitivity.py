@@ -181,14 +181,6 @@ def test_a_correction_that_moves_other_images_away_is_taken_back(later: float, i
     assert (first.bias - before).tolist() == pytest.approx([0.4 if is_kept else 0.0], abs=1e-5)
 
 
-def test_no_more_images_are_run_than_tell_something():
-    # Of the second batch the first alone.
-    batches = [images(*[1.0] * (MAX_IMAGES - 1)), images(1.0, *[2.0] * 7), images(3.0)]
-
-    means = output_means(Chain().eval(), ["first"], batches)["first"]
-    assert [mean.tolist() for mean in means] == [pytest.approx([1.4])] * 2
-
-
 def test_a_layer_that_is_quantized_alone_makes_up_for_nothing_before_it():
     model = zoo.resnet()
     quantized = quantize_model(model, asked(), calibration=[IMAGES])
