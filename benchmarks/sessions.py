@@ -38,7 +38,7 @@ def pool(log_of_sessions: Sequence[float]) -> Estimate:
 
 def entries(paths: Sequence[str]) -> races.Entries:
     """Return models at these paths for a race, each known by its place."""
-    refs = [ArtifactRef(path=path, sha256=str(place), size_bytes=0, kind="model") for place, path in enumerate(paths)]
+    refs = [ArtifactRef(path=path, sha256=str(place), size_bytes=0) for place, path in enumerate(paths)]
     return [(Variant.BASELINE, ref) for ref in refs]
 
 

@@ -64,9 +64,9 @@ class Truth:
     speedup: float = 1.0
 
 
-def ref(name: str, kind: Any = "model") -> ArtifactRef:
+def ref(name: str) -> ArtifactRef:
     """Return a reference to an artifact that exists in name only."""
-    return ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=1000, kind=kind)
+    return ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=1000)
 
 
 def latency(batch_ms: float) -> schemas.LatencyStats:
@@ -137,7 +137,7 @@ class World:
         """Return answers on a shard; what was answered is read back in no time."""
         rows, truth = task.split.rows(task.shard), self.truth(task.model)
         wrong = self.is_wrong(task.model, task.split)[rows.start : rows.stop].astype(np.int64)
-        file = ref(f"{task.model.path.removeprefix('jobs/')}-{task.split.name}-{task.shard}", "predictions")
+        file = ref(f"{task.model.path.removeprefix('jobs/')}-{task.split.name}-{task.shard}")
         if not self.path(file).exists():
             self.spend(0, len(rows) * (1 if truth.speedup == 1 else 0.5))
         write_predictions(self.path(file), Answers(wrong, np.zeros_like(wrong)))
@@ -173,7 +173,7 @@ class World:
                     turns=(tuple(turns.tolist()),),
                 )
             )
-        return schemas.Race(results=tuple(results), num_repeats=NUM_TURNS, num_sessions=1)
+        return schemas.Race(results=tuple(results), num_sessions=1)
 
 
 def evaluator_in(
@@ -182,7 +182,7 @@ def evaluator_in(
     """Return what a run in this world measures with."""
 
     def split(name: Any, num_images: int) -> SplitInfo:
-        return SplitInfo(name=name, source_split="test", num_images=num_images, file=ref(name, "split"))
+        return SplitInfo(name=name, source_split="test", num_images=num_images, file=ref(name))
 
     jobs: Any = world
     headline = schemas.Headline(latency=latency(world.pass_s * 4e3), peak_memory_bytes=10**9, forward_passes=10)

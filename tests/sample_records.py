@@ -17,8 +17,8 @@ MLP = "vit.layers.{}.mlp"
 DOUBLING = tuple(0.0001 * 2**step for step in range(12))
 
 
-def ref(name: str, kind: Any = "model", size_bytes: int = 1000) -> schemas.ArtifactRef:
-    return schemas.ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=size_bytes, kind=kind)
+def ref(name: str, size_bytes: int = 1000) -> schemas.ArtifactRef:
+    return schemas.ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=size_bytes)
 
 
 def drop(lost: int, gained: int, num_images: int = 1000) -> schemas.AccuracyDrop:
@@ -49,7 +49,7 @@ def evaluation(
         model=ref(name, size_bytes=size_bytes),
         footprint=schemas.Footprint(params=params, macs=macs, parameter_bytes=size_bytes, size_bytes=size_bytes),
         predictions=schemas.Predictions(
-            split="search", num_images=1000, num_correct=correct, files=(ref(f"{name}/predictions", "predictions"),)
+            split="search", num_images=1000, num_correct=correct, files=(ref(f"{name}/predictions"),)
         ),
         drop=None if against is None else drop(max(against - correct, 0), max(correct - against, 0)),
     )
@@ -84,7 +84,7 @@ def race_result(
 def race(*results: schemas.RaceResult) -> schemas.Race:
     """Return the race of a baseline and these, in five sessions."""
     first = race_result("m0", 1.0, 1.0, 1.0, schemas.Variant.BASELINE)
-    return schemas.Race(results=(first, *results), num_repeats=25, num_sessions=5)
+    return schemas.Race(results=(first, *results), num_sessions=5)
 
 
 def plan(ratio: float, layer: str = r"mlp\.fc1") -> schemas.Plan:
@@ -187,7 +187,7 @@ def evidence(
         rows.append(
             schemas.UnitEvidence(unit=one.name, latency_ms=whole, order=tuple(range(one.width)), options=options)
         )
-    return schemas.Evidence(units=tuple(rows), num_images=256, num_judged=64, seconds=1.0)
+    return schemas.Evidence(units=tuple(rows), num_images=256, seconds=1.0)
 
 
 def judged(

@@ -193,7 +193,7 @@ def test_a_gpu_is_part_of_the_machine_s_name_and_its_driver_of_the_versions():
 
 
 def test_keys_of_jobs_differ_by_gpu_where_the_job_uses_one():
-    model = ArtifactRef(path="model", sha256="0" * 64, size_bytes=1, kind="model")
+    model = ArtifactRef(path="model", sha256="0" * 64, size_bytes=1)
     here, there = environment("cuda"), environment("cuda").model_copy(update={"gpu": A100})
 
     def key(device: str, gpu: Environment) -> str:

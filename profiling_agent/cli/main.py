@@ -400,7 +400,7 @@ def benchmark(
         )
         dropped = [each.model.path for each in race.dropped]
         timed = [model for model in models if str(model.folder) not in dropped]
-        measured = measure_saved(timed, device=device, progress=progress).models
+        measured = measure_saved(timed, device=device, progress=progress)
     document = {"race": race, "models": measured}
     terminal.print_result(document, "benchmark", is_json=json_, **document, names=names, warning=noise_warning(race))
 

@@ -6,14 +6,12 @@ than in the session that chose it.
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from profiling_agent import schemas
 from profiling_agent.errors import ArtifactError, JobError
@@ -23,7 +21,7 @@ from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.measure import intervals
 from profiling_agent.measure.worker import TimedProcess, WorkerSetup, gpu_free_bytes, gpu_runs, worker_command
 from profiling_agent.processes.child import Supervisor, fork_server
-from profiling_agent.runtimes.artifact import RECIPE, load_recipe, model_bytes, named_folder
+from profiling_agent.runtimes.artifact import RECIPE, load_recipe, model_bytes
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.schemas import ArtifactRef, Dropped, Race, RaceResult, Record, Variant
 
@@ -40,17 +38,13 @@ FAR_BEHIND: Mapping[int, float] = {2: 2.0, 4: 1.3}
 MEMORY_FRACTION, FREE_FRACTION, MAX_MEMORY, CONTEXT_BYTES = 0.5, 0.7, 4 * 2**30, 2**29
 
 
-def room_bytes(total: int, free: int) -> int:
-    """Return the bytes that the processes of a session may hold of `total` memory, of which `free` is free."""
-    return min(int(MEMORY_FRACTION * total), int(FREE_FRACTION * free), MAX_MEMORY)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
     """Conditions of a race of saved models; paths are relative to `root`.
 
     With a `server`, processes of torch are forks: ready seconds earlier and as fast. If `enqueued`, passes on a GPU follow each
-    other without waiting. A session ends when its models were timed for `seconds_per_model` each, on average. `memory_bytes` is for all processes of a session, by default `room_bytes`.
+    other without waiting. A session ends when its models were timed for `seconds_per_model` each, on average.
+    `memory_bytes` is for all processes of a session, by default a share of what is free.
     """
 
     root: Path
@@ -92,10 +86,6 @@ class _Session:
     waiting: tuple[int, ...] = ()
     num_repeats: int = 0
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(note for process in self.processes.values() for note in process.notes)
-
     def run(self, places: Sequence[int], seed: int, progress: Progress) -> dict[int, RaceResult]:
         """Return the results of the models at `places`, of which 0 is the baseline; JobError as `_drop`."""
         shuffle = random.Random(seed)
@@ -132,9 +122,10 @@ class _Session:
         they hold.
         """
         on_gpu, memory = self.conditions.device == "cuda", list[int]()
-        room = self.conditions.memory_bytes or room_bytes(machine.total_bytes(), machine.available_bytes())
+        shares = MEMORY_FRACTION * machine.total_bytes(), FREE_FRACTION * machine.available_bytes(), MAX_MEMORY
+        room = self.conditions.memory_bytes or min(shares)
         if on_gpu and (free_bytes := gpu_free_bytes()) is not None:
-            room = int(FREE_FRACTION * free_bytes)
+            room = FREE_FRACTION * free_bytes
         for place, index in enumerate(places):
             is_full = self.chooses and sum(memory) + 2 * max(memory, default=0) > room
             try:
@@ -195,16 +186,8 @@ def _race_result(
     )
 
 
-def _race(results: Sequence[RaceResult], parts: Sequence[_Session] | Sequence[Race], **fields: Any) -> Race:
-    # By how much of its time one of two equal models would have to differ to be told apart: half a 95% interval, in the median.
-    halves = [math.sqrt(result.speedup_high / result.speedup_low) - 1 for result in results[1:]]
-    return Race(
-        results=tuple(results),
-        num_repeats=sum(part.num_repeats for part in parts),
-        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
-        detectable=float(np.median(halves)) if halves else 0.0,
-        **fields,
-    )
+def _notes_of(parts: Iterable[TimedProcess] | Iterable[Race]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(note for part in parts for note in part.notes))
 
 
 def race_once(entries: Entries, conditions: Conditions, *, progress: Progress = silent) -> Race:
@@ -217,19 +200,19 @@ def race_once(entries: Entries, conditions: Conditions, *, progress: Progress = 
         JobError: the baseline crashed or hung; with its last output.
     """
     # Of the baseline, which takes part in all, only the first part counts.
-    results, lost, parts = dict[int, RaceResult](), dict[int, JobError](), list[_Session]()
+    results, lost, processes = dict[int, RaceResult](), dict[int, JobError](), list[TimedProcess]()
     places = tuple(range(len(entries)))
-    while not parts or places:
+    while places:
         session = _Session(entries, conditions, chooses=True)
         results = session.run(places, conditions.seed, progress) | results
-        parts.append(session)
+        processes += session.processes.values()
         lost, places = lost | session.lost, session.waiting and (0, *session.waiting)
     dropped = [
         Dropped(variant=entries[index][0], model=entries[index][1], reason=str(error))
         for index, error in sorted(lost.items())
     ]
-    ordered = [results[index] for index in sorted(results)]
-    return _race(ordered, parts, num_sessions=1, dropped=tuple(dropped))
+    ordered = tuple(results[index] for index in sorted(results))
+    return Race(results=ordered, num_sessions=1, dropped=tuple(dropped), notes=_notes_of(processes))
 
 
 def run_one_session(entries: Entries, conditions: Conditions, number: int, *, progress: Progress = silent) -> Race:
@@ -240,7 +223,7 @@ def run_one_session(entries: Entries, conditions: Conditions, number: int, *, pr
     """
     session = _Session(entries, conditions, chooses=False)
     results = session.run(range(len(entries)), conditions.seed + number, progress)
-    return _race(list(results.values()), [session], num_sessions=1)
+    return Race(results=tuple(results.values()), num_sessions=1, notes=_notes_of(session.processes.values()))
 
 
 # A process may be killed from outside; repeated deaths are no accident. A session whose baseline takes MAX_SLOWDOWN times as
@@ -285,7 +268,7 @@ def run_steady_sessions(
 
 def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
     """Return one race from sessions with the same entries, in the same order."""
-    results = [
+    results = tuple(
         _race_result(
             rows[0].variant,
             rows[0].model,
@@ -294,8 +277,8 @@ def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
             tuple(turns for row in rows for turns in row.turns),
         )
         for rows in zip(*(race.results for race in sessions), strict=True)
-    ]
-    return _race(results, sessions, num_sessions=len(sessions), void=tuple(void))
+    )
+    return Race(results=results, num_sessions=len(sessions), void=tuple(void), notes=_notes_of(sessions))
 
 
 def compare(own: RaceResult, other: RaceResult) -> intervals.SpeedupEstimate:
@@ -306,8 +289,11 @@ def compare(own: RaceResult, other: RaceResult) -> intervals.SpeedupEstimate:
 
 def noise_warning(race: Race) -> str | None:
     """Return a line on the difference that the race can't detect, or None if it could tell 5% apart."""
-    less = f"too noisy to tell candidates apart that differ by less than {race.detectable:.0%}"
-    return f"{less}: measure again while nothing else runs on this machine" if race.detectable > 0.05 else None
+    # By how much of its time one of two equal models would have to differ to be told apart: half a 95% interval, in the median.
+    halves = [math.sqrt(result.speedup_high / result.speedup_low) - 1 for result in race.results[1:]]
+    detectable = float(np.median(halves)) if halves else 0.0
+    less = f"too noisy to tell candidates apart that differ by less than {detectable:.0%}"
+    return f"{less}: measure again while nothing else runs on this machine" if detectable > 0.05 else None
 
 
 def memory_use(model: ArtifactRef, *, root: Path, batch_size: int, device: str = "cpu") -> int:
@@ -350,22 +336,15 @@ class MeasuredModel(Record):
     size_bytes: int
 
 
-class Measurements(Record):
-    """What each of several saved models takes."""
-
-    environment: schemas.Environment
-    models: tuple[MeasuredModel, ...] = Field(min_length=1)
-
-
 def saved_model(source: Path) -> SavedModel:
     """Return a saved model named by the given path; ArtifactError if it is none."""
-    folder = named_folder(source)
+    folder = source.resolve()
     return SavedModel(f"{source} ({load_recipe(folder).deployment.name})", Variant.BASELINE, folder)
 
 
 def _ref(folder: Path) -> ArtifactRef:
     size_bytes, sha256 = model_bytes(folder), file_sha256(folder / RECIPE)
-    return ArtifactRef(path=str(folder), sha256=sha256, size_bytes=size_bytes, kind="model")
+    return ArtifactRef(path=str(folder), sha256=sha256, size_bytes=size_bytes)
 
 
 def race_saved(
@@ -405,7 +384,7 @@ def measure_saved(
     seconds_per_model: float = 2.0,
     device: str = "cpu",
     progress: Progress = silent,
-) -> Measurements:
+) -> list[MeasuredModel]:
     """Measure images per second and peak memory of saved models on this machine; at each batch size they take turns.
 
     A model that can't be run at a batch size has no throughput there.
@@ -432,4 +411,4 @@ def measure_saved(
             speeds = tuple(rows[ref.sha256])
             row = MeasuredModel(name=model.name, throughput=speeds, peak_bytes=peak_bytes, size_bytes=ref.size_bytes)
             measured.append(row)
-    return Measurements(environment=machine.environment(device), models=tuple(measured))
+    return measured

@@ -107,7 +107,7 @@ class RunReport(schemas.Record):
     input: schemas.InputSpec
     profiles: dict[str, Profiled]
     layers: tuple[LayerGroup, ...]
-    on_gpu: tuple[str, ...] = ()  # what a pass leaves of the GPU, and its energy; empty on the CPU
+    on_gpu: tuple[str, ...] = ()  # what a pass leaves of the GPU; empty on the CPU
     sensitivity: tuple[Sensitivity, ...] = ()
     times: tuple[TimeRow, ...] = ()  # where the run's time went, most first
     artifacts: dict[str, str]
@@ -148,15 +148,9 @@ def evidence_notes(profile: schemas.ModelProfile) -> tuple[str, ...]:
 
 
 def gpu_lines(profiles: Mapping[str, schemas.ModelProfile]) -> tuple[str, ...]:
-    """Return how far launches bound each model on a GPU, and the energy of an image; empty on the CPU."""
-    lines: list[str] = []
-    for name, profile in profiles.items():
-        if profile.launch_bound_share is not None:
-            lines.append(launch_text(profile.launch_bound_share, name))
-        if (energy := profile.headline.energy) is not None:
-            idle = "" if energy.idle_watts is None else f", idle {energy.idle_watts:.0f} W"
-            lines.append(f"{name}: {energy.joules_per_image:.3g} J an image at {energy.watts:.0f} W{idle}")
-    return tuple(lines)
+    """Return how far launches bound each model on a GPU; empty on the CPU."""
+    shares = {name: profile.launch_bound_share for name, profile in profiles.items()}
+    return tuple(launch_text(share, name) for name, share in shares.items() if share is not None)
 
 
 def build_report(

@@ -11,7 +11,7 @@ from typing import Any
 
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.lib.logs import hide_telemetry, import_openvino, muted, third_party_errors
-from profiling_agent.lib.machine import quota_threads
+from profiling_agent.lib.machine import available_threads
 from profiling_agent.runtimes import registry
 from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, QuantizedLayer, Recipe
 from profiling_agent.runtimes.onnx_runtime import is_convnet, nodes_of_layers
@@ -44,9 +44,8 @@ class OpenVinoSession(registry.ModelSession):
             "INFERENCE_PRECISION_HINT": "bf16" if scheme == "bfloat16" else "f32",
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": num_threads or available_threads(),
         }
-        if threads := num_threads or quota_threads():
-            self._properties["INFERENCE_NUM_THREADS"] = threads
         # A request has one buffer for images and one for logits: its user holds the lock until the logits are copied.
         self._lock = threading.Lock()
         self._request_of = lru_cache(MAX_SIZES)(self._compiled)

@@ -129,18 +129,16 @@ class Dropped(Record):
 class Race(Record):
     """Models that took turns, one process each, on one machine; those that dropped out have no result.
 
-    A session starts new processes; a repeat runs each model of a session once. With one session, the intervals assume how much
-    processes differ; with more, they are computed over the sessions.
+    A session starts new processes. With one session, the intervals assume how much processes differ; with more, they are
+    computed over the sessions.
     """
 
     results: tuple[RaceResult, ...]
-    num_repeats: int
     num_sessions: int
     dropped: tuple[Dropped, ...] = ()
     void: tuple[str, ...] = ()  # sessions that don't count, and why: a process died, or the baseline was slow
     unsteady: str | None = None  # why the machine was too noisy for the times to show anything
     notes: tuple[str, ...] = ()  # of the GPU: turns measured again
-    detectable: float = 0.0  # two equal models would have been told apart if one were slower by this share
 
     def result_of(self, model: ArtifactRef) -> RaceResult:
         """Return the race result of `model`; LookupError if it dropped out or took no part."""

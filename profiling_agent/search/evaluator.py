@@ -277,7 +277,7 @@ class Evaluator:
             has_time = self.deadline.part(IMAGES_SHARE).allows((len(images) / SHARD - 1) * shard_s)
             # Too few images for a bound must not replace the bound of all by a point estimate.
             suffices = not has_time or (not in_full and keeps_accuracy(first, self.goal))
-            if suffices and can_be_bounded(first.drop, self.goal):
+            if suffices and can_be_bounded(SHARD, self.goal):
                 return first
         return self.evaluate(variant, model, split, self.evaluate_baseline(split, images), deployment, images=images)
 

@@ -286,6 +286,6 @@ def _time_candidates(
                 race = estimate(evaluator, [first, second], screening)
                 results = [race.result_of(candidate.evaluation.model) for candidate in (first, second)]
                 is_fast, second_is_fast = (result.speedup >= goal.min_speedup for result in results)
-                is_faster = compare(results[1], results[0]).is_shown_faster
+                is_faster = compare(results[1], results[0]).low > 1
                 return second if (is_faster if is_fast == second_is_fast else second_is_fast) else first, race
     return first, estimate(evaluator, [first], screening)

@@ -143,9 +143,9 @@ def why_unproven(acquired: schemas.Acquired, goal: Goal) -> str | None:
     heldout_bound = (
         intervals.upper_bound(intervals.Counts(0, 0, num_heldout), error)
         if num_heldout > MAX_AT_ONCE
-        else intervals.certain_perfect_bound(num_heldout, 1 - error)
+        else intervals.score_bound(0, 0, num_heldout, 1 - error)
     )
-    search_bound = intervals.perfect_bound(num_searched, SEARCH_CONFIDENCE)
+    search_bound = intervals.paired_bound(0, 0, num_searched, SEARCH_CONFIDENCE)
     reasons = [
         f"{images} images show a drop of {bound * 100:.2g} points at best"
         for images, bound in ((f"{num_searched} search", search_bound), (f"{num_heldout} held-out", heldout_bound))

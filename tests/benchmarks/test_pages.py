@@ -55,7 +55,7 @@ def raced(*times_ms: list[float]) -> Race:
         )
         for (variant, model), own_ms in zip(entries(["a", "b", "c"]), times_ms, strict=True)
     ]
-    return Race(results=tuple(results), num_repeats=3, num_sessions=1)
+    return Race(results=tuple(results), num_sessions=1)
 
 
 def test_models_are_compared_within_sessions_over_the_repeats_that_both_were_in():

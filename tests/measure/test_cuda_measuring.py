@@ -83,7 +83,7 @@ def test_widths_are_told_apart_under_a_graph(recwarn: pytest.WarningsRecorder, b
 
 def saved(folder: Path, model: nn.Module, name: str) -> ArtifactRef:
     save_model(model.cpu(), folder / name, spec=SPEC, processor=zoo.processor(), base_model="zoo")
-    return ArtifactRef(path=name, sha256=file_sha256(folder / name / "recipe.json"), size_bytes=1, kind="model")
+    return ArtifactRef(path=name, sha256=file_sha256(folder / name / "recipe.json"), size_bytes=1)
 
 
 def test_equal_models_race_equal_and_a_slower_one_is_shown(tmp_path: Path):

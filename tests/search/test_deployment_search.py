@@ -58,7 +58,7 @@ class Script(Jobs):
 
     def TuneTask(self, _task):  # noqa: N802
         rows = [LayerCost(layer=name, kl=1.0, macs_share=0.01, latency_share=0.01, kept=True) for name in self.kept]
-        return Tuned(layers=tuple(rows), kl=0.1, num_images=32, seconds=1.0)
+        return Tuned(layers=tuple(rows), kl=0.1, num_images=32)
 
     def DeployTask(self, task):  # noqa: N802
         does = self.deployments[task.deployment.name]
@@ -81,7 +81,7 @@ class Script(Jobs):
                 continue
             fast = does.speedup
             results.append(sample_records.race_result(name_of(ref), fast, fast * 0.97, fast * 1.03, variant))
-        return Race(results=tuple(results), num_repeats=12, num_sessions=1, dropped=tuple(dropped))
+        return Race(results=tuple(results), num_sessions=1, dropped=tuple(dropped))
 
 
 def evaluator_of(
