@@ -154,9 +154,9 @@ class World:
         """Return one session: a process's luck stays with it, and a turn varies by 3%."""
         is_busy = self.noise.random() < self.busy
         slow = self.noise.uniform(2, 6) if is_busy else 1.0
-        luck = [self.noise.normal(0, self.between_processes) for _ in task.entries]
+        luck = [self.noise.normal(0, self.between_processes) for _ in task.models]
         results: list[schemas.RaceResult] = []
-        for place, (variant, model) in enumerate(task.entries):
+        for place, model in enumerate(task.models):
             truth, own_slow = self.truth(model), self.noise.uniform(1, 1.3) if is_busy else 1.0
             centre = math.log(truth.speedup * slow / own_slow) + luck[0] - luck[place]
             centre += self.noise.normal(0, self.between_sessions)
@@ -164,7 +164,6 @@ class World:
             fast = float(np.median(turns))
             results.append(
                 schemas.RaceResult(
-                    variant=variant,
                     model=model,
                     latency=latency(self.pass_s * 4e3 * math.exp(luck[0]) * slow / fast),
                     speedup=fast,

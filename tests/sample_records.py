@@ -63,15 +63,12 @@ def answers(predicted: Any, true: Any) -> Answers:
 BASELINE = evaluation("m0", schemas.Variant.BASELINE, against=None)
 
 
-def race_result(
-    name: str, speedup: float, low: float, high: float, variant: schemas.Variant = schemas.Variant.BOTH
-) -> schemas.RaceResult:
+def race_result(name: str, speedup: float, low: float, high: float) -> schemas.RaceResult:
     """Return times of five sessions whose Student's t interval reaches from `low` to `high`, about the middle of both."""
     centre, reach = math.log(low * high) / 2, math.log(high / low) / 2
     # Of -1, 0, 0, 0, 1 the standard error is sqrt(2 / 20).
     step = reach / (stats.t.ppf(0.975, 4) * math.sqrt(0.1))
     return schemas.RaceResult(
-        variant=variant,
         model=ref(name),
         latency=STATS,
         speedup=speedup,
@@ -83,7 +80,7 @@ def race_result(
 
 def race(*results: schemas.RaceResult) -> schemas.Race:
     """Return the race of a baseline and these, in five sessions."""
-    first = race_result("m0", 1.0, 1.0, 1.0, schemas.Variant.BASELINE)
+    first = race_result("m0", 1.0, 1.0, 1.0)
     return schemas.Race(results=(first, *results), num_sessions=5)
 
 
@@ -103,6 +100,10 @@ def attempt(number: int, ratio: float, *, accepted: bool, **measured) -> schemas
 
 def journal(*attempts: schemas.Attempt, search: schemas.DeploymentSearch | None = None) -> schemas.Journal:
     return schemas.Journal(baseline=BASELINE, deployment_search=search, attempts=attempts)
+
+
+def with_attempt(journal: schemas.Journal, attempt: schemas.Attempt) -> schemas.Journal:
+    return journal.model_copy(update={"attempts": (*journal.attempts, attempt)})
 
 
 def named_unit(

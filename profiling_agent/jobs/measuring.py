@@ -259,7 +259,7 @@ class RaceTask(RuntimeTask[schemas.Race]):
     """Time models in turns in one session, to choose among them; the first is the baseline."""
 
     isolated: bool = True
-    entries: tuple[tuple[schemas.Variant, schemas.ArtifactRef], ...]
+    models: tuple[schemas.ArtifactRef, ...]
     batch_size: int
     device: str
     seed: int
@@ -267,7 +267,7 @@ class RaceTask(RuntimeTask[schemas.Race]):
 
     def run(self, context: JobContext) -> schemas.Race:
         """Let the models take turns."""
-        return race.race_once(self.entries, self._conditions(context), progress=context.progress)
+        return race.race_once(self.models, self._conditions(context), progress=context.progress)
 
     def _conditions(self, context: JobContext) -> race.Conditions:
         return race.Conditions(
@@ -287,7 +287,7 @@ class SessionTask(RaceTask):
 
     def run(self, context: JobContext) -> schemas.Race:
         """Hold one session of an estimate."""
-        return race.run_one_session(self.entries, self._conditions(context), self.number, progress=context.progress)
+        return race.run_one_session(self.models, self._conditions(context), self.number, progress=context.progress)
 
 
 class MemoryTask(RuntimeTask[schemas.MemoryUse]):

@@ -19,13 +19,11 @@ from profiling_agent.lib import machine
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.measure import intervals
-from profiling_agent.measure.worker import TimedProcess, WorkerSetup, gpu_free_bytes, gpu_runs, worker_command
+from profiling_agent.measure.worker import TimedProcess, WorkerSetup, gpu_runs, worker_command
 from profiling_agent.processes.child import Supervisor, fork_server
 from profiling_agent.runtimes.artifact import RECIPE, load_recipe, model_bytes
 from profiling_agent.runtimes.registry import runtime
-from profiling_agent.schemas import ArtifactRef, Dropped, Race, RaceResult, Record, Variant
-
-Entries = Sequence[tuple[Variant, ArtifactRef]]
+from profiling_agent.schemas import ArtifactRef, Race, RaceResult, Record
 
 # A turn has as many passes as fit in this, at least one: of a session that chooses, and of one of an estimate, which gains little
 # from more turns. Forty samples of ten passes are at most 400 times a model.
@@ -76,7 +74,7 @@ class _Session:
     session all models take part from beginning to end.
     """
 
-    entries: Entries
+    models: Sequence[ArtifactRef]
     conditions: Conditions
     chooses: bool
     processes: dict[int, TimedProcess] = field(default_factory=dict[int, TimedProcess])
@@ -124,14 +122,17 @@ class _Session:
         on_gpu, memory = self.conditions.device == "cuda", list[int]()
         shares = MEMORY_FRACTION * machine.total_bytes(), FREE_FRACTION * machine.available_bytes(), MAX_MEMORY
         room = self.conditions.memory_bytes or min(shares)
-        if on_gpu and (free_bytes := gpu_free_bytes()) is not None:
-            room = FREE_FRACTION * free_bytes
+        if (
+            on_gpu
+            and (free := machine.query_nvml(lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).free)) is not None
+        ):
+            room = FREE_FRACTION * free
         for place, index in enumerate(places):
             is_full = self.chooses and sum(memory) + 2 * max(memory, default=0) > room
             try:
                 for ahead in places[place : place + 2]:
                     if ahead not in self.processes and not is_full:
-                        process = self.conditions.process(self.entries[ahead][1])
+                        process = self.conditions.process(self.models[ahead])
                         self.processes[ahead] = stack.enter_context(process)
                 if index not in self.processes:
                     self.waiting = tuple(places[place:])
@@ -164,19 +165,14 @@ class _Session:
     def _result(self, index: int) -> RaceResult:
         samples_ms = [pass_ms for sample in self.samples[index] for pass_ms in sample]
         turns = tuple(np.exp(intervals.log_ratios(self.samples[index], self.samples[0])).tolist())
-        return _race_result(*self.entries[index], samples_ms, self.conditions.batch_size, (turns,))
+        return _race_result(self.models[index], samples_ms, self.conditions.batch_size, (turns,))
 
 
 def _race_result(
-    variant: Variant,
-    model: ArtifactRef,
-    samples_ms: Sequence[float],
-    batch_size: int,
-    turns: tuple[tuple[float, ...], ...],
+    model: ArtifactRef, samples_ms: Sequence[float], batch_size: int, turns: tuple[tuple[float, ...], ...]
 ) -> RaceResult:
     score = intervals.estimate_speedup([np.log(session) for session in turns])
     return RaceResult(
-        variant=variant,
         model=model,
         latency=intervals.latency_stats(samples_ms, batch_size),
         speedup=score.speedup,
@@ -190,8 +186,8 @@ def _notes_of(parts: Iterable[TimedProcess] | Iterable[Race]) -> tuple[str, ...]
     return tuple(dict.fromkeys(note for part in parts for note in part.notes))
 
 
-def race_once(entries: Entries, conditions: Conditions, *, progress: Progress = silent) -> Race:
-    """Race all entries in one session, which is good enough to choose with. The first is the baseline.
+def race_once(models: Sequence[ArtifactRef], conditions: Conditions, *, progress: Progress = silent) -> Race:
+    """Race all models in one session, which is good enough to choose with. The first is the baseline.
 
     A speed-up is the median over turns of baseline time over candidate time at the same turn. If memory doesn't hold all
     models at once, they take turns in parts, each with the first.
@@ -201,28 +197,27 @@ def race_once(entries: Entries, conditions: Conditions, *, progress: Progress = 
     """
     # Of the baseline, which takes part in all, only the first part counts.
     results, lost, processes = dict[int, RaceResult](), dict[int, JobError](), list[TimedProcess]()
-    places = tuple(range(len(entries)))
+    places = tuple(range(len(models)))
     while places:
-        session = _Session(entries, conditions, chooses=True)
+        session = _Session(models, conditions, chooses=True)
         results = session.run(places, conditions.seed, progress) | results
         processes += session.processes.values()
         lost, places = lost | session.lost, session.waiting and (0, *session.waiting)
-    dropped = [
-        Dropped(variant=entries[index][0], model=entries[index][1], reason=str(error))
-        for index, error in sorted(lost.items())
-    ]
+    dropped = {models[index].path: str(error) for index, error in sorted(lost.items())}
     ordered = tuple(results[index] for index in sorted(results))
-    return Race(results=ordered, num_sessions=1, dropped=tuple(dropped), notes=_notes_of(processes))
+    return Race(results=ordered, num_sessions=1, dropped=dropped, notes=_notes_of(processes))
 
 
-def run_one_session(entries: Entries, conditions: Conditions, number: int, *, progress: Progress = silent) -> Race:
+def run_one_session(
+    models: Sequence[ArtifactRef], conditions: Conditions, number: int, *, progress: Progress = silent
+) -> Race:
     """Return session `number` of an estimate, to be pooled with others; all models take part to the end.
 
     Raises:
         JobError: a process crashed or hung, so the session is void.
     """
-    session = _Session(entries, conditions, chooses=False)
-    results = session.run(range(len(entries)), conditions.seed + number, progress)
+    session = _Session(models, conditions, chooses=False)
+    results = session.run(range(len(models)), conditions.seed + number, progress)
     return Race(results=tuple(results.values()), num_sessions=1, notes=_notes_of(session.processes.values()))
 
 
@@ -267,10 +262,9 @@ def run_steady_sessions(
 
 
 def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
-    """Return one race from sessions with the same entries, in the same order."""
+    """Return one race from sessions with the same models, in the same order."""
     results = tuple(
         _race_result(
-            rows[0].variant,
             rows[0].model,
             [pass_ms for row in rows for pass_ms in row.latency.samples_ms],
             rows[0].latency.batch_size,
@@ -309,15 +303,6 @@ def memory_use(model: ArtifactRef, *, root: Path, batch_size: int, device: str =
         return machine.peak_memory_bytes(process.pid) if process.device_bytes is None else process.device_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SavedModel:
-    """A saved model: its displayed name, its variant in its run, and its folder."""
-
-    name: str
-    variant: Variant
-    folder: Path
-
-
 class Throughput(Record):
     """Images per second at one batch size, with the 95% interval of the median pass."""
 
@@ -336,26 +321,20 @@ class MeasuredModel(Record):
     size_bytes: int
 
 
-def saved_model(source: Path) -> SavedModel:
-    """Return a saved model named by the given path; ArtifactError if it is none."""
-    folder = source.resolve()
-    return SavedModel(f"{source} ({load_recipe(folder).deployment.name})", Variant.BASELINE, folder)
-
-
 def _ref(folder: Path) -> ArtifactRef:
     size_bytes, sha256 = model_bytes(folder), file_sha256(folder / RECIPE)
     return ArtifactRef(path=str(folder), sha256=sha256, size_bytes=size_bytes)
 
 
 def race_saved(
-    models: Sequence[SavedModel],
+    folders: Sequence[Path],
     *,
     batch_size: int,
     num_sessions: int = schemas.NUM_SESSIONS,
     device: str = "cpu",
     progress: Progress = silent,
-) -> tuple[dict[str, str], Race]:
-    """Race saved models against the first; return each one's name by its path in the results, and the race.
+) -> Race:
+    """Race saved models against the first.
 
     Every session starts new processes. Models that can't run here, in a session beforehand, are dropped.
 
@@ -363,52 +342,49 @@ def race_saved(
         ArtifactError: a model is missing.
         JobError: the first can't be run.
     """
-    entries = [(model.variant, _ref(model.folder)) for model in models]
-    names = {ref.path: model.name for (_, ref), model in zip(entries, models, strict=True)}
+    models = [_ref(folder) for folder in folders]
     # Imports of a process of one of torch's runtimes.
     modules = ("profiling_agent.measure.worker", "transformers.models.auto.modeling_auto")
     with machine.machine_lock(progress), fork_server(modules) as server:
         conditions = Conditions(root=Path("/"), batch_size=batch_size, device=device, server=server)
-        dropped = race_once(entries, conditions, progress=progress).dropped
-        entries = [entry for entry in entries if entry[1] not in [each.model for each in dropped]]
+        dropped = race_once(models, conditions, progress=progress).dropped
+        models = [model for model in models if model.path not in dropped]
         race = run_steady_sessions(
-            lambda number: run_one_session(entries, conditions, number, progress=progress), num_sessions
+            lambda number: run_one_session(models, conditions, number, progress=progress), num_sessions
         )
-    return names, race.model_copy(update={"dropped": dropped})
+    return race.model_copy(update={"dropped": dropped})
 
 
 def measure_saved(
-    models: Sequence[SavedModel],
+    folders: Mapping[str, Path],
     *,
     batch_sizes: Sequence[int] = (1, 8, 32),
     seconds_per_model: float = 2.0,
     device: str = "cpu",
     progress: Progress = silent,
 ) -> list[MeasuredModel]:
-    """Measure images per second and peak memory of saved models on this machine; at each batch size they take turns.
+    """Measure images per second and peak memory of saved models, by name; at each batch size they take turns.
 
     A model that can't be run at a batch size has no throughput there.
 
     Raises:
         JobError: the first model can't be run, or another one at batch size 1.
     """
-    refs = [_ref(model.folder) for model in models]
-    rows = {ref.sha256: list[Throughput]() for ref in refs}
+    refs = {name: _ref(folder) for name, folder in folders.items()}
+    rows = {ref.path: list[Throughput]() for ref in refs.values()}
     measured: list[MeasuredModel] = []
     with machine.machine_lock(progress):
         for size in batch_sizes:
             conditions = Conditions(
                 root=Path("/"), batch_size=size, device=device, enqueued=True, seconds_per_model=seconds_per_model
             )
-            entries = [(Variant.BASELINE, ref) for ref in refs]
-            for result in race_once(entries, conditions, progress=progress).results:
+            for result in race_once([*refs.values()], conditions, progress=progress).results:
                 ms = result.latency
                 rate, low, high = (size * 1e3 / each for each in (ms.median_ms, ms.high_ms, ms.low_ms))
-                rows[result.model.sha256].append(Throughput(batch_size=size, images_per_s=rate, low=low, high=high))
-        for number, (ref, model) in enumerate(zip(refs, models, strict=True)):
+                rows[result.model.path].append(Throughput(batch_size=size, images_per_s=rate, low=low, high=high))
+        for number, (name, ref) in enumerate(refs.items()):
             progress("reading memory", number, len(refs))
-            peak_bytes = memory_use(ref, root=Path("/"), batch_size=1, device=device)
-            speeds = tuple(rows[ref.sha256])
-            row = MeasuredModel(name=model.name, throughput=speeds, peak_bytes=peak_bytes, size_bytes=ref.size_bytes)
+            peak_bytes, speeds = memory_use(ref, root=Path("/"), batch_size=1, device=device), tuple(rows[ref.path])
+            row = MeasuredModel(name=name, throughput=speeds, peak_bytes=peak_bytes, size_bytes=ref.size_bytes)
             measured.append(row)
     return measured

@@ -36,11 +36,11 @@ def gpu_runs(pass_ms: float) -> int:
     return max(1, min(runs, int(MAX_TURN_MS / pass_ms)))
 
 
-def warm(run_once: Callable[[], float], warm_ms: float = 100.0) -> int:
-    """Run passes until they have taken `warm_ms`; return their number."""
+def warm(run_once: Callable[[], float]) -> int:
+    """Run passes until they have taken 100 ms; return their number."""
     # A GPU raises its clocks within tens of milliseconds of work, and lowers them between turns.
     passes, spent_ms = 0, 0.0
-    while spent_ms < warm_ms:
+    while spent_ms < 100:
         spent_ms += max(run_once(), 1e-3)
         passes += 1
     return passes
@@ -74,11 +74,6 @@ def slowdowns_of(reasons: int | None) -> str:
 def read_gpu_state() -> int | None:
     """Return the bits of the reasons for the GPU's clocks now; None if unknown."""
     return query_nvml(lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
-
-
-def gpu_free_bytes() -> int | None:
-    """Return the free memory of the GPU; None if unknown."""
-    return query_nvml(lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).free)
 
 
 # Of a headline's timed passes.

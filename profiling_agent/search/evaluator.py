@@ -4,7 +4,7 @@ Time is what the run's jobs took, in seconds. A pass is one forward pass of the 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,6 @@ from profiling_agent.measure.intervals import (
     read_predictions,
     sequential_drop,
 )
-from profiling_agent.measure.race import Entries
 from profiling_agent.request import Request
 from profiling_agent.schemas import SHARD, ArtifactRef, Deployment, Evaluation, Race, SplitInfo, Variant
 from profiling_agent.search.deployments import Deployer, DeploymentChoices
@@ -285,13 +284,13 @@ class Evaluator:
         """Return a model's answers on the images that it was evaluated on, in the split's order."""
         return concatenate([read_predictions(self.jobs.path(file)) for file in measured.predictions.files])
 
-    def race(self, entries: Entries) -> Race:
-        """Race `entries` in one session to choose among them; the first is the baseline."""
-        return self.jobs.run(tasks.RaceTask(entries=tuple(entries), **self._timing))
+    def race(self, models: Iterable[ArtifactRef]) -> Race:
+        """Race models with the baseline in one session, to choose among them."""
+        return self.jobs.run(tasks.RaceTask(models=(self.baseline, *models), **self._timing))
 
-    def hold_session(self, entries: Entries, number: int) -> Race:
+    def hold_session(self, models: Iterable[ArtifactRef], number: int) -> Race:
         """Run one session of a speed estimate; raises JobError if a process died, which voids it."""
-        return self.jobs.run(tasks.SessionTask(entries=tuple(entries), number=number, **self._timing))
+        return self.jobs.run(tasks.SessionTask(models=(self.baseline, *models), number=number, **self._timing))
 
     @property
     def _timing(self) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import zoo
 from profiling_agent.errors import JobError
 from profiling_agent.measure import race as races
 from profiling_agent.measure.intervals import bound_over_sessions, log_ratios, score_one_session, score_over_sessions
-from profiling_agent.measure.race import Conditions, Entries, compare, noise_warning
+from profiling_agent.measure.race import Conditions, compare, noise_warning
 from profiling_agent.measure.worker import TimedProcess
-from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Race, RaceResult, Variant
+from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Race, RaceResult
 
 GIB = 2**30
 
@@ -70,9 +70,9 @@ class ScriptedConditions(Conditions):
         return self.process_of(self.started[-1])
 
 
-def entries(num_models: int) -> Entries:
+def entries(num_models: int) -> list[ArtifactRef]:
     """Return models m0, m1 and so on, of which the first is the baseline."""
-    return [(Variant.BOTH, sample_records.ref(f"m{index}")) for index in range(num_models)]
+    return [sample_records.ref(f"m{index}") for index in range(num_models)]
 
 
 def of(race: Race, index: int) -> RaceResult:
@@ -81,7 +81,9 @@ def of(race: Race, index: int) -> RaceResult:
 
 def places(race: Race) -> tuple[list[int], dict[int, str]]:
     """Return the places of the models with a result, and why others have none."""
-    return [int(r.model.sha256[1:]) for r in race.results], {int(d.model.sha256[1:]): d.reason for d in race.dropped}
+    return [int(r.model.sha256[1:]) for r in race.results], {
+        int(path[6:]): reason for path, reason in race.dropped.items()
+    }
 
 
 def screened(*processes: Scripted, **asked: Any) -> Race:
@@ -237,7 +239,7 @@ def steadied(drawn: list[tuple[float, float]], num_sessions: int = 5, **given: A
         latency = first.latency.model_copy(update={"median_ms": baseline_ms})
         first = first.model_copy(update={"latency": latency, "turns": ((1.0,),)})
         own = sample_records.race_result("best", speedup, speedup, speedup).model_copy(update={"turns": ((speedup,),)})
-        return Race(results=(first, own), num_repeats=1, num_sessions=1)
+        return Race(results=(first, own), num_sessions=1)
 
     return races.run_steady_sessions(hold, num_sessions, **given)
 
@@ -313,12 +315,11 @@ def test_saved_models_are_raced_and_measured_in_processes_that_end(tmp_path: Pat
     missing = ref.model_copy(update={"path": "nowhere", "sha256": "0" * 64})
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     conditions = Conditions(root=tmp_path, batch_size=2, seconds_per_model=0)
-    race = races.race_once([(Variant.BASELINE, ref), (Variant.PRUNED, missing)], conditions)
+    race = races.race_once([ref, missing], conditions)
     assert len(race.results) == 1
-    assert "there is no such folder" in race.dropped[0].reason
+    assert "there is no such folder" in race.dropped["nowhere"]
 
-    saved = races.saved_model(tmp_path / "model")
-    measured = races.measure_saved([saved], batch_sizes=(1, 3), seconds_per_model=0).models[0]
+    (measured,) = races.measure_saved({"saved": tmp_path / "model"}, batch_sizes=(1, 3), seconds_per_model=0)
     # A Python that has imported torch holds more than 50 MB; the model and its batch are a few hundred KB.
     assert 50e6 < measured.peak_bytes < 2e9
     assert [row.batch_size for row in measured.throughput] == [1, 3]

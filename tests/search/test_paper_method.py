@@ -55,7 +55,7 @@ def attempted(asked: Evaluator, *ratios: float) -> Journal:
     journal = open_journal(asked, sample_records.plan(ratios[0]))
     for ratio in ratios:
         prepared = quantize_attempt(asked, prune_attempt(asked, sample_records.plan(ratio)), None)
-        journal = journal.with_attempt(measure_attempt(asked, prepared, journal))
+        journal = sample_records.with_attempt(journal, measure_attempt(asked, prepared, journal))
     return journal
 
 

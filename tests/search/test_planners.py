@@ -231,7 +231,7 @@ def test_an_attempt_that_came_to_nothing_answers_for_no_other_plan_and_is_not_ca
 
 def test_the_rules_go_on_from_their_own_plan_whatever_a_model_began_with():
     odd = by_model(Plan(pruning=(cut("layers.0", 0.5),)), accepted=False)
-    plan, _ = proposed(STOP, odd.with_attempt(measured(2, RULES, accepted=True)))
+    plan, _ = proposed(STOP, sample_records.with_attempt(odd, measured(2, RULES, accepted=True)))
 
     assert saving_in(plan) > 0.2
     assert not plan.pruning
@@ -316,7 +316,7 @@ def test_alone_the_model_decides_when_to_stop_and_is_not_asked_after_the_last_it
 
 def test_the_rules_learn_from_a_models_attempt():
     mixed = saving(0.5, pruning=(cut("layers.1.mlp", 0.5),))
-    seen = seen_of((0.3, True)).with_attempt(measured(2, mixed, accepted=False))
+    seen = sample_records.with_attempt(seen_of((0.3, True)), measured(2, mixed, accepted=False))
 
     assert 0.3 < saving_in(proposed(None, seen, "rules")[0]) < 0.5
 
@@ -384,7 +384,7 @@ def test_the_loop_brackets_the_accuracy_cliff_to_one_aligned_step_and_measures_n
     while isinstance(choice := propose(GOAL, PROFILE, seen, max_iterations=50), Plan):
         number = len(seen.attempts) + 1
         tried = Attempt(number=number, plan=choice, accepted=removed(choice) <= cliff, reason="made")
-        seen = seen.with_attempt(tried)
+        seen = sample_records.with_attempt(seen, tried)
 
     best = max((removed(a.plan) for a in seen.attempts if a.accepted), default=0.0)
     assert choice is StopReason.CONVERGED

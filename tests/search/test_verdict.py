@@ -231,7 +231,7 @@ class Script(Jobs):
 
 
 def raced_in(task: Any) -> tuple[str, ...]:
-    return tuple(name_of(ref) for _, ref in task.entries[1:])
+    return tuple(map(name_of, task.models[1:]))
 
 
 def tried(scheme: Scheme, size_bytes: int, speedup: float) -> DeploymentOption:
