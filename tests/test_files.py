@@ -50,14 +50,6 @@ def test_what_is_written_is_read_and_nothing_else_stays(tmp_path: Path):
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "log").stat().st_mode
 
 
-def test_a_line_that_was_cut_off_does_not_take_the_next_one_with_it(tmp_path: Path):
-    (tmp_path / "log").write_text('{"cut')
-
-    append_line(tmp_path / "log", "next")
-
-    assert (tmp_path / "log").read_text() == '{"cut\nnext\n'
-
-
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "link", "folder/../../secret", "nul\0"])
 def test_a_path_stays_in_its_folder(tmp_path: Path, path: str):
     (tmp_path / "secret").write_text("s")

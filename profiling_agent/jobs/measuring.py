@@ -12,7 +12,7 @@ from pydantic import Field
 
 from profiling_agent import schemas
 from profiling_agent.data.images import PreparedImages, SplitImages, iter_batches
-from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.errors import PruningError
 from profiling_agent.jobs.base import HOUR, Find, JobContext, ResultT, Task, complexity_of, prepared
 from profiling_agent.lib.io import cache_folder, write_text
 from profiling_agent.lib.logs import Progress
@@ -226,14 +226,12 @@ class EvaluateTask(RuntimeTask[Evaluated]):
 
 
 def answer(session: ModelSession, images: PreparedImages, batch_size: int, progress: Progress) -> intervals.Answers:
-    """Return a session's answers for all images; RequestError if there are none."""
+    """Return a session's answers for all images."""
     answers, done = list[intervals.Answers](), 0
     for pixel_values, true in images.batches(batch_size):
         answers.append(intervals.answers_of(session.run(pixel_values), true))
         done += len(true)
         progress("evaluating", done, len(images))
-    if not answers:
-        raise RequestError("there are 0 images to evaluate on: raise num_samples")
     return intervals.concatenate(answers)
 
 
