@@ -176,14 +176,10 @@ def find_gpu() -> Gpu | None:
     )
 
 
-def _cpu_field(field: str) -> str:
+def cpu_field(field: str) -> str:
+    """Return a field of the processor as the kernel describes it, or an empty string if unknown."""
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
-
-
-def cpu_vendor() -> str:
-    """Return the processor's vendor ("GenuineIntel", "AuthenticAMD"), or an empty string if unknown."""
-    return _cpu_field("vendor_id")
 
 
 @cache
@@ -200,9 +196,9 @@ def code_version() -> str:
 @cache
 def environment(device: str = "cpu") -> Environment:
     """Return the fingerprint of this machine and installation, for measurements on `device`."""
-    flags = set(_cpu_field("flags").split())
+    flags = set(cpu_field("flags").split())
     return Environment(
-        cpu=_cpu_field("model name") or platform.machine(),
+        cpu=cpu_field("model name") or platform.machine(),
         cpu_flags=tuple(flag for flag in CPU_FLAGS if flag in flags),
         num_threads=available_threads(),
         # In whole GiB: another kernel on the same machine reserves a few pages more or fewer.

@@ -72,7 +72,7 @@ def read_predictions(path: Path) -> Answers:
         raise ArtifactError(f"the predictions in {str(path)!r} can't be read ({reason}): evaluate again") from error
 
 
-# Names the folder of the ledgers.
+# Names the folder of the ledgers, by default the user's data folder.
 VARIABLE = "PROFILING_AGENT_DATA"
 # Of an image's SHA-256, in hexadecimal. Among ten thousand images two different ones share them in one of a hundred sets, and
 # then one opening too many is counted.
@@ -86,11 +86,6 @@ class _Test(Record):
     candidate: str
     images: tuple[str, ...]
     fresh: str | None = None
-
-
-def data_folder() -> Path:
-    """Return the folder named by PROFILING_AGENT_DATA, or the user's data folder."""
-    return io.user_folder(VARIABLE, platformdirs.user_data_path)
 
 
 def share(number: int) -> float:
@@ -108,7 +103,7 @@ def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str
     ids = tuple(sorted({hashlib.sha256(image).hexdigest()[:DIGITS] for image in images}))
     test, tests, note = _Test(candidate=candidate, images=ids, fresh=fresh), list[_Test](), None
     try:
-        path = data_folder() / "heldout" / f"{model}.json"
+        path = io.user_folder(VARIABLE, platformdirs.user_data_path) / "heldout" / f"{model}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.parent / "ledgers.lock"):
             for line in path.read_bytes().splitlines() if path.exists() else ():

@@ -1,11 +1,10 @@
-"""Measuring on an NVIDIA GPU: layers, operators, widths, races, clocks and energy."""
+"""Measuring on an NVIDIA GPU: layers, operators, widths, races and clocks."""
 
 import itertools
 import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import zoo
@@ -17,10 +16,9 @@ from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.machine import find_gpu, nvml
 from profiling_agent.lib.modules import on_device, random_batch
 from profiling_agent.measure.race import Conditions, measure_saved, pool, run_one_session
-from profiling_agent.measure.worker import energy_per_image, measure_headline, read_gpu_state
+from profiling_agent.measure.worker import measure_headline, read_gpu_state
 from profiling_agent.profiling.profile import launch_bound_share, profile_operators, time_units
 from profiling_agent.pruning.units import find_units
-from profiling_agent.runtimes.registry import noise_batch
 from profiling_agent.runtimes.torch_artifact import save_model
 from profiling_agent.runtimes.torch_session import TorchSession
 from profiling_agent.schemas import ArtifactRef, InputSpec, UnitKind
@@ -118,15 +116,5 @@ def test_the_gpu_is_named_as_torch_names_it():
 
 
 @pytest.mark.skipif(nvml() is None, reason="there is no NVML")
-def test_the_state_and_the_energy_of_the_gpu_are_read():
-    session = TorchSession(vit(768, 12), device="cuda")
-    images = noise_batch(SPEC, 32)
-    session.run(images)
-    energy = energy_per_image(session, images)
-    state = read_gpu_state()
-
-    assert state is not None
-    assert energy is not None
-    assert np.isfinite(energy.joules_per_image)
-    assert energy.joules_per_image > 0
-    assert energy.idle_watts is None or energy.watts > energy.idle_watts
+def test_the_state_of_the_gpu_is_read():
+    assert read_gpu_state() is not None

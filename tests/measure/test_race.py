@@ -22,8 +22,6 @@ from profiling_agent.measure.race import Conditions, compare, noise_warning
 from profiling_agent.measure.worker import TimedProcess
 from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Race, RaceResult
 
-GIB = 2**30
-
 
 class Scripted(TimedProcess):
     """A process whose passes take what `times` has next, and None is its end; it holds `held` bytes."""
@@ -182,9 +180,6 @@ def test_as_many_processes_run_at_once_as_memory_holds():
     started.clear()
     screened(*(steady(10, held=900) for _ in range(3)), memory_bytes=1000, started=started)
     assert started == [0, 1, 0, 2]
-    # By default processes hold a part of what is free.
-    rooms = [races.room_bytes(total * GIB, free * GIB) for total, free in ((8, 6), (8, 2), (64, 60))]
-    assert rooms == [4 * GIB, int(1.4 * GIB), 4 * GIB]
 
 
 def test_turns_are_sized_by_time():
@@ -266,19 +261,19 @@ def test_if_too_few_sessions_are_steady_the_race_shows_nothing():
 
 
 def test_a_difference_smaller_than_the_noise_is_called_too_noisy_to_tell():
-    race = screened(steady(10), steady(10, seed=1))
-    # Two processes of one model differ by 2%.
-    assert race.detectable == pytest.approx(1.96 * 0.02, rel=0.15)
-    assert noise_warning(race) is None
-    warning = noise_warning(race.model_copy(update={"detectable": 0.213}))
+    # Half of an interval, as shares of the speed-up.
+    assert noise_warning(sample_records.race(sample_records.race_result("m1", 1, 1 / 1.049, 1.049))) is None
+    warning = noise_warning(sample_records.race(sample_records.race_result("m1", 1, 1 / 1.213, 1.213)))
     assert warning is not None
     assert "differ by less than 21%" in warning
 
 
 def test_noise_widens_the_interval_of_one_session_and_drift_changes_no_speedup():
     fast, slow = ([[base * (1 + repeat)] for repeat in range(20)] for base in (5.0, 10.0))
-    faster = score_one_session(log_ratios(fast, slow), process_spread=0.0)
-    assert (faster.speedup, faster.low, faster.high) == pytest.approx((2, 2, 2))
+    faster = score_one_session(log_ratios(fast, slow))
+    # Two processes of one model differ by 2%.
+    reach = 1.96 * 0.02
+    assert (faster.speedup, faster.low, faster.high) == pytest.approx((2, 2 * (1 - reach), 2 * (1 + reach)), rel=0.01)
 
     rng = random.Random(1)
     noisy = score_one_session(log_ratios([[5 * rng.uniform(0.7, 1.3)] for _ in range(20)], [[10.0]] * 20))

@@ -101,7 +101,7 @@ def test_long_turns_keep_medians_of_consecutive_passes():
     # 100 passes in 20 parts of five: their medians are 3, 8, 13 and so on.
     assert take_turn(lambda: float(next(times)), 100) == [3.0 + 5 * part for part in range(MAX_SAMPLES)]
     assert take_turn(lambda: 2.0, 3) == [2.0] * 3
-    assert warm(lambda: 30.0, 100.0) == 4
+    assert warm(lambda: 30.0) == 4
 
 
 def test_a_fast_model_is_timed_as_often_as_helps_and_every_pass_is_counted():
