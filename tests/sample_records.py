@@ -7,7 +7,6 @@ from typing import Any
 from scipy import stats
 
 from profiling_agent import schemas
-from profiling_agent.measure.intervals import Answers
 from profiling_agent.pruning.widths import aligned_widths
 
 GOAL = schemas.Goal(max_accuracy_drop=0.01, min_speedup=1.0, max_size_ratio=0.5, selection="contract")
@@ -53,11 +52,6 @@ def evaluation(
         ),
         drop=None if against is None else drop(max(against - correct, 0), max(correct - against, 0)),
     )
-
-
-def answers(predicted: Any, true: Any) -> Answers:
-    """Return what was predicted of images of these true classes."""
-    return Answers(predicted, true)
 
 
 BASELINE = evaluation("m0", schemas.Variant.BASELINE, against=None)

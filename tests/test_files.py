@@ -3,8 +3,6 @@
 import errno
 import os
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -86,14 +84,8 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path):
 
 
 def test_a_folder_that_a_process_was_killed_over_is_swept(tmp_path: Path):
-    code = (
-        "import os, pathlib, signal\n"
-        "from profiling_agent.lib.io import appearing\n"
-        f"with appearing(pathlib.Path({str(tmp_path / 'cut')!r})) as folder:\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=False)
-    assert list(tmp_path.iterdir())
+    killed = appearing(tmp_path / "cut")
+    killed.__enter__()
 
     remove_partial_files(tmp_path, "other")
     assert list(tmp_path.iterdir())

@@ -268,17 +268,12 @@ def test_a_difference_smaller_than_the_noise_is_called_too_noisy_to_tell():
     assert "differ by less than 21%" in warning
 
 
-def test_noise_widens_the_interval_of_one_session_and_drift_changes_no_speedup():
+def test_drift_changes_no_speedup_and_two_processes_of_one_model_differ():
     fast, slow = ([[base * (1 + repeat)] for repeat in range(20)] for base in (5.0, 10.0))
     faster = score_one_session(log_ratios(fast, slow))
-    # Two processes of one model differ by 2%.
+    # By 2%.
     reach = 1.96 * 0.02
     assert (faster.speedup, faster.low, faster.high) == pytest.approx((2, 2 * (1 - reach), 2 * (1 + reach)), rel=0.01)
-
-    rng = random.Random(1)
-    noisy = score_one_session(log_ratios([[5 * rng.uniform(0.7, 1.3)] for _ in range(20)], [[10.0]] * 20))
-    calm = score_one_session(log_ratios([[5.0]] * 20, [[10.0]] * 20))
-    assert calm.high / calm.low < noisy.high / noisy.low
 
 
 @pytest.mark.slow

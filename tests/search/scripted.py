@@ -9,7 +9,7 @@ import sample_records
 
 from profiling_agent import schemas
 from profiling_agent.jobs.tasks import Evaluated, Exported
-from profiling_agent.measure.intervals import write_predictions
+from profiling_agent.measure.intervals import Answers, write_predictions
 from profiling_agent.request import Request
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import Acquired, ArtifactRef, DeployedModel, Deployment, DeploymentOption
@@ -58,7 +58,7 @@ class Jobs:
         predicted = np.asarray(is_wrong, dtype=np.int64)
         file = sample_records.ref(f"{name_of(task.model)}-answers-{task.shard}")
         self.path(file).parent.mkdir(exist_ok=True, parents=True)
-        write_predictions(self.path(file), sample_records.answers(predicted, np.zeros_like(predicted)))
+        write_predictions(self.path(file), Answers(predicted, np.zeros_like(predicted)))
         return Evaluated(
             footprint=schemas.Footprint(params=params, macs=params, parameter_bytes=1000, size_bytes=size_bytes),
             predictions=schemas.Predictions(
