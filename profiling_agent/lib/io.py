@@ -36,7 +36,7 @@ class FileRefusedError(OSError):
     """A path that is refused; `strerror` is the reason, as in the system's own errors."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(errno.EPERM, reason, str(path))
+        super().__init__(errno.EINVAL, reason, str(path))
 
 
 class DocumentError(ValueError):
@@ -47,9 +47,8 @@ def storage_problem(error: BaseException) -> str | None:
     """Return the system's reason why the disk can't be written; None for other errors."""
     if isinstance(error, sqlite3.OperationalError):
         return str(error)
-    if isinstance(error, OSError) and not isinstance(error, FileRefusedError):
-        return error.strerror if error.errno in DISK_FAILURES | {errno.EACCES, errno.EPERM} else None
-    return None
+    is_ours = isinstance(error, OSError) and error.errno in DISK_FAILURES | {errno.EACCES, errno.EPERM}
+    return error.strerror if is_ours else None
 
 
 def expanded(text: str) -> Path:

@@ -367,7 +367,6 @@ NUM_RESAMPLES = 2000
 # Standard deviation of the log ratio of two processes of one model: six processes of a small ViT at batch 32 in one race,
 # two cores (docs/decisions/LOG.md). Assumed only for a single session.
 PROCESS_SPREAD = 0.02
-Ratios = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +378,7 @@ class SpeedupEstimate:
     high: float
 
 
-def log_ratios(samples: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Ratios:
+def log_ratios(samples: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> NDArray[np.float64]:
     """Return log(baseline time / time) of each turn that both took.
 
     Times of a turn are medians taken within seconds of each other: a machine that slows down over a minute slows both.
@@ -389,7 +388,7 @@ def log_ratios(samples: Sequence[Sequence[float]], baseline: Sequence[Sequence[f
     return np.log(baseline_ms / ms)
 
 
-def estimate_speedup(sessions: Sequence[Ratios]) -> SpeedupEstimate:
+def estimate_speedup(sessions: Sequence[NDArray[np.float64]]) -> SpeedupEstimate:
     """Return the speed-up with its 95% interval from log ratios by session; a model against itself has no interval.
 
     Turns of one session share its processes, and two processes of equal models differ for as long as they live; sessions
@@ -425,7 +424,7 @@ def bound_over_sessions(log_ratios: Sequence[float], error: float) -> float:
     return min(mean - margin, ordered[rank]) if error < 0 else max(mean + margin, ordered[-1 - rank])
 
 
-def score_one_session(ratios: Ratios) -> SpeedupEstimate:
+def score_one_session(ratios: NDArray[np.float64]) -> SpeedupEstimate:
     """Return the median of one session's log ratios, and the middle 95% of bootstrap draws of it.
 
     Each draw has the spread between processes added, which one session can't measure.

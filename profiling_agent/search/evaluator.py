@@ -84,16 +84,15 @@ EFFORTS: Mapping[str, Effort] = {
 
 @dataclass(frozen=True)
 class Deadline:
-    """Time limit of a run or of one of its stages; `reserve_s` is kept for the steps that have to follow."""
+    """Time limit of a run's optional steps, or of those of one stage."""
 
     timesheet: Timesheet
-    limit_s: float = math.inf
-    reserve_s: float = 0.0
+    limit_s: float
 
     @property
     def free_s(self) -> float:
         """Return the seconds that optional steps may still take."""
-        return self.limit_s - self.reserve_s - self.timesheet.spent_s
+        return self.limit_s - self.timesheet.spent_s
 
     def allows(self, seconds: float) -> bool:
         """Return whether an optional step that takes `seconds` fits."""
@@ -108,7 +107,7 @@ def search_deadline(timesheet: Timesheet, effort: Effort, pass_s: float, budget_
     """Return the deadline of the search: a time budget without the end of the run, or what the effort allows."""
     if budget_s is None:
         return Deadline(timesheet, max(effort.search_s, effort.search_passes * pass_s))
-    return Deadline(timesheet, budget_s, END_S + END_PASSES * pass_s)
+    return Deadline(timesheet, budget_s - (END_S + END_PASSES * pass_s))
 
 
 def evidence_passes(num_images: int, num_units: int) -> float:
@@ -176,7 +175,7 @@ class Evaluator:
     def closing(self) -> Deadline:
         """Return the deadline of the final choice: the time budget's, if there is one."""
         report_s = REPORT_S + REPORT_PASSES * self.pass_s
-        return Deadline(self.jobs.timesheet, self.settings.time_budget_s or math.inf, report_s)
+        return Deadline(self.jobs.timesheet, (self.settings.time_budget_s or math.inf) - report_s)
 
     @property
     def searched(self) -> range:

@@ -19,7 +19,6 @@ TESTED_FROM = 0.1
 # Default share of images that one of two models only classifies correctly: pruned and int8 models that lost about a point (docs/benchmarks.md).
 CHANGED = 0.03
 SortKey = tuple[bool, int, bool, bool, float]
-STATUSES = tuple(Status)
 
 
 def hopeless_kl(goal: Goal) -> float:
@@ -90,7 +89,7 @@ def preference(goal: Goal, *, size: float, speedup: float, status: Status) -> So
     """
     misses_size, misses_speed = not goal.allows_size(size), speedup < goal.min_speedup
     objective = -speedup if goal.objective == "speed" else size
-    return misses_size or misses_speed, STATUSES.index(status), misses_size, misses_speed, objective
+    return misses_size or misses_speed, list(Status).index(status), misses_size, misses_speed, objective
 
 
 def option_key(option: DeploymentOption, baseline: Evaluation, goal: Goal) -> SortKey:
