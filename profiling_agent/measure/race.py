@@ -122,10 +122,8 @@ class _Session:
         on_gpu, memory = self.conditions.device == "cuda", list[int]()
         shares = MEMORY_FRACTION * machine.total_bytes(), FREE_FRACTION * machine.available_bytes(), MAX_MEMORY
         room = self.conditions.memory_bytes or min(shares)
-        if (
-            on_gpu
-            and (free := machine.query_nvml(lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).free)) is not None
-        ):
+        free = machine.query_nvml(lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).free) if on_gpu else None
+        if free is not None:
             room = FREE_FRACTION * free
         for place, index in enumerate(places):
             is_full = self.chooses and sum(memory) + 2 * max(memory, default=0) > room
