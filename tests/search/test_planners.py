@@ -287,7 +287,6 @@ def test_a_plan_that_asks_something_new_is_measured(answer: Said):
         (target(0.3), "attempt 1 measured it already"),
         (STOP, "advises to stop"),
         (submits({}), "it cuts nothing"),
-        (submits({"caps": [{"layer": "nowhere"}]}), "matches no layer"),
         (target(0.3, quantization=[{"layer": "nowhere", "dtype": "qint8"}]), "matches no layer to quantize"),
         (target(0.3, quantization=[{"layer": "(", "dtype": "qint8"}]), "pattern"),
         (target(0.98), "out of reach"),
