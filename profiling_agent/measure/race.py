@@ -292,7 +292,7 @@ def memory_use(model: ArtifactRef, *, root: Path, batch_size: int, device: str =
     """Return the peak bytes of a process that only loads and runs `model`: resident with mapped files, on CUDA allocated.
 
     Raises:
-        JobError: the process died or hung, or this system doesn't report peak memory.
+        JobError: the process died or hung.
     """
     with Conditions(root=root, batch_size=batch_size, device=device).process(model) as process:
         process.wait_until_ready()
