@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/deployments.py --json FILE [--models NAME ...] [--batch-sizes N ...] [--turns N] [--device cuda|cpu]
 
-Random weights: only times, bytes, energy and the distance of the logits to float32's mean something. Each deployment is a process of its own; all of
+Random weights: only times, bytes and the distance of the logits to float32's mean something. Each deployment is a process of its own; all of
 a model load at once and then take turns in a shuffled order. The file is written anew after every model and batch size.
 """
 
@@ -136,8 +136,7 @@ def _row(
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"model": model, "batch_size": batch_size, "deployment": racer.name}
     passes = 50 if batch_size == 1 else 20
-    throughput, energy = racer.answer(f"throughput {passes}"), racer.answer("energy 1.0")
-    memory = racer.answer("memory")
+    throughput, memory = racer.answer(f"throughput {passes}"), racer.answer("memory")
     if racer.error or ready is None:
         return row | {"error": racer.error}
     medians = [float(np.median(turn)) for turn in racer.turns]
@@ -148,7 +147,6 @@ def _row(
         "speedup": float(np.median(ratios)),
         "speedup_of_turns": ratios,
         "throughput_images_s": None if throughput is None else 1e3 * batch_size / throughput,
-        "energy_j_per_image": energy,
         "bytes": model_bytes(racer.folder) if racer.name not in PEERS else None,
         "allocated_bytes": memory[0],
         "reserved_bytes": memory[1],

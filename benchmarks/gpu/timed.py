@@ -2,8 +2,7 @@
 
     python benchmarks/gpu/timed.py ARTIFACT|PEER FOLDER BATCH_SIZE DEVICE
 
-Requests: `turn SECONDS` (latencies of single passes, ms), `throughput PASSES` (ms a pass, enqueued without waiting), `energy SECONDS` (J per image,
-or null), `memory` (bytes allocated and reserved at most).
+Requests: `turn SECONDS` (latencies of single passes, ms), `throughput PASSES` (ms a pass, enqueued without waiting), `memory` (bytes allocated and reserved at most).
 """
 
 import json
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiling_agent.measure.worker import energy_per_image
 from profiling_agent.runtimes.artifact import open_session
 from profiling_agent.runtimes.registry import noise_batch
 from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
@@ -85,11 +83,6 @@ class Timer:
         """Return ms a pass of passes that are enqueued without waiting, None on the CPU."""
         enqueued = getattr(self._session, "enqueued", None)
         return None if enqueued is None else enqueued(self._images, int(passes))
-
-    def energy(self, seconds: float) -> float | None:
-        """Return J per image over back-to-back passes, None where the driver doesn't count it."""
-        measured = energy_per_image(self._session, self._images, seconds)
-        return None if measured is None else measured.joules_per_image
 
     def memory(self, _: float = 0.0) -> list[int]:
         """Return the most bytes allocated and reserved; zeros on the CPU."""

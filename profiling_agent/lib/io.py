@@ -47,8 +47,9 @@ def storage_problem(error: BaseException) -> str | None:
     """Return the system's reason why the disk can't be written; None for other errors."""
     if isinstance(error, sqlite3.OperationalError):
         return str(error)
-    is_ours = isinstance(error, OSError) and error.errno in DISK_FAILURES | {errno.EACCES, errno.EPERM}
-    return error.strerror if is_ours else None
+    if isinstance(error, OSError) and error.errno in DISK_FAILURES | {errno.EACCES, errno.EPERM}:
+        return error.strerror
+    return None
 
 
 def expanded(text: str) -> Path:
@@ -124,7 +125,8 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
     """
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not folder.parent.exists():
+        folder.parent.mkdir(parents=True)
     temporary = folder.with_name(f"{TEMPORARY}{folder.name[:50]}-{uuid4().hex[:12]}")
     temporary.mkdir()
     try:

@@ -36,10 +36,11 @@ import json, torch
 gpu = torch.cuda.get_device_properties(0)
 print(json.dumps([gpu.name, gpu.major, gpu.minor, gpu.total_memory]))
 """
-# What jobs depend on: timm and torchvision only if they are installed.
+# What models of timm need.
+TIMM_PACKAGES = ("timm", "torchvision")
 LIBRARIES = (
     *("datasets", "google-re2", "langgraph", "numpy", "pillow", "ptflops", "pydantic", "safetensors", "scipy"),
-    *("timm", "torch", "torch-pruning", "torchvision", "transformers"),
+    *("torch", "torch-pruning", "transformers", *TIMM_PACKAGES),
 )
 # Optional libraries that a runtime's speed depends on.
 RUNTIME_LIBRARIES = ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf", "torchao")

@@ -312,11 +312,10 @@ def _objection(plan: Plan, planning: Planning, planner: Planner, target: Target 
     rival = Plan(target=Target(metric=metric, saving=min(max(saving, 1e-6), allocation.MAX_TARGET_SAVING)))
     least = dry_run_or_none(apply_demands(rival, goal), profile)
     if least is not None and least.kl is not None:
-        known_least = setting.lab.known_kl(rival) if setting.lab and known is not None else None
+        kl, least_kl, how = dry.kl, least.kl, "predicted"
         # Measured and predicted KLs aren't comparable.
-        kl, least_kl, how = (
-            (known, known_least, "probed") if known_least is not None else (dry.kl, least.kl, "predicted")
-        )
+        if setting.lab and known is not None and (probed := setting.lab.known_kl(rival)) is not None:
+            kl, least_kl, how = known, probed, "probed"
         if kl > least_kl * TOLERANCE + TINY_KL:
             return (
                 f"it costs {kl:.2g} nats ({how}), where the allocator saves as much for {least_kl:.2g}: {saving:.1%} of the {metric}, "

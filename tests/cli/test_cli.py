@@ -246,7 +246,10 @@ def test_a_fork_is_handed_over_as_its_run_is(run: Path):
 
     assert model_folder(fork) == (run / "best").resolve()
     assert f"best model: {fork / 'best'}" in shown
-    assert models_of_all([fork])[0].folder == (run / read_report(run).variants[0].evaluation.model.path).resolve()
+    assert (
+        next(iter(models_of_all([fork]).values()))
+        == (run / read_report(run).variants[0].evaluation.model.path).resolve()
+    )
 
 
 def test_runs_are_compared_side_by_side_or_in_one_json_document(finished: Path, tmp_path: Path):

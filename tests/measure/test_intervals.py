@@ -94,8 +94,8 @@ def test_the_images_to_certify_are_the_fewest_that_do(lost: int, gained: int):
     needed = images_to_certify(drop, max_drop)
 
     assert needed is not None
-    shares = np.array([lost, gained, 1000]) / 1000
-    assert score_bound(*(shares * needed), 0.95) <= max_drop < score_bound(*(shares * (needed - 1)), 0.95)
+    bounds = [score_bound(lost * num / 1000, gained * num / 1000, num, 0.95) for num in (needed, needed - 1)]
+    assert bounds[0] <= max_drop < bounds[1]
     # No number of images certifies a drop that is too large.
     assert [images_to_certify(answers(30, 10, 1000), allowed) for allowed in (0.02, 0.019)] == [None, None]
 
