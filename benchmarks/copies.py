@@ -20,14 +20,15 @@ from scipy import stats
 from sessions import entries, pool
 
 from profiling_agent.jobs.tasks import MODULES
-from profiling_agent.measure.race import Conditions, Entries, run_one_session
+from profiling_agent.measure.race import Conditions, run_one_session
 from profiling_agent.processes.child import can_fork, fork_server
+from profiling_agent.schemas import ArtifactRef
 
 # Of 30 sessions each, the lower end of a ratio of equal spreads is about 0.69.
 MAX_SLOWER, MIN_SPREAD = 1.05, 0.5
 
 
-def hold(models: Entries, conditions: Conditions, number: int) -> dict[str, float]:
+def hold(models: list[ArtifactRef], conditions: Conditions, number: int) -> dict[str, float]:
     """Return what one session of equal models measures, with both in copies if there is a server."""
     started = time.monotonic()
     first, second = run_one_session(models, conditions, number).results

@@ -23,7 +23,7 @@ from workshop import Made, Workshop, deployments
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.jobs.tasks import AcquireTask, EvaluateTask, RaceTask, ResolveShapeTask
 from profiling_agent.measure.intervals import paired_drop, read_predictions
-from profiling_agent.schemas import SHARD, AccuracyDrop, Acquired, ArtifactRef, Deployment, SplitInfo, Variant
+from profiling_agent.schemas import SHARD, AccuracyDrop, Acquired, ArtifactRef, Deployment, SplitInfo
 from profiling_agent.search.deployments import INT8
 
 BATCH_SIZE = 32
@@ -122,9 +122,8 @@ def measure(
         ]
         graded = [(one, grade(exam, model.name, one, base)) for one in made if one.deployed]
         rows = [(one, row) for one, row in graded if row]
-        entries = [(Variant.QUANTIZED, one.deployed.model) for one, _ in rows if one.deployed]
-        entries = (Variant.BASELINE, exam.baseline), *entries
-        race = shop.jobs.run(RaceTask(entries=entries, batch_size=BATCH_SIZE, device="cpu", seed=0))
+        models = (exam.baseline, *(one.deployed.model for one, _ in rows if one.deployed))
+        race = shop.jobs.run(RaceTask(models=models, batch_size=BATCH_SIZE, device="cpu", seed=0))
     results = {result.model.sha256: result for result in race.results}
     for one, row in rows:
         result = results.get(one.deployed.model.sha256) if one.deployed else None

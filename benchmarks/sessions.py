@@ -18,7 +18,7 @@ from profiling_agent.lib.machine import available_bytes
 from profiling_agent.measure import race as races
 from profiling_agent.measure.intervals import score_over_sessions
 from profiling_agent.measure.worker import TimedProcess, WorkerSetup
-from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Race, RaceResult, Variant
+from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Race, RaceResult
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +36,9 @@ def pool(log_of_sessions: Sequence[float]) -> Estimate:
     return Estimate(score.speedup, score.low, score.high)
 
 
-def entries(paths: Sequence[str]) -> races.Entries:
+def entries(paths: Sequence[str]) -> list[ArtifactRef]:
     """Return models at these paths for a race, each known by its place."""
-    refs = [ArtifactRef(path=path, sha256=str(place), size_bytes=0, kind="model") for place, path in enumerate(paths)]
-    return [(Variant.BASELINE, ref) for ref in refs]
+    return [ArtifactRef(path=path, sha256=str(place), size_bytes=0) for place, path in enumerate(paths)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,7 @@ class Sessions:
             seconds_per_model=self.seconds_per_model,
             memory_bytes=int(races.FREE_FRACTION * available_bytes()),
         )
-        models = entries([""] * len(self.commands))
+        models = entries([str(place) for place in range(len(self.commands))])
         held = races.race_once(models, conditions) if chooses else races.run_one_session(models, conditions, 0)
         self.held.append(held)
         self.stamps.append(stamped({}, session=len(self.held)))
@@ -89,7 +88,7 @@ class Sessions:
     @property
     def dropped(self) -> dict[int, str]:
         """Return the reasons of those that dropped out of any session."""
-        return {int(each.model.sha256): each.reason for race in self.held for each in race.dropped}
+        return {int(place): reason for race in self.held for place, reason in race.dropped.items()}
 
     @property
     def lasting(self) -> list[int]:

@@ -64,9 +64,9 @@ class Truth:
     speedup: float = 1.0
 
 
-def ref(name: str, kind: Any = "model") -> ArtifactRef:
+def ref(name: str) -> ArtifactRef:
     """Return a reference to an artifact that exists in name only."""
-    return ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=1000, kind=kind)
+    return ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=1000)
 
 
 def latency(batch_ms: float) -> schemas.LatencyStats:
@@ -137,7 +137,7 @@ class World:
         """Return answers on a shard; what was answered is read back in no time."""
         rows, truth = task.split.rows(task.shard), self.truth(task.model)
         wrong = self.is_wrong(task.model, task.split)[rows.start : rows.stop].astype(np.int64)
-        file = ref(f"{task.model.path.removeprefix('jobs/')}-{task.split.name}-{task.shard}", "predictions")
+        file = ref(f"{task.model.path.removeprefix('jobs/')}-{task.split.name}-{task.shard}")
         if not self.path(file).exists():
             self.spend(0, len(rows) * (1 if truth.speedup == 1 else 0.5))
         write_predictions(self.path(file), Answers(wrong, np.zeros_like(wrong)))
@@ -154,9 +154,9 @@ class World:
         """Return one session: a process's luck stays with it, and a turn varies by 3%."""
         is_busy = self.noise.random() < self.busy
         slow = self.noise.uniform(2, 6) if is_busy else 1.0
-        luck = [self.noise.normal(0, self.between_processes) for _ in task.entries]
+        luck = [self.noise.normal(0, self.between_processes) for _ in task.models]
         results: list[schemas.RaceResult] = []
-        for place, (variant, model) in enumerate(task.entries):
+        for place, model in enumerate(task.models):
             truth, own_slow = self.truth(model), self.noise.uniform(1, 1.3) if is_busy else 1.0
             centre = math.log(truth.speedup * slow / own_slow) + luck[0] - luck[place]
             centre += self.noise.normal(0, self.between_sessions)
@@ -164,7 +164,6 @@ class World:
             fast = float(np.median(turns))
             results.append(
                 schemas.RaceResult(
-                    variant=variant,
                     model=model,
                     latency=latency(self.pass_s * 4e3 * math.exp(luck[0]) * slow / fast),
                     speedup=fast,
@@ -173,7 +172,7 @@ class World:
                     turns=(tuple(turns.tolist()),),
                 )
             )
-        return schemas.Race(results=tuple(results), num_repeats=NUM_TURNS, num_sessions=1)
+        return schemas.Race(results=tuple(results), num_sessions=1)
 
 
 def evaluator_in(
@@ -182,7 +181,7 @@ def evaluator_in(
     """Return what a run in this world measures with."""
 
     def split(name: Any, num_images: int) -> SplitInfo:
-        return SplitInfo(name=name, source_split="test", num_images=num_images, file=ref(name, "split"))
+        return SplitInfo(name=name, source_split="test", num_images=num_images, file=ref(name))
 
     jobs: Any = world
     headline = schemas.Headline(latency=latency(world.pass_s * 4e3), peak_memory_bytes=10**9)

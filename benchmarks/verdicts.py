@@ -93,7 +93,7 @@ def _is_shown_faster(report: RunReport, one: ArtifactRef, other: ArtifactRef) ->
     for race in (report.race, report.screening):
         with suppress(LookupError):
             if race is not None:
-                return compare(race.result_of(one), race.result_of(other)).is_shown_faster
+                return compare(race.result_of(one), race.result_of(other)).low > 1
     return False
 
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.lib.logs import silence_torchao
+from profiling_agent.lib.logs import silence_libraries
 
 if TYPE_CHECKING:
     from profiling_agent.api import approve, optimize, pending, resume
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Approval", "ApprovalQuestion", "Goal", "Plan", "ProfilingAgentError", "Request", "approve", "build_graph"]
 __all__ += ["load", "optimize", "optimize_many", "pending", "pick", "push", "resume"]
 
-silence_torchao()
+silence_libraries()
 
 # Importing torch takes seconds, LangGraph one, and building our records a fifth: none is loaded before it is needed.
 _MODULES = {

@@ -14,7 +14,7 @@ from profiling_agent.graph.checkpoints import open_saver
 from profiling_agent.graph.nodes import pending_question, resume_command
 from profiling_agent.graph.run import ProgressEvent, Run
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
-from profiling_agent.lib.io import FileRefusedError, expanded, inside, resolved
+from profiling_agent.lib.io import expanded, inside
 from profiling_agent.lib.logs import interruptible
 from profiling_agent.lib.machine import environment
 from profiling_agent.reporting.report import REPORT, RunReport, read_report
@@ -153,10 +153,7 @@ def pending(run: str | Path) -> ApprovalQuestion | None:
 
 def _open_run(run: str | Path) -> tuple[Request, Workspace]:
     # Resolved, so that `.` has a name too.
-    try:
-        root = resolved(expanded(str(run)))
-    except FileRefusedError as error:
-        raise RunError(f"{str(run)!r} can't be looked up, {error.strerror}: give a run folder") from error
+    root = expanded(str(run)).resolve()
     manifest = read_manifest(root)
     machine = environment(manifest.request.device).machine
     if manifest.machine not in ("", machine) and not (root / REPORT).exists():

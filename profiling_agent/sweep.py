@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 from profiling_agent.api import Listener, complete, ignore
 from profiling_agent.errors import ProfilingAgentError, RequestError, StorageError
 from profiling_agent.graph.run import ProgressEvent
-from profiling_agent.lib.io import first_line, first_problem, make_folders, parse_record, write_text
+from profiling_agent.lib.io import first_line, first_problem, parse_record, write_text
 from profiling_agent.reporting.render import render_sweep
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
@@ -50,7 +50,7 @@ class SweepRow(Record):
 def read_sweep(path: Path, output: str) -> tuple[Request, ...]:
     """Return the requests of a sweep file, each with its run id; raises RequestError for an invalid file."""
     try:
-        sweep = parse_record(SweepFile, json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))), quotes=True)
+        sweep = parse_record(SweepFile, json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise RequestError(f"sweep file {str(path)!r} can't be used: {error}") from error
     requests: list[Request] = []
@@ -89,7 +89,7 @@ def optimize_many(
         write_text(root / PAGE, render_sweep([rows[run_id] for run_id in cells if run_id in rows], len(cells)))
 
     try:
-        make_folders(root)
+        root.mkdir(parents=True, exist_ok=True)
         write_page()
     except OSError as error:
         raise StorageError(f"sweep folder {str(root)!r} can't be written ({error.strerror}): choose another") from error

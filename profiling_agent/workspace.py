@@ -173,7 +173,7 @@ def open_workspace(request: Request, run_id: str) -> Workspace:
 
 
 def _write_manifest(root: Path, request: Request, run_id: str) -> None:
-    io.make_folders(root / "jobs")
+    (root / "jobs").mkdir(parents=True, exist_ok=True)
     named_request, machine = request.model_copy(update={"run_id": run_id}), environment(request.device).machine
     manifest = Manifest(schema_version=RUN_VERSION, request=named_request, machine=machine)
     io.write_text(root / MANIFEST, manifest.model_dump_json(indent=2))

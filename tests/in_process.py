@@ -37,7 +37,7 @@ def drawn(root: Path, name: Any, num_images: int, *, seed: int = 0, side: int = 
         Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(held, format="PNG")
         images.append(held.getvalue())
     write_rows(path, zip(images, rng.integers(0, len(zoo.LABELS), num_images).tolist(), strict=True))
-    file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size, kind="split")
+    file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size)
     return SplitInfo(name=name, source_split="train", num_images=num_images, file=file)
 
 
@@ -49,7 +49,7 @@ def saved(
     folder.parent.mkdir(parents=True, exist_ok=True)
     processor = processor or zoo.processor()
     save_model(model, folder, spec=spec, processor=processor, base_model="zoo", cuts=cuts)
-    return ArtifactRef(path=name, sha256=file_sha256(folder / "recipe.json"), size_bytes=1, kind="model")
+    return ArtifactRef(path=name, sha256=file_sha256(folder / "recipe.json"), size_bytes=1)
 
 
 def given(task: Task[Any], root: Path) -> dict[str, tuple[str, ...]]:

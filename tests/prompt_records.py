@@ -40,7 +40,7 @@ def searched() -> schemas.DeploymentSearch:
         schemas.LayerCost(layer="vit.layers.3.mlp.fc1", kl=0.0041, macs_share=0.0417, latency_share=0.0408, kept=True),
         schemas.LayerCost(layer="vit.layers.0.mlp.fc2", kl=0.0013, macs_share=0.0417, latency_share=0.0408),
     )
-    tuned = schemas.Tuned(layers=costs, kl=0.0081, num_images=32, seconds=1.0)
+    tuned = schemas.Tuned(layers=costs, kl=0.0081, num_images=32)
 
     def deployed(runtime: RuntimeName, scheme: Scheme, kl: float) -> schemas.DeployedModel:
         return schemas.DeployedModel(

@@ -7,7 +7,6 @@ from typing import Any
 from scipy import stats
 
 from profiling_agent import schemas
-from profiling_agent.measure.intervals import Answers
 from profiling_agent.pruning.widths import aligned_widths
 
 GOAL = schemas.Goal(max_accuracy_drop=0.01, min_speedup=1.0, max_size_ratio=0.5, selection="contract")
@@ -17,8 +16,8 @@ MLP = "vit.layers.{}.mlp"
 DOUBLING = tuple(0.0001 * 2**step for step in range(12))
 
 
-def ref(name: str, kind: Any = "model", size_bytes: int = 1000) -> schemas.ArtifactRef:
-    return schemas.ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=size_bytes, kind=kind)
+def ref(name: str, size_bytes: int = 1000) -> schemas.ArtifactRef:
+    return schemas.ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=size_bytes)
 
 
 def drop(lost: int, gained: int, num_images: int = 1000) -> schemas.AccuracyDrop:
@@ -49,29 +48,21 @@ def evaluation(
         model=ref(name, size_bytes=size_bytes),
         footprint=schemas.Footprint(params=params, macs=macs, parameter_bytes=size_bytes, size_bytes=size_bytes),
         predictions=schemas.Predictions(
-            split="search", num_images=1000, num_correct=correct, files=(ref(f"{name}/predictions", "predictions"),)
+            split="search", num_images=1000, num_correct=correct, files=(ref(f"{name}/predictions"),)
         ),
         drop=None if against is None else drop(max(against - correct, 0), max(correct - against, 0)),
     )
 
 
-def answers(predicted: Any, true: Any) -> Answers:
-    """Return what was predicted of images of these true classes."""
-    return Answers(predicted, true)
-
-
 BASELINE = evaluation("m0", schemas.Variant.BASELINE, against=None)
 
 
-def race_result(
-    name: str, speedup: float, low: float, high: float, variant: schemas.Variant = schemas.Variant.BOTH
-) -> schemas.RaceResult:
+def race_result(name: str, speedup: float, low: float, high: float) -> schemas.RaceResult:
     """Return times of five sessions whose Student's t interval reaches from `low` to `high`, about the middle of both."""
     centre, reach = math.log(low * high) / 2, math.log(high / low) / 2
     # Of -1, 0, 0, 0, 1 the standard error is sqrt(2 / 20).
     step = reach / (stats.t.ppf(0.975, 4) * math.sqrt(0.1))
     return schemas.RaceResult(
-        variant=variant,
         model=ref(name),
         latency=STATS,
         speedup=speedup,
@@ -83,8 +74,8 @@ def race_result(
 
 def race(*results: schemas.RaceResult) -> schemas.Race:
     """Return the race of a baseline and these, in five sessions."""
-    first = race_result("m0", 1.0, 1.0, 1.0, schemas.Variant.BASELINE)
-    return schemas.Race(results=(first, *results), num_repeats=25, num_sessions=5)
+    first = race_result("m0", 1.0, 1.0, 1.0)
+    return schemas.Race(results=(first, *results), num_sessions=5)
 
 
 def plan(ratio: float, layer: str = r"mlp\.fc1") -> schemas.Plan:
@@ -103,6 +94,10 @@ def attempt(number: int, ratio: float, *, accepted: bool, **measured) -> schemas
 
 def journal(*attempts: schemas.Attempt, search: schemas.DeploymentSearch | None = None) -> schemas.Journal:
     return schemas.Journal(baseline=BASELINE, deployment_search=search, attempts=attempts)
+
+
+def with_attempt(journal: schemas.Journal, attempt: schemas.Attempt) -> schemas.Journal:
+    return journal.model_copy(update={"attempts": (*journal.attempts, attempt)})
 
 
 def named_unit(
@@ -186,7 +181,7 @@ def evidence(
         rows.append(
             schemas.UnitEvidence(unit=one.name, latency_ms=whole, order=tuple(range(one.width)), options=options)
         )
-    return schemas.Evidence(units=tuple(rows), num_images=256, num_judged=64, seconds=1.0)
+    return schemas.Evidence(units=tuple(rows), num_images=256, seconds=1.0)
 
 
 def judged(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sample_records import BASELINE, GOAL, drop, evaluation
+from sample_records import BASELINE, GOAL, drop, evaluation, with_attempt
 
 from profiling_agent.planning.allocation import dry_run
 from profiling_agent.planning.rules import analyse
@@ -38,7 +38,7 @@ def loop(
     plan, origin = first_proposal(advisor, planner, found, GOAL, analyse(found, GOAL))
     journal = Journal(baseline=BASELINE)
     while True:
-        journal = journal.with_attempt(measured(len(journal.attempts) + 1, plan, found, origin, lost_per_nat))
+        journal = with_attempt(journal, measured(len(journal.attempts) + 1, plan, found, origin, lost_per_nat))
         choice: Any = next_proposal(advisor, planner, found, GOAL, journal, max_iterations=NUM_ATTEMPTS)
         if isinstance(choice, StopReason):
             return journal.attempts

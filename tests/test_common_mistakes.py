@@ -105,11 +105,6 @@ def empty_folder(place: Place) -> str:
     return str(place.scratch / "empty")
 
 
-def link_to_itself(place: Place) -> str:
-    (place.scratch / "loop").symlink_to("loop")
-    return str(place.scratch / "loop")
-
-
 def without_report(place: Place) -> str:
     (place.scratch / "run").mkdir()
     shutil.copy(place.finished / "request.json", place.scratch / "run")
@@ -190,7 +185,6 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "unknown command": (lambda _: ("rum",), "rum"),
     "show without a run": (lambda _: ("show",), "RUN"),
     "show of nothing": (lambda _: ("show", "/nowhere/at/all"), "/nowhere/at/all"),
-    "resume of a link to itself": (lambda place: ("resume", link_to_itself(place)), "is no path"),
     "resume of no run": (lambda place: ("resume", empty_folder(place)), "run"),
     "approve a run that waits for nothing": (lambda place: ("approve", str(place.finished)), "waits for no"),
     "unknown export format": (

@@ -3,15 +3,11 @@
 import errno
 import os
 import sqlite3
-import subprocess
-import sys
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from full_disk import at_most
-from pydantic import Field
 
 from profiling_agent.errors import AcquisitionError, StorageError
 from profiling_agent.lib.io import (
@@ -20,7 +16,6 @@ from profiling_agent.lib.io import (
     FileRefusedError,
     appearing,
     append_line,
-    cache_folder,
     cached,
     clean,
     expanded,
@@ -32,8 +27,7 @@ from profiling_agent.lib.io import (
     storage_problem,
     write_text,
 )
-from profiling_agent.measure.intervals import data_folder
-from profiling_agent.schemas import Record
+from profiling_agent.schemas import Opening
 from profiling_agent.workspace import storage_errors
 
 
@@ -50,15 +44,7 @@ def test_what_is_written_is_read_and_nothing_else_stays(tmp_path: Path):
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "log").stat().st_mode
 
 
-def test_a_line_that_was_cut_off_does_not_take_the_next_one_with_it(tmp_path: Path):
-    (tmp_path / "log").write_text('{"cut')
-
-    append_line(tmp_path / "log", "next")
-
-    assert (tmp_path / "log").read_text() == '{"cut\nnext\n'
-
-
-@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "link", "folder/../../secret", "nul\0"])
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "link", "folder/../../secret"])
 def test_a_path_stays_in_its_folder(tmp_path: Path, path: str):
     (tmp_path / "secret").write_text("s")
     (tmp_path / "run" / "folder").mkdir(parents=True)
@@ -68,10 +54,12 @@ def test_a_path_stays_in_its_folder(tmp_path: Path, path: str):
         inside(tmp_path / "run" / path, tmp_path / "run")
 
 
-@pytest.mark.parametrize("named", ["~nosuchuserhere/x", "a\0b"])
-def test_a_path_that_is_none_is_refused(named: str):
+def test_a_folder_of_no_user_is_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(FileRefusedError):
-        expanded(named)
+        expanded("~nosuchuserhere/x")
+    monkeypatch.setenv(CACHE_VARIABLE, "~nosuchuserhere/x")
+    with pytest.raises(AcquisitionError, match=f"cache folder .* can't be written .*set {CACHE_VARIABLE}"):
+        cached("thing", lambda folder: (folder / "whole").touch())
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path):
@@ -96,14 +84,8 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path):
 
 
 def test_a_folder_that_a_process_was_killed_over_is_swept(tmp_path: Path):
-    code = (
-        "import os, pathlib, signal\n"
-        "from profiling_agent.lib.io import appearing\n"
-        f"with appearing(pathlib.Path({str(tmp_path / 'cut')!r})) as folder:\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=False)
-    assert list(tmp_path.iterdir())
+    killed = appearing(tmp_path / "cut")
+    killed.__enter__()
 
     remove_partial_files(tmp_path, "other")
     assert list(tmp_path.iterdir())
@@ -152,22 +134,9 @@ def test_what_sqlite_says_of_the_disk_is_told_from_damage(tmp_path: Path):
         connection.execute("PRAGMA max_page_count = 3")
         with pytest.raises(sqlite3.Error) as full:
             connection.executemany("INSERT INTO t VALUES (?)", [("x" * 4000,)] * 20)
-        connection.rollback()
-        connection.execute("PRAGMA query_only = 1")
-        with pytest.raises(sqlite3.Error) as readonly:
-            connection.execute("INSERT INTO t VALUES (1)")
-    (tmp_path / "bad").write_bytes(b"no database" * 100)
-    with closing(sqlite3.connect(tmp_path / "bad")) as connection, pytest.raises(sqlite3.Error) as damaged:
-        connection.execute("SELECT * FROM t")
 
     assert storage_problem(full.value) == "database or disk is full"
-    assert storage_problem(readonly.value) == "attempt to write a readonly database"
-    assert storage_problem(damaged.value) is None
-
-
-class Named(Record):
-    name: str = Field(max_length=10)
-    count: int = 0
+    assert storage_problem(sqlite3.DatabaseError("file is not a database")) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"name": "a"', b"\xff\xfe{", b"\x00\xff"])
@@ -175,20 +144,7 @@ def test_what_is_no_json_is_one_line(text: str | bytes):
     with pytest.raises(DocumentError, match=r"^it is no JSON \(.+\)$"):
         parse_json(text)
     with pytest.raises(DocumentError, match=r"^it is no JSON \(.+\)$"):
-        parse_record(Named, text)
-
-
-def test_a_value_is_quoted_for_its_owner_alone():
-    text = '{"name": "root:x:0:0:secret"}'
-
-    with pytest.raises(DocumentError) as quoted:
-        parse_record(Named, text, quotes=True)
-    with pytest.raises(DocumentError) as silent:
-        parse_record(Named, text)
-
-    assert "root:x" in str(quoted.value)
-    assert "root:x" not in str(silent.value)
-    assert str(silent.value).startswith("name: ")
+        parse_record(Opening, text)
 
 
 def test_what_moves_a_cursor_or_turns_text_round_shows_as_an_escape():
@@ -202,38 +158,3 @@ def test_inert_text_opens_no_link_and_fetches_no_picture():
 
     assert said == "! [x] (http://evil) [y] (javascript:1) &lt;img src=x> \\x1b[2J a &lt; b"
     assert inert(said) == said
-
-
-FOLDERS = [(CACHE_VARIABLE, cache_folder), ("PROFILING_AGENT_DATA", data_folder)]
-
-
-@pytest.fixture
-def _homeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take away what names a home folder: the environment's word, and the list of the system's users."""
-    for name in (*(variable for variable, _ in FOLDERS), "HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setitem(sys.modules, "pwd", None)
-
-
-@pytest.mark.usefixtures("_homeless")
-@pytest.mark.parametrize(("variable", "folder"), FOLDERS)
-def test_a_folder_is_the_named_one_or_in_the_home_folder_and_without_one_an_error_says_what_to_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, folder: Callable[[], Path]
-):
-    for named in ("", "~/here", "~nobody-of-that-name/here"):
-        monkeypatch.setenv(variable, named)
-        with pytest.raises(OSError, match=variable) as refused:
-            folder()
-        assert refused.value.strerror == f"the home folder can't be found: set {variable} to an absolute path"
-
-    monkeypatch.setenv(variable, str(tmp_path / "own"))
-    assert folder() == tmp_path / "own"
-    monkeypatch.delenv(variable)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert folder().is_relative_to(tmp_path / "home")
-
-
-@pytest.mark.usefixtures("_homeless")
-def test_what_would_be_kept_is_not_made_if_the_cache_folder_is_not_known():
-    with pytest.raises(AcquisitionError, match=f"cache folder .* can't be written .*set {CACHE_VARIABLE}"):
-        cached("thing", lambda folder: (folder / "whole").touch())

@@ -123,7 +123,7 @@ class NoteTask(Task[Noted]):
         """Write a file."""
         path = context.folder / "note.txt"
         path.write_text(self.text, encoding="utf-8")
-        return Noted(file=context.ref(path, "split"))
+        return Noted(file=context.ref(path))
 
 
 class CopyTask(Task[Noted]):
@@ -137,4 +137,4 @@ class CopyTask(Task[Noted]):
         """Write a file from another job's."""
         path = context.folder / "note.txt"
         path.write_text(context.path(self.source).read_text(encoding="utf-8") * self.times, encoding="utf-8")
-        return Noted(file=context.ref(path, "split"))
+        return Noted(file=context.ref(path))

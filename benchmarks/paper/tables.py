@@ -351,8 +351,8 @@ def _side_by_side(
     images = range(min(-(-num_images // SHARD) * SHARD, heldout.num_images))
     baseline = evaluator.evaluate_baseline(heldout, images)
     seen = [evaluator.evaluate(v, model, heldout, baseline, d, images=images) for v, model, d in models]
-    entries = ((Variant.BASELINE, evaluator.baseline), *((variant, model) for variant, model, _ in models))
-    race = run_steady_sessions(lambda number: evaluator.hold_session(entries, number), report.request.num_sessions)
+    raced = [model for _, model, _ in models]
+    race = run_steady_sessions(lambda number: evaluator.hold_session(raced, number), report.request.num_sessions)
     results = [race.result_of(one.model) for one in seen]
     image = 1e3 * report.request.batch_size
     found: list[Numbers] = []

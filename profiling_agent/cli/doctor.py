@@ -179,9 +179,9 @@ class TinyTask(Task[Tiny]):
             Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(encoded, format="PNG")
             images.append(encoded.getvalue())
         write_rows(noise, ((image, 0) for image in images))
-        file = context.ref(noise, "split")
+        file = context.ref(noise)
         split = SplitInfo(name="calibration", source_split="noise", num_images=NUM_IMAGES, file=file)
-        return Tiny(model=context.ref(folder, "model"), images=split)
+        return Tiny(model=context.ref(folder), images=split)
 
 
 def _check_runtime(jobs: Jobs, name: RuntimeName) -> Finding:

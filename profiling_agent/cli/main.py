@@ -391,17 +391,16 @@ def benchmark(
 
     models, device = models_of_all(sources), "cuda" if request.device == "cuda" else "cpu"
     with _progress("benchmark") as progress:
-        names, race = race_saved(
-            models,
+        race = race_saved(
+            [*models.values()],
             batch_size=request.batch_size,
             num_sessions=request.num_sessions,
             device=device,
             progress=progress,
         )
-        dropped = [each.model.path for each in race.dropped]
-        timed = [model for model in models if str(model.folder) not in dropped]
-        measured = measure_saved(timed, device=device, progress=progress).models
-    document = {"race": race, "models": measured}
+        timed = {name: folder for name, folder in models.items() if str(folder) not in race.dropped}
+        measured = measure_saved(timed, device=device, progress=progress)
+    document, names = {"race": race, "models": measured}, {str(folder): name for name, folder in models.items()}
     terminal.print_result(document, "benchmark", is_json=json_, **document, names=names, warning=noise_warning(race))
 
 

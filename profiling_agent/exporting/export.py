@@ -104,7 +104,7 @@ def export(source: Path, format_: Literal["onnx", "openvino", "hf"] | None, outp
         ArtifactError: the saved model is damaged, `output` exists or can't be written, the format can't hold the model, or the
             exported model computes something else; nothing is left behind.
     """
-    folder = artifact.named_folder(model_folder(source))
+    folder = model_folder(source).resolve()
     recipe = artifact.load_recipe(folder, verify=True)
     executor = runtime(recipe.deployment.runtime)
     is_pruned_float32 = bool(recipe.cuts) and recipe.deployment.scheme == "float32"

@@ -23,7 +23,6 @@ from profiling_agent.runtimes.artifact import (
     RECIPE,
     appearing,
     load_recipe,
-    named_folder,
     read_card,
     write_card,
 )
@@ -264,7 +263,7 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
         RunError: the run has no model yet.
         ArtifactError: the model is damaged.
     """
-    folder = named_folder(model_folder(Path(source)))
+    folder = model_folder(Path(source)).resolve()
     if not (token := get_token()):
         raise RequestError(f"a push to the Hub needs a token, and there is none: {LOGIN}")
     if "/" not in repo_id:

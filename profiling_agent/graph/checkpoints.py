@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from profiling_agent.errors import RunError
 from profiling_agent.graph.state import RunState
-from profiling_agent.lib.io import first_line, make_folders
+from profiling_agent.lib.io import first_line
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import Workspace, storage_errors
 
@@ -129,7 +129,7 @@ class RunSaver(BaseCheckpointSaver[str]):
         if not RUN_ID.fullmatch(thread_id):
             raise RunError(f"thread_id {thread_id!r} can't name a folder: use letters, digits, '.', '_' and '-'")
         if create:
-            make_folders(self._runs / thread_id)
+            (self._runs / thread_id).mkdir(parents=True, exist_ok=True)
         return open_saver(self._runs / thread_id, create=create)
 
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:

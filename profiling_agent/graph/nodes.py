@@ -16,7 +16,7 @@ from profiling_agent.graph.run import Run, Update
 from profiling_agent.graph.state import RunState, require
 from profiling_agent.jobs.runner import Jobs, measure_headline, read_profile
 from profiling_agent.jobs.tasks import AcquireTask, ProfileTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
-from profiling_agent.lib.io import DocumentError, inside, make_folders, read_record, write_text
+from profiling_agent.lib.io import DocumentError, inside, read_record, write_text
 from profiling_agent.llm.chat import Chat
 from profiling_agent.llm.transcript import FILE, Transcript
 from profiling_agent.planning.allocation import apply_demands, dry_run
@@ -53,7 +53,7 @@ def acquisition(request: Request, run: Run) -> Update:
         run.addresses.add(request.base_url)
     check_runtimes(request)
     advisor_fields = choose_advisor(request, run.chat_model, run.trusted)
-    plan = read_plan(request.plan, quotes=run.allowlist is None) if request.plan else None
+    plan = read_plan(request.plan) if request.plan else None
     task_fields = request.model_dump(include=set(AcquireTask.model_fields))
     task_fields["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
     run.jobs.progress(advisor_fields["advisor_note"], 0, 0)
@@ -294,7 +294,7 @@ def report(state: RunState, run: Run) -> Update:
         times=run.jobs.timesheet.by_kind(),
     )
     folder = results_folder(workspace.root, document)
-    make_folders(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     # A fork may return its parent's model, whose card has the parent's verdict.
     if folder == workspace.root or not (run.jobs.path(best) / CARD).exists():
         write_card(run.jobs.path(best), card_rows(document), card_notes(document), judged=card_judged(document))

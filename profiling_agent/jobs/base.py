@@ -107,15 +107,12 @@ class JobContext:
 
         return on_device(load_module(self.path(ref)), device)
 
-    def ref(
-        self, path: Path, kind: Literal["model", "profile", "trace", "predictions", "split", "onnx"]
-    ) -> ArtifactRef:
+    def ref(self, path: Path) -> ArtifactRef:
         """Return the reference that `path`, under this job's folder, will have."""
         return ArtifactRef(
             path=f"{self.final}/{path.relative_to(self.folder).as_posix()}",
             sha256=file_sha256(path / RECIPE if path.is_dir() else path),
             size_bytes=model_bytes(path) if path.is_dir() else path.stat().st_size,
-            kind=kind,
         )
 
     def save_derived(
@@ -133,7 +130,7 @@ class JobContext:
             cuts = load_recipe(self.path(source)).cuts
         torch_artifact.save_derived(model.cpu(), self.path(source), folder, cuts=cuts)
         torch_artifact.load_module(folder)
-        return self.ref(folder, "model")
+        return self.ref(folder)
 
 
 def complexity_of(path: Path) -> tuple[int, int]:

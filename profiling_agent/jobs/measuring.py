@@ -12,9 +12,9 @@ from pydantic import Field
 
 from profiling_agent import schemas
 from profiling_agent.data.images import PreparedImages, SplitImages, iter_batches
-from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.errors import PruningError
 from profiling_agent.jobs.base import HOUR, Find, JobContext, ResultT, Task, complexity_of, prepared
-from profiling_agent.lib.io import cache_subfolder, write_text
+from profiling_agent.lib.io import cache_folder, write_text
 from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads, environment
 from profiling_agent.measure import intervals, race, worker
@@ -96,7 +96,7 @@ class ProfileTask(Task[Profiled]):
             trace_path=trace,
             progress=context.progress,
         )
-        profile = profile.model_copy(update={"trace": context.ref(trace, "trace")})
+        profile = profile.model_copy(update={"trace": context.ref(trace)})
         if self.calibration is not None:
             batch = random_batch(profile.input, self.batch_size).to(self.device)
             table = time_units(model, profile.units, batch, progress=context.progress)
@@ -105,7 +105,7 @@ class ProfileTask(Task[Profiled]):
             profile = profile.model_copy(update={"evidence": evidence, "evidence_note": note})
         write_text(context.folder / PROFILE, profile.model_dump_json(indent=1))
         return Profiled(
-            profile=context.ref(context.folder / PROFILE, "profile"),
+            profile=context.ref(context.folder / PROFILE),
             params=profile.params,
             macs=profile.macs,
             latency_ms=profile.headline.latency.median_ms,
@@ -120,14 +120,14 @@ class ProfileTask(Task[Profiled]):
         from profiling_agent.profiling import evidence as stored
 
         path, cached_at = context.path(self.model), None
-        if self.cache and (cache := cache_subfolder("evidence")) is not None:
+        if self.cache:
             depends_on = {
                 "model": self.model.sha256,
                 "images": [images.file.sha256, images.num_images, artifact.processor_text(path)],
                 "requested": [self.batch_size, self.device, self.seed],
                 "environment": environment(self.device).model_dump(mode="json", exclude={"runtimes"}),
             }
-            cached_at = stored.evidence_path(cache, depends_on)
+            cached_at = stored.evidence_path(cache_folder() / "evidence", depends_on)
             if (cached := stored.read_evidence(cached_at)) is not None:
                 context.progress("evidence of an earlier run is used", 0, 0)
                 # Only its KLs: units were timed again, so that evidence from a busy machine can be cached too.
@@ -205,7 +205,7 @@ class EvaluateTask(RuntimeTask[Evaluated]):
             split=self.split.name,
             num_images=len(answers.true),
             num_correct=int(answers.right.sum()),
-            files=(context.ref(out, "predictions"),),
+            files=(context.ref(out),),
         )
         return Evaluated(footprint=opened.footprint, predictions=result)
 
@@ -224,14 +224,12 @@ class EvaluateTask(RuntimeTask[Evaluated]):
 
 
 def answer(session: ModelSession, images: PreparedImages, batch_size: int, progress: Progress) -> intervals.Answers:
-    """Return a session's answers for all images; RequestError if there are none."""
+    """Return a session's answers for all images."""
     answers, done = list[intervals.Answers](), 0
     for pixel_values, true in images.batches(batch_size):
         answers.append(intervals.answers_of(session.run(pixel_values), true))
         done += len(true)
         progress("evaluating", done, len(images))
-    if not answers:
-        raise RequestError("there are 0 images to evaluate on: raise num_samples")
     return intervals.concatenate(answers)
 
 
@@ -257,7 +255,7 @@ class RaceTask(RuntimeTask[schemas.Race]):
     """Time models in turns in one session, to choose among them; the first is the baseline."""
 
     isolated: bool = True
-    entries: tuple[tuple[schemas.Variant, schemas.ArtifactRef], ...]
+    models: tuple[schemas.ArtifactRef, ...]
     batch_size: int
     device: str
     seed: int
@@ -265,7 +263,7 @@ class RaceTask(RuntimeTask[schemas.Race]):
 
     def run(self, context: JobContext) -> schemas.Race:
         """Let the models take turns."""
-        return race.race_once(self.entries, self._conditions(context), progress=context.progress)
+        return race.race_once(self.models, self._conditions(context), progress=context.progress)
 
     def _conditions(self, context: JobContext) -> race.Conditions:
         return race.Conditions(
@@ -285,7 +283,7 @@ class SessionTask(RaceTask):
 
     def run(self, context: JobContext) -> schemas.Race:
         """Hold one session of an estimate."""
-        return race.run_one_session(self.entries, self._conditions(context), self.number, progress=context.progress)
+        return race.run_one_session(self.models, self._conditions(context), self.number, progress=context.progress)
 
 
 class MemoryTask(RuntimeTask[schemas.MemoryUse]):

@@ -117,7 +117,7 @@ class AcquireTask(SourceTask[schemas.Acquired]):
         splits: dict[str, Any] = {}
         for name in ("calibration", "search", "heldout", "recovery"):
             if (split := getattr(drawn, name)) is not None:
-                fields = {"name": name, "file": context.ref(split.path, "split"), "source_split": split.source_split}
+                fields = {"name": name, "file": context.ref(split.path), "source_split": split.source_split}
                 fields |= {"num_images": split.num_images, "num_skipped": split.num_skipped}
                 splits[name] = schemas.SplitInfo.model_validate(fields)
         source = schemas.ModelSource(
@@ -202,7 +202,7 @@ class ResolveShapeTask(ModelTask[ResolvedShape]):
             verify(model, spec)
         source: dict[str, Any] = {"base_model": self.model, "base_revision": loaded.revision}
         save_model(model.cpu(), folder, spec=spec, processor=processor, **source)
-        return ResolvedShape(input=spec, baseline=context.ref(folder, "model"), device=resolve_device(self.device))
+        return ResolvedShape(input=spec, baseline=context.ref(folder), device=resolve_device(self.device))
 
 
 class SurveyShapeTask(ModelTask[schemas.ShapeFacts]):
@@ -266,7 +266,7 @@ class PruneTask(Task[schemas.PrunedModel]):
                 "compensation_note": compensated.note,
             }
         saved = context.save_derived(model, self.baseline, cuts=self.cuts)
-        return schemas.PrunedModel(model=saved, cuts=self.cuts, mask_error=pruned.mask_error, **effect)
+        return schemas.PrunedModel(model=saved, cuts=self.cuts, **effect)
 
 
 class RecoverTask(Task[schemas.RecoveredModel]):
@@ -337,13 +337,13 @@ class TuneTask(Task[schemas.Tuned]):
         from profiling_agent.lib.inference import quick_products
         from profiling_agent.quantization.quantize import measure_quantization_sensitivity
 
-        started, model = time.perf_counter(), context.load(self.model)
+        model = context.load(self.model)
         images = (pixels for pixels, _ in iter_batches(context.images("calibration"), batch_size=self.batch_size))
         with quick_products():
             kl, layers, num_images = measure_quantization_sensitivity(
                 model, images, self.scheme, self.latency_shares, progress=context.progress
             )
-        return schemas.Tuned(layers=layers, kl=kl, num_images=num_images, seconds=time.perf_counter() - started)
+        return schemas.Tuned(layers=layers, kl=kl, num_images=num_images)
 
 
 class Exported(schemas.Record):
@@ -367,7 +367,7 @@ class ExportTask(Task[Exported]):
 
         path = context.folder / "model.onnx"
         distance = export_onnx(context.load(self.model), path, spec=context.recipe(self.model).input)
-        return Exported(onnx=context.ref(path, "onnx"), distance=distance)
+        return Exported(onnx=context.ref(path), distance=distance)
 
 
 class DeployTask(Task[schemas.DeployedModel]):
@@ -416,7 +416,7 @@ class DeployTask(Task[schemas.DeployedModel]):
             raise QuantizationError("on calibration images the logits aren't finite in this deployment: leave it out")
         artifact.check_golden(session.run, folder, recipe)
         return schemas.DeployedModel(
-            model=context.ref(folder, "model"),
+            model=context.ref(folder),
             deployment=self.deployment,
             layers=tuple(layer.name for layer in recipe.quantized),
             distance=relative_distance(logits, expected),

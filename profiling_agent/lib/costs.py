@@ -1,30 +1,77 @@
-"""Cost of each module: parameters and multiply-accumulates (MACs), time, and activations.
+"""Cost of each module: parameters and multiply-accumulates (MACs) by ptflops, time, and activations.
 
 Counted are linear and convolution layers, as ptflops counts them (one MAC for each bias addition too: 17.58 G for
-ViT-B/16), and attention's two matrix products. Activations, norms, pools, softmax, einsum and additions are not
-counted.
+ViT-B/16), and attention's two matrix products, which it misses. Activations, norms, pools, softmax and additions are
+not counted.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from ptflops import get_model_complexity_info  # noqa: TID251 (the only use)
+from ptflops.pytorch_ops import MODULES_MAPPING  # noqa: TID251
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from profiling_agent.errors import RequestError
-from profiling_agent.lib.logs import checked_logits
-from profiling_agent.lib.modules import device_of, has_bias, preserving_state, tensors, watching
+from profiling_agent.lib.modules import device_of, preserving_state, tensors, watching
 from profiling_agent.schemas import InputSpec
 
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+def sdpa_macs(_output: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Return the MACs of both matrix products: heads x L x S x (E + Ev), masked positions included.
+
+    Shapes as in torch's documentation: query (..., heads, L, E), key (..., heads, S, E), value (..., heads, S, Ev).
+    """
+    return query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def matmul_macs(output: Tensor, *args: Tensor, **kwargs: Tensor) -> int:
+    """Return the MACs of a matrix product, given the output and the arguments of torch.matmul, mm or bmm."""
+    return output.numel() * (args[0] if args else kwargs["input"]).shape[-1]
+
+
 PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm, Tensor.mm)
+FORMULAS: Mapping[Callable[..., Any], Callable[..., int]] = {
+    F.scaled_dot_product_attention: sdpa_macs,
+    **dict.fromkeys(PRODUCTS, matmul_macs),
+}
+
+
+@contextmanager
+def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
+    """Count the MACs of products of two activations, by the name of the module whose forward called them.
+
+    The innermost module counts, for attention's products the attention module. `torch.einsum` is not counted.
+    """
+    macs, calls = Counter[str](), list[str]()
+
+    class Products(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            output = func(*args, **(kwargs or {}))
+            if calls and (formula := FORMULAS.get(func)) is not None:
+                macs[calls[-1]] += formula(output, *args, **(kwargs or {}))
+            return output
+
+    def leave(_name: str, _input: Any, _output: Any) -> None:
+        calls.pop()
+
+    with watching(model, before=lambda name, _input: calls.append(name), after=leave), Products():
+        yield macs
+
+
+COUNTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,45 +87,49 @@ def count_complexity(model: nn.Module, spec: InputSpec) -> dict[str, Complexity]
     """Return the complexity of every module with own parameters or MACs, by module name in the model's order.
 
     One forward pass of one image. A tensor that several modules share is counted at the first, so the rows add up to
-    `sum(p.numel() for p in model.parameters())`. A product of two activations counts for the innermost module that
-    runs, masked positions included. The model may be on the meta device.
+    `sum(p.numel() for p in model.parameters())`. The model may be on the meta device.
 
     Raises:
-        RequestError: the model doesn't run on `spec`.
+        RequestError: ptflops can't run the model on `spec`.
     """
-    modules, params, macs, running = dict(model.named_modules()), Counter[str](), Counter[str](), list[str]()
+    names = {module: name for name, module in model.named_modules()}
+    params, macs = Counter[str](), Counter[str]()
     # `named_parameters` yields a shared one once.
     for name, parameter in model.named_parameters():
         params[name.rpartition(".")[0]] += parameter.numel()
 
-    class Products(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-        ) -> Any:
-            output = func(*args, **(kwargs or {}))
-            if running and func is F.scaled_dot_product_attention:
-                query, key, value, *_ = (*args, *(kwargs or {}).values())
-                macs[running[-1]] += query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-            elif running and func in PRODUCTS:
-                first, *_ = (*args, *(kwargs or {}).values())
-                macs[running[-1]] += output.numel() * first.shape[-1]
-            return output
+    def add(module: Any, inputs: Any, output: Any, *, formula: Callable[..., None]) -> None:
+        before = module.__flops__
+        formula(module, inputs, output)
+        macs[names[module]] += module.__flops__ - before
 
-    def leave(name: str, _input: Any, output: Any) -> None:
-        running.pop()
-        if isinstance(layer := modules[name], LAYERS):
-            macs[name] += output.numel() * (layer.weight[0].numel() + has_bias(layer))
-
-    def refuse(problem: str) -> RequestError:
-        shape = spec.batch(1)[1:]
-        return RequestError(f"{type(model).__name__!r} doesn't run on an image of {shape!r}, it gives {problem}")
-
-    hooks = watching(model, before=lambda name, _input: running.append(name), after=leave)
-    with preserving_state(model), torch.inference_mode(), hooks, Products():
-        checked_logits(model.eval(), torch.zeros(spec.batch(1), device=device_of(model)), refuse)
+    # ptflops declares a dict here, but prints a warning for every model given a dict.
+    image: Any = partial(torch.zeros, device=device_of(model))
+    # Without its own hook, ptflops would skip a subclass of `nn.Linear`.
+    kinds = {type(module): [kind for kind in COUNTED if isinstance(module, kind)] for module in names}
+    with preserving_state(model), torch.inference_mode(), counted_matmuls(model) as matmuls:
+        total, _ = get_model_complexity_info(
+            model,
+            spec.batch(1),
+            input_constructor=image,
+            print_per_layer_stat=False,
+            as_strings=False,
+            backend="pytorch",
+            ignore_modules=[kind for kind in MODULES_MAPPING if kind not in COUNTED],
+            custom_modules_hooks={
+                kind: partial(add, formula=MODULES_MAPPING[counted[0]]) for kind, counted in kinds.items() if counted
+            },
+            # ptflops adds patched functions to the total only; counted_matmuls counts them at their module.
+            backend_specific_config={"count_functional": False},
+        )
+    if total is None:
+        raise RequestError(
+            f"ptflops can't count {type(model).__name__!r} on an image of {spec.batch(1)[1:]!r}; check the input shape"
+        )
+    macs += matmuls
     return {
         name: Complexity(kind=type(module).__name__, params=params[name], macs=macs[name])
-        for name, module in modules.items()
+        for name, module in model.named_modules()
         if params[name] or macs[name]
     }
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from profiling_agent.lib.machine import cpu_vendor
+from profiling_agent.lib.machine import cpu_field
 
 # For fewer rows or columns, a product takes less time than oneDNN needs to look up its kernel.
 MIN_SIZE = 32
@@ -35,7 +35,7 @@ def quick_products() -> Generator[None]:
 def mkl_is_slow() -> bool:
     """Return whether torch multiplies by MKL on a processor other than Intel's, and has oneDNN as well."""
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return has_both and cpu_vendor() not in ("", "GenuineIntel")
+    return has_both and cpu_field("vendor_id") not in ("", "GenuineIntel")
 
 
 class _Quick(TorchFunctionMode):

@@ -8,7 +8,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
@@ -28,7 +28,6 @@ TEMPORARY = ".tmp-"
 # The disk is full, the user's quota is, or the file exceeds the size limit; or the disk fails.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 DISK_FAILURES = NO_SPACE | {errno.EROFS, errno.EIO}
-SQLITE_FAILURES = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR}
 MAX_QUOTED = 80
 CACHE_VARIABLE = "PROFILING_AGENT_CACHE"
 
@@ -37,7 +36,7 @@ class FileRefusedError(OSError):
     """A path that is refused; `strerror` is the reason, as in the system's own errors."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(errno.EPERM, reason, str(path))
+        super().__init__(errno.EINVAL, reason, str(path))
 
 
 class DocumentError(ValueError):
@@ -46,36 +45,25 @@ class DocumentError(ValueError):
 
 def storage_problem(error: BaseException) -> str | None:
     """Return the system's reason why the disk can't be written; None for other errors."""
-    if isinstance(error, sqlite3.Error):
-        # The low byte of an extended code is the primary one.
-        return str(error) if getattr(error, "sqlite_errorcode", 0) & 0xFF in SQLITE_FAILURES else None
-    if isinstance(error, OSError) and not isinstance(error, FileRefusedError):
-        return error.strerror if error.errno in DISK_FAILURES | {errno.EACCES, errno.EPERM} else None
+    if isinstance(error, sqlite3.OperationalError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in DISK_FAILURES | {errno.EACCES, errno.EPERM}:
+        return error.strerror
     return None
 
 
 def expanded(text: str) -> Path:
-    """Return a user's path with `~` expanded; FileRefusedError if the home folder is unknown, or for a NUL."""
-    if "\0" in text:
-        raise FileRefusedError(Path(text), "it holds a NUL character")
+    """Return a user's path with `~` expanded; FileRefusedError if there is no such user."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
         raise FileRefusedError(Path(text), f"it names a home folder that can't be found ({error})") from error
 
 
-def resolved(path: Path) -> Path:
-    """Return `path` with all links followed; FileRefusedError for a NUL or links that form a loop."""
-    try:
-        return path.resolve()
-    except (ValueError, RuntimeError) as error:
-        raise FileRefusedError(path, f"it is no path ({error})") from error
-
-
 def inside(path: Path, folder: Path) -> Path:
-    """Return `path` with all links followed; FileRefusedError if it is not under `folder`, or invalid."""
-    target = resolved(path)
-    if not target.is_relative_to(resolved(folder)):
+    """Return `path` with all links followed; FileRefusedError if it is not under `folder`."""
+    target = path.resolve()
+    if not target.is_relative_to(folder.resolve()):
         raise FileRefusedError(path, f"it leads out of {str(folder)!r}")
     return target
 
@@ -90,11 +78,6 @@ def file_sha256(path: Path) -> str:
     """Return the hex sha256 of a file's bytes."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def make_folders(folder: Path) -> None:
-    """Create a folder and its parents if missing; FileExistsError if something else has the name."""
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
@@ -124,11 +107,9 @@ def write_text(path: Path, text: str) -> None:
 
 def append_line(path: Path, line: str) -> None:
     """Append a line to a file, created if missing; a line that doesn't fit on the disk is removed."""
-    with path.open("a+b", buffering=0) as stream:
-        size = stream.seek(0, os.SEEK_END)
-        # A line that a kill cut off must not take this one with it.
-        start = b"\n" if size and os.pread(stream.fileno(), 1, size - 1) != b"\n" else b""
-        data = start + line.encode("utf-8", errors="backslashreplace") + b"\n"
+    data = line.encode("utf-8", errors="backslashreplace") + b"\n"
+    with path.open("ab", buffering=0) as stream:
+        size = stream.tell()
         if stream.write(data) != len(data):
             stream.truncate(size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -145,7 +126,7 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
     if not folder.parent.exists():
-        make_folders(folder.parent)
+        folder.parent.mkdir(parents=True)
     temporary = folder.with_name(f"{TEMPORARY}{folder.name[:50]}-{uuid4().hex[:12]}")
     temporary.mkdir()
     try:
@@ -170,28 +151,25 @@ def parse_json(text: str | bytes) -> Any:
         raise DocumentError(f"it is no JSON ({error})") from None
 
 
-def first_problem(error: ValidationError, *, quotes: bool = True) -> str:
-    """Return the first error as `where: what (got value)`, on one line; without the value unless it `quotes`."""
+def first_problem(error: ValidationError) -> str:
+    """Return the first error as `where: what (got value)`, on one line."""
     problem = error.errors(include_url=False, include_context=False)[0]
     if problem["type"] == "json_invalid":
         return f"it is no JSON ({problem['msg'].removeprefix('Invalid JSON: ')})"
-    message, is_ours = problem["msg"].removeprefix("Value error, "), problem["type"] == "value_error"
-    if is_ours and quotes and not problem["loc"]:
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error" and not problem["loc"]:
         # From our validator of several fields, which names them and their values.
         return message
     location = clean(".".join(map(str, problem["loc"]))[:MAX_QUOTED]) or "document"
-    if quotes:
-        return f"{location}: {message} (got {str(problem['input'])[:MAX_QUOTED]!r})"
-    # Only our own validators put values into their messages.
-    return f"{location}: {'not a value that is allowed' if is_ours else message}"
+    return f"{location}: {message} (got {str(problem['input'])[:MAX_QUOTED]!r})"
 
 
-def parse_record(kind: type[ModelT], text: str | bytes, *, strict: bool | None = None, quotes: bool = False) -> ModelT:
-    """Return the record in a JSON document, DocumentError if it holds none; the error `quotes` a user's own document only."""
+def parse_record(kind: type[ModelT], text: str | bytes, *, strict: bool | None = None) -> ModelT:
+    """Return the record in a JSON document, DocumentError if it holds none."""
     try:
         return kind.model_validate_json(text, strict=strict)
     except ValidationError as error:
-        raise DocumentError(first_problem(error, quotes=quotes)) from None
+        raise DocumentError(first_problem(error)) from None
 
 
 def read_json(path: Path) -> Any:
@@ -223,31 +201,16 @@ def inert(text: str) -> str:
 
 
 def user_folder(variable: str, default: Callable[[str], Path]) -> Path:
-    """Return the folder that an environment variable names, or the `default` one for our program's name.
-
-    Raises:
-        OSError: the home folder is unknown, as for a container's user without HOME; `strerror` names the variable.
-    """
+    """Return the folder that an environment variable names, or the `default` one for our program's name."""
     value = os.environ.get(variable)
-    try:
-        return Path(value).expanduser().absolute() if value else default("profiling-agent")
-    except RuntimeError as error:
-        reason = f"the home folder can't be found: set {variable} to an absolute path"
-        raise FileRefusedError(Path(value or "~"), reason) from error
+    return expanded(value).absolute() if value else default("profiling-agent")
 
 
 def cache_folder() -> Path:
-    """Return the folder named by PROFILING_AGENT_CACHE, or the user's cache folder; OSError as in `user_folder`."""
+    """Return the folder named by PROFILING_AGENT_CACHE, or the user's cache folder."""
     import platformdirs
 
     return user_folder(CACHE_VARIABLE, platformdirs.user_cache_path)
-
-
-def cache_subfolder(name: str) -> Path | None:
-    """Return the cache's folder for what later runs reuse; None if the cache folder is unknown, and nothing is stored."""
-    with suppress(OSError):
-        return cache_folder() / name
-    return None
 
 
 def cached(name: str, build: Callable[[Path], None]) -> Path:
@@ -263,7 +226,7 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
     try:
         root = cache_folder()
         if not (root / name).is_dir():
-            make_folders(root)
+            root.mkdir(parents=True, exist_ok=True)
             with FileLock(root / f"{name}.lock"):
                 if not (root / name).is_dir():
                     remove_partial_files(root, name)

@@ -5,7 +5,6 @@ Importing this imports no torch: runtimes without torch use it too.
 """
 
 import contextlib
-import importlib
 import io
 import logging
 import os
@@ -15,7 +14,6 @@ import threading
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ProfilingAgentError
@@ -29,7 +27,6 @@ Progress = Callable[[str, int, int], None]
 # Makes our exception of a description of a third party's.
 Refuse = Callable[[str], ProfilingAgentError]
 
-TELEMETRY = "openvino_telemetry"
 # Held while process-wide settings are changed temporarily: of two threads that overlap, the second would save the first's change and
 # restore it for good. A supervisor has no other thread, so its forks find it free.
 SETTINGS_LOCK = threading.RLock()
@@ -77,11 +74,15 @@ def interruptible() -> Generator[None]:
         _stops.discard("interrupted")
 
 
-def silence_torchao() -> None:
-    """Filter out two messages that torchao logs when transformers imports it; call once, before torch is imported.
+def silence_libraries() -> None:
+    """Turn off telemetry of runtimes, and two messages that torchao logs when transformers imports it; call once, before their import.
 
-    They are on CUDA libraries that no CPU has, and on a deprecation between torchao and torch: users can mend neither.
+    The messages are on CUDA libraries that no CPU has, and on a deprecation between torchao and torch: users can mend neither.
     """
+    # OpenVINO and NNCF report their import and each call through this package; without it both fall back on stubs.
+    sys.modules["openvino_telemetry"] = None  # pyright: ignore[reportArgumentType] - the import system's way to say "not there"
+    # From 1.31 on, importing onnxruntime stores a machine id in the user's cache.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     unwanted = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass and is now natively supported"}
     for name, text in unwanted.items():
         logging.getLogger(name).addFilter(lambda record, text=text: text not in str(record.msg))
@@ -111,23 +112,6 @@ def muted(*loggers: str) -> Generator[None]:
 def quiet() -> contextlib.AbstractContextManager[None]:
     """Mute the logs and progress bars of Hugging Face's libraries."""
     return muted("datasets", "huggingface_hub", "transformers")
-
-
-def hide_telemetry() -> None:
-    """Hide the package through which OpenVINO and NNCF report their import and each call; both fall back on stubs."""
-    sys.modules[TELEMETRY] = None  # pyright: ignore[reportArgumentType] - the import system's own way to say "not there"
-
-
-def import_openvino() -> ModuleType:
-    """Import `openvino` without telemetry."""
-    hide_telemetry()
-    return importlib.import_module("openvino")
-
-
-def import_onnxruntime() -> ModuleType:
-    """Import `onnxruntime` without telemetry: from 1.31 on, importing it stores a machine id in the user's cache."""
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-    return importlib.import_module("onnxruntime")
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import platform
-import resource
 import runpy
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from profiling_agent.errors import JobError
-from profiling_agent.lib.io import cache_folder, make_folders
+from profiling_agent.lib.io import cache_folder
 from profiling_agent.lib.logs import Progress, raise_if_stopped, silent
 from profiling_agent.schemas import Environment, Gpu
 
@@ -37,14 +36,14 @@ import json, torch
 gpu = torch.cuda.get_device_properties(0)
 print(json.dumps([gpu.name, gpu.major, gpu.minor, gpu.total_memory]))
 """
+# What models of timm need.
+TIMM_PACKAGES = ("timm", "torchvision")
 LIBRARIES = (
-    *("datasets", "google-re2", "langgraph", "numpy", "pillow", "pydantic", "safetensors", "scipy"),
-    *("torch", "torch-pruning", "transformers"),
+    *("datasets", "google-re2", "langgraph", "numpy", "pillow", "ptflops", "pydantic", "safetensors", "scipy"),
+    *("torch", "torch-pruning", "transformers", *TIMM_PACKAGES),
 )
 # Optional libraries that a runtime's speed depends on.
 RUNTIME_LIBRARIES = ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf", "torchao")
-# What models of timm need.
-TIMM_PACKAGES = ("timm", "torchvision")
 
 
 def _read(path: Path) -> str:
@@ -117,12 +116,6 @@ def available_threads(cpus: Path = CPU_FOLDER, groups: Path = CGROUPS, own: Path
     return cores if quota is None else min(cores, math.ceil(quota))
 
 
-def quota_threads(cpus: Path = CPU_FOLDER, groups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | None:
-    """Return how many threads a container's quota allows, if fewer than the cores that libraries count; else None."""
-    threads = available_threads(cpus, groups, own)
-    return threads if threads < available_cores(cpus) else None
-
-
 @cache
 def nvml() -> tuple[Any, Any] | None:
     """Return the NVML module and the handle of the first visible GPU; None without nvidia-ml-py or a driver."""
@@ -139,23 +132,30 @@ def nvml() -> tuple[Any, Any] | None:
         return None
 
 
+def query_nvml(read: Callable[[Any, Any], Any]) -> Any:
+    """Return what `read` gets from the NVML module and the GPU's handle; None without NVML, or if the GPU doesn't tell."""
+    if (library := nvml()) is None:
+        return None
+    module, handle = library
+    with suppress(module.NVMLError, AttributeError):
+        return read(module, handle)
+    return None
+
+
 @cache
 def find_gpu() -> Gpu | None:
     """Return the GPU that torch calls "cuda"; None if torch is built without CUDA or there is no driver."""
-    spec = find_spec("torch")
-    folders = spec.submodule_search_locations if spec else None
-    cuda = runpy.run_path(str(Path(folders[0]) / "version.py")).get("cuda") if folders else None
+    # Not from torch, whose import takes seconds.
+    cuda = runpy.run_path(str(metadata.distribution("torch").locate_file("torch/version.py")))["cuda"]
     if cuda is None or not any(map(os.path.exists, DRIVER_FILES)):
         return None
-    described = driver = None
-    if (library := nvml()) is not None:
-        module, handle = library
-        # Not every GPU tells its memory.
-        with suppress(module.NVMLError):
-            capability = module.nvmlDeviceGetCudaComputeCapability(handle)
-            memory = int(module.nvmlDeviceGetMemoryInfo(handle).total)
-            described = (module.nvmlDeviceGetName(handle), *capability, memory)
-            driver = module.nvmlSystemGetDriverVersion()
+    described = query_nvml(
+        lambda nvml, gpu: (
+            nvml.nvmlDeviceGetName(gpu),
+            *nvml.nvmlDeviceGetCudaComputeCapability(gpu),
+            nvml.nvmlDeviceGetMemoryInfo(gpu).total,
+        )
+    )
     if described is None:
         # Torch describes it, but only in a process that then holds a context on it.
         command = [sys.executable, "-P", "-c", PROBE]
@@ -171,20 +171,16 @@ def find_gpu() -> Gpu | None:
         compute_capability=f"{major}.{minor}",
         # In whole GiB, since drivers reserve different shares of it.
         memory_bytes=-(-memory_bytes // 2**30) * 2**30,
-        driver=driver,
+        driver=query_nvml(lambda nvml, _gpu: nvml.nvmlSystemGetDriverVersion()),
         cuda=cuda,
         cudnn=_installed_versions([cudnn]).get(cudnn),
     )
 
 
-def _cpu_field(field: str) -> str:
+def cpu_field(field: str) -> str:
+    """Return a field of the processor as the kernel describes it, or an empty string if unknown."""
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
-
-
-def cpu_vendor() -> str:
-    """Return the processor's vendor ("GenuineIntel", "AuthenticAMD"), or an empty string if unknown."""
-    return _cpu_field("vendor_id")
 
 
 @cache
@@ -201,10 +197,9 @@ def code_version() -> str:
 @cache
 def environment(device: str = "cpu") -> Environment:
     """Return the fingerprint of this machine and installation, for measurements on `device`."""
-    flags = set(_cpu_field("flags").split())
-    timm = _installed_versions(TIMM_PACKAGES)
+    flags = set(cpu_field("flags").split())
     return Environment(
-        cpu=_cpu_field("model name") or platform.processor() or platform.machine(),
+        cpu=cpu_field("model name") or platform.machine(),
         cpu_flags=tuple(flag for flag in CPU_FLAGS if flag in flags),
         num_threads=available_threads(),
         # In whole GiB: another kernel on the same machine reserves a few pages more or fewer.
@@ -212,8 +207,7 @@ def environment(device: str = "cpu") -> Environment:
         system=f"{platform.system()} {platform.machine()}",
         device=device,
         python=platform.python_version(),
-        # Without timm, torchvision affects nothing.
-        libraries={name: metadata.version(name) for name in LIBRARIES} | (timm if "timm" in timm else {}),
+        libraries=_installed_versions(LIBRARIES),
         runtimes=_installed_versions(RUNTIME_LIBRARIES),
         code_version=code_version(),
         gpu=None if device == "cpu" else find_gpu(),
@@ -229,19 +223,12 @@ def _installed_versions(names: Sequence[str]) -> dict[str, str]:
 
 
 def peak_memory_bytes(pid: int | None = None) -> int:
-    """Return a process's peak resident memory in bytes, by default this one's.
-
-    Raises:
-        JobError: this system doesn't report other processes' memory.
-    """
-    status = Path(f"/proc/{pid or 'self'}/status")
-    if status.exists():
-        # Linux passes a parent's ru_maxrss on to its child; VmHWM starts anew with the program.
-        line = next(line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    if pid is not None:
-        raise JobError("only Linux (/proc) reports the peak memory of another process: measure memory there")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """Return a process's peak resident memory in bytes, by default this one's; JobError if it is gone."""
+    # Linux passes a parent's ru_maxrss on to its child; VmHWM starts anew with the program.
+    lines = _read(Path(f"/proc/{pid or 'self'}/status")).splitlines()
+    if (line := next((line for line in lines if line.startswith("VmHWM:")), None)) is None:
+        raise JobError(f"the memory of process {pid} can't be read: it is gone")
+    return int(line.split()[1]) * 1024
 
 
 def own_memory_bytes(pid: int) -> int:
@@ -256,11 +243,11 @@ def own_memory_bytes(pid: int) -> int:
 def machine_lock(progress: Progress = silent, check: Callable[[], None] = raise_if_stopped) -> Generator[None]:
     """Wait until no other process of this user runs a job on this machine; a process that dies releases the lock.
 
-    `check` raises what ends the wait.     Two runs at once wait for each other's threads: on two cores each took ten times as long instead of twice (LOG, 2026-11-22).
+    `check` raises what ends the wait. Two runs at once wait for each other's threads: on two cores each took ten times as long instead of twice (LOG, 2026-11-22).
     """
     try:
         folder = cache_folder()
-        make_folders(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / LOCK)
         with suppress(Timeout):
             lock.acquire(timeout=0)

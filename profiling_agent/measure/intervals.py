@@ -72,32 +72,20 @@ def read_predictions(path: Path) -> Answers:
         raise ArtifactError(f"the predictions in {str(path)!r} can't be read ({reason}): evaluate again") from error
 
 
-# Names the folder of the ledgers.
+# Names the folder of the ledgers, by default the user's data folder.
 VARIABLE = "PROFILING_AGENT_DATA"
-# Hexadecimal digits of an image's SHA-256. Among ten thousand images two different ones share them in one of a hundred
-# sets, and then one opening too many is counted.
+# Of an image's SHA-256, in hexadecimal. Among ten thousand images two different ones share them in one of a hundred sets, and
+# then one opening too many is counted.
 DIGITS = 8
 FIRST_SHARE = 0.8
 
 
 class _Test(Record):
-    """A line of a ledger: the test of a candidate on images, as their joined digits.
-
-    `fresh` is a user's reason not to count earlier tests.
-    """
+    """A line of a ledger: the test of a candidate on images; `fresh` is a user's reason not to count earlier tests."""
 
     candidate: str
-    images: str
+    images: tuple[str, ...]
     fresh: str | None = None
-
-    @property
-    def image_ids(self) -> set[str]:
-        return {self.images[start : start + DIGITS] for start in range(0, len(self.images), DIGITS)}
-
-
-def data_folder() -> Path:
-    """Return the folder named by PROFILING_AGENT_DATA, or the user's data folder; OSError as `user_folder`."""
-    return io.user_folder(VARIABLE, platformdirs.user_data_path)
 
 
 def share(number: int) -> float:
@@ -112,11 +100,11 @@ def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str
     a share of the error allowed to all. Only tests that share an image with this one count; the same test again isn't another
     one. If no ledger can be kept, the opening's note says why, and the run goes on.
     """
-    digits = "".join(sorted({hashlib.sha256(image).hexdigest()[:DIGITS] for image in images}))
-    test, tests, note = _Test(candidate=candidate, images=digits, fresh=fresh), list[_Test](), None
+    ids = tuple(sorted({hashlib.sha256(image).hexdigest()[:DIGITS] for image in images}))
+    test, tests, note = _Test(candidate=candidate, images=ids, fresh=fresh), list[_Test](), None
     try:
-        path = data_folder() / "heldout" / f"{model}.json"
-        io.make_folders(path.parent)
+        path = io.user_folder(VARIABLE, platformdirs.user_data_path) / "heldout" / f"{model}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.parent / "ledgers.lock"):
             for line in path.read_bytes().splitlines() if path.exists() else ():
                 try:
@@ -126,14 +114,14 @@ def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str
             # Earlier tests count from the last that was fresh.
             start = max((index for index, earlier in enumerate(tests) if earlier.fresh is not None), default=0)
             counted = tests[start:] if fresh is None else []
-            others = [(each.candidate, each.images) for each in counted if each.image_ids & test.image_ids]
-            is_known = (candidate, digits) in others
+            others = [(each.candidate, each.images) for each in counted if not set(ids).isdisjoint(each.images)]
+            is_known = (candidate, ids) in others
             if not is_known:
                 io.append_line(path, test.model_dump_json())
     except OSError as error:
         note = f"openings of the held-out images can't be counted ({error}): set {VARIABLE} to a folder for them"
         return Opening(number=1, share=share(1), fresh=fresh, note=note)
-    number = 1 + (others.index((candidate, digits)) if is_known else len(others))
+    number = 1 + (others.index((candidate, ids)) if is_known else len(others))
     return Opening(
         number=number, share=share(number), fresh=fresh or (counted[0].fresh if counted else None), note=note
     )
@@ -252,7 +240,8 @@ def _centre_and_error(num_lost: float, num_gained: float, num_images: float) -> 
     return lost - gained, math.sqrt(variance)
 
 
-def _bound(num_lost: float, num_gained: float, num_images: float, confidence: float) -> float:
+def paired_bound(num_lost: float, num_gained: float, num_images: float, confidence: float) -> float:
+    """Return the upper bound of the drop by the adjusted Wald interval: the least that images can show if none is discordant."""
     centre, error = _centre_and_error(num_lost, num_gained, num_images)
     return min(centre + float(special.ndtri(confidence)) * error, 1.0)
 
@@ -268,7 +257,7 @@ def paired_drop(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[
         int(np.sum(~baseline_correct & candidate_correct)),
     )
     num_images, confidence = len(baseline_correct), 0.5 + CONFIDENCE / 2
-    low, high = -_bound(gained, lost, num_images, confidence), _bound(lost, gained, num_images, confidence)
+    low, high = -paired_bound(gained, lost, num_images, confidence), paired_bound(lost, gained, num_images, confidence)
     p_value = float(stats.binomtest(lost, lost + gained).pvalue) if lost or gained else 1.0
     return _drop(Counts(lost, gained, num_images), low, high, p_value, 1)
 
@@ -277,7 +266,7 @@ def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
     """Return the upper bound of the true drop at this confidence, by the same method as the interval."""
     if drop.num_looks > 1:
         return upper_bound(drop, 1 - confidence)
-    return _bound(drop.num_lost, drop.num_gained, drop.num_images, confidence)
+    return paired_bound(drop.num_lost, drop.num_gained, drop.num_images, confidence)
 
 
 def one_sided_lower_bound(drop: AccuracyDrop, confidence: float) -> float:
@@ -299,19 +288,19 @@ def largest_passing_drop(max_drop: float, changed: float, num_images: int, confi
     """
     discordant = changed * num_images
     for net in range(math.floor(min(max_drop * num_images, discordant)), math.floor(-discordant), -1):
-        if _bound((discordant + net) / 2, (discordant - net) / 2, num_images, confidence) <= max_drop:
+        if paired_bound((discordant + net) / 2, (discordant - net) / 2, num_images, confidence) <= max_drop:
             return net / num_images
     return -changed
 
 
-def _certain_bound(num_lost: float, num_gained: float, num_images: float, confidence: float) -> float:
-    """Return the larger of `_bound` and the largest drop that the score test doesn't reject.
+def score_bound(num_lost: float, num_gained: float, num_images: float, confidence: float) -> float:
+    """Return the larger of `paired_bound` and the largest drop that the score test doesn't reject.
 
-    If next to none is gained and the allowed error is small, `_bound` is too low: at an error of 2%, 289 images of which none
+    If next to none is gained and the allowed error is small, `paired_bound` is too low: at an error of 2%, 289 images of which none
     is discordant would show a point, as 5.5% of the models do that lose one. The score test takes 418 (T. Tango, Statistics
     in Medicine 17, 1998, 891-908).
     """
-    bound = _bound(num_lost, num_gained, num_images, confidence)
+    bound = paired_bound(num_lost, num_gained, num_images, confidence)
     measured, quantile = (num_lost - num_gained) / num_images, float(special.ndtri(confidence))
 
     def excess(drop: float) -> float:
@@ -334,7 +323,7 @@ def certain_bound(drop: AccuracyDrop, confidence: float) -> float:
     """Return the upper bound that certifies a drop: the larger of `one_sided_bound` and the score test's."""
     if drop.num_looks > 1:
         return one_sided_bound(drop, confidence)
-    return _certain_bound(drop.num_lost, drop.num_gained, drop.num_images, confidence)
+    return score_bound(drop.num_lost, drop.num_gained, drop.num_images, confidence)
 
 
 def images_to_certify(drop: AccuracyDrop, max_drop: float, confidence: float = CONFIDENCE) -> int | None:
@@ -347,22 +336,12 @@ def images_to_certify(drop: AccuracyDrop, max_drop: float, confidence: float = C
     if drop.drop >= max_drop:
         return None
     lost, gained = drop.num_lost / drop.num_images, drop.num_gained / drop.num_images
-    return _fewest(lambda num: _certain_bound(lost * num, gained * num, num, confidence) <= max_drop)
-
-
-def perfect_bound(num_images: int, confidence: float) -> float:
-    """Return the bound if none of the images is answered differently: the smallest drop that they can show."""
-    return _bound(0, 0, num_images, confidence)
-
-
-def certain_perfect_bound(num_images: int, confidence: float) -> float:
-    """Return `certain_bound` if none of the images is answered differently."""
-    return _certain_bound(0, 0, num_images, confidence)
+    return _fewest(lambda num: score_bound(lost * num, gained * num, num, confidence) <= max_drop)
 
 
 def least_images(max_drop: float, confidence: float) -> int | None:
     """Return the fewest images that can show a drop of at most `max_drop`, if none is answered differently."""
-    return _fewest(lambda num_images: perfect_bound(num_images, confidence) <= max_drop)
+    return _fewest(lambda num_images: paired_bound(0, 0, num_images, confidence) <= max_drop)
 
 
 def selection_bias(drops: Sequence[AccuracyDrop]) -> float:
@@ -388,7 +367,6 @@ NUM_RESAMPLES = 2000
 # Standard deviation of the log ratio of two processes of one model: six processes of a small ViT at batch 32 in one race,
 # two cores (docs/decisions/LOG.md). Assumed only for a single session.
 PROCESS_SPREAD = 0.02
-Ratios = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,18 +377,8 @@ class SpeedupEstimate:
     low: float
     high: float
 
-    @property
-    def is_shown_slower(self) -> bool:
-        """Return whether the upper bound shows it slower than the other."""
-        return self.high < 1
 
-    @property
-    def is_shown_faster(self) -> bool:
-        """Return whether the lower bound shows it faster than the other."""
-        return self.low > 1
-
-
-def log_ratios(samples: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Ratios:
+def log_ratios(samples: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> NDArray[np.float64]:
     """Return log(baseline time / time) of each turn that both took.
 
     Times of a turn are medians taken within seconds of each other: a machine that slows down over a minute slows both.
@@ -420,7 +388,7 @@ def log_ratios(samples: Sequence[Sequence[float]], baseline: Sequence[Sequence[f
     return np.log(baseline_ms / ms)
 
 
-def estimate_speedup(sessions: Sequence[Ratios]) -> SpeedupEstimate:
+def estimate_speedup(sessions: Sequence[NDArray[np.float64]]) -> SpeedupEstimate:
     """Return the speed-up with its 95% interval from log ratios by session; a model against itself has no interval.
 
     Turns of one session share its processes, and two processes of equal models differ for as long as they live; sessions
@@ -456,16 +424,14 @@ def bound_over_sessions(log_ratios: Sequence[float], error: float) -> float:
     return min(mean - margin, ordered[rank]) if error < 0 else max(mean + margin, ordered[-1 - rank])
 
 
-def score_one_session(
-    ratios: Ratios, *, process_spread: float = PROCESS_SPREAD, num_resamples: int = NUM_RESAMPLES
-) -> SpeedupEstimate:
+def score_one_session(ratios: NDArray[np.float64]) -> SpeedupEstimate:
     """Return the median of one session's log ratios, and the middle 95% of bootstrap draws of it.
 
     Each draw has the spread between processes added, which one session can't measure.
     """
     rng = np.random.default_rng(0)
-    chosen = rng.integers(0, len(ratios), (num_resamples, len(ratios)))
-    draws = np.median(ratios[chosen], axis=1) + rng.normal(0.0, process_spread, num_resamples)
+    chosen = rng.integers(0, len(ratios), (NUM_RESAMPLES, len(ratios)))
+    draws = np.median(ratios[chosen], axis=1) + rng.normal(0.0, PROCESS_SPREAD, NUM_RESAMPLES)
     low, high = np.quantile(draws, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
     return SpeedupEstimate(*(math.exp(value) for value in (float(np.median(ratios)), low, high)))
 

@@ -6,14 +6,12 @@ than in the session that chose it.
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from profiling_agent import schemas
 from profiling_agent.errors import ArtifactError, JobError
@@ -21,13 +19,11 @@ from profiling_agent.lib import machine
 from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.logs import Progress, silent
 from profiling_agent.measure import intervals
-from profiling_agent.measure.worker import TimedProcess, WorkerSetup, gpu_free_bytes, gpu_runs, worker_command
+from profiling_agent.measure.worker import TimedProcess, WorkerSetup, gpu_runs, worker_command
 from profiling_agent.processes.child import Supervisor, fork_server
-from profiling_agent.runtimes.artifact import RECIPE, load_recipe, model_bytes, named_folder
+from profiling_agent.runtimes.artifact import RECIPE, load_recipe, model_bytes
 from profiling_agent.runtimes.registry import runtime
-from profiling_agent.schemas import ArtifactRef, Dropped, Race, RaceResult, Record, Variant
-
-Entries = Sequence[tuple[Variant, ArtifactRef]]
+from profiling_agent.schemas import ArtifactRef, Race, RaceResult, Record
 
 # A turn has as many passes as fit in this, at least one: of a session that chooses, and of one of an estimate, which gains little
 # from more turns. Forty samples of ten passes are at most 400 times a model.
@@ -40,17 +36,13 @@ FAR_BEHIND: Mapping[int, float] = {2: 2.0, 4: 1.3}
 MEMORY_FRACTION, FREE_FRACTION, MAX_MEMORY, CONTEXT_BYTES = 0.5, 0.7, 4 * 2**30, 2**29
 
 
-def room_bytes(total: int, free: int) -> int:
-    """Return the bytes that the processes of a session may hold of `total` memory, of which `free` is free."""
-    return min(int(MEMORY_FRACTION * total), int(FREE_FRACTION * free), MAX_MEMORY)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
     """Conditions of a race of saved models; paths are relative to `root`.
 
     With a `server`, processes of torch are forks: ready seconds earlier and as fast. If `enqueued`, passes on a GPU follow each
-    other without waiting. A session ends when its models were timed for `seconds_per_model` each, on average. `memory_bytes` is for all processes of a session, by default `room_bytes`.
+    other without waiting. A session ends when its models were timed for `seconds_per_model` each, on average.
+    `memory_bytes` is for all processes of a session, by default a share of what is free.
     """
 
     root: Path
@@ -82,7 +74,7 @@ class _Session:
     session all models take part from beginning to end.
     """
 
-    entries: Entries
+    models: Sequence[ArtifactRef]
     conditions: Conditions
     chooses: bool
     processes: dict[int, TimedProcess] = field(default_factory=dict[int, TimedProcess])
@@ -91,10 +83,6 @@ class _Session:
     lost: dict[int, JobError] = field(default_factory=dict[int, JobError])
     waiting: tuple[int, ...] = ()
     num_repeats: int = 0
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(note for process in self.processes.values() for note in process.notes)
 
     def run(self, places: Sequence[int], seed: int, progress: Progress) -> dict[int, RaceResult]:
         """Return the results of the models at `places`, of which 0 is the baseline; JobError as `_drop`."""
@@ -132,15 +120,17 @@ class _Session:
         they hold.
         """
         on_gpu, memory = self.conditions.device == "cuda", list[int]()
-        room = self.conditions.memory_bytes or room_bytes(machine.total_bytes(), machine.available_bytes())
-        if on_gpu and (free_bytes := gpu_free_bytes()) is not None:
-            room = int(FREE_FRACTION * free_bytes)
+        shares = MEMORY_FRACTION * machine.total_bytes(), FREE_FRACTION * machine.available_bytes(), MAX_MEMORY
+        room = self.conditions.memory_bytes or min(shares)
+        free = machine.query_nvml(lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).free) if on_gpu else None
+        if free is not None:
+            room = FREE_FRACTION * free
         for place, index in enumerate(places):
             is_full = self.chooses and sum(memory) + 2 * max(memory, default=0) > room
             try:
                 for ahead in places[place : place + 2]:
                     if ahead not in self.processes and not is_full:
-                        process = self.conditions.process(self.entries[ahead][1])
+                        process = self.conditions.process(self.models[ahead])
                         self.processes[ahead] = stack.enter_context(process)
                 if index not in self.processes:
                     self.waiting = tuple(places[place:])
@@ -173,19 +163,14 @@ class _Session:
     def _result(self, index: int) -> RaceResult:
         samples_ms = [pass_ms for sample in self.samples[index] for pass_ms in sample]
         turns = tuple(np.exp(intervals.log_ratios(self.samples[index], self.samples[0])).tolist())
-        return _race_result(*self.entries[index], samples_ms, self.conditions.batch_size, (turns,))
+        return _race_result(self.models[index], samples_ms, self.conditions.batch_size, (turns,))
 
 
 def _race_result(
-    variant: Variant,
-    model: ArtifactRef,
-    samples_ms: Sequence[float],
-    batch_size: int,
-    turns: tuple[tuple[float, ...], ...],
+    model: ArtifactRef, samples_ms: Sequence[float], batch_size: int, turns: tuple[tuple[float, ...], ...]
 ) -> RaceResult:
     score = intervals.estimate_speedup([np.log(session) for session in turns])
     return RaceResult(
-        variant=variant,
         model=model,
         latency=intervals.latency_stats(samples_ms, batch_size),
         speedup=score.speedup,
@@ -195,20 +180,12 @@ def _race_result(
     )
 
 
-def _race(results: Sequence[RaceResult], parts: Sequence[_Session] | Sequence[Race], **fields: Any) -> Race:
-    # By how much of its time one of two equal models would have to differ to be told apart: half a 95% interval, in the median.
-    halves = [math.sqrt(result.speedup_high / result.speedup_low) - 1 for result in results[1:]]
-    return Race(
-        results=tuple(results),
-        num_repeats=sum(part.num_repeats for part in parts),
-        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
-        detectable=float(np.median(halves)) if halves else 0.0,
-        **fields,
-    )
+def _notes_of(parts: Iterable[TimedProcess] | Iterable[Race]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(note for part in parts for note in part.notes))
 
 
-def race_once(entries: Entries, conditions: Conditions, *, progress: Progress = silent) -> Race:
-    """Race all entries in one session, which is good enough to choose with. The first is the baseline.
+def race_once(models: Sequence[ArtifactRef], conditions: Conditions, *, progress: Progress = silent) -> Race:
+    """Race all models in one session, which is good enough to choose with. The first is the baseline.
 
     A speed-up is the median over turns of baseline time over candidate time at the same turn. If memory doesn't hold all
     models at once, they take turns in parts, each with the first.
@@ -217,30 +194,29 @@ def race_once(entries: Entries, conditions: Conditions, *, progress: Progress = 
         JobError: the baseline crashed or hung; with its last output.
     """
     # Of the baseline, which takes part in all, only the first part counts.
-    results, lost, parts = dict[int, RaceResult](), dict[int, JobError](), list[_Session]()
-    places = tuple(range(len(entries)))
-    while not parts or places:
-        session = _Session(entries, conditions, chooses=True)
+    results, lost, processes = dict[int, RaceResult](), dict[int, JobError](), list[TimedProcess]()
+    places = tuple(range(len(models)))
+    while places:
+        session = _Session(models, conditions, chooses=True)
         results = session.run(places, conditions.seed, progress) | results
-        parts.append(session)
+        processes += session.processes.values()
         lost, places = lost | session.lost, session.waiting and (0, *session.waiting)
-    dropped = [
-        Dropped(variant=entries[index][0], model=entries[index][1], reason=str(error))
-        for index, error in sorted(lost.items())
-    ]
-    ordered = [results[index] for index in sorted(results)]
-    return _race(ordered, parts, num_sessions=1, dropped=tuple(dropped))
+    dropped = {models[index].path: str(error) for index, error in sorted(lost.items())}
+    ordered = tuple(results[index] for index in sorted(results))
+    return Race(results=ordered, num_sessions=1, dropped=dropped, notes=_notes_of(processes))
 
 
-def run_one_session(entries: Entries, conditions: Conditions, number: int, *, progress: Progress = silent) -> Race:
+def run_one_session(
+    models: Sequence[ArtifactRef], conditions: Conditions, number: int, *, progress: Progress = silent
+) -> Race:
     """Return session `number` of an estimate, to be pooled with others; all models take part to the end.
 
     Raises:
         JobError: a process crashed or hung, so the session is void.
     """
-    session = _Session(entries, conditions, chooses=False)
-    results = session.run(range(len(entries)), conditions.seed + number, progress)
-    return _race(list(results.values()), [session], num_sessions=1)
+    session = _Session(models, conditions, chooses=False)
+    results = session.run(range(len(models)), conditions.seed + number, progress)
+    return Race(results=tuple(results.values()), num_sessions=1, notes=_notes_of(session.processes.values()))
 
 
 # A process may be killed from outside; repeated deaths are no accident. A session whose baseline takes MAX_SLOWDOWN times as
@@ -284,18 +260,17 @@ def run_steady_sessions(
 
 
 def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
-    """Return one race from sessions with the same entries, in the same order."""
-    results = [
+    """Return one race from sessions with the same models, in the same order."""
+    results = tuple(
         _race_result(
-            rows[0].variant,
             rows[0].model,
             [pass_ms for row in rows for pass_ms in row.latency.samples_ms],
             rows[0].latency.batch_size,
             tuple(turns for row in rows for turns in row.turns),
         )
         for rows in zip(*(race.results for race in sessions), strict=True)
-    ]
-    return _race(results, sessions, num_sessions=len(sessions), void=tuple(void))
+    )
+    return Race(results=results, num_sessions=len(sessions), void=tuple(void), notes=_notes_of(sessions))
 
 
 def compare(own: RaceResult, other: RaceResult) -> intervals.SpeedupEstimate:
@@ -306,30 +281,24 @@ def compare(own: RaceResult, other: RaceResult) -> intervals.SpeedupEstimate:
 
 def noise_warning(race: Race) -> str | None:
     """Return a line on the difference that the race can't detect, or None if it could tell 5% apart."""
-    less = f"too noisy to tell candidates apart that differ by less than {race.detectable:.0%}"
-    return f"{less}: measure again while nothing else runs on this machine" if race.detectable > 0.05 else None
+    # By how much of its time one of two equal models would have to differ to be told apart: half a 95% interval, in the median.
+    halves = [math.sqrt(result.speedup_high / result.speedup_low) - 1 for result in race.results[1:]]
+    detectable = float(np.median(halves)) if halves else 0.0
+    less = f"too noisy to tell candidates apart that differ by less than {detectable:.0%}"
+    return f"{less}: measure again while nothing else runs on this machine" if detectable > 0.05 else None
 
 
 def memory_use(model: ArtifactRef, *, root: Path, batch_size: int, device: str = "cpu") -> int:
     """Return the peak bytes of a process that only loads and runs `model`: resident with mapped files, on CUDA allocated.
 
     Raises:
-        JobError: the process died or hung, or this system doesn't report peak memory.
+        JobError: the process died or hung.
     """
     with Conditions(root=root, batch_size=batch_size, device=device).process(model) as process:
         process.wait_until_ready()
         # After its first pass a runtime may use other kernels, and more memory.
         process.take_sample(3)
         return machine.peak_memory_bytes(process.pid) if process.device_bytes is None else process.device_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SavedModel:
-    """A saved model: its displayed name, its variant in its run, and its folder."""
-
-    name: str
-    variant: Variant
-    folder: Path
 
 
 class Throughput(Record):
@@ -350,33 +319,20 @@ class MeasuredModel(Record):
     size_bytes: int
 
 
-class Measurements(Record):
-    """What each of several saved models takes."""
-
-    environment: schemas.Environment
-    models: tuple[MeasuredModel, ...] = Field(min_length=1)
-
-
-def saved_model(source: Path) -> SavedModel:
-    """Return a saved model named by the given path; ArtifactError if it is none."""
-    folder = named_folder(source)
-    return SavedModel(f"{source} ({load_recipe(folder).deployment.name})", Variant.BASELINE, folder)
-
-
 def _ref(folder: Path) -> ArtifactRef:
     size_bytes, sha256 = model_bytes(folder), file_sha256(folder / RECIPE)
-    return ArtifactRef(path=str(folder), sha256=sha256, size_bytes=size_bytes, kind="model")
+    return ArtifactRef(path=str(folder), sha256=sha256, size_bytes=size_bytes)
 
 
 def race_saved(
-    models: Sequence[SavedModel],
+    folders: Sequence[Path],
     *,
     batch_size: int,
     num_sessions: int = schemas.NUM_SESSIONS,
     device: str = "cpu",
     progress: Progress = silent,
-) -> tuple[dict[str, str], Race]:
-    """Race saved models against the first; return each one's name by its path in the results, and the race.
+) -> Race:
+    """Race saved models against the first.
 
     Every session starts new processes. Models that can't run here, in a session beforehand, are dropped.
 
@@ -384,52 +340,49 @@ def race_saved(
         ArtifactError: a model is missing.
         JobError: the first can't be run.
     """
-    entries = [(model.variant, _ref(model.folder)) for model in models]
-    names = {ref.path: model.name for (_, ref), model in zip(entries, models, strict=True)}
+    models = [_ref(folder) for folder in folders]
     # Imports of a process of one of torch's runtimes.
     modules = ("profiling_agent.measure.worker", "transformers.models.auto.modeling_auto")
     with machine.machine_lock(progress), fork_server(modules) as server:
         conditions = Conditions(root=Path("/"), batch_size=batch_size, device=device, server=server)
-        dropped = race_once(entries, conditions, progress=progress).dropped
-        entries = [entry for entry in entries if entry[1] not in [each.model for each in dropped]]
+        dropped = race_once(models, conditions, progress=progress).dropped
+        models = [model for model in models if model.path not in dropped]
         race = run_steady_sessions(
-            lambda number: run_one_session(entries, conditions, number, progress=progress), num_sessions
+            lambda number: run_one_session(models, conditions, number, progress=progress), num_sessions
         )
-    return names, race.model_copy(update={"dropped": dropped})
+    return race.model_copy(update={"dropped": dropped})
 
 
 def measure_saved(
-    models: Sequence[SavedModel],
+    folders: Mapping[str, Path],
     *,
     batch_sizes: Sequence[int] = (1, 8, 32),
     seconds_per_model: float = 2.0,
     device: str = "cpu",
     progress: Progress = silent,
-) -> Measurements:
-    """Measure images per second and peak memory of saved models on this machine; at each batch size they take turns.
+) -> list[MeasuredModel]:
+    """Measure images per second and peak memory of saved models, by name; at each batch size they take turns.
 
     A model that can't be run at a batch size has no throughput there.
 
     Raises:
         JobError: the first model can't be run, or another one at batch size 1.
     """
-    refs = [_ref(model.folder) for model in models]
-    rows = {ref.sha256: list[Throughput]() for ref in refs}
+    refs = {name: _ref(folder) for name, folder in folders.items()}
+    rows = {ref.path: list[Throughput]() for ref in refs.values()}
     measured: list[MeasuredModel] = []
     with machine.machine_lock(progress):
         for size in batch_sizes:
             conditions = Conditions(
                 root=Path("/"), batch_size=size, device=device, enqueued=True, seconds_per_model=seconds_per_model
             )
-            entries = [(Variant.BASELINE, ref) for ref in refs]
-            for result in race_once(entries, conditions, progress=progress).results:
+            for result in race_once([*refs.values()], conditions, progress=progress).results:
                 ms = result.latency
                 rate, low, high = (size * 1e3 / each for each in (ms.median_ms, ms.high_ms, ms.low_ms))
-                rows[result.model.sha256].append(Throughput(batch_size=size, images_per_s=rate, low=low, high=high))
-        for number, (ref, model) in enumerate(zip(refs, models, strict=True)):
+                rows[result.model.path].append(Throughput(batch_size=size, images_per_s=rate, low=low, high=high))
+        for number, (name, ref) in enumerate(refs.items()):
             progress("reading memory", number, len(refs))
-            peak_bytes = memory_use(ref, root=Path("/"), batch_size=1, device=device)
-            speeds = tuple(rows[ref.sha256])
-            row = MeasuredModel(name=model.name, throughput=speeds, peak_bytes=peak_bytes, size_bytes=ref.size_bytes)
+            peak_bytes, speeds = memory_use(ref, root=Path("/"), batch_size=1, device=device), tuple(rows[ref.path])
+            row = MeasuredModel(name=name, throughput=speeds, peak_bytes=peak_bytes, size_bytes=ref.size_bytes)
             measured.append(row)
-    return Measurements(environment=machine.environment(device), models=tuple(measured))
+    return measured

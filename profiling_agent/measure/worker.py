@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field
 
 from profiling_agent.errors import JobError
-from profiling_agent.lib.machine import available_threads, nvml, own_memory_bytes, peak_memory_bytes
+from profiling_agent.lib.machine import available_threads, own_memory_bytes, peak_memory_bytes, query_nvml
 from profiling_agent.processes.child import Child, Parent, Supervisor, fork_server
 from profiling_agent.runtimes.artifact import load_recipe, open_session
 from profiling_agent.runtimes.registry import Batch, ModelSession, noise_batch
@@ -36,11 +36,11 @@ def gpu_runs(pass_ms: float) -> int:
     return max(1, min(runs, int(MAX_TURN_MS / pass_ms)))
 
 
-def warm(run_once: Callable[[], float], warm_ms: float = 100.0) -> int:
-    """Run passes until they have taken `warm_ms`; return their number."""
+def warm(run_once: Callable[[], float]) -> int:
+    """Run passes until they have taken 100 ms; return their number."""
     # A GPU raises its clocks within tens of milliseconds of work, and lowers them between turns.
     passes, spent_ms = 0, 0.0
-    while spent_ms < warm_ms:
+    while spent_ms < 100:
         spent_ms += max(run_once(), 1e-3)
         passes += 1
     return passes
@@ -72,59 +72,35 @@ def slowdowns_of(reasons: int | None) -> str:
 
 
 def read_gpu_state() -> int | None:
-    """Return the bits of the reasons for the GPU's clocks now; None without NVML."""
-    if (gpu := nvml()) is None:
-        return None
-    module, handle = gpu
-    return _query(module, lambda: int(module.nvmlDeviceGetCurrentClocksEventReasons(handle))) or 0
-
-
-def _query(module: Any, read: Callable[[], Any]) -> Any:
-    with suppress(module.NVMLError, AttributeError):
-        return read()
-    return None
-
-
-def gpu_free_bytes() -> int | None:
-    """Return the free memory of the GPU; None without NVML."""
-    if (gpu := nvml()) is None:
-        return None
-    module, handle = gpu
-    free: int | None = _query(module, lambda: int(module.nvmlDeviceGetMemoryInfo(handle).free))
-    return free
+    """Return the bits of the reasons for the GPU's clocks now; None if unknown."""
+    return query_nvml(lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
 
 
 def energy_per_image(session: ModelSession, pixel_values: Batch, seconds: float = 2.0) -> Energy | None:
     """Return the energy of back-to-back passes over at least `seconds`; None if the driver doesn't count it."""
-    if (gpu := nvml()) is None:
+
+    def joules() -> float | None:
+        return query_nvml(lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3)
+
+    if joules() is None:
         return None
-    module, handle = gpu
-
-    def millijoules() -> Any:
-        return _query(module, lambda: module.nvmlDeviceGetTotalEnergyConsumption(handle))
-
     pass_ms = max(session.enqueued(pixel_values, 3) or 0.0, 1e-3)
     # The GPU's clocks stay up for a moment after the last pass, and with them the power.
     time.sleep(1.0)
-    idle = _query(module, lambda: module.nvmlDeviceGetPowerUsage(handle))
+    idle_watts = query_nvml(lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3)
     # Between two readings of the clock a quarter of a second of passes is run; the first chunk raises the clocks.
     chunk = max(1, round(0.25 * 1e3 / pass_ms))
     session.enqueued(pixel_values, chunk)
-    before, started, passes = millijoules(), time.perf_counter(), 0
+    before, started, passes = joules(), time.perf_counter(), 0
     while (elapsed := time.perf_counter() - started) < seconds:
         session.enqueued(pixel_values, chunk)
         # Each call has one more pass, to warm up.
         passes += chunk + 1
-    after = millijoules()
+    after = joules()
     if before is None or after is None or not passes:
         return None
-    joules = after / 1e3 - before / 1e3
-    return Energy(
-        joules_per_image=joules / passes / len(pixel_values),
-        watts=joules / elapsed,
-        idle_watts=None if idle is None else idle / 1e3,
-        images=passes * len(pixel_values),
-    )
+    images, spent = passes * len(pixel_values), after - before
+    return Energy(joules_per_image=spent / images, watts=spent / elapsed, idle_watts=idle_watts, images=images)
 
 
 # Of a headline's timed passes.

@@ -148,7 +148,7 @@ def measure_sensitivity(
             progress("measuring sensitivity", index + 1, len(units))
     seconds = time.perf_counter() - started
     in_model_order = tuple(rows[unit.name] for unit in units)
-    return Evidence(units=in_model_order, num_images=num_images, num_judged=len(judged), seconds=seconds)
+    return Evidence(units=in_model_order, num_images=num_images, seconds=seconds)
 
 
 def _unit_evidence(unit: Unit, order: criteria.Elimination, measured: Mapping[int, float]) -> UnitEvidence:
@@ -215,7 +215,7 @@ def read_evidence(path: Path) -> Evidence | None:
 def store_evidence(path: Path, evidence: Evidence) -> None:
     """Store evidence for later runs, and delete the oldest files; write errors are ignored."""
     with suppress(OSError):
-        io.make_folders(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
         io.write_text(path, evidence.model_dump_json())
         for oldest in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-MAX_FILES]:
             oldest.unlink(missing_ok=True)

@@ -13,12 +13,11 @@ from profiling_agent.errors import PlanError, RunError
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.lib.io import DocumentError, parse_json, parse_record
 from profiling_agent.lib.machine import environment
-from profiling_agent.measure.race import SavedModel, saved_model
 from profiling_agent.planning.digest import launch_text
 from profiling_agent.pruning.widths import matching_names
 from profiling_agent.reporting.units import count, drop, ms, percent, size, speedup
 from profiling_agent.request import Request
-from profiling_agent.runtimes.artifact import CardRow, HeldOutAccuracy
+from profiling_agent.runtimes.artifact import CardRow, HeldOutAccuracy, load_recipe
 from profiling_agent.search.evaluator import EFFORTS
 from profiling_agent.search.finalize import FinalChoice
 from profiling_agent.workspace import MANIFEST, REPORT_VERSION, Workspace, check_version, read_manifest
@@ -458,8 +457,8 @@ def is_run(source: Path) -> bool:
     return (source / MANIFEST).is_file() or (source / REPORT).is_file()
 
 
-def models_of_all(sources: Sequence[Path]) -> list[SavedModel]:
-    """Return the models behind runs' verdicts, numbered as in `pick`, the baseline first, and saved models themselves.
+def models_of_all(sources: Sequence[Path]) -> dict[str, Path]:
+    """Return the folders of the models behind runs' verdicts, numbered as in `pick`, the baseline first, and saved models themselves.
 
     The models of one of several runs have its path before their names.
 
@@ -467,16 +466,16 @@ def models_of_all(sources: Sequence[Path]) -> list[SavedModel]:
         ArtifactError: a source is neither a run nor a saved model.
         RunError: a run has no report yet.
     """
-    models: list[SavedModel] = []
+    models: dict[str, Path] = {}
     for source in sources:
         if not is_run(source):
-            models.append(saved_model(source))
+            models[f"{source} ({load_recipe(source).deployment.name})"] = source.resolve()
             continue
         workspace, origin = Workspace(run_of(source)), f"{source}: " if len(sources) > 1 else ""
         for number, variant in enumerate(read_report(source).variants):
             row = variant.evaluation
             name = f"{origin}{number} {row.variant} ({row.deployment.name})"
-            models.append(SavedModel(name, row.variant, workspace.path(row.model).resolve()))
+            models[name] = workspace.path(row.model).resolve()
     return models
 
 

@@ -99,14 +99,6 @@ class Recipe(Record):
         return files
 
 
-def named_folder(path: str | Path) -> Path:
-    """Return the folder of a path with its links resolved; ArtifactError if the links form a loop."""
-    try:
-        return io.resolved(Path(path))
-    except OSError as error:
-        raise ArtifactError(f"{str(path)!r} {error.strerror}: give the folder of a saved model") from error
-
-
 def _read_recipe(folder: Path) -> Recipe:
     path = folder / RECIPE
     try:
@@ -132,7 +124,7 @@ def load_recipe(path: str | Path, *, verify: bool = False) -> Recipe:
     ArtifactError if there is none, it is of another schema version, or a file is missing, leads out of the folder or,
     with `verify`, was changed.
     """
-    folder = named_folder(path)
+    folder = Path(path).resolve()
     recipe = _read_recipe(folder)
     for name in dict.fromkeys((*recipe.files, *recipe.model_files)):
         path = folder / name

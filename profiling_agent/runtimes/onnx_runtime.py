@@ -6,6 +6,7 @@ once, without transposed copies. ViT-B in dynamic int8 is 8% faster for it. The 
 
 import ast
 import contextlib
+import importlib
 import itertools
 import tempfile
 from collections import defaultdict
@@ -15,8 +16,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.lib.logs import import_onnxruntime, muted, third_party_errors
-from profiling_agent.lib.machine import quota_threads
+from profiling_agent.lib.logs import muted, third_party_errors
+from profiling_agent.lib.machine import available_threads
 from profiling_agent.runtimes import registry
 from profiling_agent.runtimes.artifact import ONNX, QuantizedLayer, Recipe
 from profiling_agent.runtimes.registry import INPUT, MODULE, OUTPUT, Batch, Source
@@ -60,11 +61,10 @@ class OnnxSession(registry.ModelSession):
 
 
 def _session_options(num_threads: int | None) -> Any:
-    options: Any = import_onnxruntime().SessionOptions()
+    options: Any = importlib.import_module("onnxruntime").SessionOptions()
     # Errors only: the warnings are advice about the graph's optimisation.
     options.log_severity_level = 3
-    # 0 means that the library chooses.
-    options.intra_op_num_threads = num_threads or quota_threads() or 0
+    options.intra_op_num_threads = num_threads or available_threads()
     options.inter_op_num_threads = 1
     # Its threads wait for the next pass by spinning, which takes cores from the next process.
     options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -77,7 +77,7 @@ def one_thread(graph: str | bytes) -> "InferenceSession":
 
 
 def _open(graph: str | bytes, options: Any) -> "InferenceSession":
-    return import_onnxruntime().InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    return importlib.import_module("onnxruntime").InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
 class OnnxRuntime(registry.Runtime):

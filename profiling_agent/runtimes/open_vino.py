@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.lib.logs import hide_telemetry, import_openvino, muted, third_party_errors
-from profiling_agent.lib.machine import quota_threads
+from profiling_agent.lib.logs import muted, third_party_errors
+from profiling_agent.lib.machine import available_threads
 from profiling_agent.runtimes import registry
 from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, QuantizedLayer, Recipe
 from profiling_agent.runtimes.onnx_runtime import is_convnet, nodes_of_layers
@@ -38,15 +38,14 @@ class OpenVinoSession(registry.ModelSession):
         # of our int8 layers: with all shapes known OpenVINO splits up their quantization, and a ViT is 1.6 to 1.9 times
         # slower for it (2026.4.1).
         self._is_for_any_size = scheme == "static"
-        self._core, self._path = import_openvino().Core(), path
+        self._core, self._path = importlib.import_module("openvino").Core(), path
         self._properties: dict[str, Any] = {
             # Of the parts that aren't int8. Without a hint OpenVINO takes bfloat16 wherever the CPU has it.
             "INFERENCE_PRECISION_HINT": "bf16" if scheme == "bfloat16" else "f32",
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": num_threads or available_threads(),
         }
-        if threads := num_threads or quota_threads():
-            self._properties["INFERENCE_NUM_THREADS"] = threads
         # A request has one buffer for images and one for logits: its user holds the lock until the logits are copied.
         self._lock = threading.Lock()
         self._request_of = lru_cache(MAX_SIZES)(self._compiled)
@@ -130,12 +129,12 @@ def _conversion_errors(problem: str) -> AbstractContextManager[None]:
 
 def _read_onnx(path: Path) -> Any:
     with _conversion_errors("OpenVINO can't read the exported model"):
-        return import_openvino().Core().read_model(path)
+        return importlib.import_module("openvino").Core().read_model(path)
 
 
 def _save(graph: Any, path: Path, *, compress_to_fp16: bool = False) -> None:
     with _conversion_errors("OpenVINO can't write the model"):
-        import_openvino().save_model(graph, path, compress_to_fp16=compress_to_fp16)
+        importlib.import_module("openvino").save_model(graph, path, compress_to_fp16=compress_to_fp16)
 
 
 def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[str, Any]:
@@ -183,7 +182,6 @@ def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: P
     excluded = {node for node, layer in layer_by_node.items() if layer not in layers}
     names = [op.get_friendly_name() for op in model.get_ops() if op.get_type_name() in LAYER_TYPES]
     ignored = [name for name in names if name.split("/")[0] in excluded]
-    hide_telemetry()
     random_state = torch.get_rng_state()
     with muted("nncf", "torch.utils._pytree"), _conversion_errors("NNCF can't quantize the model"):
         nncf: Any = importlib.import_module("nncf")

@@ -29,7 +29,7 @@ from profiling_agent.lib.machine import environment
 from profiling_agent.pruning.prune import find_attention, set_head_attributes_
 from profiling_agent.quantization.layers import CLASSES, QuantizedModule, quantized_modules
 from profiling_agent.runtimes import artifact
-from profiling_agent.runtimes.artifact import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe, load_recipe, named_folder
+from profiling_agent.runtimes.artifact import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe, load_recipe
 from profiling_agent.runtimes.registry import Batch, ModelSession, Source, runtime
 from profiling_agent.schemas import Cut, Deployment, Environment, InputSpec, RuntimeName, Scheme
 
@@ -59,7 +59,7 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     `verify` compares every file with its sha256, and the logits of two images with those at saving. ArtifactError if a
     file is missing or damaged, or the model doesn't compute what it did.
     """
-    folder = named_folder(path)
+    folder = Path(path).resolve()
     recipe = load_recipe(folder, verify=verify)
     model = _read_model(folder, recipe, dequantize=False)
     if not verify:
@@ -71,7 +71,7 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
 
 def load_dequantized(path: str | Path) -> nn.Module:
     """Return the saved model in float32 at its own widths, dequantized; ArtifactError if its weights don't fit."""
-    folder = named_folder(path)
+    folder = Path(path).resolve()
     return _read_model(folder, load_recipe(folder), dequantize=True).float()
 
 
@@ -381,7 +381,7 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_thre
     """
     if num_threads is not None and num_threads < 1:
         raise RequestError(f"num_threads is {num_threads}: give 1 or more, or None for as many as there are cores")
-    folder = named_folder(path)
+    folder = Path(path).resolve()
     recipe = load_recipe(folder, verify=verify)
     session = artifact.open_session(folder, device=device, num_threads=num_threads)
     if note := cpu_note(folder, recipe, environment()):

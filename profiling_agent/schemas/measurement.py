@@ -104,7 +104,6 @@ class Evaluation(Record):
 class RaceResult(Record):
     """One model's times in a race; `speedup` is the baseline's time over the model's, with a 95% interval."""
 
-    variant: Variant
     model: ArtifactRef
     latency: LatencyStats
     speedup: float
@@ -118,29 +117,21 @@ class RaceResult(Record):
         return tuple(median(turns) for turns in self.turns)
 
 
-class Dropped(Record):
-    """A model that left a race: it crashed, hung, took too much memory or could not be loaded."""
-
-    variant: Variant
-    model: ArtifactRef
-    reason: str
-
-
 class Race(Record):
     """Models that took turns, one process each, on one machine; those that dropped out have no result.
 
-    A session starts new processes; a repeat runs each model of a session once. With one session, the intervals assume how much
-    processes differ; with more, they are computed over the sessions.
+    A session starts new processes. With one session, the intervals assume how much processes differ; with more, they are
+    computed over the sessions.
     """
 
     results: tuple[RaceResult, ...]
-    num_repeats: int
     num_sessions: int
-    dropped: tuple[Dropped, ...] = ()
+    dropped: dict[str, str] = Field(
+        default={}, description="by path, why a model left: it crashed, hung or didn't load"
+    )
     void: tuple[str, ...] = ()  # sessions that don't count, and why: a process died, or the baseline was slow
     unsteady: str | None = None  # why the machine was too noisy for the times to show anything
     notes: tuple[str, ...] = ()  # of the GPU: turns measured again
-    detectable: float = 0.0  # two equal models would have been told apart if one were slower by this share
 
     def result_of(self, model: ArtifactRef) -> RaceResult:
         """Return the race result of `model`; LookupError if it dropped out or took no part."""
@@ -148,10 +139,6 @@ class Race(Record):
         if result is None:
             raise LookupError(f"{model.path!r} has no race result in this race")
         return result
-
-    def reason(self, model: ArtifactRef) -> str | None:
-        """Return why `model` dropped out, or None if it didn't."""
-        return next((dropped.reason for dropped in self.dropped if dropped.model.sha256 == model.sha256), None)
 
 
 class Gpu(Record):

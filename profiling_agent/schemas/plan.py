@@ -181,7 +181,6 @@ class PrunedModel(Record):
 
     model: ArtifactRef
     cuts: tuple[Cut, ...]
-    mask_error: float  # largest logit difference to the masked baseline, relative to its norm
     kl: float | None = None  # KL divergence to the unpruned model on calibration images, nats
     kl_uncompensated: float | None = None  # the same before compensation, nats
     compensation: tuple[str, ...] = ()  # the steps that lowered it, in their order
@@ -250,7 +249,6 @@ class Tuned(Record):
     layers: tuple[LayerCost, ...] = ()
     kl: float  # all layers quantized, nats
     num_images: int
-    seconds: float
 
     @property
     def kept(self) -> tuple[str, ...]:

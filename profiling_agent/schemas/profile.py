@@ -25,7 +25,6 @@ class ArtifactRef(Record):
     path: str
     sha256: str
     size_bytes: int
-    kind: Literal["model", "profile", "trace", "predictions", "split", "onnx"]
 
 
 # Images are prepared and evaluated in shards of this many: an interrupted run loses at most one shard, and looking at some images of a
@@ -39,7 +38,6 @@ class InputSpec(Record):
     channels: int = Field(gt=0, le=64)
     height: int = Field(gt=0, le=8192)
     width: int = Field(gt=0, le=8192)
-    dtype: Literal["float32"] = "float32"
     source: str
 
     def batch(self, size: int) -> tuple[int, int, int, int]:
@@ -139,11 +137,10 @@ class UnitEvidence(Record):
 
 
 class Evidence(Record):
-    """Sensitivity of each unit; the KL was measured on `num_judged` of the `num_images` calibration images."""
+    """Sensitivity of each unit, from so many calibration images."""
 
     units: tuple[UnitEvidence, ...]
     num_images: int
-    num_judged: int
     seconds: float
 
     def kept(self, widths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:

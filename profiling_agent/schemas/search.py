@@ -157,10 +157,6 @@ class Journal(Record):
             return not attempt.is_undeployable
         return attempt.plan.quantization is None or self.deployment is None
 
-    def with_attempt(self, attempt: Attempt) -> "Journal":
-        """Return a copy of the journal with `attempt` appended."""
-        return self.model_copy(update={"attempts": (*self.attempts, attempt)})
-
 
 class Candidate(Record):
     """A model that may be returned, judged by its evaluation on the search images."""

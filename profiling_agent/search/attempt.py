@@ -190,12 +190,11 @@ def _race(evaluator: Evaluator, options: list[DeploymentOption]) -> list[str]:
     if len(entrants) < 2:
         return []
     try:
-        rivals = [(Variant.QUANTIZED, model) for model in entrants.values()]
-        race = evaluator.race([(Variant.BASELINE, evaluator.baseline), *rivals])
+        race = evaluator.race(entrants.values())
     except JobError as error:
         return [f"the deployments could not be raced: {error}"]
     for index, model in entrants.items():
-        if (reason := race.reason(model)) is not None:
+        if (reason := race.dropped.get(model.path)) is not None:
             update = {"reason": f"dropped out of the race: {reason}"}
         else:
             result = race.result_of(model)

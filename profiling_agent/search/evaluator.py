@@ -4,7 +4,7 @@ Time is what the run's jobs took, in seconds. A pass is one forward pass of the 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,6 @@ from profiling_agent.measure.intervals import (
     read_predictions,
     sequential_drop,
 )
-from profiling_agent.measure.race import Entries
 from profiling_agent.request import Request
 from profiling_agent.schemas import SHARD, ArtifactRef, Deployment, Evaluation, Race, SplitInfo, Variant
 from profiling_agent.search.deployments import Deployer, DeploymentChoices
@@ -85,16 +84,15 @@ EFFORTS: Mapping[str, Effort] = {
 
 @dataclass(frozen=True)
 class Deadline:
-    """Time limit of a run or of one of its stages; `reserve_s` is kept for the steps that have to follow."""
+    """Time limit of a run's optional steps, or of those of one stage."""
 
     timesheet: Timesheet
-    limit_s: float = math.inf
-    reserve_s: float = 0.0
+    limit_s: float
 
     @property
     def free_s(self) -> float:
         """Return the seconds that optional steps may still take."""
-        return self.limit_s - self.reserve_s - self.timesheet.spent_s
+        return self.limit_s - self.timesheet.spent_s
 
     def allows(self, seconds: float) -> bool:
         """Return whether an optional step that takes `seconds` fits."""
@@ -109,7 +107,7 @@ def search_deadline(timesheet: Timesheet, effort: Effort, pass_s: float, budget_
     """Return the deadline of the search: a time budget without the end of the run, or what the effort allows."""
     if budget_s is None:
         return Deadline(timesheet, max(effort.search_s, effort.search_passes * pass_s))
-    return Deadline(timesheet, budget_s, END_S + END_PASSES * pass_s)
+    return Deadline(timesheet, budget_s - (END_S + END_PASSES * pass_s))
 
 
 def evidence_passes(num_images: int, num_units: int) -> float:
@@ -177,7 +175,7 @@ class Evaluator:
     def closing(self) -> Deadline:
         """Return the deadline of the final choice: the time budget's, if there is one."""
         report_s = REPORT_S + REPORT_PASSES * self.pass_s
-        return Deadline(self.jobs.timesheet, self.settings.time_budget_s or math.inf, report_s)
+        return Deadline(self.jobs.timesheet, (self.settings.time_budget_s or math.inf) - report_s)
 
     @property
     def searched(self) -> range:
@@ -277,7 +275,7 @@ class Evaluator:
             has_time = self.deadline.part(IMAGES_SHARE).allows((len(images) / SHARD - 1) * shard_s)
             # Too few images for a bound must not replace the bound of all by a point estimate.
             suffices = not has_time or (not in_full and keeps_accuracy(first, self.goal))
-            if suffices and can_be_bounded(first.drop, self.goal):
+            if suffices and can_be_bounded(SHARD, self.goal):
                 return first
         return self.evaluate(variant, model, split, self.evaluate_baseline(split, images), deployment, images=images)
 
@@ -285,13 +283,13 @@ class Evaluator:
         """Return a model's answers on the images that it was evaluated on, in the split's order."""
         return concatenate([read_predictions(self.jobs.path(file)) for file in measured.predictions.files])
 
-    def race(self, entries: Entries) -> Race:
-        """Race `entries` in one session to choose among them; the first is the baseline."""
-        return self.jobs.run(tasks.RaceTask(entries=tuple(entries), **self._timing))
+    def race(self, models: Iterable[ArtifactRef]) -> Race:
+        """Race models with the baseline in one session, to choose among them."""
+        return self.jobs.run(tasks.RaceTask(models=(self.baseline, *models), **self._timing))
 
-    def hold_session(self, entries: Entries, number: int) -> Race:
+    def hold_session(self, models: Iterable[ArtifactRef], number: int) -> Race:
         """Run one session of a speed estimate; raises JobError if a process died, which voids it."""
-        return self.jobs.run(tasks.SessionTask(entries=tuple(entries), number=number, **self._timing))
+        return self.jobs.run(tasks.SessionTask(models=(self.baseline, *models), number=number, **self._timing))
 
     @property
     def _timing(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from profiling_agent import schemas
 from profiling_agent.errors import JobError
 from profiling_agent.measure.intervals import selection_bias
-from profiling_agent.measure.race import Entries, compare, noise_warning, run_steady_sessions
+from profiling_agent.measure.race import compare, noise_warning, run_steady_sessions
 from profiling_agent.schemas import ArtifactRef, Attempt, Candidate, Deployment, Evaluation, Journal, Race, Variant
 from profiling_agent.search import selection, verdict
 from profiling_agent.search.deployments import REFUSALS
@@ -24,18 +24,13 @@ def estimate(evaluator: Evaluator, candidates: Sequence[Candidate], screening: R
         JobError: processes died in more than two sessions.
     """
     # Repeated sessions must not take the time of the held-out images: half a pass of a deployed candidate, one of the baseline.
-    heldout_s, entries = 1.5 * MIN_LOOK * evaluator.pass_s, _entries(evaluator, candidates)
+    heldout_s, models = 1.5 * MIN_LOOK * evaluator.pass_s, [each.evaluation.model for each in candidates]
     race = run_steady_sessions(
-        lambda number: evaluator.hold_session(entries, number),
+        lambda number: evaluator.hold_session(models, number),
         evaluator.num_sessions,
         lambda: evaluator.closing.allows(heldout_s),
     )
     return race.model_copy(update={"unsteady": race.unsteady or _disagreement(evaluator, race, screening)})
-
-
-def _entries(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Entries:
-    evaluations = [candidate.evaluation for candidate in candidates]
-    return [(Variant.BASELINE, evaluator.baseline), *((each.variant, each.model) for each in evaluations)]
 
 
 def _disagreement(evaluator: Evaluator, race: Race, screening: Race | None) -> str | None:
@@ -60,7 +55,7 @@ def add_race_result(evaluator: Evaluator, attempt: Attempt) -> Attempt:
     if deployed is None or not evaluator.deadline.allows(RACE_S + RACE_PASSES * evaluator.pass_s):
         return attempt
     try:
-        race = evaluator.race([(Variant.BASELINE, evaluator.baseline), (deployed.variant, deployed.model)])
+        race = evaluator.race([deployed.model])
         return attempt.model_copy(update={"race_result": race.result_of(deployed.model)})
     except (JobError, LookupError):
         return attempt
@@ -214,11 +209,12 @@ def _rank(
     if len(remaining) < 2:
         return remaining, None, []
     try:
-        race = evaluator.race(_entries(evaluator, remaining))
+        race = evaluator.race([each.evaluation.model for each in remaining])
     except JobError as error:
         return [], None, [f"the candidates could not be raced: {error}"]
-    notes = [f"{dropped.variant} dropped out of the race: {dropped.reason}" for dropped in race.dropped]
-    remaining = [c for c in remaining if race.reason(c.evaluation.model) is None]
+    lost = [c for c in remaining if c.evaluation.model.path in race.dropped]
+    notes = [f"{_format_name(c)} dropped out of the race: {race.dropped[c.evaluation.model.path]}" for c in lost]
+    remaining = [c for c in remaining if c not in lost]
 
     def loss_and_size(candidate: Candidate) -> tuple[float, int]:
         drop = candidate.evaluation.drop
@@ -286,6 +282,6 @@ def _time_candidates(
                 race = estimate(evaluator, [first, second], screening)
                 results = [race.result_of(candidate.evaluation.model) for candidate in (first, second)]
                 is_fast, second_is_fast = (result.speedup >= goal.min_speedup for result in results)
-                is_faster = compare(results[1], results[0]).is_shown_faster
+                is_faster = compare(results[1], results[0]).low > 1
                 return second if (is_faster if is_fast == second_is_fast else second_is_fast) else first, race
     return first, estimate(evaluator, [first], screening)

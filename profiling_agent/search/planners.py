@@ -297,29 +297,44 @@ def _objection(plan: Plan, planning: Planning, planner: Planner, target: Target 
         return "a person rejected it already"
     if problem := setting.undeployable(plan) or _unknown_layers(plan, profile):
         return problem
-    # Attempts that are deployed as the plan would be.
-    alike = list[Attempt]()
-    if journal is not None:
-        wish, leading = plan.quantization, journal.deployment.recommendations if journal.deployment else ()
-        if wish is None or wish == leading:
-            alike = [row for row in journal.attempts if journal.applies_to_chosen_deployment(row)]
-        else:
-            alike = [row for row in journal.attempts if row.plan.quantization == wish]
+    alike = _deployed_alike(plan, journal) if journal else []
     measured = [(row.number, row.dry_run, row.accepted) for row in alike if row.dry_run]
     if same := next((number for number, prior, _ in measured if dry.widths == prior.widths), None):
         return f"attempt {same} measured it already"
-    if problem := _dearness(plan, dry, planning, planner, target):
-        return problem
-    if planner == "llm" or dry.kl is None or profile.evidence is None or journal is None or not journal.attempts:
+    known, allowed = (setting.lab.known_kl(plan) if setting.lab else None), allowed_kl(goal)
+    kl, how = (known, "probed") if known is not None else (dry.kl, "predicted")
+    if kl is not None and kl > allowed:
+        return f"its KL is {kl:.2g} nats ({how}), where at most {allowed:.2g} can keep the accuracy"
+    if planner == "llm" or dry.kl is None or profile.evidence is None:
         return None
     metric = (plan.target or target or Target(saving=0.5)).metric
     saving = saved_share(dry.cuts, profile, metric)
+    rival = Plan(target=Target(metric=metric, saving=min(max(saving, 1e-6), allocation.MAX_TARGET_SAVING)))
+    least = dry_run_or_none(apply_demands(rival, goal), profile)
+    if least is not None and least.kl is not None:
+        kl, least_kl, how = dry.kl, least.kl, "predicted"
+        # Measured and predicted KLs aren't comparable.
+        if setting.lab and known is not None and (probed := setting.lab.known_kl(rival)) is not None:
+            kl, least_kl, how = known, probed, "probed"
+        if kl > least_kl * TOLERANCE + TINY_KL:
+            return (
+                f"it costs {kl:.2g} nats ({how}), where the allocator saves as much for {least_kl:.2g}: {saving:.1%} of the {metric}, "
+                f"by {plan_text(rival)}; where both were probed, that decides"
+            )
+    if journal is None or not journal.attempts:
+        return None
     savings = [(saved_share(prior.cuts, profile, metric), accepted) for _, prior, accepted in measured]
     low = max((share for share, accepted in savings if accepted), default=0.0)
     high = min((share for share, accepted in savings if not accepted and share > low), default=1.0)
-    if low + STEP / 2 <= saving <= high - STEP / 2:
-        return None
-    return f"it saves {saving:.1%} of the {metric}, where only between {low:.1%} and {high:.1%} is unknown"
+    text = f"it saves {saving:.1%} of the {metric}, where only between {low:.1%} and {high:.1%} is unknown"
+    return None if low + STEP / 2 <= saving <= high - STEP / 2 else text
+
+
+def _deployed_alike(plan: Plan, journal: Journal) -> list[Attempt]:
+    wish, leading = plan.quantization, journal.deployment.recommendations if journal.deployment else ()
+    if wish is None or wish == leading:
+        return [row for row in journal.attempts if journal.applies_to_chosen_deployment(row)]
+    return [row for row in journal.attempts if row.plan.quantization == wish]
 
 
 def _unknown_layers(plan: Plan, profile: ModelProfile) -> str | None:
@@ -332,31 +347,3 @@ def _unknown_layers(plan: Plan, profile: ModelProfile) -> str | None:
         except PlanError as error:
             return str(error)
     return None
-
-
-def _dearness(plan: Plan, dry: DryRun, planning: Planning, planner: Planner, target: Target | None) -> str | None:
-    """Return that a plan's KL is above the limit or, with `hybrid`, above the allocator's for the same saving; else None."""
-    profile, goal, lab = planning.profile, planning.goal, planning.setting.lab
-    known, allowed = (lab.known_kl(plan) if lab else None), allowed_kl(goal)
-    kl, how = (known, "probed") if known is not None else (dry.kl, "predicted")
-    if kl is None:
-        return None
-    if kl > allowed:
-        return f"its KL is {kl:.2g} nats ({how}), where at most {allowed:.2g} can keep the accuracy"
-    if planner == "llm" or dry.kl is None or profile.evidence is None:
-        return None
-    metric = (plan.target or target or Target(saving=0.5)).metric
-    saving = saved_share(dry.cuts, profile, metric)
-    rival = Plan(target=Target(metric=metric, saving=min(max(saving, 1e-6), allocation.MAX_TARGET_SAVING)))
-    least = dry_run_or_none(apply_demands(rival, goal), profile)
-    if least is None or least.kl is None:
-        return None
-    known_least = lab.known_kl(rival) if lab and known is not None else None
-    # Measured and predicted KLs aren't comparable.
-    kl, least_kl, how = (kl, known_least, "probed") if known_least is not None else (dry.kl, least.kl, "predicted")
-    if kl <= least_kl * TOLERANCE + TINY_KL:
-        return None
-    return (
-        f"it costs {kl:.2g} nats ({how}), where the allocator saves as much for {least_kl:.2g}: {saving:.1%} of the {metric}, by {plan_text(rival)}; "
-        "where both were probed, that decides"
-    )

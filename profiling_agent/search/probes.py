@@ -115,5 +115,5 @@ class _Probes:
             model = attempt.pruned_model
             if deployment is not None:
                 model = evaluator.jobs.run(evaluator.deployer.deploy_task(model, deployment)).model
-            race = evaluator.race([(Variant.BASELINE, evaluator.baseline), (Variant.BOTH, model)])
+            race = evaluator.race([model])
         return race.result_of(model)

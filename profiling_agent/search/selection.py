@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from profiling_agent import schemas
-from profiling_agent.measure.intervals import largest_passing_drop, likelihood, one_sided_bound, perfect_bound
+from profiling_agent.measure.intervals import largest_passing_drop, likelihood, one_sided_bound, paired_bound
 from profiling_agent.measure.race import compare
 from profiling_agent.schemas import Attempt, Candidate, DeploymentOption, Evaluation, Goal, Journal, Status, Variant
 
@@ -19,7 +19,6 @@ TESTED_FROM = 0.1
 # Default share of images that one of two models only classifies correctly: pruned and int8 models that lost about a point (docs/benchmarks.md).
 CHANGED = 0.03
 SortKey = tuple[bool, int, bool, bool, float]
-STATUSES = tuple(Status)
 
 
 def hopeless_kl(goal: Goal) -> float:
@@ -27,9 +26,9 @@ def hopeless_kl(goal: Goal) -> float:
     return HOPELESS_KL + KL_PER_ACCURACY * goal.max_accuracy_drop
 
 
-def can_be_bounded(drop: schemas.AccuracyDrop, goal: Goal) -> bool:
+def can_be_bounded(num_images: int, goal: Goal) -> bool:
     """Return whether so many images could show the contract kept, if no answer differed."""
-    return perfect_bound(drop.num_images, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
+    return paired_bound(0, 0, num_images, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
 
 
 def judge(evaluation: Evaluation, goal: Goal, attempt: int | None = None) -> Candidate:
@@ -42,7 +41,7 @@ def judge(evaluation: Evaluation, goal: Goal, attempt: int | None = None) -> Can
     early_note = f", of {drop.num_images} that were enough" if drop.num_looks > 1 else ""
     change = f"fell by {drop.drop:.4f}" if drop.drop >= 0 else f"rose by {-drop.drop:.4f}"
     loss = f"top-1 {change} ({drop.num_lost} images lost, {drop.num_gained} gained{early_note})"
-    is_bounded = goal.selection != "paper" and can_be_bounded(drop, goal)
+    is_bounded = goal.selection != "paper" and can_be_bounded(drop.num_images, goal)
     p_keeps = likelihood(drop, limit) if is_bounded else float(drop.drop <= limit)
     if not is_bounded and goal.selection != "paper":
         loss = f"unproven, as {drop.num_images} images can't show it: {loss}"
@@ -67,7 +66,7 @@ def rule_text(goal: Goal, num_images: int, changed: float | None = None) -> str:
     `changed` is the share of images that only one of both models classifies correctly, from attempts so far.
     """
     allowed, images = f"{goal.max_accuracy_drop:.2%}", f"{num_images} search images"
-    if goal.selection == "paper" or perfect_bound(num_images, SEARCH_CONFIDENCE) > goal.max_accuracy_drop:
+    if goal.selection == "paper" or not can_be_bounded(num_images, goal):
         return f"an attempt is accepted where at most {allowed} of top-1 are lost on {images}"
     share = CHANGED if changed is None else changed
     aim = largest_passing_drop(goal.max_accuracy_drop, share, num_images, SEARCH_CONFIDENCE)
@@ -90,7 +89,7 @@ def preference(goal: Goal, *, size: float, speedup: float, status: Status) -> So
     """
     misses_size, misses_speed = not goal.allows_size(size), speedup < goal.min_speedup
     objective = -speedup if goal.objective == "speed" else size
-    return misses_size or misses_speed, STATUSES.index(status), misses_size, misses_speed, objective
+    return misses_size or misses_speed, list(Status).index(status), misses_size, misses_speed, objective
 
 
 def option_key(option: DeploymentOption, baseline: Evaluation, goal: Goal) -> SortKey:
@@ -188,7 +187,7 @@ def ties(remaining: Sequence[Candidate], baseline: Evaluation, goal: Goal, race:
 
     def is_tied(candidate: Candidate) -> bool:
         if goal.objective == "speed":
-            return not compare(race.result_of(candidate.evaluation.model), first).is_shown_slower
+            return compare(race.result_of(candidate.evaluation.model), first).high >= 1
         return key(candidate) == best
 
     return [c for c in remaining if key(c)[:-1] == best[:-1] and is_tied(c)]

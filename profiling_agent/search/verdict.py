@@ -12,7 +12,7 @@ from profiling_agent.measure import intervals
 from profiling_agent.measure.intervals import bound_over_sessions, share
 from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes import registry
-from profiling_agent.schemas import SHARD, AccuracyDrop, ArtifactRef, Evaluation, Goal, Opening, Race, Term, Variant
+from profiling_agent.schemas import SHARD, AccuracyDrop, ArtifactRef, Evaluation, Goal, Opening, Race, Term
 from profiling_agent.search.deployments import REFUSALS, by_promise, possible_deployments
 from profiling_agent.search.evaluator import MAX_AT_ONCE, MIN_LOOK, SLOW_CONVERSION_S, TEST_S, Evaluator
 from profiling_agent.search.selection import SEARCH_CONFIDENCE, size_ratio
@@ -143,9 +143,9 @@ def why_unproven(acquired: schemas.Acquired, goal: Goal) -> str | None:
     heldout_bound = (
         intervals.upper_bound(intervals.Counts(0, 0, num_heldout), error)
         if num_heldout > MAX_AT_ONCE
-        else intervals.certain_perfect_bound(num_heldout, 1 - error)
+        else intervals.score_bound(0, 0, num_heldout, 1 - error)
     )
-    search_bound = intervals.perfect_bound(num_searched, SEARCH_CONFIDENCE)
+    search_bound = intervals.paired_bound(0, 0, num_searched, SEARCH_CONFIDENCE)
     reasons = [
         f"{images} images show a drop of {bound * 100:.2g} points at best"
         for images, bound in ((f"{num_searched} search", search_bound), (f"{num_heldout} held-out", heldout_bound))
@@ -288,7 +288,7 @@ def is_out_of_reach(evaluator: Evaluator, journal: schemas.Journal, term: Litera
     if term == "size":
         return not is_small(cheapest)
     try:
-        race = evaluator.race([(Variant.BASELINE, baseline), *((Variant.BOTH, model) for model in cheapest)])
+        race = evaluator.race(cheapest)
     except JobError:
         return False
     return len(race.results) > 1 and all(result.speedup_high < goal.min_speedup for result in race.results[1:])

@@ -45,7 +45,6 @@ def raced(*times_ms: list[float]) -> Race:
     """Return one session of models with these times in its turns."""
     results = [
         RaceResult(
-            variant=variant,
             model=model,
             latency=latency_stats(own_ms, 1),
             speedup=1,
@@ -53,9 +52,9 @@ def raced(*times_ms: list[float]) -> Race:
             speedup_high=1,
             turns=(tuple(first / own for first, own in zip(times_ms[0], own_ms, strict=False)),),
         )
-        for (variant, model), own_ms in zip(entries(["a", "b", "c"]), times_ms, strict=True)
+        for model, own_ms in zip(entries(["a", "b", "c"]), times_ms, strict=True)
     ]
-    return Race(results=tuple(results), num_repeats=3, num_sessions=1)
+    return Race(results=tuple(results), num_sessions=1)
 
 
 def test_models_are_compared_within_sessions_over_the_repeats_that_both_were_in():

@@ -216,7 +216,7 @@ def test_a_finished_run_is_benchmarked_without_what_can_not_be_run(finished: Pat
     assert len(race.results) == len(document["models"]) == len(read_report(finished).variants)
     assert all(race_result.latency.batch_size == 2 for race_result in race.results)
     assert race.results[0].speedup == 1
-    assert [dropped.model.path for dropped in race.dropped] == [str(broken.resolve())]
+    assert list(race.dropped) == [str(broken.resolve())]
     assert {(1, 8, 32)} == {tuple(row["batch_size"] for row in each["throughput"]) for each in document["models"]}
     # A narrow terminal breaks the cell into lines.
     table = call("benchmark", finished / "best", *options).stdout
@@ -224,16 +224,14 @@ def test_a_finished_run_is_benchmarked_without_what_can_not_be_run(finished: Pat
 
 
 def test_models_of_a_run_are_known_by_the_numbers_of_pick_and_by_their_run(finished: Path, tmp_path: Path):
-    names = [model.name for model in models_of_all([finished])]
+    names = list(models_of_all([finished]))
     # As `scp -r` and `aws s3 sync` copy a run: `best` is no link there.
     copy = shutil.copytree(finished, tmp_path / "copy")
 
     assert names[0].startswith("0 baseline ")
     assert len(set(names)) == len(names)
-    assert [model.name for model in models_of_all([finished, copy])] == [
-        f"{run}: {name}" for run in (finished, copy) for name in names
-    ]
-    assert models_of_all([copy])[0].folder == (copy / read_report(finished).variants[0].evaluation.model.path).resolve()
+    assert list(models_of_all([finished, copy])) == [f"{run}: {name}" for run in (finished, copy) for name in names]
+    assert models_of_all([copy])[names[0]] == (copy / read_report(finished).variants[0].evaluation.model.path).resolve()
 
 
 def test_a_fork_is_handed_over_as_its_run_is(run: Path):
@@ -247,7 +245,10 @@ def test_a_fork_is_handed_over_as_its_run_is(run: Path):
 
     assert model_folder(fork) == (run / "best").resolve()
     assert f"best model: {fork / 'best'}" in shown
-    assert models_of_all([fork])[0].folder == (run / read_report(run).variants[0].evaluation.model.path).resolve()
+    assert (
+        next(iter(models_of_all([fork]).values()))
+        == (run / read_report(run).variants[0].evaluation.model.path).resolve()
+    )
 
 
 def test_runs_are_compared_side_by_side_or_in_one_json_document(finished: Path, tmp_path: Path):

@@ -127,7 +127,7 @@ def of_full_size(values: dict[str, Any]) -> dict[str, Any]:
     for number in range(73):
         layers.append(varied(LayerCost(layer=f"vit.{number}.dense", kl=0.0123456789, macs_share=0.0123456789), number))
     wide = first.model_copy(update={"dry_run": first.dry_run.model_copy(update={"cuts": tuple(cuts)})})
-    tuned = Tuned(layers=tuple(layers), kl=0.1, num_images=256, seconds=18.3)
+    tuned = Tuned(layers=tuple(layers), kl=0.1, num_images=256)
     options = [search.options[n % len(search.options)].model_copy(update={"tuned": tuned}) for n in range(13)]
     searched = search.model_copy(update={"options": tuple(varied(option, n) for n, option in enumerate(options))})
     journal = values["initial_journal"].model_copy(update={"deployment_search": searched})

@@ -15,6 +15,7 @@ import zoo
 from architecture import ROOT
 from conftest import World
 from interrupted import finished_jobs
+from sample_records import with_attempt
 from transformers import ViTForImageClassification
 from world import write_data
 
@@ -92,7 +93,7 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
             candidate = prune_attempt(evaluator, plan)
             journal = journal or open_journal(evaluator, plan)
             candidate = quantize_attempt(evaluator, candidate, journal.deployment)
-            journal = journal.with_attempt(measure_attempt(evaluator, candidate, journal))
+            journal = with_attempt(journal, measure_attempt(evaluator, candidate, journal))
             plan = propose(evaluator.goal, evaluator.profile, journal, max_iterations=state.request.max_iterations)
 
     assert journal is not None

@@ -41,12 +41,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ref(root: Path, name: str) -> ArtifactRef:
-    return ArtifactRef(path=name, sha256=file_sha256(root / name / "recipe.json"), size_bytes=1, kind="model")
+    return ArtifactRef(path=name, sha256=file_sha256(root / name / "recipe.json"), size_bytes=1)
 
 
 def info(root: Path, name: Any, num_images: int) -> SplitInfo:
     path = root / f"{name}.parquet"
-    file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size, kind="split")
+    file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size)
     return SplitInfo(name=name, source_split="test", num_images=num_images, file=file)
 
 
@@ -81,9 +81,7 @@ def evaluated(jobs: Jobs, root: Path, model: str, shards: Iterable[int] = range(
 
 def test_shards_are_512_images_and_what_is_left():
     def of(num_images: int) -> SplitInfo:
-        return SplitInfo(
-            name="search", source_split="test", num_images=num_images, file=sample_records.ref("s", "split")
-        )
+        return SplitInfo(name="search", source_split="test", num_images=num_images, file=sample_records.ref("s"))
 
     assert [of(1100).rows(shard) for shard in of(1100).shards()] == [range(512), range(512, 1024), range(1024, 1100)]
     assert [len(of(number).shards()) for number in (0, 1, 512, 513)] == [0, 1, 1, 2]

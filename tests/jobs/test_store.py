@@ -43,7 +43,7 @@ def test_a_reference_that_leads_out_of_the_run_is_refused_here_and_in_the_child(
     (tmp_path / "secret.txt").write_text("s")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "out").symlink_to(tmp_path)
-    ref = ArtifactRef(path=path, sha256="0", size_bytes=1, kind="split")
+    ref = ArtifactRef(path=path, sha256="0", size_bytes=1)
 
     with opened(tmp_path / "run") as jobs, pytest.raises(ArtifactError, match="isn't in the run folder"):
         jobs.run(CopyTask(source=ref))

@@ -1,6 +1,5 @@
 """Parameters and multiply-accumulates, those of attention included; time and activations of each module."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,15 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
 from profiling_agent.errors import RequestError
-from profiling_agent.lib.costs import Complexity, activation_bytes, count_complexity, layer_latency
+from profiling_agent.lib.costs import (
+    Complexity,
+    activation_bytes,
+    count_complexity,
+    counted_matmuls,
+    layer_latency,
+    matmul_macs,
+    sdpa_macs,
+)
 from profiling_agent.lib.modules import random_batch
 from profiling_agent.schemas import InputSpec
 
@@ -118,8 +125,27 @@ def test_counting_leaves_no_trace(capfd):
 
 
 def test_a_model_that_can_not_run_is_named():
-    with pytest.raises(RequestError, match="'ViTForImageClassification' doesn't run on an image of"):
+    with pytest.raises(RequestError, match="ptflops can't count 'ViTForImageClassification'"):
         count_complexity(zoo.vit(), InputSpec(channels=3, height=48, width=48, source="wrong"))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "macs"),
+    [
+        ((3, 4), (4, 5), 3 * 4 * 5),
+        ((2, 3, 4), (4, 5), 2 * 3 * 4 * 5),
+        ((2, 3, 4), (2, 4, 5), 2 * 3 * 4 * 5),
+        ((6, 1, 3, 4), (2, 4, 5), 6 * 2 * 3 * 4 * 5),
+        ((4,), (4, 5), 20),
+        ((3, 4), (4,), 12),
+        ((4,), (4,), 4),
+    ],
+)
+def test_a_product_counts_every_multiplication(first, second, macs):
+    left, right = torch.ones(first), torch.ones(second)
+    assert matmul_macs(left @ right, left, right) == macs
+    query, key, value = torch.ones(2, 3, 5, 8), torch.ones(2, 3, 7, 8), torch.ones(2, 3, 7, 4)
+    assert sdpa_macs(None, query, key, value) == 2 * 3 * (5 * 7 * 8 + 5 * 7 * 4)
 
 
 class Attends(nn.Module):
@@ -127,8 +153,8 @@ class Attends(nn.Module):
         super().__init__()
         self.inner, self.product = nn.Identity(), product
 
-    def forward(self, pixel_values):
-        return SimpleNamespace(logits=self.product(self.inner(pixel_values), pixel_values.transpose(-2, -1)))
+    def forward(self, pixels):
+        return self.product(self.inner(pixels), pixels.transpose(-2, -1))
 
 
 @pytest.mark.parametrize(
@@ -136,16 +162,19 @@ class Attends(nn.Module):
     [
         lambda first, second: first @ second,
         torch.matmul,
-        lambda first, second: torch.bmm(input=first[0], mat2=second[0]),
-        lambda first, second: first[0].bmm(second[0]),
-        lambda first, second: first.flatten(0, 2) @ torch.ones(4, 2),
+        lambda first, second: torch.bmm(input=first, mat2=second),
+        lambda first, second: first.bmm(second),
         lambda first, second: F.scaled_dot_product_attention(first, first, first[..., :0]),
     ],
 )
 def test_a_product_belongs_to_the_module_that_calls_it(product):
-    rows = count_complexity(Attends(product), InputSpec(channels=3, height=2, width=4, source="hand"))
+    model = nn.Sequential(nn.Identity(), Attends(product))
+    with counted_matmuls(model) as macs:
+        model(torch.ones(2, 3, 4))
+        # Products outside the model are not counted.
+        _ = torch.ones(2, 2) @ torch.ones(2, 2)
 
-    assert {name: row.macs for name, row in rows.items()} == {"": 3 * 2 * 4 * 2}
+    assert macs == {"1": 2 * 3 * 4 * 3}
 
 
 def test_a_vits_activations_are_those_worked_out_by_hand():

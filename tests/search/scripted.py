@@ -9,7 +9,7 @@ import sample_records
 
 from profiling_agent import schemas
 from profiling_agent.jobs.tasks import Evaluated, Exported
-from profiling_agent.measure.intervals import write_predictions
+from profiling_agent.measure.intervals import Answers, write_predictions
 from profiling_agent.request import Request
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import Acquired, ArtifactRef, DeployedModel, Deployment, DeploymentOption
@@ -51,14 +51,14 @@ class Jobs:
         return [task for task in self.asked if isinstance(task, kind)]
 
     def ExportTask(self, task: Any) -> Exported:  # noqa: N802
-        return Exported(onnx=sample_records.ref("onnx", "onnx"), distance=0.0)
+        return Exported(onnx=sample_records.ref("onnx"), distance=0.0)
 
     def evaluated(self, task: Any, is_wrong: Any, *, params: int = 1000, size_bytes: int = 1000) -> Evaluated:
         """Write the answers to a shard, of which those images are wrong."""
         predicted = np.asarray(is_wrong, dtype=np.int64)
-        file = sample_records.ref(f"{name_of(task.model)}-answers-{task.shard}", "predictions")
+        file = sample_records.ref(f"{name_of(task.model)}-answers-{task.shard}")
         self.path(file).parent.mkdir(exist_ok=True, parents=True)
-        write_predictions(self.path(file), sample_records.answers(predicted, np.zeros_like(predicted)))
+        write_predictions(self.path(file), Answers(predicted, np.zeros_like(predicted)))
         return Evaluated(
             footprint=schemas.Footprint(params=params, macs=params, parameter_bytes=1000, size_bytes=size_bytes),
             predictions=schemas.Predictions(
@@ -103,9 +103,7 @@ def acquired(num_heldout: int = 1000, num_search: int | None = None) -> Acquired
     """Return three splits, of which the search has as many images as are held out unless it is given."""
 
     def split(name: Any, num_images: int) -> schemas.SplitInfo:
-        return schemas.SplitInfo(
-            name=name, source_split="test", num_images=num_images, file=sample_records.ref(name, "split")
-        )
+        return schemas.SplitInfo(name=name, source_split="test", num_images=num_images, file=sample_records.ref(name))
 
     return Acquired(
         source=schemas.ModelSource(name="m", architecture="ViTForImageClassification", device="cpu"),

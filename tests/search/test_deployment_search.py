@@ -14,7 +14,6 @@ from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.jobs import tasks
 from profiling_agent.schemas import (
     DeploymentSearch,
-    Dropped,
     LayerCost,
     Plan,
     Race,
@@ -58,7 +57,7 @@ class Script(Jobs):
 
     def TuneTask(self, _task):  # noqa: N802
         rows = [LayerCost(layer=name, kl=1.0, macs_share=0.01, latency_share=0.01, kept=True) for name in self.kept]
-        return Tuned(layers=tuple(rows), kl=0.1, num_images=32, seconds=1.0)
+        return Tuned(layers=tuple(rows), kl=0.1, num_images=32)
 
     def DeployTask(self, task):  # noqa: N802
         does = self.deployments[task.deployment.name]
@@ -73,15 +72,15 @@ class Script(Jobs):
         return self.evaluated(task, is_wrong, size_bytes=does.size_bytes)
 
     def RaceTask(self, task):  # noqa: N802
-        results, dropped = [], []
-        for variant, ref in task.entries:
+        results, dropped = [], {}
+        for ref in task.models:
             does = self.deployments.get(name_of(ref), Made(speedup=1.0))
             if does.crashes:
-                dropped.append(Dropped(variant=variant, model=ref, reason="died of SIGFPE"))
+                dropped[ref.path] = "died of SIGFPE"
                 continue
             fast = does.speedup
-            results.append(sample_records.race_result(name_of(ref), fast, fast * 0.97, fast * 1.03, variant))
-        return Race(results=tuple(results), num_repeats=12, num_sessions=1, dropped=tuple(dropped))
+            results.append(sample_records.race_result(name_of(ref), fast, fast * 0.97, fast * 1.03))
+        return Race(results=tuple(results), num_sessions=1, dropped=dropped)
 
 
 def evaluator_of(
@@ -268,7 +267,7 @@ def test_a_contract_that_has_changed_chooses_again_and_keeps_the_attempts(tmp_pa
     choices = DeploymentChoices({"eager": ("dynamic",), "openvino": ("static",)}, ASKED_SCHEMES["auto"])
     deployments = {"openvino static": Made(speedup=4.0, lost=30), "eager dynamic": Made(speedup=2.0)}
     loose, script = evaluator_of(tmp_path, deployments, choices=choices, max_accuracy_drop=0.03)
-    opened = open_journal(loose, Plan()).with_attempt(sample_records.attempt(1, 0.25, accepted=True))
+    opened = sample_records.with_attempt(open_journal(loose, Plan()), sample_records.attempt(1, 0.25, accepted=True))
     assert getattr(opened.deployment, "name", None) == "openvino static"
     assert rejudged(opened, loose.goal) == opened
     num_jobs = len(script.asked)

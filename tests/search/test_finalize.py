@@ -48,18 +48,15 @@ class Script(Jobs):
         )
 
     def RaceTask(self, task: Any) -> Race:  # noqa: N802
-        self.screened.append(tuple(name_of(ref) for _, ref in task.entries))
+        self.screened.append(tuple(map(name_of, task.models)))
         speedups = self.speedups | self.raced
-        return sample_records.race(*(_one_session(ref, variant, speedups) for variant, ref in task.entries[1:]))
+        return sample_records.race(*(_one_session(ref, speedups) for ref in task.models[1:]))
 
     def SessionTask(self, task: Any) -> Race:  # noqa: N802
-        self.timed.append(tuple(name_of(ref) for _, ref in task.entries[1:]))
+        self.timed.append(tuple(map(name_of, task.models[1:])))
         # Three per cent either way, others for each process.
-        luck = [1 + 0.03 * ((task.number + place) % 3 - 1) for place in range(len(task.entries))]
-        held = [
-            _one_session(ref, variant, self.speedups, luck[place])
-            for place, (variant, ref) in enumerate(task.entries[1:])
-        ]
+        luck = [1 + 0.03 * ((task.number + place) % 3 - 1) for place in range(len(task.models))]
+        held = [_one_session(ref, self.speedups, luck[place]) for place, ref in enumerate(task.models[1:])]
         one = sample_records.race(*held)
         first = one.results[0].model_copy(update={"turns": ((1.0,),), "latency": self._slowed(one)})
         return one.model_copy(update={"num_sessions": 1, "results": (first, *held)})
@@ -70,9 +67,9 @@ class Script(Jobs):
         return times.model_copy(update={"median_ms": times.median_ms * self.slow, "samples_ms": samples_ms})
 
 
-def _one_session(ref: Any, variant: Variant, speedups: dict[str, float], luck: float = 1.0) -> schemas.RaceResult:
+def _one_session(ref: Any, speedups: dict[str, float], luck: float = 1.0) -> schemas.RaceResult:
     fast = speedups.get(name_of(ref), 2.0) * luck
-    result = sample_records.race_result(name_of(ref), fast, fast * 0.97, fast * 1.03, variant)
+    result = sample_records.race_result(name_of(ref), fast, fast * 0.97, fast * 1.03)
     return result.model_copy(update={"turns": ((fast,),)})
 
 
@@ -289,7 +286,7 @@ def test_a_runner_up_that_the_sessions_show_faster_is_returned(tmp_path: Path):
 def test_a_runner_up_whose_process_dies_in_every_session_costs_the_first_nothing(tmp_path: Path):
     class Dying(Script):
         def SessionTask(self, task: Any) -> Race:  # noqa: N802
-            if len(task.entries) > 2:
+            if len(task.models) > 2:
                 raise JobError("it died of SIGFPE")
             return super().SessionTask(task)
 

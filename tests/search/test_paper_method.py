@@ -24,9 +24,7 @@ class Script(Jobs):
     latencies_ms: tuple[float, ...] = (3.0, 2.0)
 
     def PruneTask(self, task: Any) -> PrunedModel:  # noqa: N802
-        return PrunedModel(
-            model=sample_records.ref(f"p{len(self.of(tasks.PruneTask))}"), cuts=task.cuts, mask_error=0.0
-        )
+        return PrunedModel(model=sample_records.ref(f"p{len(self.of(tasks.PruneTask))}"), cuts=task.cuts)
 
     def HeadlineTask(self, task: Any) -> Headline:  # noqa: N802
         latency = sample_records.STATS.model_copy(
@@ -35,7 +33,7 @@ class Script(Jobs):
         return Headline(latency=latency, peak_memory_bytes=1)
 
     def TuneTask(self, _task: Any) -> Tuned:  # noqa: N802
-        return Tuned(kl=0.1, num_images=32, seconds=1.0)
+        return Tuned(kl=0.1, num_images=32)
 
     def DeployTask(self, task: Any) -> DeployedModel:  # noqa: N802
         return deployed(task, "int8")
@@ -57,7 +55,7 @@ def attempted(asked: Evaluator, *ratios: float) -> Journal:
     journal = open_journal(asked, sample_records.plan(ratios[0]))
     for ratio in ratios:
         prepared = quantize_attempt(asked, prune_attempt(asked, sample_records.plan(ratio)), None)
-        journal = journal.with_attempt(measure_attempt(asked, prepared, journal))
+        journal = sample_records.with_attempt(journal, measure_attempt(asked, prepared, journal))
     return journal
 
 

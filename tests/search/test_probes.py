@@ -33,7 +33,7 @@ class Jobs(scripted.Jobs):
     def PruneTask(self, task: PruneTask) -> PrunedModel:  # noqa: N802
         if self.error is not None:
             raise self.error
-        return PrunedModel(model=ref("pruned"), cuts=task.cuts, mask_error=0.0, kl=0.0061, kl_uncompensated=0.3)
+        return PrunedModel(model=ref("pruned"), cuts=task.cuts, kl=0.0061, kl_uncompensated=0.3)
 
     def EvaluateTask(self, task: EvaluateTask) -> Any:  # noqa: N802
         is_pruned = task.model == ref("pruned")

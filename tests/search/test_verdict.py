@@ -215,7 +215,7 @@ class Script(Jobs):
     def PruneTask(self, task: Any) -> PrunedModel:  # noqa: N802
         assert all(cut.keep <= cut.unit.width // 4 for cut in task.cuts), "every unit is cut as far as is allowed"
         model = sample_records.ref("cheapest", size_bytes=self.sizes.get("eager float32", 3000))
-        return PrunedModel(model=model, cuts=task.cuts, mask_error=0.0)
+        return PrunedModel(model=model, cuts=task.cuts)
 
     def DeployTask(self, task: Any) -> schemas.DeployedModel:  # noqa: N802
         name = task.deployment.name
@@ -231,7 +231,7 @@ class Script(Jobs):
 
 
 def raced_in(task: Any) -> tuple[str, ...]:
-    return tuple(name_of(ref) for _, ref in task.entries[1:])
+    return tuple(map(name_of, task.models[1:]))
 
 
 def tried(scheme: Scheme, size_bytes: int, speedup: float) -> DeploymentOption:
