@@ -90,7 +90,6 @@ import json
 from profiling_agent.jobs.runner import job_key
 from profiling_agent.jobs.tasks import SurveyShapeTask
 from profiling_agent.lib.machine import environment
-assert not SurveyShapeTask.uses_runtimes
 print(json.dumps([environment().libraries, job_key(SurveyShapeTask(model="nowhere"))]))
 """
 

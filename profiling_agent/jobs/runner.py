@@ -48,11 +48,7 @@ def job_key(task: Task[ResultT], describe: Callable[[str], Environment] = enviro
     """Return a job's key: its kind and a hash of its inputs, and of the code, libraries, machine and GPU from `describe`."""
     # A task without a device computes on the CPU; with "auto" it may use the GPU.
     device: str = getattr(task, "device", "cpu")
-    ignored = None if task.uses_runtimes else {"runtimes"}
-    inputs = {
-        "task": task.model_dump(mode="json"),
-        "environment": describe(device).model_dump(mode="json", exclude=ignored),
-    }
+    inputs = {"task": task.model_dump(mode="json"), "environment": describe(device).model_dump(mode="json")}
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
     return f"{task.kind()}-{digest[:20]}"
 

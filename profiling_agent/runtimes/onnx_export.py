@@ -30,7 +30,6 @@ from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.io import TEMPORARY
 from profiling_agent.lib.logs import muted, third_party_errors
 from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
-from profiling_agent.quantization.layers import quantized_modules
 from profiling_agent.runtimes.onnx_runtime import one_thread, write_bare
 from profiling_agent.runtimes.registry import INPUT, OUTPUT, missing
 from profiling_agent.schemas import InputSpec
@@ -53,12 +52,8 @@ def export_onnx(model: nn.Module, path: Path, *, spec: InputSpec, is_bare: bool 
     (batch, classes). The distance is ||onnx - torch|| / ||torch||, the largest over the batches that are checked.
     `model` isn't changed. `is_bare` drops the exporter's metadata of each node, which identifies the node's layer but
     also holds source lines of this machine. ArtifactError, with nothing left behind, if the extra `onnx` isn't
-    installed, the model is quantized or can't be exported, or the logits are 1e-4 apart.
+    installed, the model can't be exported, or the logits are 1e-4 apart.
     """
-    if quantized_modules(model):
-        raise ArtifactError(
-            "the model is quantized, and only float32 models can be exported: export its float32 parent"
-        )
     temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid4().hex}"
     try:
         write_graph(model, temporary, spec=spec)

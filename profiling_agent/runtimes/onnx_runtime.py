@@ -99,8 +99,6 @@ class OnnxRuntime(registry.Runtime):
 
         from profiling_agent.quantization.quantize import chosen_layers
 
-        if source.onnx is None:
-            raise ArtifactError("ONNX Runtime needs the model as ONNX, and was given none")
         path, scheme, model = (folder / ONNX).resolve(), deployment.scheme, onnx.load(source.onnx)
         layers = chosen_layers(source.module, registry.recommended(deployment)) if scheme != "float32" else {}
         # Kernels of the fused operator measure ranges at run time; none takes static ranges.

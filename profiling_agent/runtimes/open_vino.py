@@ -91,7 +91,7 @@ class OpenVino(registry.Runtime):
 
     name = "openvino"
     extra = "openvino"
-    requires = ("openvino",)
+    requires = ("openvino", "nncf")
     files = (IR, IR_WEIGHTS)
     graph_format = "openvino"
     on_cpu = ("float32", "bfloat16", "static", "static_nncf")
@@ -109,11 +109,9 @@ class OpenVino(registry.Runtime):
         path, scheme = folder / IR, deployment.scheme
         if scheme == "static":
             return _write_static(source, deployment, path)
-        if source.onnx is None:
-            raise ArtifactError("OpenVINO needs the model as ONNX, and was given none")
         layers = chosen_layers(source.module, registry.recommended(deployment)) if scheme != "float32" else {}
         if scheme == "static_nncf":
-            return _write_nncf(source, source.onnx, layers, path)
+            return _write_nncf(source, layers, path)
         # bfloat16 is the precision of the products; the weights are stored as float16, in half of the bytes.
         _save(_read_onnx(source.onnx), path, compress_to_fp16=scheme == "bfloat16")
         return {"quantized": tuple(QuantizedLayer(name=name, kind="cast", dtype="bfloat16") for name in layers)}
@@ -172,13 +170,11 @@ def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[st
     return {"quantized": quantized_rows(quantized.model)}
 
 
-def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: Path) -> dict[str, Any]:
+def _write_nncf(source: Source, layers: Collection[str], path: Path) -> dict[str, Any]:
     import onnx
     import torch
 
-    if line := registry.missing_packages(("nncf",), extra="openvino"):
-        raise ArtifactError(f"static_nncf is made by NNCF: {line}")
-    model, graph, images = _read_onnx(exported), onnx.load(exported, load_external_data=False), source.calibration
+    model, graph = _read_onnx(source.onnx), onnx.load(source.onnx, load_external_data=False)
     layer_by_node = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()])
     excluded = {node for node, layer in layer_by_node.items() if layer not in layers}
     names = [op.get_friendly_name() for op in model.get_ops() if op.get_type_name() in LAYER_TYPES]
@@ -190,8 +186,8 @@ def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: P
         try:
             quantized = nncf.quantize(
                 model,
-                nncf.Dataset([{INPUT: image[None]} for image in images]),
-                subset_size=len(images),
+                nncf.Dataset([{INPUT: image[None]} for image in source.calibration]),
+                subset_size=len(source.calibration),
                 fast_bias_correction=True,
                 # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the
                 # first layer.
