@@ -139,15 +139,6 @@ class JobContext:
         return self.ref(folder, "model")
 
 
-def complexity_of(path: Path) -> tuple[int, int]:
-    """Return params and MACs of one image, counted on a saved model that torch can read."""
-    from profiling_agent.lib.costs import count_complexity
-    from profiling_agent.runtimes.torch_artifact import load_dequantized
-
-    rows = count_complexity(load_dequantized(path), load_recipe(path).input).values()
-    return sum(row.params for row in rows), sum(row.macs for row in rows)
-
-
 class PrepareTask(Task[Record]):
     """Decode and process the images of a shard, once for all jobs of a run that read it; `data.images` describes the file.
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from profiling_agent import schemas
 from profiling_agent.data.images import PreparedImages, SplitImages, iter_batches
 from profiling_agent.errors import PruningError
-from profiling_agent.jobs.base import HOUR, Find, JobContext, ResultT, Task, complexity_of, prepared
+from profiling_agent.jobs.base import HOUR, Find, JobContext, ResultT, Task, prepared
 from profiling_agent.lib.io import cache_subfolder, write_text
 from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads, environment
@@ -212,14 +212,17 @@ class EvaluateTask(RuntimeTask[Evaluated]):
         recipe = artifact.load_recipe(path, verify=True)
         session = artifact.open_session(path, device=self.device, num_threads=available_threads())
         if (footprint := recipe.footprint) is None:
+            from profiling_agent.lib.costs import count_complexity
             from profiling_agent.quantization.layers import parameter_bytes
 
-            params, macs = complexity_of(path)
-            held = {
-                "parameter_bytes": parameter_bytes(context.load(self.model)),
-                "size_bytes": artifact.model_bytes(path),
-            }
-            footprint = schemas.Footprint(params=params, macs=macs, **held)
+            model = context.load(self.model)
+            rows = count_complexity(model, recipe.input).values()
+            footprint = schemas.Footprint(
+                params=sum(row.params for row in rows),
+                macs=sum(row.macs for row in rows),
+                parameter_bytes=parameter_bytes(model),
+                size_bytes=artifact.model_bytes(path),
+            )
         return _OpenedModel(session, recipe, footprint)
 
 

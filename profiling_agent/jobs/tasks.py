@@ -21,7 +21,7 @@ from profiling_agent.data.images import (
 )
 from profiling_agent.data.labels import choose_matching
 from profiling_agent.errors import AcquisitionError, QuantizationError
-from profiling_agent.jobs.base import HOUR, Device, JobContext, ResultT, Task, complexity_of
+from profiling_agent.jobs.base import HOUR, Device, JobContext, ResultT, Task
 from profiling_agent.jobs.measuring import *  # noqa: F403 - re-exported
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.measure.intervals import answers_of
@@ -87,8 +87,6 @@ class AcquireTask(SourceTask[schemas.Acquired]):
         from profiling_agent.data.splits import draw_splits
 
         device, note = resolve_device(self.device), device_note(self.device, has_cuda=torch.cuda.is_available())
-        if note:
-            context.progress(note, 0, 0)
         loaded = self.load(context, device)
         check_processor(loaded.model, loaded.processor)
         query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
@@ -101,7 +99,7 @@ class AcquireTask(SourceTask[schemas.Acquired]):
                 f"all {drawn.search.num_images} images to search on are of one class ({names[int(classes[0])]!r}), so that no loss of "
                 "accuracy would show: give a split of several classes; in folders of images, each class has its own"
             )
-        notes = (*drawn.notes, *([loaded.note] if loaded.note else []))
+        notes = tuple(filter(None, (*drawn.notes, loaded.note, note)))
         for text in notes:
             context.progress(text, 0, 0)
 
@@ -114,7 +112,6 @@ class AcquireTask(SourceTask[schemas.Acquired]):
         source = schemas.ModelSource(
             name=loaded.source, revision=loaded.revision, architecture=loaded.architecture, device=device
         )
-        notes = (*notes, *([note] if note else []))
         return schemas.Acquired(source=source, labels=drawn.matchings[0].matches, notes=notes, **splits)
 
 
@@ -373,8 +370,8 @@ class DeployTask(Task[schemas.DeployedModel]):
         with quick_products():
             expected = torch.cat([logits_of(source.module, batch) for batch in compared]).double()
         context.progress(f"converting to {self.deployment.name}", 0, 0)
-        started, complexity = time.perf_counter(), complexity_of(parent)
-        recipe = save_deployed(source, self.deployment, folder, complexity=complexity, num_threads=num_threads)
+        started = time.perf_counter()
+        recipe = save_deployed(source, self.deployment, folder, num_threads=num_threads)
         seconds = time.perf_counter() - started
         session = artifact.open_session(folder, device=self.device, num_threads=num_threads)
         logits = torch.cat([torch.from_numpy(session.run(batch.numpy())) for batch in compared]).double()

@@ -175,14 +175,13 @@ def write_artifact(
     write_model: Callable[[Path], Mapping[str, Any]],
     golden: Callable[[Path, Recipe, Batch], Batch],
     complexity: tuple[int, int] | None = None,
-    has_card: bool = False,
 ) -> Recipe:
     """Write a saved model to `folder`, complete or not at all; return its recipe.
 
     `description` has its origin, cuts and deployment. `write_model` writes the runtime's files into a folder and
     returns fields of the recipe, as `Runtime.convert` does. `golden` returns the logits (n, classes) of images (n,
-    channels, height, width) by the model in the folder. `complexity` is params and MACs, for files that torch can't
-    count. If `has_card`, a card is added. Raises what `appearing`, `write_model` and `golden` do.
+    channels, height, width) by the model in the folder. A deployment has `complexity`, params and MACs of its float32
+    parent, and gets a card. Raises what `appearing`, `write_model` and `golden` do.
     """
     executor = runtime(description.deployment.runtime)
     changes: dict[str, Any] = {"quantized": (), "folded": (), "cpu": environment().cpu}
@@ -204,7 +203,7 @@ def write_artifact(
         save_file({INPUT: images, OUTPUT: np.ascontiguousarray(logits)}, temporary / GOLDEN)
         recipe = draft.model_copy(update={"files": draft.files | {GOLDEN: io.file_sha256(temporary / GOLDEN)}})
         io.write_text(temporary / RECIPE, recipe.model_dump_json(indent=1) + "\n")
-        if has_card:
+        if complexity is not None:
             write_card(temporary)
     return recipe
 
@@ -236,18 +235,6 @@ def tolerance(recipe: Recipe) -> float:
     return FLOAT_TOLERANCE if is_float32 else ROUNDED_TOLERANCE
 
 
-SCHEMES = {
-    "float32": "float32, nothing is quantized",
-    "tf32": "float32 weights, products with TF32's ten bits of a mantissa",
-    "bfloat16": "bfloat16 weights and products",
-    "float16": "float16 weights",
-    "dynamic": "int8 weights per output channel, int8 activations scaled as they come",
-    "float8": "float8 (e4m3) weights per output channel, float8 activations scaled by row, the rest bfloat16",
-    "static": "int8 weights per output channel, int8 activations with scales from calibration images",
-    "static_nncf": "int8 by NNCF, attention products and residual adds included, scales from calibration images",
-}
-
-
 class CardRow(NamedTuple):
     """Row of the card's table, with formatted cells: `accuracy`, `88.1% (87.2 to 89.0)`, `87.9% (...)`."""
 
@@ -269,11 +256,8 @@ def render_card(
     recipe: Recipe, rows: Sequence[CardRow] = (), notes: Sequence[str] = (), judged: HeldOutAccuracy | None = None
 ) -> str:
     """Return a model card with a table of `rows` and a list of `notes`."""
-    template, executor = text_templates("profiling_agent.runtimes"), runtime(recipe.deployment.runtime)
-    scheme = SCHEMES[recipe.deployment.scheme]
-    return template.get_template("card.md.jinja").render(
-        r=recipe, executor=executor, scheme=scheme, rows=rows, notes=notes, judged=judged
-    )
+    template = text_templates("profiling_agent.runtimes").get_template("card.md.jinja")
+    return template.render(r=recipe, executor=runtime(recipe.deployment.runtime), rows=rows, notes=notes, judged=judged)
 
 
 def write_card(

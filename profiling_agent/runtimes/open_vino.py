@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.logs import hide_telemetry, import_openvino, muted, third_party_errors
 from profiling_agent.lib.machine import quota_threads
 from profiling_agent.runtimes import registry
@@ -33,7 +33,7 @@ class OpenVinoSession(registry.ModelSession):
     """An OpenVINO graph, compiled for each batch size or once for all; threads that share it take turns."""
 
     def __init__(self, path: Path, *, scheme: Scheme, num_threads: int | None) -> None:
-        """Read the graph; ArtifactError if it can't be read."""
+        """Use the graph at `path`, which is read and compiled when it first runs."""
         # Compiling for each size is a few per cent faster (a quarter for a small convnet at batch 1). Not for the graphs
         # of our int8 layers: with all shapes known OpenVINO splits up their quantization, and a ViT is 1.6 to 1.9 times
         # slower for it (2026.4.1).
@@ -50,33 +50,21 @@ class OpenVinoSession(registry.ModelSession):
         # A request has one buffer for images and one for logits: its user holds the lock until the logits are copied.
         self._lock = threading.Lock()
         self._request_of = lru_cache(MAX_SIZES)(self._compiled)
-        self.read()
-
-    def _read_error(self, message: str) -> ArtifactError:
-        return ArtifactError(f"OpenVINO can't read {str(self._path)!r} ({message}): save it again")
-
-    def read(self) -> Any:
-        """Return the graph as it was saved."""
-        with third_party_errors(self._read_error):
-            return self._core.read_model(self._path)
 
     def request(self, pixel_values: Batch) -> Any:
         """Return an infer request for batches of this shape; threads hold the lock."""
         return self._request_of(None if self._is_for_any_size else pixel_values.shape)
 
     def _compiled(self, shape: tuple[int, ...] | None) -> Any:
-        model = self.read()
-        with third_party_errors(self._read_error):
-            if shape:
-                model.reshape(list(shape))
-            return self._core.compile_model(model, "CPU", self._properties).create_infer_request()
+        model = self._core.read_model(self._path)
+        if shape:
+            model.reshape(list(shape))
+        return self._core.compile_model(model, "CPU", self._properties).create_infer_request()
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
         with self._lock:
-            request = self.request(pixel_values)
-            with third_party_errors(lambda message: ArtifactError(f"OpenVINO can't run the model: {message}")):
-                (logits,) = request.infer([pixel_values]).values()
+            (logits,) = self.request(pixel_values).infer([pixel_values]).values()
             return logits.copy()
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:

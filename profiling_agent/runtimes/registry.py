@@ -114,7 +114,7 @@ class Runtime(ABC):
     @classmethod
     @abstractmethod
     def open(cls, folder: Path, recipe: "Recipe", *, device: str, num_threads: int | None) -> ModelSession:
-        """Open a saved folder; without `num_threads` the library chooses; ArtifactError if the files can't be read."""
+        """Open a saved folder; without `num_threads` the library chooses."""
 
     @classmethod
     def has_vnni(cls, cpu_flags: Collection[str]) -> bool:
@@ -144,11 +144,6 @@ def runtime(name: RuntimeName) -> type[Runtime]:
 def missing(name: RuntimeName, device: str = "cpu") -> str | None:
     """Return what has to be installed for a runtime on a device, as one line, or None."""
     return runtime(name).missing(device)
-
-
-def reads_onnx(deployment: Deployment) -> bool:
-    """Return whether a deployment is made from float32 ONNX."""
-    return deployment.scheme in runtime(deployment.runtime).from_onnx
 
 
 # The recommendation for all layers that gives a scheme; float32 and tf32 need none.
