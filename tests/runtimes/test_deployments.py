@@ -1,7 +1,6 @@
 """Deployments: every runtime and scheme answers as the model does, and its layers can be timed."""
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,8 +16,7 @@ from onnx import TensorProto
 from pruning.families import FAMILIES, processor_of, spec_of
 from torch import nn
 
-from profiling_agent.errors import JobError, PlanError
-from profiling_agent.measure.worker import TimedProcess, WorkerSetup, worker_command
+from profiling_agent.errors import PlanError
 from profiling_agent.runtimes.artifact import ONNX, load_recipe, open_session
 from profiling_agent.runtimes.onnx_runtime import OnnxSession
 from profiling_agent.runtimes.open_vino import OpenVinoSession
@@ -199,17 +197,6 @@ def test_what_is_missing_is_said_with_the_command_that_installs_it(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert "g++" in (runtime("inductor").missing("cpu") or "")
-
-
-@pytest.mark.parametrize("name", ["onnxruntime float32", "openvino float32"])
-def test_a_racer_with_a_broken_graph_says_which_file(saved: Saved, tmp_path: Path, name: str):
-    folder = shutil.copytree(saved(name), tmp_path / "model")
-    graph = folder / load_recipe(folder).model_files[0]
-    graph.write_bytes(graph.read_bytes()[:1000])
-
-    start = WorkerSetup(batch_size=2, device="cpu")
-    with TimedProcess(worker_command(folder), start) as process, pytest.raises(JobError, match=graph.name):
-        process.wait_until_ready()
 
 
 @pytest.mark.slow
