@@ -222,9 +222,9 @@ def scratch_jobs(progress: Progress = silent) -> Generator[Jobs]:
 def check_matches(requests: Iterable[Request], progress: Progress = silent) -> None:
     """Raise AcquisitionError, naming both, if a request's model and data set can't be loaded or don't match."""
     fields = set(MatchLabelsTask.model_fields)
-    tasks = {MatchLabelsTask.model_validate(request.model_dump(include=fields)) for request in requests}
+    tasks = [MatchLabelsTask.model_validate(request.model_dump(include=fields)) for request in requests]
     with scratch_jobs(progress) as jobs:
-        for task in sorted(tasks, key=str):
+        for _, task in sorted({str(task): task for task in tasks}.items()):
             try:
                 jobs.run(task)
             except AcquisitionError as error:
