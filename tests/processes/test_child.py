@@ -138,19 +138,6 @@ def test_a_supervisor_that_is_killed_leaves_its_children_and_is_replaced(start: 
         heard(second)
 
 
-@forks
-def test_where_an_import_takes_the_supervisor_down_children_are_started_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (tmp_path / "fatal.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"])))
-    with fork_server(["fatal"]) as server:
-        for _ in range(2):
-            child = Child(server, ["toy_child:describe"], Word)
-            assert heard(child).endswith("heavy: False")
-            child.end()
-
-
 def test_a_child_has_others_started_by_its_supervisor_and_they_die_with_it(start: Start):
     middle = start("toy_child:breed")
     grandchildren = [int(pid) for pid in heard(middle).split()]

@@ -24,6 +24,7 @@ from profiling_agent.quantization.quantize import Quantized, quantize_model
 from profiling_agent.runtimes.artifact import model_bytes, open_session, write_artifact
 from profiling_agent.runtimes.registry import noise_batch, runtime
 from profiling_agent.runtimes.torch_artifact import (
+    load,
     load_dequantized,
     load_module,
     load_processor,
@@ -234,12 +235,6 @@ def test_what_is_saved_for_cuda_opens_on_the_cpu_with_its_logits(scheme: Any, tm
     assert distance(found, float_logits(source, images)) < 0.2
 
 
-def flip_a_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 0x10
-    path.write_bytes(data)
-
-
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
@@ -252,8 +247,7 @@ def link_out(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "verify", "says"),
     [
-        ("weights.safetensors", flip_a_byte, True, "sha256 differs"),
-        ("golden.safetensors", cut_short, True, "sha256 differs"),
+        ("weights.safetensors", cut_short, True, "sha256 differs"),
         ("weights.safetensors", Path.unlink, False, "is missing"),
         ("weights.safetensors", cut_short, False, "is damaged"),
         ("recipe.json", cut_short, False, "is damaged"),
@@ -318,8 +312,9 @@ def test_weights_that_compute_something_else_are_refused_though_their_hash_fits(
     save_file(tensors, folder / "weights.safetensors")
     resign(folder)
 
-    with pytest.raises(ArtifactError, match=says):
-        load_module(folder)
+    for opened in (load, load_module):
+        with pytest.raises(ArtifactError, match=says):
+            opened(folder)
 
 
 def test_a_folder_that_exists_is_never_overwritten(folder: Path):
