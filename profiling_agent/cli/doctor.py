@@ -189,7 +189,8 @@ def _check_runtime(jobs: Jobs, name: RuntimeName) -> Finding:
         return _finding(name, "not installed", reason)
     try:
         tiny, deployment = jobs.run(TinyTask()), Deployment(runtime=name)
-        onnx = jobs.run(ExportTask(model=tiny.model)).onnx if registry.reads_onnx(deployment) else None
+        is_from_onnx = deployment.scheme in registry.runtime(name).from_onnx
+        onnx = jobs.run(ExportTask(model=tiny.model)) if is_from_onnx else None
         given: dict[str, Any] = {
             "model": tiny.model,
             "deployment": deployment,
@@ -227,7 +228,7 @@ def check_device(jobs: Jobs, device: str) -> str:
     task = ProfileTask(**settings, headline=headline, calibration=tiny.images, cache=False)
     profile = read_profile(jobs, jobs.run(task))
     cuts = tuple(Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in profile.units)
-    pruned = jobs.run(PruneTask(baseline=tiny.model, cuts=cuts, calibration=tiny.images, seed=0, device=device))
+    pruned = jobs.run(PruneTask(baseline=tiny.model, cuts=cuts, calibration=tiny.images, device=device))
     if problem := profile.evidence_note or pruned.compensation_note:
         raise ArtifactError(problem)
     for model in (tiny.model, pruned.model):

@@ -232,9 +232,8 @@ def _write_card(folder: Path, recipe: artifact.Recipe, format_: str, temporary: 
         runtime=recipe.deployment.runtime,
     )
     labels_file = "`config.json`." if format_ == "hf" else f"`{LABELS}`."
-    card = ModelCard(
-        f"{artifact.card_head(folder).replace('`recipe.json`.', labels_file)}{usage}", ignore_metadata_errors=True
-    )
+    head = artifact.read_card(folder).partition("## Run it with profiling-agent\n")[0]
+    card = ModelCard(f"{head.replace('`recipe.json`.', labels_file)}{usage}", ignore_metadata_errors=True)
     metadata: Any = card.data
     # The Hub has its own name for the library.
     metadata.library_name = "transformers" if format_ == "hf" else format_

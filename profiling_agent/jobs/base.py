@@ -33,15 +33,15 @@ class Task(Record, Generic[ResultT]):
 
     Its class variables say how it is run. The time limit is at least that of `passes` of the baseline over one image, several
     times what the job should need. With `sets_torch` the process sets torch's threads and seed first. A `spawned` job
-    measures its own process, to which a fork's imports would add. Installing another runtime changes the keys of jobs that
-    use them.
+    measures its own process, to which a fork's imports would add. `reads` has the fields of splits whose prepared images the
+    job reads, with the field of the model that they are prepared for.
     """
 
     timeout_s: ClassVar[float] = 4 * HOUR
     passes: ClassVar[int] = 10_000
     sets_torch: ClassVar[bool] = True
     spawned: ClassVar[bool] = False
-    uses_runtimes: ClassVar[bool] = False
+    reads: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     isolated: bool = False
 
@@ -59,12 +59,13 @@ class Task(Record, Generic[ResultT]):
         """Return the time limit in seconds, if the baseline takes `pass_s` for an image."""
         return max(self.timeout_s, self.passes * (pass_s or 0.0))
 
-    def needs(self, find: Find) -> Mapping[str, tuple["Task[Any]", ...]]:  # noqa: ARG002 (subclasses use it)
+    def needs(self, find: Find) -> Mapping[str, tuple["Task[Any]", ...]]:
         """Return the jobs that are done before this one, by the names under which `run` finds their folders.
 
         They follow from the task and are no part of its key: once it has a result, they aren't needed.
         """
-        return {}
+        splits = {name: (getattr(self, name), getattr(self, model)) for name, model in self.reads}
+        return {name: prepared(split, find(model)) for name, (split, model) in splits.items() if split is not None}
 
     def run(self, context: "JobContext") -> ResultT:
         """Do the job in a child process, with files under the context's folder."""
@@ -88,13 +89,9 @@ class JobContext:
         """Return the path of an earlier job's artifact; ArtifactError if that isn't in the run folder, RunError if it is missing."""
         return Workspace(self.root).path(ref)
 
-    def folders(self, name: str) -> list[Path]:
-        """Return the folders of the jobs that the task needs under this name."""
-        return [Workspace(self.root).jobs / key for key in self.given[name]]
-
     def images(self, name: str) -> PreparedImages:
         """Return the images that the task needs under this name; ArtifactError if they can't be read."""
-        return PreparedImages(self.folders(name))
+        return PreparedImages([Workspace(self.root).jobs / key for key in self.given[name]])
 
     def recipe(self, ref: ArtifactRef) -> Recipe:
         """Return the recipe of a saved model; ArtifactError if a file is missing."""
@@ -123,34 +120,24 @@ class JobContext:
         Raises:
             ArtifactError: it doesn't load as it was saved, or `source` is damaged.
         """
-        from profiling_agent.runtimes import torch_artifact
+        from profiling_agent.runtimes.torch_artifact import load_module, load_processor, save_model
 
-        folder = self.folder / "model"
-        if cuts is None:
-            cuts = load_recipe(self.path(source)).cuts
-        torch_artifact.save_derived(model.cpu(), self.path(source), folder, cuts=cuts)
-        torch_artifact.load_module(folder)
+        folder, origin = self.folder / "model", self.recipe(source)
+        save_model(
+            model.cpu(),
+            folder,
+            spec=origin.input,
+            processor=load_processor(self.path(source)),
+            base_model=origin.base_model,
+            base_revision=origin.base_revision,
+            cuts=origin.cuts if cuts is None else cuts,
+        )
+        load_module(folder)
         return self.ref(folder)
 
 
-def complexity_of(path: Path) -> tuple[int, int]:
-    """Return params and MACs of one image, counted on a saved model that torch can read."""
-    from profiling_agent.lib.costs import count_complexity
-    from profiling_agent.runtimes.torch_artifact import load_dequantized
-
-    rows = count_complexity(load_dequantized(path), load_recipe(path).input).values()
-    return sum(row.params for row in rows), sum(row.macs for row in rows)
-
-
-class Prepared(Record):
-    """A shard's images, decoded and processed, in the job's folder; `data.images` describes the array."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class PrepareTask(Task[Prepared]):
-    """Decode and process the images of a shard, once for all jobs of a run that read it.
+class PrepareTask(Task[Record]):
+    """Decode and process the images of a shard, once for all jobs of a run that read it; `data.images` describes the file.
 
     `processor` is the text of the file that describes the image processor: models with the same one share the images.
     """
@@ -159,15 +146,15 @@ class PrepareTask(Task[Prepared]):
     shard: int = Field(ge=0)
     processor: str
 
-    def run(self, context: JobContext) -> Prepared:
+    def run(self, context: JobContext) -> Record:
         """Write what the processor makes of the shard's images, and the processor next to it."""
         from profiling_agent.runtimes.torch_artifact import load_processor
 
         images, folder = SplitImages(context.path(self.split.file)), context.folder
         write_text(folder / PROCESSOR, self.processor)
         rows = self.split.rows(self.shard)
-        shape, dtype = write_prepared(folder, images, rows, load_processor(folder), progress=context.progress)
-        return Prepared(shape=shape, dtype=dtype)
+        write_prepared(folder, images, rows, load_processor(folder), progress=context.progress)
+        return Record()
 
 
 def prepared(split: SplitInfo, model: Path, shards: range | None = None) -> tuple[PrepareTask, ...]:

@@ -13,7 +13,7 @@ from pydantic import Field
 from profiling_agent import schemas
 from profiling_agent.data.images import PreparedImages, SplitImages, iter_batches
 from profiling_agent.errors import PruningError
-from profiling_agent.jobs.base import HOUR, Find, JobContext, ResultT, Task, complexity_of, prepared
+from profiling_agent.jobs.base import HOUR, Find, JobContext, ResultT, Task, prepared
 from profiling_agent.lib.io import cache_folder, write_text
 from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads, environment
@@ -30,7 +30,6 @@ class RuntimeTask(Task[ResultT]):
 
     timeout_s = HOUR
     sets_torch = False
-    uses_runtimes = True
 
 
 class HeadlineTask(RuntimeTask[schemas.Headline]):
@@ -64,6 +63,7 @@ class ProfileTask(Task[Profiled]):
     """Time a model and its layers; with `calibration` images also each unit at each width, and the KL divergence after pruning it."""
 
     passes = 100_000
+    reads = (("calibration", "model"),)
     model: schemas.ArtifactRef
     batch_size: int
     device: str
@@ -71,10 +71,6 @@ class ProfileTask(Task[Profiled]):
     calibration: schemas.SplitInfo | None = None
     seed: int = 0
     cache: bool = True
-
-    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
-        """Return the jobs that prepare calibration images."""
-        return {"calibration": prepared(self.calibration, find(self.model)) if self.calibration else ()}
 
     def run(self, context: JobContext) -> Profiled:
         """Profile the model; write profile.json and the chrome trace."""
@@ -213,13 +209,18 @@ class EvaluateTask(RuntimeTask[Evaluated]):
         path = context.path(self.model)
         recipe = artifact.load_recipe(path, verify=True)
         session = artifact.open_session(path, device=self.device, num_threads=available_threads())
-        if (counts := recipe.counts) is None:
+        if (footprint := recipe.footprint) is None:
+            from profiling_agent.lib.costs import count_complexity
             from profiling_agent.quantization.layers import parameter_bytes
 
-            params, macs = complexity_of(path)
-            held = parameter_bytes(context.load(self.model))
-            counts = artifact.ParentCounts(params=params, macs=macs, parameter_bytes=held)
-        footprint = schemas.Footprint(**counts.model_dump(), size_bytes=artifact.model_bytes(path))
+            model = context.load(self.model)
+            rows = count_complexity(model, recipe.input).values()
+            footprint = schemas.Footprint(
+                params=sum(row.params for row in rows),
+                macs=sum(row.macs for row in rows),
+                parameter_bytes=parameter_bytes(model),
+                size_bytes=artifact.model_bytes(path),
+            )
         return _OpenedModel(session, recipe, footprint)
 
 

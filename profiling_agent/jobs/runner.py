@@ -48,11 +48,7 @@ def job_key(task: Task[ResultT], describe: Callable[[str], Environment] = enviro
     """Return a job's key: its kind and a hash of its inputs, and of the code, libraries, machine and GPU from `describe`."""
     # A task without a device computes on the CPU; with "auto" it may use the GPU.
     device: str = getattr(task, "device", "cpu")
-    ignored = None if task.uses_runtimes else {"runtimes"}
-    inputs = {
-        "task": task.model_dump(mode="json"),
-        "environment": describe(device).model_dump(mode="json", exclude=ignored),
-    }
+    inputs = {"task": task.model_dump(mode="json"), "environment": describe(device).model_dump(mode="json")}
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
     return f"{task.kind()}-{digest[:20]}"
 
@@ -181,10 +177,8 @@ class Jobs:
 
     def _process(self, task: Task[Any]) -> Child[Message]:
         """Return the process that does jobs like `task`, which is started if there is none."""
-        process = self._processes.get(task.isolated)
-        if process is not None and process.is_alive:
+        if (process := self._processes.get(task.isolated)) is not None:
             return process
-        self._end(isolated=task.isolated)
         call, log = ["profiling_agent.jobs.worker:serve"], self.workspace.root / JOB_LOG
         try:
             process = Child(self._supervisor, call, Message, log=log, spawned=task.spawned)
@@ -227,15 +221,14 @@ def scratch_jobs(progress: Progress = silent) -> Generator[Jobs]:
 
 def check_matches(requests: Iterable[Request], progress: Progress = silent) -> None:
     """Raise AcquisitionError, naming both, if a request's model and data set can't be loaded or don't match."""
-    names = [name for name in MatchLabelsTask.model_fields if name in Request.model_fields]
-    combinations = {tuple(getattr(request, name) for name in names) for request in requests}
+    fields = set(MatchLabelsTask.model_fields)
+    tasks = [MatchLabelsTask.model_validate(request.model_dump(include=fields)) for request in requests]
     with scratch_jobs(progress) as jobs:
-        for values in sorted(combinations, key=str):
-            fields = dict(zip(names, values, strict=True))
+        for _, task in sorted({str(task): task for task in tasks}.items()):
             try:
-                jobs.run(MatchLabelsTask.model_validate(fields))
+                jobs.run(task)
             except AcquisitionError as error:
-                raise AcquisitionError(f"{fields['model']} on {fields['dataset']}: {error}") from error
+                raise AcquisitionError(f"{task.model} on {task.dataset}: {error}") from error
 
 
 def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device: str) -> Headline:

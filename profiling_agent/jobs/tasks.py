@@ -21,16 +21,7 @@ from profiling_agent.data.images import (
 )
 from profiling_agent.data.labels import choose_matching
 from profiling_agent.errors import AcquisitionError, QuantizationError
-from profiling_agent.jobs.base import (
-    HOUR,
-    Device,
-    Find,
-    JobContext,
-    ResultT,
-    Task,
-    complexity_of,
-    prepared,
-)
+from profiling_agent.jobs.base import HOUR, Device, JobContext, ResultT, Task
 from profiling_agent.jobs.measuring import *  # noqa: F403 - re-exported
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.measure.intervals import answers_of
@@ -96,8 +87,6 @@ class AcquireTask(SourceTask[schemas.Acquired]):
         from profiling_agent.data.splits import draw_splits
 
         device, note = resolve_device(self.device), device_note(self.device, has_cuda=torch.cuda.is_available())
-        if note:
-            context.progress(note, 0, 0)
         loaded = self.load(context, device)
         check_processor(loaded.model, loaded.processor)
         query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
@@ -110,7 +99,7 @@ class AcquireTask(SourceTask[schemas.Acquired]):
                 f"all {drawn.search.num_images} images to search on are of one class ({names[int(classes[0])]!r}), so that no loss of "
                 "accuracy would show: give a split of several classes; in folders of images, each class has its own"
             )
-        notes = (*drawn.notes, *([loaded.note] if loaded.note else []))
+        notes = tuple(filter(None, (*drawn.notes, loaded.note, note)))
         for text in notes:
             context.progress(text, 0, 0)
 
@@ -123,7 +112,6 @@ class AcquireTask(SourceTask[schemas.Acquired]):
         source = schemas.ModelSource(
             name=loaded.source, revision=loaded.revision, architecture=loaded.architecture, device=device
         )
-        notes = (*notes, *([note] if note else []))
         return schemas.Acquired(source=source, labels=drawn.matchings[0].matches, notes=notes, **splits)
 
 
@@ -224,18 +212,14 @@ class PruneTask(Task[schemas.PrunedModel]):
     `keep` has the kept channels or heads by unit name; for other units the weights decide.
     """
 
+    reads = (("calibration", "baseline"),)
     baseline: schemas.ArtifactRef
     cuts: tuple[schemas.Cut, ...]
     keep: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     calibration: schemas.SplitInfo
-    seed: int
     compensate: bool = True
     batch_size: int = 32
     device: str = "cpu"
-
-    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
-        """Return the jobs that prepare calibration images."""
-        return {"calibration": prepared(self.calibration, find(self.baseline))}
 
     def run(self, context: JobContext) -> schemas.PrunedModel:
         """Cut the units, pass the gates, compensate, save the candidate."""
@@ -278,6 +262,7 @@ class RecoverTask(Task[schemas.RecoveredModel]):
     # A hundred epochs may take a day.
     timeout_s = 24 * HOUR
     passes = 1_000_000
+    reads = (("recovery", "baseline"), ("calibration", "baseline"))
     model: schemas.ArtifactRef
     baseline: schemas.ArtifactRef
     recovery: schemas.SplitInfo
@@ -286,13 +271,6 @@ class RecoverTask(Task[schemas.RecoveredModel]):
     seed: int
     batch_size: int = 32
     device: str = "cpu"
-
-    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
-        """Return the jobs that prepare both sets of images."""
-        return {
-            "recovery": prepared(self.recovery, find(self.baseline)),
-            "calibration": prepared(self.calibration, find(self.baseline)),
-        }
 
     def run(self, context: JobContext) -> schemas.RecoveredModel:
         """Recover, judged on the images that compensation wasn't fitted to; save what was recovered."""
@@ -322,15 +300,12 @@ class RecoverTask(Task[schemas.RecoveredModel]):
 class TuneTask(Task[schemas.Tuned]):
     """Measure the KL of quantizing all layers to int8, and each by itself, on calibration images."""
 
+    reads = (("calibration", "model"),)
     model: schemas.ArtifactRef
     scheme: Literal["dynamic", "static"]
     calibration: schemas.SplitInfo
     latency_shares: dict[str, float] = Field(default_factory=dict, description="of the layers' time, by layer name")
     batch_size: int = 32
-
-    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
-        """Return the jobs that prepare the calibration images."""
-        return {"calibration": prepared(self.calibration, find(self.model))}
 
     def run(self, context: JobContext) -> schemas.Tuned:
         """Measure what int8 costs the model, and each of its layers."""
@@ -346,35 +321,27 @@ class TuneTask(Task[schemas.Tuned]):
         return schemas.Tuned(layers=layers, kl=kl, num_images=num_images)
 
 
-class Exported(schemas.Record):
-    """A float32 model as one ONNX file."""
-
-    onnx: schemas.ArtifactRef
-    distance: float
-
-
-class ExportTask(Task[Exported]):
+class ExportTask(Task[schemas.ArtifactRef]):
     """Export a float32 model to ONNX, for the runtimes that read it; isolated, because exporters crash."""
 
     timeout_s = HOUR / 2
-    uses_runtimes = True
     isolated: bool = True
     model: schemas.ArtifactRef
 
-    def run(self, context: JobContext) -> Exported:
-        """Write a float32 model as ONNX."""
+    def run(self, context: JobContext) -> schemas.ArtifactRef:
+        """Write a float32 model as ONNX; return the file's reference."""
         from profiling_agent.runtimes.onnx_export import export_onnx
 
         path = context.folder / "model.onnx"
-        distance = export_onnx(context.load(self.model), path, spec=context.recipe(self.model).input)
-        return Exported(onnx=context.ref(path), distance=distance)
+        export_onnx(context.load(self.model), path, spec=context.recipe(self.model).input)
+        return context.ref(path)
 
 
 class DeployTask(Task[schemas.DeployedModel]):
     """Make one deployment of a float32 model; isolate any but eager torch: converters crash and hang."""
 
     timeout_s = HOUR / 2
-    uses_runtimes = True
+    reads = (("calibration", "model"),)
     model: schemas.ArtifactRef
     deployment: schemas.Deployment
     calibration: schemas.SplitInfo
@@ -383,10 +350,6 @@ class DeployTask(Task[schemas.DeployedModel]):
     )
     batch_size: int
     device: str = "cpu"
-
-    def needs(self, find: Find) -> dict[str, tuple[Task[Any], ...]]:
-        """Return the jobs that prepare calibration images."""
-        return {"calibration": prepared(self.calibration, find(self.model))}
 
     def run(self, context: JobContext) -> schemas.DeployedModel:
         """Bring a float32 model into a deployment, save it, open it again, and see how far it is from its parent."""
@@ -397,18 +360,17 @@ class DeployTask(Task[schemas.DeployedModel]):
         from profiling_agent.runtimes.torch_artifact import read_source, save_deployed
 
         batches = context.images("calibration").batches(self.batch_size, limit=MAX_CALIBRATION)
-        if not (images := [pixel_values for pixel_values, _ in batches]):
-            raise QuantizationError("there are 0 calibration images: raise num_samples")
+        images = np.concatenate([pixel_values for pixel_values, _ in batches])
         parent, onnx = context.path(self.model), context.path(self.onnx) if self.onnx else None
-        source = read_source(parent, np.concatenate(images), batch_size=self.batch_size, onnx=onnx, device=self.device)
+        source = read_source(parent, images, batch_size=self.batch_size, onnx=onnx, device=self.device)
         folder, num_threads = context.folder / "model", available_threads()
         # In batches of the same size, so that equal models have equal logits.
         compared = torch.from_numpy(source.calibration[:MAX_COMPARED]).split(self.batch_size)
         with quick_products():
             expected = torch.cat([logits_of(source.module, batch) for batch in compared]).double()
         context.progress(f"converting to {self.deployment.name}", 0, 0)
-        started, complexity = time.perf_counter(), complexity_of(parent)
-        recipe = save_deployed(source, self.deployment, folder, complexity=complexity, num_threads=num_threads)
+        started = time.perf_counter()
+        recipe = save_deployed(source, self.deployment, folder, num_threads=num_threads)
         seconds = time.perf_counter() - started
         session = artifact.open_session(folder, device=self.device, num_threads=num_threads)
         logits = torch.cat([torch.from_numpy(session.run(batch.numpy())) for batch in compared]).double()

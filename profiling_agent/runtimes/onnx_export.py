@@ -1,4 +1,4 @@
-"""ONNX export of a model to one file, which appears only if ONNX Runtime's logits match torch's.
+"""ONNX export of a model to one file, whose logits in ONNX Runtime have to match torch's.
 
 Attention is exported as two products and a softmax, without a mask if nothing is masked. Under tracing transformers
 can't check for padding, and builds a mask of ones for every encoder. Each layer of the exported graph then fills it,
@@ -16,7 +16,6 @@ import copy
 import inspect
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +26,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.lib.io import TEMPORARY
 from profiling_agent.lib.logs import muted, third_party_errors
 from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
-from profiling_agent.quantization.layers import quantized_modules
 from profiling_agent.runtimes.onnx_runtime import one_thread, write_bare
 from profiling_agent.runtimes.registry import INPUT, OUTPUT, missing
 from profiling_agent.schemas import InputSpec
@@ -52,37 +49,28 @@ def export_onnx(model: nn.Module, path: Path, *, spec: InputSpec, is_bare: bool 
     The input `pixel_values` is (batch, channels, height, width) float32 with a dynamic batch, the output `logits`
     (batch, classes). The distance is ||onnx - torch|| / ||torch||, the largest over the batches that are checked.
     `model` isn't changed. `is_bare` drops the exporter's metadata of each node, which identifies the node's layer but
-    also holds source lines of this machine. ArtifactError, with nothing left behind, if the extra `onnx` isn't
-    installed, the model is quantized or can't be exported, or the logits are 1e-4 apart.
+    also holds source lines of this machine. ArtifactError if the extra `onnx` isn't installed, the model can't be
+    exported, or the logits are 1e-4 apart.
     """
-    if quantized_modules(model):
-        raise ArtifactError(
-            "the model is quantized, and only float32 models can be exported: export its float32 parent"
-        )
-    temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid4().hex}"
-    try:
-        write_graph(model, temporary, spec=spec)
-        if is_bare:
-            import onnx
+    write_graph(model, path, spec=spec)
+    if is_bare:
+        import onnx
 
-            write_bare(onnx.load(temporary), temporary)
-        distance = 0.0
-        for size in CHECKED_BATCHES:
-            batch = random_batch(spec, size, seed=size)
-            with third_party_errors(
-                lambda message: ArtifactError(f"ONNX Runtime can't run the exported model ({message}): fix its batch")
-            ):
-                logits = torch.from_numpy(one_thread(str(temporary)).run([OUTPUT], {INPUT: batch.numpy()})[0])
-            distance = max(distance, apart := relative_distance(logits, logits_of(model, batch)))
-            # `not <=` so that a NaN fails.
-            if not apart <= TOLERANCE:
-                raise ArtifactError(
-                    f"ONNX Runtime's logits are {apart:.2g} from torch's (relative), {TOLERANCE:g} is allowed: "
-                    "deploy the saved folder instead"
-                )
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        write_bare(onnx.load(path), path)
+    distance = 0.0
+    for size in CHECKED_BATCHES:
+        batch = random_batch(spec, size, seed=size)
+        with third_party_errors(
+            lambda message: ArtifactError(f"ONNX Runtime can't run the exported model ({message}): fix its batch")
+        ):
+            logits = torch.from_numpy(one_thread(str(path)).run([OUTPUT], {INPUT: batch.numpy()})[0])
+        distance = max(distance, apart := relative_distance(logits, logits_of(model, batch)))
+        # `not <=` so that a NaN fails.
+        if not apart <= TOLERANCE:
+            raise ArtifactError(
+                f"ONNX Runtime's logits are {apart:.2g} from torch's (relative), {TOLERANCE:g} is allowed: "
+                "deploy the saved folder instead"
+            )
     return distance
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.logs import muted, third_party_errors
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.runtimes import registry
@@ -45,15 +45,11 @@ class OnnxSession(registry.ModelSession):
     """An opened ONNX file."""
 
     def __init__(self, path: Path, options: Any) -> None:
-        with third_party_errors(
-            lambda message: ArtifactError(f"ONNX Runtime can't open {str(path)!r} ({message}): save it again")
-        ):
-            self.session: Any = _open(str(path), options)
+        self.session: Any = _open(str(path), options)
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
-        with third_party_errors(lambda message: ArtifactError(f"ONNX Runtime can't run the model: {message}")):
-            return self.session.run([OUTPUT], {INPUT: pixel_values})[0]
+        return self.session.run([OUTPUT], {INPUT: pixel_values})[0]
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
         """Return a function that runs these images once and returns the milliseconds it took."""
@@ -99,8 +95,6 @@ class OnnxRuntime(registry.Runtime):
 
         from profiling_agent.quantization.quantize import chosen_layers
 
-        if source.onnx is None:
-            raise ArtifactError("ONNX Runtime needs the model as ONNX, and was given none")
         path, scheme, model = (folder / ONNX).resolve(), deployment.scheme, onnx.load(source.onnx)
         layers = chosen_layers(source.module, registry.recommended(deployment)) if scheme != "float32" else {}
         # Kernels of the fused operator measure ranges at run time; none takes static ranges.

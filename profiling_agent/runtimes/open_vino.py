@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.errors import QuantizationError
 from profiling_agent.lib.logs import muted, third_party_errors
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.runtimes import registry
@@ -33,7 +33,7 @@ class OpenVinoSession(registry.ModelSession):
     """An OpenVINO graph, compiled for each batch size or once for all; threads that share it take turns."""
 
     def __init__(self, path: Path, *, scheme: Scheme, num_threads: int | None) -> None:
-        """Read the graph; ArtifactError if it can't be read."""
+        """Use the graph at `path`, which is read and compiled when it first runs."""
         # Compiling for each size is a few per cent faster (a quarter for a small convnet at batch 1). Not for the graphs
         # of our int8 layers: with all shapes known OpenVINO splits up their quantization, and a ViT is 1.6 to 1.9 times
         # slower for it (2026.4.1).
@@ -49,33 +49,21 @@ class OpenVinoSession(registry.ModelSession):
         # A request has one buffer for images and one for logits: its user holds the lock until the logits are copied.
         self._lock = threading.Lock()
         self._request_of = lru_cache(MAX_SIZES)(self._compiled)
-        self.read()
-
-    def _read_error(self, message: str) -> ArtifactError:
-        return ArtifactError(f"OpenVINO can't read {str(self._path)!r} ({message}): save it again")
-
-    def read(self) -> Any:
-        """Return the graph as it was saved."""
-        with third_party_errors(self._read_error):
-            return self._core.read_model(self._path)
 
     def request(self, pixel_values: Batch) -> Any:
         """Return an infer request for batches of this shape; threads hold the lock."""
         return self._request_of(None if self._is_for_any_size else pixel_values.shape)
 
     def _compiled(self, shape: tuple[int, ...] | None) -> Any:
-        model = self.read()
-        with third_party_errors(self._read_error):
-            if shape:
-                model.reshape(list(shape))
-            return self._core.compile_model(model, "CPU", self._properties).create_infer_request()
+        model = self._core.read_model(self._path)
+        if shape:
+            model.reshape(list(shape))
+        return self._core.compile_model(model, "CPU", self._properties).create_infer_request()
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
         with self._lock:
-            request = self.request(pixel_values)
-            with third_party_errors(lambda message: ArtifactError(f"OpenVINO can't run the model: {message}")):
-                (logits,) = request.infer([pixel_values]).values()
+            (logits,) = self.request(pixel_values).infer([pixel_values]).values()
             return logits.copy()
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
@@ -90,7 +78,7 @@ class OpenVino(registry.Runtime):
 
     name = "openvino"
     extra = "openvino"
-    requires = ("openvino",)
+    requires = ("openvino", "nncf")
     files = (IR, IR_WEIGHTS)
     graph_format = "openvino"
     on_cpu = ("float32", "bfloat16", "static", "static_nncf")
@@ -108,11 +96,9 @@ class OpenVino(registry.Runtime):
         path, scheme = folder / IR, deployment.scheme
         if scheme == "static":
             return _write_static(source, deployment, path)
-        if source.onnx is None:
-            raise ArtifactError("OpenVINO needs the model as ONNX, and was given none")
         layers = chosen_layers(source.module, registry.recommended(deployment)) if scheme != "float32" else {}
         if scheme == "static_nncf":
-            return _write_nncf(source, source.onnx, layers, path)
+            return _write_nncf(source, layers, path)
         # bfloat16 is the precision of the products; the weights are stored as float16, in half of the bytes.
         _save(_read_onnx(source.onnx), path, compress_to_fp16=scheme == "bfloat16")
         return {"quantized": tuple(QuantizedLayer(name=name, kind="cast", dtype="bfloat16") for name in layers)}
@@ -171,13 +157,11 @@ def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[st
     return {"quantized": quantized_rows(quantized.model)}
 
 
-def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: Path) -> dict[str, Any]:
+def _write_nncf(source: Source, layers: Collection[str], path: Path) -> dict[str, Any]:
     import onnx
     import torch
 
-    if line := registry.missing_packages(("nncf",), extra="openvino"):
-        raise ArtifactError(f"static_nncf is made by NNCF: {line}")
-    model, graph, images = _read_onnx(exported), onnx.load(exported, load_external_data=False), source.calibration
+    model, graph = _read_onnx(source.onnx), onnx.load(source.onnx, load_external_data=False)
     layer_by_node = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()])
     excluded = {node for node, layer in layer_by_node.items() if layer not in layers}
     names = [op.get_friendly_name() for op in model.get_ops() if op.get_type_name() in LAYER_TYPES]
@@ -188,8 +172,8 @@ def _write_nncf(source: Source, exported: Path, layers: Collection[str], path: P
         try:
             quantized = nncf.quantize(
                 model,
-                nncf.Dataset([{INPUT: image[None]} for image in images]),
-                subset_size=len(images),
+                nncf.Dataset([{INPUT: image[None]} for image in source.calibration]),
+                subset_size=len(source.calibration),
                 fast_bias_correction=True,
                 # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the
                 # first layer.

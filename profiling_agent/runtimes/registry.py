@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,7 @@ class Source:
     """A float32 model to be converted for a deployment.
 
     `module` is in eval mode on the CPU, `recipe` that of its saved folder, `calibration` float32 images of shape
-    (n, channels, height, width), `onnx` the exported model, or None if it couldn't be exported.
+    (n, channels, height, width), `onnx` the path of the exported model for runtimes that read it.
     """
 
     module: Any
@@ -37,7 +37,7 @@ class Source:
     processor: Any
     calibration: Batch
     batch_size: int
-    onnx: Path | None = None
+    onnx: Any = None
     device: str = "cpu"
 
 
@@ -65,7 +65,7 @@ class Runtime(ABC):
     """The facts of one runtime; a subclass that sets `name` registers itself.
 
     One of the CPU flags `int8_instructions` lets its kernels add int8 products in 32 bits. Without them, 16-bit sums of
-    two products saturate unless one factor has only 7 bits, or the layers are of `safe_kinds`.
+    two products saturate unless one factor has only 7 bits.
     """
 
     name: ClassVar[RuntimeName]
@@ -84,7 +84,6 @@ class Runtime(ABC):
     is_torch: ClassVar[bool] = False
     is_slow_to_convert: ClassVar[bool] = False
     int8_instructions: ClassVar[tuple[str, ...]] = ()
-    safe_kinds: ClassVar[tuple[str, ...]] = ()
     # The scheme by which it executes a mixture of layer types, and the schemes that may be mixed.
     mixture: ClassVar[tuple[Scheme, frozenset[Scheme]] | None] = None
 
@@ -96,7 +95,8 @@ class Runtime(ABC):
     @classmethod
     def missing(cls, device: str) -> str | None:  # noqa: ARG003
         """Return what has to be installed for "cpu" or "cuda", as one line, or None if nothing."""
-        return missing_packages(cls.requires, extra=cls.extra)
+        absent = [name for name in cls.requires if find_spec(name) is None]
+        return f"{absent[0]} isn't installed: pip install profiling-agent[{cls.extra}]" if absent else None
 
     @classmethod
     def schemes(cls, device: str) -> tuple[Scheme, ...]:
@@ -106,16 +106,15 @@ class Runtime(ABC):
     @classmethod
     @abstractmethod
     def convert(cls, source: Source, deployment: Deployment, folder: Path) -> dict[str, Any]:
-        """Write the files of a deployment; return fields of its recipe: `quantized`, torch's `tied` and `folded`.
+        """Write the files of a deployment; return fields of its recipe: `quantized` and torch's `folded`.
 
-        Raises ArtifactError if the runtime lacks what it needs, PlanError if a pattern hits no layer, or
-        QuantizationError.
+        Raises PlanError if a pattern hits no layer, or QuantizationError.
         """
 
     @classmethod
     @abstractmethod
     def open(cls, folder: Path, recipe: "Recipe", *, device: str, num_threads: int | None) -> ModelSession:
-        """Open a saved folder; without `num_threads` the library chooses; ArtifactError if the files can't be read."""
+        """Open a saved folder; without `num_threads` the library chooses."""
 
     @classmethod
     def has_vnni(cls, cpu_flags: Collection[str]) -> bool:
@@ -129,11 +128,9 @@ class Runtime(ABC):
 
     @classmethod
     def needed_instructions(cls, layers: Iterable["QuantizedLayer"]) -> tuple[str, ...]:
-        """Return the CPU flags of which one prevents saturated int8 sums in `layers`; none if they can't saturate."""
-        can_saturate = any(
-            layer.dtype == "qint8" and not layer.reduce_range and layer.kind not in cls.safe_kinds for layer in layers
-        )
-        return cls.int8_instructions if can_saturate else ()
+        """Return the CPU flags of which one prevents saturated int8 sums in `layers`; none if all have 7 bits."""
+        has_eight_bits = any(layer.dtype == "qint8" and not layer.reduce_range for layer in layers)
+        return cls.int8_instructions if has_eight_bits else ()
 
 
 _REGISTERED: dict[RuntimeName, type[Runtime]] = {}
@@ -147,17 +144,6 @@ def runtime(name: RuntimeName) -> type[Runtime]:
 def missing(name: RuntimeName, device: str = "cpu") -> str | None:
     """Return what has to be installed for a runtime on a device, as one line, or None."""
     return runtime(name).missing(device)
-
-
-def missing_packages(packages: Sequence[str], *, extra: str) -> str | None:
-    """Return the line on how to install the first missing one of `packages`, or None; imports none."""
-    absent = [name for name in packages if find_spec(name) is None]
-    return f"{absent[0]} isn't installed: pip install profiling-agent[{extra}]" if absent else None
-
-
-def reads_onnx(deployment: Deployment) -> bool:
-    """Return whether a deployment is made from float32 ONNX."""
-    return deployment.scheme in runtime(deployment.runtime).from_onnx
 
 
 # The recommendation for all layers that gives a scheme; float32 and tf32 need none.

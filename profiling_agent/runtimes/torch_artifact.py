@@ -2,9 +2,8 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from transformers.initialization import no_init_weights
 from profiling_agent.data import TIMM
 from profiling_agent.data.images import to_processor_channels
 from profiling_agent.data.pixels import upright_rgb
-from profiling_agent.errors import ArtifactError, CorruptImageError, QuantizationError, RequestError
+from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError
 from profiling_agent.lib import modules
 from profiling_agent.lib.inference import Folded
 from profiling_agent.lib.io import first_line, parse_json
@@ -31,7 +30,7 @@ from profiling_agent.quantization.layers import CLASSES, QuantizedModule, quanti
 from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.artifact import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe, load_recipe
 from profiling_agent.runtimes.registry import Batch, ModelSession, Source, runtime
-from profiling_agent.schemas import Cut, Deployment, Environment, InputSpec, RuntimeName, Scheme
+from profiling_agent.schemas import Cut, Deployment, InputSpec, RuntimeName, Scheme
 
 HALVES: dict[Scheme, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -102,12 +101,8 @@ def _read_model(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
                 module = module.dequantized()
                 tensors |= {prefix + leaf: tensor for leaf, tensor in module.state_dict().items()}
             model.set_submodule(layer.name, module, strict=True)
-        tensors |= {name: tensors[first] for name, first in recipe.tied.items()}
         _fit_widths_(model, tensors)
         model.load_state_dict(tensors, strict=True, assign=True)
-        for name, first in recipe.tied.items():
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, attrgetter(first)(model))
         set_head_attributes_(model, attention)
         _halve_buffers_(model)
     return model.eval()
@@ -179,17 +174,16 @@ def save_model(
     base_model: str,
     base_revision: str | None = None,
     cuts: Sequence[Cut] = (),
-    folded: Sequence[str] = (),
 ) -> Recipe:
     """Write `model` and its image processor to `folder`, complete or not at all; return its recipe.
 
-    `model` is a Hugging Face image classifier, pruned or quantized or neither. `cuts` are those that gave its widths,
-    `folded` the batch norms that change nothing now.
-    Weights keep their live names; quantized layers are stored as plain int8 or fp16 tensors, shared tensors once.
-    ArtifactError if `folder` exists.
+    `model` is a Hugging Face image classifier, pruned or quantized or neither. `cuts` are those that gave its widths.
+    Weights keep their live names; quantized layers are stored as plain int8 or fp16 tensors. ArtifactError if `folder`
+    exists.
     """
     description = Recipe(
-        base_model=base_model,
+        # Of a folder only the name: its path is private.
+        base_model=base_model if base_revision else Path(base_model).name,
         base_revision=base_revision,
         architecture=type(model).__name__,
         config=config_of(model),
@@ -200,22 +194,8 @@ def save_model(
         description,
         folder,
         processor=processor,
-        write_model=lambda temporary: write_weights(model, temporary, folded=folded),
+        write_model=lambda temporary: write_weights(model, temporary),
         golden=lambda _folder, _recipe, images: modules.logits_of(model, torch.from_numpy(images)).numpy(),
-    )
-
-
-def save_derived(model: nn.Module, source: Path, folder: Path, *, cuts: Sequence[Cut]) -> None:
-    """Write `model`, made by `cuts` from the saved model in `source`, to `folder`; ArtifactError as of `save_model`."""
-    origin = load_recipe(source)
-    save_model(
-        model,
-        folder,
-        spec=origin.input,
-        processor=load_processor(source),
-        base_model=origin.base_model,
-        base_revision=origin.base_revision,
-        cuts=cuts,
     )
 
 
@@ -223,22 +203,14 @@ def write_weights(
     model: nn.Module, folder: Path, *, folded: Sequence[str] = (), dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
     """Write `weights.safetensors`, in `dtype` except quantized layers; return the recipe's fields."""
-    tensors: dict[str, Tensor] = {}
-    # Shared tensors are stored under their first name.
-    tied: dict[str, str] = {}
-    first_names: dict[int, str] = {}
-    layers = quantized_modules(model)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        first = first_names.setdefault(id(tensor), name)
-        if first != name:
-            tied[name] = first
-            continue
+    tensors, layers = dict[str, Tensor](), quantized_modules(model)
+    for name, tensor in model.state_dict().items():
         is_cast = dtype is not None and tensor.is_floating_point() and name.rpartition(".")[0] not in layers
-        # A clone, because safetensors refuses tensors that are views of the same memory.
-        clone = tensor.detach().cpu().clone().contiguous()
+        # A clone, because safetensors refuses tensors that share memory.
+        clone = tensor.cpu().clone().contiguous()
         tensors[name] = clone.to(dtype) if is_cast else clone
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    return {"quantized": quantized_rows(model), "tied": tied, "folded": tuple(folded)}
+    return {"quantized": quantized_rows(model), "folded": tuple(folded)}
 
 
 def quantized_rows(model: nn.Module) -> tuple[QuantizedLayer, ...]:
@@ -254,6 +226,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     config: Any = model.config
     # A timm config has the names only as a list, which only transformers' reading of a config.json understands.
     written = parse_json(config.to_json_string(use_diff=False))
+    written.pop("_name_or_path", None)
     names = {str(index): name for index, name in config.id2label.items()}
     return written | {"architectures": [type(model).__name__], "id2label": names}
 
@@ -271,23 +244,20 @@ def save_deployed(
     deployment: Deployment,
     folder: Path,
     *,
-    complexity: tuple[int, int] | None = None,
     num_threads: int | None = None,
 ) -> Recipe:
     """Convert `source` for `deployment` and write it to `folder` with a model card; return its recipe.
 
-    The opened model's logits of two images are stored with it, and `complexity`: params and MACs of the float32 model.
-    Raises what `Runtime.convert` and `write_artifact` do, and QuantizationError if the logits aren't finite.
+    The opened model's logits of two images are stored with it, and params and MACs of the float32 model. Raises what
+    `Runtime.convert` and `write_artifact` do.
     """
+    from profiling_agent.lib.costs import count_complexity
+
     executor = runtime(deployment.runtime)
+    rows = count_complexity(source.module, source.recipe.input).values()
 
     def golden(written: Path, recipe: Recipe, images: Batch) -> Batch:
-        logits = executor.open(written, recipe, device=source.device, num_threads=num_threads).run(images)
-        if not np.isfinite(logits).all():
-            raise QuantizationError(
-                f"as {deployment.name} the model gives logits that aren't finite: leave this deployment out"
-            )
-        return logits
+        return executor.open(written, recipe, device=source.device, num_threads=num_threads).run(images)
 
     return artifact.write_artifact(
         source.recipe.model_copy(update={"deployment": deployment}),
@@ -295,8 +265,7 @@ def save_deployed(
         processor=source.processor,
         write_model=lambda temporary: executor.convert(source, deployment, temporary),
         golden=golden,
-        complexity=complexity,
-        has_card=True,
+        complexity=(sum(row.params for row in rows), sum(row.macs for row in rows)),
     )
 
 
@@ -338,29 +307,16 @@ class Deployed:
             )
         return Answer(logits=torch.from_numpy(self.session.run(batch)))
 
-    @overload
-    def predict(self, images: Image.Image) -> Prediction: ...
-
-    @overload
-    def predict(self, images: Sequence[Image.Image]) -> list[Prediction]: ...
-
-    def predict(self, images: Image.Image | Sequence[Image.Image]) -> Prediction | list[Prediction]:
-        """Return the likeliest class of a PIL image, or of each of several images, which run as one batch.
+    def predict(self, images: Sequence[Image.Image]) -> list[Prediction]:
+        """Return the likeliest class of each of several PIL images, at least one, which run as one batch.
 
         Images are prepared as for measuring accuracy: turned upright by their EXIF orientation, and 16 bits scaled to
-        8. CorruptImageError if one is damaged, ArtifactError if the model's image processor doesn't take it.
+        8. CorruptImageError if one is damaged.
         """
-        if isinstance(images, Image.Image):
-            return self.predict([images])[0]
-        if not images:
-            return []
         processor = self._processor = self._processor or load_processor(self.folder)
         with third_party_errors(lambda message: CorruptImageError(f"an image can't be read: {message}")):
             pictures = [to_processor_channels(upright_rgb(image), processor) for image in images]
-        with third_party_errors(
-            lambda message: ArtifactError(f"the processor in {str(self.folder)!r} gives {message}")
-        ):
-            pixel_values = processor(images=pictures, return_tensors="np")["pixel_values"]
+        pixel_values = processor(images=pictures, return_tensors="np")["pixel_values"]
         likelihoods, classes = self(pixel_values).logits.softmax(dim=-1).max(dim=-1)
         names = self.recipe.config.get("id2label", {})
         return [
@@ -375,32 +331,20 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_thre
     `verify` compares every file with its sha256, and the logits of two images with those at saving. `num_threads` is
     the number of CPU threads, in torch of the whole process. By default ONNX Runtime and OpenVINO take one for each
     core that a container's quota has time for, and torch keeps those of the process. Warns if the model was made on
-    another type of CPU: another deployment may be faster here, or int8 sums saturate. ArtifactError if a file is
-    missing or damaged, the model doesn't compute what it did, or its runtime isn't installed; RequestError if
-    `num_threads` isn't 1 or more.
+    another type of CPU. ArtifactError if a file is missing or damaged, the model doesn't compute what it did, or its
+    runtime isn't installed; RequestError if `num_threads` isn't 1 or more.
     """
     if num_threads is not None and num_threads < 1:
         raise RequestError(f"num_threads is {num_threads}: give 1 or more, or None for as many as there are cores")
     folder = Path(path).resolve()
     recipe = load_recipe(folder, verify=verify)
     session = artifact.open_session(folder, device=device, num_threads=num_threads)
-    if note := cpu_note(folder, recipe, environment()):
-        warnings.warn(note, stacklevel=2)
+    if recipe.cpu != (cpu := environment().cpu):
+        warnings.warn(
+            f"{str(folder)!r} was made on {recipe.cpu}, this is {cpu}: int8 may be less exact here, and another deployment "
+            "faster; `profiling-agent benchmark` finds out",
+            stacklevel=2,
+        )
     if verify:
         artifact.check_golden(session.run, folder, recipe)
     return Deployed(folder, recipe, session)
-
-
-def cpu_note(folder: Path, recipe: Recipe, here: Environment) -> str | None:
-    """Return a warning about running a saved model on the machine `here`, or None if its CPU gives no reason."""
-    cpus = f"{str(folder)!r} was made on {recipe.cpu}, this is {here.cpu}"
-    executor = runtime(recipe.deployment.runtime)
-    # By flags only: a cloud has one name for processors with different instructions.
-    if (needed := executor.needed_instructions(recipe.quantized)) and not executor.has_vnni(here.cpu_flags):
-        lacks = f"{cpus}, which has no {' or '.join(needed)}"
-        return f"{lacks}: its int8 sums may saturate here; `profiling-agent run` makes a model for this machine"
-    if recipe.cpu != here.cpu:
-        return (
-            f"{cpus}: it computes the same, but another deployment may be faster; `profiling-agent benchmark` finds out"
-        )
-    return None

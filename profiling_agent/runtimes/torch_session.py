@@ -4,7 +4,6 @@ import itertools
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ from profiling_agent.lib.io import first_line
 from profiling_agent.lib.logs import muted, third_party_errors
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.runtimes.artifact import WEIGHTS, Recipe
-from profiling_agent.runtimes.registry import Batch, ModelSession, Runtime, Source, recommended
+from profiling_agent.runtimes.registry import Batch, ModelSession, Runtime, Source, recommended, timed
 from profiling_agent.schemas import Deployment
 
 if TYPE_CHECKING:
@@ -88,8 +87,6 @@ class Eager(TorchRuntime):
     # Int8 without a CUDA graph exists only on the CPU.
     on_cuda = ("float32", "tf32", "bfloat16", "float16")
     int8_instructions = TORCH_VNNI
-    # Dynamic layers use 7 bits if 8 would saturate; static ones compute in float32.
-    safe_kinds = ("dynamic", "static", "rowwise")
     mixture = ("dynamic", frozenset({"dynamic", "float16", "bfloat16"}))
 
 
@@ -115,7 +112,6 @@ class Inductor(TorchRuntime):
     on_cuda = ("float32", "bfloat16", "float16", "dynamic", "float8")
     is_slow_to_convert = True
     int8_instructions = TORCH_VNNI
-    safe_kinds = ("dynamic", "rowwise")
     mixture = ("static", frozenset({"static", "bfloat16"}))
 
     @classmethod
@@ -236,14 +232,12 @@ class TorchSession(ModelSession):
         """Return a function that runs these images once and returns the milliseconds it took."""
         batch = self.to_device(pixel_values)
 
-        def run_once() -> float:
-            self._synchronize()
-            started = time.perf_counter()
+        def run_once() -> None:
             self._pass(batch)
             self._synchronize()
-            return (time.perf_counter() - started) * 1e3
 
-        return run_once
+        self._synchronize()
+        return timed(run_once)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

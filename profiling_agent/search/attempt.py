@@ -213,7 +213,6 @@ def prune_task(evaluator: Evaluator, dry: schemas.DryRun) -> PruneTask:
         cuts=dry.cuts,
         keep=evidence.kept(dict(dry.widths)) if evidence else {},
         calibration=evaluator.acquired.calibration,
-        seed=evaluator.settings.seed,
         compensate=evaluator.goal.calibrate,
         batch_size=evaluator.settings.batch_size,
         device=evaluator.device,

@@ -233,4 +233,5 @@ class Deployer:
 
     def exported(self, model: ArtifactRef, deployment: Deployment) -> ArtifactRef | None:
         """Return a float32 model as ONNX, exported once; None if the runtime reads none for this deployment."""
-        return self.jobs.run(tasks.ExportTask(model=model)).onnx if registry.reads_onnx(deployment) else None
+        is_needed = deployment.scheme in registry.runtime(deployment.runtime).from_onnx
+        return self.jobs.run(tasks.ExportTask(model=model)) if is_needed else None

@@ -269,7 +269,6 @@ def is_out_of_reach(evaluator: Evaluator, journal: schemas.Journal, term: Litera
         baseline=baseline,
         cuts=tuple(cuts),
         calibration=evaluator.acquired.calibration,
-        seed=evaluator.settings.seed,
         compensate=False,
         device=evaluator.device,
     )

@@ -108,7 +108,7 @@ class TestRead:
         assert {cut.unit.kind.value for cut in cuts} == {"heads", "mlp"}
         best = load(tmp_path / "runs" / "timm" / report.artifacts["best"])
         images, labels = pictures(20, 3)
-        assert sum(best.predict(image).label == names[label] for image, label in zip(images, labels, strict=True)) >= 18
+        assert sum(each.label == names[label] for each, label in zip(best.predict(images), labels, strict=True)) >= 18
 
     def save(self, loaded, folder):
         spec = resolve_input_shape(loaded.model, loaded.processor)

@@ -175,11 +175,7 @@ def test_the_folder_names_its_files_and_the_instructions_that_it_needs_and_holds
     [
         ("onnxruntime", {}, ("avx512_vnni", "avx_vnni")),
         ("openvino", {}, ("avx512_vnni", "avx_vnni")),
-        ("inductor", {}, ("avx512_vnni",)),
-        # Seven bits never saturate, and these layers take them where torch has to; uncompiled static ones compute in float32.
         ("openvino", {"reduce_range": True}, ()),
-        *((name, {"kind": "dynamic"}, ()) for name in ("eager", "inductor")),
-        ("eager", {}, ()),
     ],
 )
 def test_models_of_eight_bits_name_the_instructions_that_their_runtime_needs(name: Any, layer: Any, needed: Any):
@@ -319,7 +315,7 @@ def test_the_cards_own_lines_run_a_timm_model(family: str, tmp_path: Path, monke
     exec(without_us.partition("```python")[2].partition("```")[0], said)
 
     (tmp_path / "saved" / "image.png").unlink()
-    assert said["label"] == load(tmp_path / "saved").predict(Image.new("RGB", (40, 40))).label
+    assert said["label"] == load(tmp_path / "saved").predict([Image.new("RGB", (40, 40))])[0].label
 
 
 @pytest.mark.parametrize("family", [pytest.param("timm_vit", marks=TIMM)])

@@ -13,7 +13,6 @@ from PIL import Image
 from profiling_agent import load, optimize
 from profiling_agent.data.images import SplitImages
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.runtimes.artifact import SCHEMES
 from profiling_agent.schemas import SplitInfo
 
 
@@ -48,11 +47,11 @@ def test_runtimes_compete_and_the_winner_is_loaded_in_its_own(run: Run):
     assert "pruned" in variants or not attempt.accepted
 
     best = load(run.folder / "best")
-    answer = best.predict(Image.new("RGB", (32, 32), (200, 40, 40)))
+    (answer,) = best.predict([Image.new("RGB", (32, 32), (200, 40, 40))])
     assert best.runtime == report.best.deployment.runtime
     assert 0 < answer.probability <= 1
     card = (run.folder / "best" / "README.md").read_text()
-    assert SCHEMES[report.best.deployment.scheme] in card
+    assert f"- Runtime: {report.best.deployment.runtime}; " in card
     assert "held-out images" in card
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from in_process import opened
-from toy_job import CopyTask, Doubled, DoubleTask, NoteTask
+from toy_job import CopyTask, DoubleTask, NoteTask
 
 from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.jobs.runner import Jobs, job_key
@@ -27,15 +27,6 @@ def test_a_job_whose_folder_was_deleted_is_done_again_when_it_is_run_and_named_w
         assert jobs.run(NoteTask(text="twelve")) == note
         assert jobs.run(CopyTask(source=note.file)) == copied
         assert jobs.path(note.file).read_text() == "twelve"
-
-
-def test_a_whole_job_of_an_earlier_process_is_not_done_again(tmp_path: Path):
-    with opened(tmp_path / "run") as jobs:
-        first = jobs.run(DoubleTask(number=2))
-    with opened(tmp_path / "run") as jobs:
-        again = jobs.run(DoubleTask(number=2))
-        assert again == first
-        assert isinstance(again, Doubled)
 
 
 @pytest.mark.parametrize("path", ["../secret.txt", "/etc/hostname", "jobs/../../secret.txt", "out/secret.txt"])

@@ -45,22 +45,18 @@ def test_transformers_opens_no_saved_deployment(sources: deployments.Sources, sa
     check_refused(saved(form), sources("vit").module)
 
 
-def test_transformers_opens_no_saved_model_that_was_cut_or_shares_weights(tmp_path: Path):
+def test_transformers_opens_no_saved_model_that_was_cut(tmp_path: Path):
     small, cuts = deployments.pruned(zoo.vit(), 0.5)
     check_refused(save(small, tmp_path / "pruned", cuts=cuts), zoo.vit())
-    tied = zoo.vit()
-    tied.vit.layers[1].mlp.fc1.weight = tied.vit.layers[0].mlp.fc1.weight
-    check_refused(save(tied, tmp_path / "tied"), zoo.vit())
 
 
-@pytest.mark.parametrize("form", ["eager float32", "eager float16"])
-def test_a_hugging_face_export_answers_in_transformers_as_the_saved_model(saved: Saved, tmp_path: Path, form: str):
+def test_a_hugging_face_export_of_half_precision_answers_as_the_saved_model(saved: Saved, tmp_path: Path):
     images = torch.from_numpy(noise_batch(zoo.SPEC, 4, seed=3))
-    export(saved(form), "hf", tmp_path / "hf")
+    export(saved("eager float16"), "hf", tmp_path / "hf")
 
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    expected, bound = load(saved(form))(images).logits.numpy(), 1e-5 if form == "eager float32" else 2e-2
-    assert deployments.distance(logits_of(model, images).numpy(), expected) < bound
+    expected = load(saved("eager float16"))(images).logits.numpy()
+    assert deployments.distance(logits_of(model, images).numpy(), expected) < 2e-2
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=TIMM) for name in ("timm_efficientnet", "timm_vit")])

@@ -8,7 +8,7 @@ import numpy as np
 import sample_records
 
 from profiling_agent import schemas
-from profiling_agent.jobs.tasks import Evaluated, Exported
+from profiling_agent.jobs.tasks import Evaluated
 from profiling_agent.measure.intervals import Answers, write_predictions
 from profiling_agent.request import Request
 from profiling_agent.runtimes.registry import recommend
@@ -50,8 +50,8 @@ class Jobs:
     def of(self, kind: type) -> list[Any]:
         return [task for task in self.asked if isinstance(task, kind)]
 
-    def ExportTask(self, task: Any) -> Exported:  # noqa: N802
-        return Exported(onnx=sample_records.ref("onnx"), distance=0.0)
+    def ExportTask(self, task: Any) -> ArtifactRef:  # noqa: N802
+        return sample_records.ref("onnx")
 
     def evaluated(self, task: Any, is_wrong: Any, *, params: int = 1000, size_bytes: int = 1000) -> Evaluated:
         """Write the answers to a shard, of which those images are wrong."""
