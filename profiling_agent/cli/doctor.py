@@ -7,7 +7,7 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
+import timeit
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -117,12 +117,7 @@ def _check_disk(folder: Path) -> Finding:
 def _measure_noise() -> Finding:
     """Time equal matrix products; the noise is the distance of the quartiles relative to the median."""
     matrix = np.random.default_rng(0).standard_normal((384, 384), dtype=np.float32)
-    product, repeats = np.empty_like(matrix), list[float]()
-    for _ in range(NUM_REPEATS):
-        started = time.perf_counter()
-        for _ in range(8):
-            np.matmul(matrix, matrix, out=product)
-        repeats.append(time.perf_counter() - started)
+    repeats = timeit.repeat(lambda: matrix @ matrix, number=8, repeat=NUM_REPEATS)
     low, median, high = statistics.quantiles(repeats[NUM_REPEATS // 4 :], n=4)
     spread, load = (high - low) / median, os.getloadavg()[0]
     # The load is the whole machine's, even in a container with a quota.

@@ -25,7 +25,6 @@ app = typer.Typer(
     cls=terminal.Commands,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="Measure, prune and quantize a vision model until a contract is met.",
     epilog="Exit codes: 0 the contract is met, 1 it is not (the report says why), 2 bad request, 3 it waits for an approval, 70 a bug of ours, 130 stopped (129 or 143 by SIGHUP or SIGTERM).",
 )
 

@@ -25,7 +25,7 @@ from profiling_agent.runtimes.artifact import (
     read_card,
     write_card,
 )
-from profiling_agent.schemas import Evaluation, Goal, Record, Term, Variant
+from profiling_agent.schemas import Record, Term, Variant
 from profiling_agent.search.selection import keeps_accuracy, size_ratio
 from profiling_agent.workspace import Workspace
 
@@ -101,7 +101,7 @@ class RunCandidate(VariantRow):
 
 def candidates(report: RunReport) -> tuple[RunCandidate, ...]:
     """Return every model that a finished run measured, the baseline first."""
-    rows, result = report.variants, list[RunCandidate]()
+    rows = report.variants
     # Accuracy, speed and size of each, all the larger the better.
     merits = [
         (
@@ -111,24 +111,25 @@ def candidates(report: RunReport) -> tuple[RunCandidate, ...]:
         )
         for row in rows
     ]
-    for number, (row, own) in enumerate(zip(rows, merits, strict=True)):
-        is_judged = row.evaluation.model == report.heldout.model
-        has_verdict = is_judged and row.evaluation.variant is not Variant.BASELINE
-        candidate = RunCandidate(
+    return tuple(
+        RunCandidate(
             **dict(row),
             number=number,
-            terms=report.verdict.terms if has_verdict else _terms(row, rows[0].evaluation, report.goal),
-            is_judged=is_judged,
+            terms=_terms(row, report),
+            is_judged=row.evaluation.model == report.heldout.model,
             is_on_front=not any(other != own and all(map(operator.ge, other, own)) for other in merits),
             is_refused=report.kept_beside == row.evaluation.model.path,
         )
-        result.append(candidate)
-    return tuple(result)
+        for number, (row, own) in enumerate(zip(rows, merits, strict=True))
+    )
 
 
-def _terms(row: VariantRow, baseline: Evaluation, goal: Goal) -> tuple[Term, ...]:
-    """Return the terms that search images, file sizes and one race, if it took part, measure."""
-    evaluation, size = row.evaluation, size_ratio(row.evaluation, baseline)
+def _terms(row: VariantRow, report: RunReport) -> tuple[Term, ...]:
+    """Return the verdict's terms, or those that search images, file sizes and one race, if it took part, measure."""
+    evaluation, goal = row.evaluation, report.goal
+    if evaluation.model == report.heldout.model and evaluation.variant is not Variant.BASELINE:
+        return report.verdict.terms
+    size = size_ratio(evaluation, report.variants[0].evaluation)
     lost, keeps = 0.0, True
     if evaluation.drop:
         lost, keeps = evaluation.drop.drop, keeps_accuracy(evaluation, goal)
@@ -269,12 +270,10 @@ def _pushed_files(api: HfApi, existing: ModelInfo, scratch: Path, *, update: boo
 
 def _licensed_card(api: HfApi, text: str, base: str, revision: str | None) -> str:
     """Return a card with the base model's license, if that has a commit on the Hub which names one."""
-    if revision is None:
-        return text
     card = ModelCard(text, ignore_metadata_errors=True)
-    with suppress(HfHubHTTPError, HFValidationError):
-        found = api.model_info(base, revision=revision).card_data or {}
-        for name in ("license", "license_name", "license_link"):
-            if isinstance(value := found.get(name), str):
-                setattr(card.data, name, value)
+    if revision is not None:
+        with suppress(HfHubHTTPError, HFValidationError):
+            found = api.model_info(base, revision=revision).card_data or {}
+            for name in ("license", "license_name", "license_link"):
+                setattr(card.data, name, found.get(name))
     return str(card)

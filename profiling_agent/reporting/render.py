@@ -99,13 +99,12 @@ def _accuracy_charts(report: RunReport) -> dict[str, go.Figure]:
         # Not all models were measured on the same images.
         return rows[0].top1 - (evaluation.drop.drop if evaluation.drop else 0.0)
 
-    def latency_points(entries: Any, label: str) -> Points:
+    def name(evaluation: Evaluation) -> str:
+        return f"{evaluation.variant}, {evaluation.deployment.name}"
+
+    def latency_points(entries: Any) -> Points:
         return [
-            (
-                base.latency.median_ms / entry.race_result.speedup,
-                top1(entry.evaluation),
-                f"{label or entry.evaluation.variant}, {entry.evaluation.deployment.name}",
-            )
+            (base.latency.median_ms / entry.race_result.speedup, top1(entry.evaluation), name(entry.evaluation))
             for entry in entries
             if base and entry.race_result and entry.evaluation
         ]
@@ -115,15 +114,15 @@ def _accuracy_charts(report: RunReport) -> dict[str, go.Figure]:
 
     options = report.deployment_search.options if report.deployment_search else ()
     by_time = (
-        ("baseline, other deployments", latency_points(options, "baseline"), {"color": SECOND, "symbol": "diamond"}),
-        ("raced", latency_points(report.variants, ""), {"color": ACCENT}),
+        ("baseline, other deployments", latency_points(options), {"color": SECOND, "symbol": "diamond"}),
+        ("raced", latency_points(report.variants), {"color": ACCENT}),
     )
     attempts = [
         sized(attempt.deployed, f"attempt {attempt.number}: {attempt.reason[:60]}")
         for attempt in report.attempts
         if attempt.deployed
     ]
-    variants = [sized(row, f"{row.variant}, {row.deployment.name}") for row in rows]
+    variants = [sized(row, name(row)) for row in rows]
     open_circle = {"color": MUTED, "symbol": "circle-open", "line": {"width": 2, "color": MUTED}}
     by_size = (("attempts", attempts, open_circle), ("variants", variants, {"color": ACCENT}))
     figures = {"size": _pareto_figure(report, "Accuracy against size", "MB on disk", by_size)}
