@@ -137,7 +137,6 @@ def cut_short(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("file", "damage", "verb", "words"),
     [
-        ("checkpoints.sqlite", cut_short, "resume", "delete the file"),
         ("checkpoints.sqlite", lambda content: b"no database" * 9 + content[99:], "approve", "delete the file"),
         ("report.json", cut_short, "show", "damaged or of another version"),
         ("report.json", lambda _: b"{}", "compare", "damaged or of another version"),
