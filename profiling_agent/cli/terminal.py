@@ -25,7 +25,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError
-from profiling_agent.lib.io import FileRefusedError, clean, expanded, first_problem
+from profiling_agent.lib.io import FileRefusedError, clean, expanded, first_problem, storage_problem
 from profiling_agent.lib.logs import Progress, request_stop
 from profiling_agent.request import Request
 
@@ -127,7 +127,9 @@ class Commands(TyperGroup):
         except ValidationError as error:
             flagged = re.sub(r"^\w+(?=: )", lambda field: f"--{field[0].replace('_', '-')}", first_problem(error))
             raise refusal(flagged) from None
-        except (FileRefusedError, NotADirectoryError, PermissionError) as error:
+        except OSError as error:
+            if not isinstance(error, FileRefusedError | NotADirectoryError) and storage_problem(error) is None:
+                raise
             raise refusal(f"{str(error.filename)!r} can't be used: {error.strerror}") from None
 
     def main(self, *arguments: Any, **options: Any) -> NoReturn:
