@@ -167,14 +167,15 @@ def command(request: Request) -> str:
 
 
 # What templates call; what they format with are the filters of `units`.
-FUNCTIONS = (by_cause, command, differences, final_attempt, measures, omissions, predictions, unit_decisions)
+_FUNCTIONS = (by_cause, command, differences, final_attempt, measures, omissions, predictions, unit_decisions)
+FUNCTIONS: dict[str, Any] = {function.__name__: function for function in _FUNCTIONS}
 
 
 def _templates(**options: Any) -> Environment:
     loader = PackageLoader("profiling_agent.reporting", "")
     jinja = Environment(loader=loader, undefined=StrictUndefined, **options)
     jinja.filters.update(FORMATS | {"prose": prose, "cell": cell})
-    jinja.globals.update({function.__name__: function for function in FUNCTIONS})
+    jinja.globals.update(FUNCTIONS)
     return jinja
 
 
