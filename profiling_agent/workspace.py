@@ -26,8 +26,8 @@ from profiling_agent.lib.machine import environment
 from profiling_agent.request import Request
 from profiling_agent.schemas import ArtifactRef, Record
 
-# Of a run folder with its checkpoints, and of report.json.
-RUN_VERSION, REPORT_VERSION = 8, 6
+# Of a run folder with its checkpoints.
+RUN_VERSION = 8
 # The file that marks a run folder.
 MANIFEST = "request.json"
 LOCK, TIMESHEET_FILE = "run.lock", "timesheet.jsonl"

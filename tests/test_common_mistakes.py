@@ -14,7 +14,6 @@ import zoo
 from conftest import World
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Pillow
-from transformers import ViTConfig, ViTModel
 from typer.testing import CliRunner
 
 from profiling_agent.cli.main import app
@@ -35,37 +34,15 @@ class Place(NamedTuple):
         """Return a copy of the model to be spoilt."""
         return Path(shutil.copytree(self.world.model, self.scratch / "model"))
 
-    def edited(self, file: str, **changes: Any) -> tuple[str, ...]:
-        """Return options that name a model with a JSON file of changed values; None removes a key."""
-        path = self.model() / file
-        values = json.loads(path.read_text()) | changes
-        path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
-        return ("--model", str(path.parent))
-
     def file(self, name: str, text: str) -> str:
         """Return the path of a new text file."""
         (self.scratch / name).write_text(text)
         return str(self.scratch / name)
 
-    def folder(self, name: str, text: str) -> str:
-        """Return the path of a folder with a new text file."""
-        return str(Path(self.file(name, text)).parent)
-
-    def plan(self, **pruning: Any) -> tuple[str, ...]:
+    def plan(self, layer: str) -> tuple[str, ...]:
         """Return options that name a plan with one pruning recommendation."""
-        entry = {"layer": "fc1", "pruning_type": "structured", "pruning_ratio": 0.2} | pruning
+        entry = {"layer": layer, "pruning_type": "structured", "pruning_ratio": 0.2}
         return ("--plan", self.file("plan.json", json.dumps({"pruning": [entry]})))
-
-    def data(self, rows: dict[str, list[Any]], features: Features) -> tuple[str, ...]:
-        """Return options that name a data set with these rows as its test split."""
-        (self.scratch / "data").mkdir()
-        Dataset.from_dict(rows, features=features).to_parquet(str(self.scratch / "data" / "test.parquet"))
-        return ("--dataset", str(self.scratch / "data"))
-
-
-def pictures(num_images: int) -> list[Pillow.Image]:
-    random = np.random.default_rng(0)
-    return [Pillow.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(num_images)]
 
 
 def pickled(place: Place) -> tuple[str, ...]:
@@ -86,35 +63,15 @@ def without_file(place: Place, name: str) -> tuple[str, str]:
     return ("--model", str(model))
 
 
-def no_classifier(place: Place) -> tuple[str, ...]:
-    config = ViTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128, image_size=32)
-    return ("--model", str(zoo.save(ViTModel(config), place.scratch / "model")))
-
-
-def undecodable(place: Place) -> tuple[str, ...]:
-    for name in ("class 0", "class 1"):
-        folder = place.scratch / "data" / "test" / name
-        folder.mkdir(parents=True)
-        for number in range(60):
-            (folder / f"{number}.jpg").write_bytes(b"this is no picture")
-    return ("--dataset", str(place.scratch / "data"))
+def other_size(place: Place) -> tuple[str, ...]:
+    path = place.model() / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"size": {"height": 48, "width": 48}}))
+    return ("--model", str(path.parent))
 
 
 def empty_folder(place: Place) -> str:
     (place.scratch / "empty").mkdir()
     return str(place.scratch / "empty")
-
-
-def without_report(place: Place) -> str:
-    (place.scratch / "run").mkdir()
-    shutil.copy(place.finished / "request.json", place.scratch / "run")
-    return str(place.scratch / "run")
-
-
-def without_jobs(place: Place) -> str:
-    """Return a run that was copied without its jobs."""
-    ignored = shutil.ignore_patterns("jobs")
-    return str(shutil.copytree(place.finished, place.scratch / "bare", symlinks=True, ignore=ignored))
 
 
 def sheet(place: Place, **changes: Any) -> str:
@@ -124,58 +81,36 @@ def sheet(place: Place, **changes: Any) -> str:
 
 
 def one_class(place: Place) -> tuple[str, ...]:
-    labels = ClassLabel(names=list(zoo.LABELS.values()))
-    return place.data({"image": pictures(120), "label": [0] * 120}, Features({"image": Image(), "label": labels}))
-
-
-def unlabelled(place: Place) -> tuple[str, ...]:
-    return place.data({"image": pictures(120)}, Features({"image": Image()}))
+    (place.scratch / "data").mkdir()
+    shades = np.random.default_rng(0).integers(0, 256, (120, 32, 32, 3), dtype=np.uint8)
+    features = Features({"image": Image(), "label": ClassLabel(names=list(zoo.LABELS.values()))})
+    rows = {"image": [Pillow.fromarray(each) for each in shades], "label": [0] * 120}
+    Dataset.from_dict(rows, features=features).to_parquet(str(place.scratch / "data" / "test.parquet"))
+    return ("--dataset", str(place.scratch / "data"))
 
 
 RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     # Options and terms of the contract.
     "unknown option": (lambda _: ("--modle", "x"), "--modle"),
-    "word for a number": (lambda _: ("--batch-size", "many"), "--batch-size"),
     "few samples": (lambda _: ("--num-samples", "3"), "50"),
-    "pattern that is none": (lambda _: ("--quantize-layers", "fc1("), "fc1("),
     # Plans.
-    "plan that is not there": (lambda _: ("--plan", "nowhere.json"), "nowhere.json"),
-    "plan that is no JSON": (lambda place: ("--plan", place.file("plan.json", "{")), "plan"),
     "plan with an unknown layer": (lambda place: place.plan(layer="encoder.block.7"), "matches no layer"),
-    "plan that cuts everything": (lambda place: place.plan(pruning_ratio=1), "less than 1"),
-    "plan with an unknown type": (lambda place: place.plan(pruning_type="magic"), "pruning_type"),
     # Models.
     "model folder that is not there": (lambda _: ("--model", "/nowhere/at/all"), "/nowhere/at/all"),
     "model that is a file": (lambda place: ("--model", place.file("model.txt", "x")), "model"),
     "unknown embedded model": (lambda _: ("--model", "reference:vgg"), "reference:"),
     "folder that is no model": (lambda place: ("--model", empty_folder(place)), "config.json"),
-    "names of fewer classes": (
-        lambda place: place.edited("config.json", id2label={"0": "a", "1": "b", "2": "c"}, label2id=None),
-        "names 3 classes by",
-    ),
-    "no classifier": (no_classifier, "classif"),
     "weights as a pickle": (pickled, "safetensors"),
     "weights cut off": (truncated, "model.safetensors"),
     "processor missing": (lambda place: without_file(place, "preprocessor_config.json"), "processor"),
-    "processor of another size": (
-        lambda place: place.edited("preprocessor_config.json", size={"height": 48, "width": 48}),
-        "processor",
-    ),
-    "model with one output": (
-        lambda place: ("--model", str(zoo.save(zoo.vit(id2label={0: "one"}), place.scratch / "model"))),
-        "output",
-    ),
+    "processor of another size": (other_size, "processor"),
     # Data.
     "data that is not there": (lambda _: ("--dataset", "/nowhere/at/all"), "/nowhere/at/all"),
-    "unknown embedded data": (lambda _: ("--dataset", "reference:cifar"), "reference:"),
     "folder without data": (lambda place: ("--dataset", empty_folder(place)), "empty"),
     "wrong split": (lambda _: ("--split", "validation"), "test"),
     "wrong image column": (lambda _: ("--image-column", "img"), "img"),
     "wrong label column": (lambda _: ("--label-column", "target"), "target"),
-    "no labels": (unlabelled, "label"),
     "one class": (one_class, "class"),
-    "files that are no pictures": (undecodable, "image"),
-    "numbers without pictures": (lambda place: ("--dataset", place.folder("table.csv", "a,b\n1,2\n")), "image"),
     # The machine.
     "unknown user's folder": (lambda _: ("--output", "~nobody-of-that-name/x"), "home folder"),
     "output that is a file": (lambda place: ("--output", place.file("runs.txt", "x")), "runs.txt"),
@@ -192,19 +127,12 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
         "onnx",
     ),
     "benchmark of a folder of folders": (lambda place: ("benchmark", str(place.scratch)), "is no saved model"),
-    "benchmark of a run without a report": (lambda place: ("benchmark", without_report(place)), "has no report yet"),
-    "benchmark of a run without its models": (
-        lambda place: ("benchmark", without_jobs(place)),
-        "is missing",
-    ),
-    "compare with nothing": (lambda place: ("compare", str(place.finished), "/nowhere/at/all"), "/nowhere/at/all"),
     "sweep of nothing": (lambda _: ("sweep", "nowhere.yaml"), "nowhere.yaml"),
     "sweep of a model that is not there": (
         lambda place: ("sweep", sheet(place, models=["/nowhere/at/all"]), "--output", str(place.scratch / "out")),
         "/nowhere/at/all",
     ),
     "doctor of an unnamed language model": (lambda _: ("doctor", "--llm", ""), "llm"),
-    "doctor of an unknown device": (lambda _: ("doctor", "--device", "tpu"), "Input should be 'auto', 'cpu' or 'cuda'"),
 }
 
 

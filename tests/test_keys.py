@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ import pytest
 from chat_server import Said, chat_server
 from conftest import World
 from llm_personas import submits
+
+from profiling_agent.reporting.render import command
 
 KEY, TOKEN = "sk-key-of-a-test-0123456789", "hf_token_of_a_test_0123456789"
 HELD = {
@@ -48,21 +51,13 @@ def test_keys_are_in_the_header_of_their_own_server_and_nowhere_else(world: Worl
         asked = world.request(
             tmp_path / "runs", llm="openai:scripted", base_url=server.url, planner="llm", iterate=False
         )
-        flags = [
-            part
-            for name, value in asked.model_dump(exclude_unset=True).items()
-            for part in (
-                [f"--{'' if value else 'no-'}{name}"]
-                if isinstance(value, bool)
-                else [f"--{name.replace('_', '-')}", str(value)]
-            )
-        ]
+        arguments = [*shlex.split(command(asked))[1:], "--output", asked.output, "--json"]
         environment = (
             os.environ | HELD | {"PROFILING_AGENT_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf")}
         )
         with (tmp_path / "said.txt").open("wb") as said:
             run = subprocess.Popen(
-                [sys.executable, "-P", "-m", "profiling_agent.cli.main", "run", "--json", *flags],
+                [sys.executable, "-P", "-m", "profiling_agent.cli.main", *arguments],
                 cwd=tmp_path,
                 env=environment,
                 stdout=said,

@@ -67,12 +67,11 @@ def test_every_combination_is_a_run_in_the_order_of_the_file(tmp_path: Path):
     ("text", "message"),
     [
         ("models: [a]\n", "datasets: Field required"),
-        ("", "can't be used"),
+        ("[a, b]", "can't be used"),
         (f"{LEAST}colour: red\n", "colour: Extra inputs are not permitted"),
         (f"{LEAST}contracts: [{{max_drop: 0.1}}]\n", "unknown term 'max_drop': did you mean 'max_accuracy_drop'?"),
         ("models: [{revision: main}]\ndatasets: [b]\n", "model: String should have at least 1 character"),
         (f"{LEAST}contracts: [{{min_speedup: 0.5}}]\n", "the run of a on b, contract {'min_speedup': 0.5}, seed 0"),
-        (f"{LEAST}seeds: [2020-01-01]\n", "can't be used"),
         ("models: !!python/object/apply:os.system [id]\n", "could not determine a constructor"),
         ("models: [a\n", "line 2, column 1"),
     ],
@@ -113,18 +112,6 @@ def test_runs_that_are_no_sweep_or_have_no_place_are_refused(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="can't be written"):
         optimize_many([Request(model=str(tmp_path), output=str(tmp_path / "file"))])
-
-
-def test_the_page_escapes_what_others_wrote(finished: Path):
-    evil, report = '</script><script>document.title="owned"</script>', read_report(finished)
-    request = report.request.model_copy(update={"model": evil, "dataset": evil})
-
-    page = render_sweep([SweepRow(request=request, report=report), SweepRow(request=request, failure=evil)], 3)
-
-    assert evil not in page
-    assert "1 have a verdict, 1 failed, 1 are still to be done" in page
-    assert f'data-value="{report.best.size_bytes / report.baseline.size_bytes}"' in page
-    assert 'href="quick/report.html"' in page
 
 
 @pytest.mark.slow

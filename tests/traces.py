@@ -36,7 +36,6 @@ LOG = "docs/decisions/LOG.md"
 class Claim:
     """A number, or the three of an interval, that a page prints, and the files that it names for it."""
 
-    page: str
     printed: str
     values: tuple[str, ...]
     is_percent: bool
@@ -55,7 +54,7 @@ def claims(page: Path) -> Iterator[Claim]:
         sources = (*named, *own)
         named = tuple(name for name in own if name.endswith(".json") or name == LOG) or named
         for piece in _cells(block) if block.startswith("|") else (" ".join(block.split()),):
-            yield from _claims_in(piece, page.name, sources)
+            yield from _claims_in(piece, sources)
 
 
 def _cells(table: str) -> Iterator[str]:
@@ -67,13 +66,13 @@ def _cells(table: str) -> Iterator[str]:
                 yield cell
 
 
-def _claims_in(text: str, page: str, sources: tuple[str, ...]) -> Iterator[Claim]:
+def _claims_in(text: str, sources: tuple[str, ...]) -> Iterator[Claim]:
     left = NO_CLAIM.sub(" ", text).replace("**", "")
     for found in INTERVAL.finditer(left):
         value, percent, low, high = found.groups()
-        yield Claim(page, found[0], (value, low, high), bool(percent), sources)
+        yield Claim(found[0], (value, low, high), bool(percent), sources)
     for found in DECIMAL.finditer(INTERVAL.sub(" ", left)):
-        yield Claim(page, found[0], (found[1],), bool(found[2]), sources)
+        yield Claim(found[0], (found[1],), bool(found[2]), sources)
 
 
 def is_found(claim: Claim) -> bool:
@@ -149,8 +148,3 @@ def _walk(held: Any) -> Iterator[Any]:
             yield from _walk(value)
     elif isinstance(held, int | float | str) and not isinstance(held, bool):
         yield held
-
-
-def unfounded(pages: Sequence[Path]) -> list[Claim]:
-    """Return what the pages claim and none of its sources holds."""
-    return [claim for page in pages for claim in claims(page) if not is_found(claim)]

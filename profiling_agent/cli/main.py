@@ -2,8 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 from profiling_agent.cli import terminal
 from profiling_agent.errors import RequestError
 from profiling_agent.lib.io import DocumentError, expanded, read_json
-from profiling_agent.lib.logs import Progress, keep_stdout
+from profiling_agent.lib.logs import keep_stdout
 from profiling_agent.request import Request
 from profiling_agent.schemas import Approval, ApprovalQuestion
 
@@ -26,7 +25,6 @@ app = typer.Typer(
     cls=terminal.Commands,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="Measure, prune and quantize a vision model until a contract is met.",
     epilog="Exit codes: 0 the contract is met, 1 it is not (the report says why), 2 bad request, 3 it waits for an approval, 70 a bug of ours, 130 stopped (129 or 143 by SIGHUP or SIGTERM).",
 )
 
@@ -56,15 +54,15 @@ def watch(work: Callable[..., "RunReport"], root: Path, *, is_quiet: bool = Fals
     ):
 
         def approver(question: ApprovalQuestion) -> Approval:
-            with display.paused():
-                return ask(question)
+            display.stop()
+            return ask(question)
 
         report = work(display.show, approver=approver if is_answered_here() and not is_json else None)
     verdict = report.verdict
     if is_json:
         typer.echo(json.dumps({"event": "verdict", "run": str(root), **verdict.model_dump(mode="json")}))
     elif is_quiet:
-        terminal.console.print(f"{verdict.outcome}: {verdict.explanation} ({root})", markup=False, highlight=False)
+        terminal.print_line(f"{verdict.outcome}: {verdict.explanation} ({root})")
     else:
         _print_summary(report, root)
     raise typer.Exit(terminal.EXIT_MET if verdict.outcome == "MET" else terminal.EXIT_NOT_MET)
@@ -103,13 +101,9 @@ def _read_answer(choice: str, text: str) -> Approval:
     if choice != "edit":
         return read_answer({"decision": choice, "reason": text} if text else {"decision": choice})
     try:
-        document = read_json(expanded(text))
-    except (OSError, DocumentError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise RequestError(f"{text!r} can't be read as JSON ({reason}): give a file with the changes") from error
-    if not isinstance(document, dict):
-        raise RequestError(f"{text!r} holds a {type(document).__name__}: give an object such as a plan")
-    return read_answer({**document, "decision": "edit"})
+        return read_answer({**read_json(expanded(text)), "decision": "edit"})
+    except (OSError, DocumentError, TypeError) as error:
+        raise RequestError(f"{text!r} holds no JSON object with changes, such as a plan ({error})") from error
 
 
 @app.command()
@@ -170,8 +164,8 @@ def profile(request: Request, *, json_: terminal.JsonOption = False) -> None:
     """Profile a model: where its time, memory, MACs and parameters are, and what can be pruned."""
     from profiling_agent.jobs.runner import profile_source
 
-    with _progress("profiling") as progress:
-        measured = profile_source(request, progress)
+    with terminal.Display(terminal.errors) as display:
+        measured = profile_source(request, display.stage("profiling"))
     terminal.print_result(measured, "profile", is_json=json_, p=measured)
 
 
@@ -205,12 +199,6 @@ def ask_about(
     terminal.print_line(answer)
     if confirmed is not None:
         start(confirmed)
-
-
-@contextmanager
-def _progress(stage: str) -> Generator[Progress]:
-    with terminal.Display(terminal.errors) as display:
-        yield display.stage(stage)
 
 
 @app.command()
@@ -294,8 +282,8 @@ def doctor(request: Request, *, json_: terminal.JsonOption = False) -> None:
     """
     from profiling_agent.cli.doctor import examine
 
-    with _progress("doctor") as progress:
-        findings = list(examine(request, progress))
+    with terminal.Display(terminal.errors) as display:
+        findings = list(examine(request, display.stage("doctor")))
     terminal.print_result(findings, "doctor", is_json=json_, findings=findings)
     raise typer.Exit(int(any(row.state == "problem" for row in findings)))
 
@@ -304,7 +292,7 @@ def doctor(request: Request, *, json_: terminal.JsonOption = False) -> None:
 def pick(
     run: terminal.RunArgument,
     *,
-    candidate: Annotated[str | None, typer.Option(metavar="NUMBER|NAME", help="one of the list")] = None,
+    candidate: Annotated[int | None, typer.Option(metavar="NUMBER", help="one of the list")] = None,
     output: Annotated[Path | None, typer.Option(help="folder to write; nothing is overwritten")] = None,
     json_: terminal.JsonOption = False,
 ) -> None:
@@ -316,20 +304,16 @@ def pick(
     from profiling_agent.exporting import pick as picking
     from profiling_agent.reporting.report import read_report
 
-    if candidate is None and output is None:
-        measured = picking.candidates(read_report(run))
-        terminal.print_result(measured, "candidates", is_json=json_, candidates=measured)
-        if not json_:
-            terminal.print_line(f"take one home: profiling-agent pick {run} --candidate NUMBER --output FOLDER")
-        return
-    if output is None:
-        raise typer.BadParameter("name a folder to write it to: --output small")
-    if candidate is None:
-        raise typer.BadParameter("name a candidate of the list: --candidate 2")
-    picked = picking.pick(run, output, candidate=candidate)
-    terminal.print_result(picked, "candidates", is_json=json_, candidates=[picked])
+    if candidate is not None and output is not None:
+        rows, line = (picking.pick(run, output, candidate=candidate),), f"wrote {output}"
+    elif candidate is None and output is None:
+        rows = picking.candidates(read_report(run))
+        line = f"take one home: profiling-agent pick {run} --candidate NUMBER --output FOLDER"
+    else:
+        raise typer.BadParameter("give both a number of the list and a folder: --candidate 2 --output small")
+    terminal.print_result(rows, "candidates", is_json=json_, candidates=rows)
     if not json_:
-        terminal.print_line(f"wrote {output}")
+        terminal.print_line(line)
 
 
 @app.command()
@@ -369,8 +353,7 @@ def push(
     """
     from profiling_agent.exporting.pick import push as put
 
-    pushed = put(source, repo_id, private=private, update=update)
-    terminal.print_line(f"{pushed.url} holds {', '.join(pushed.files)} (commit {pushed.commit[:12]})")
+    terminal.print_line(f"pushed to {put(source, repo_id, private=private, update=update)}")
 
 
 @app.command()
@@ -390,7 +373,8 @@ def benchmark(
     from profiling_agent.reporting.report import models_of_all
 
     models, device = models_of_all(sources), "cuda" if request.device == "cuda" else "cpu"
-    with _progress("benchmark") as progress:
+    with terminal.Display(terminal.errors) as display:
+        progress = display.stage("benchmark")
         race = race_saved(
             [*models.values()],
             batch_size=request.batch_size,

@@ -7,8 +7,9 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -17,15 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, get_args
 import typer
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, TableElement
 from rich.markup import escape
-from rich.segment import Segment
 from rich.table import Table
 from typer.core import TyperGroup
 
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError
-from profiling_agent.lib.io import clean, expanded, first_problem
+from profiling_agent.lib.io import FileRefusedError, clean, expanded, first_problem, storage_problem
 from profiling_agent.lib.logs import Progress, request_stop
 from profiling_agent.request import Request
 
@@ -37,24 +37,13 @@ EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING = 0, 1, 2, 3
 EXIT_CRASHED, SIGNALLED = 70, 128
 # Typer's error for arguments that it can't parse has no public name.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
-
-
-class _CleanConsole(Console):
-    """A console that escapes control characters, so that third-party text can't move the cursor."""
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield segments with control characters as escapes; the console's own control segments are marked as such."""
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=clean(segment.text, layout=True))
-
-
-console = _CleanConsole()
-errors = _CleanConsole(stderr=True)
+console = Console()
+errors = Console(stderr=True)
 
 
 def print_line(line: str, to: Console = console, style: str | None = None) -> None:
-    """Print a line as it is, unwrapped."""
-    to.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+    """Print text unwrapped, control characters as escapes: third-party text can't move the cursor."""
+    to.print(clean(line, layout=True), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 class _FoldedTable(TableElement):
@@ -118,7 +107,7 @@ def exit_on_stop(advice: str = "") -> Generator[None]:
 
 def refusal(message: str) -> typer.Exit:
     """Print in one line what was wrong; return the exit of a bad request."""
-    print_line(f"profiling-agent: {clean(' '.join(message.split()))}", errors, "red")
+    print_line(f"profiling-agent: {' '.join(message.split())}", errors, "red")
     return typer.Exit(EXIT_BAD_REQUEST)
 
 
@@ -138,6 +127,10 @@ class Commands(TyperGroup):
         except ValidationError as error:
             flagged = re.sub(r"^\w+(?=: )", lambda field: f"--{field[0].replace('_', '-')}", first_problem(error))
             raise refusal(flagged) from None
+        except OSError as error:
+            if not isinstance(error, FileRefusedError | NotADirectoryError) and storage_problem(error) is None:
+                raise
+            raise refusal(f"{str(error.filename)!r} can't be used: {error.strerror}") from None
 
     def main(self, *arguments: Any, **options: Any) -> NoReturn:
         """Run the command line; exit with 2 on a usage error as on every bad request, with 70 on a bug of ours."""
@@ -154,12 +147,8 @@ class Commands(TyperGroup):
 
 def run_folder(name: str) -> Path:
     """Return a run's folder from its path, or from its id if it lies in the default place."""
-    try:
-        folder, default = expanded(name), Path("runs", name)
-        return default if not folder.exists() and default.exists() else folder
-    # A name that is no path: too long, with a NUL, or of an unknown user.
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{clean(name[:80])!r} is no folder ({clean(str(error))[:200]})") from error
+    folder, default = expanded(name), Path("runs", name)
+    return default if not folder.exists() and default.exists() else folder
 
 
 RunArgument = Annotated[Path, typer.Argument(parser=run_folder, metavar="RUN", help="run folder, or an id in runs/")]
@@ -215,9 +204,7 @@ def takes_request(*fields: str) -> Callable[[Callable[..., None]], Callable[...,
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return str(timedelta(seconds=round(seconds)))
 
 
 def status_text(event: "ProgressEvent") -> str:
@@ -249,20 +236,14 @@ class Display:
         self._counter, self._last = self._console.status(""), ("", "")
 
     def __enter__(self) -> Self:
-        self._counter.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._counter.stop()
+        self.stop()
 
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Release the terminal for a while."""
+    def stop(self) -> None:
+        """Release the terminal until the next event."""
         self._counter.stop()
-        try:
-            yield
-        finally:
-            self._counter.start()
 
     def stage(self, name: str) -> Progress:
         """Return a callback that shows under one stage's name."""
@@ -283,5 +264,6 @@ class Display:
         elif (event.stage, event.message) != self._last:
             print_line(f"  {event.message}", self._console)
         counted = f"{event.done}/{event.total}" if event.total else ""
-        self._counter.update(escape(f"{event.stage}: {event.message} {counted}"))
+        self._counter.update(escape(clean(f"{event.stage}: {event.message} {counted}")))
+        self._counter.start()
         self._last = (event.stage, event.message)

@@ -20,9 +20,9 @@ from transformers import AutoModelForImageClassification
 from profiling_agent.data import TIMM, pixels
 from profiling_agent.data.pixels import RESAMPLE, prepare
 from profiling_agent.errors import ArtifactError
-from profiling_agent.exporting.pick import MANIFEST, ExportManifest, model_folder, new_folder
+from profiling_agent.exporting.pick import MANIFEST, ExportManifest, model_folder
 from profiling_agent.lib.io import file_sha256, write_text
-from profiling_agent.lib.logs import SETTINGS_LOCK, quiet, third_party_errors
+from profiling_agent.lib.logs import SETTINGS_LOCK, quiet
 from profiling_agent.lib.machine import TIMM_PACKAGES
 from profiling_agent.lib.modules import logits_of
 from profiling_agent.runtimes import artifact
@@ -86,7 +86,6 @@ def infer_preprocessing(processor: Any, spec: InputSpec) -> dict[str, Any] | Non
 
 
 SCRIPT, PREPARE, PREPROCESSING, LABELS = "run.py", "prepare.py", "preprocessing.json", "labels.json"
-PICK = "pick another candidate (`profiling-agent pick RUN`)"
 
 
 def export(source: Path, format_: Literal["onnx", "openvino", "hf"] | None, output: Path) -> str:
@@ -101,17 +100,21 @@ def export(source: Path, format_: Literal["onnx", "openvino", "hf"] | None, outp
 
     Raises:
         RunError: the run has no model yet.
-        ArtifactError: the saved model is damaged, `output` exists or can't be written, the format can't hold the model, or the
-            exported model computes something else; nothing is left behind.
+        ArtifactError: the saved model is damaged, `output` exists, the format can't hold the model, or the exported model
+            computes something else; nothing is left behind.
     """
     folder = model_folder(source).resolve()
     recipe = artifact.load_recipe(folder, verify=True)
-    executor = runtime(recipe.deployment.runtime)
-    is_pruned_float32 = bool(recipe.cuts) and recipe.deployment.scheme == "float32"
-    chosen = format_ or executor.graph_format or ("onnx" if is_pruned_float32 else "hf")
-    if refusal := _refusal(recipe, chosen):
-        raise ArtifactError(f"{str(folder)!r} is for {recipe.deployment.name}, {refusal}")
-    with new_folder(output) as temporary:
+    formats = formats_of(recipe)
+    chosen = format_ or next(iter(formats), "hf")
+    if chosen not in formats:
+        model = f"{str(folder)!r} is {'pruned, ' if recipe.cuts else ''}for {recipe.deployment.name}"
+        use = f"use --format {' or '.join(formats)}" if formats else "run it with `profiling_agent.load`"
+        raise ArtifactError(
+            f"{model}, and can't be exported to {format_ or 'any format'}: {use}, or pick another candidate "
+            "(`profiling-agent pick RUN`)"
+        )
+    with artifact.appearing(output) as temporary:
         if chosen == "hf":
             summary = _write_hf(folder, recipe, temporary)
         else:
@@ -120,21 +123,17 @@ def export(source: Path, format_: Literal["onnx", "openvino", "hf"] | None, outp
     return f"wrote {output}; {summary}. Run it without profiling-agent: python {output / SCRIPT} image.png"
 
 
-def _refusal(recipe: artifact.Recipe, format_: str) -> str | None:
-    """Return why a format can't hold a deployment and what to do, or None if it can."""
+def formats_of(recipe: artifact.Recipe) -> tuple[str, ...]:
+    """Return the formats that can hold a saved model, first the one that it is exported to by default."""
     executor = runtime(recipe.deployment.runtime)
-    graph = executor.graph_format
     if not executor.is_torch:
-        if graph is None:
-            return f"and no export format holds its graph: {PICK}"
-        return None if format_ == graph else f"whose graph has only one format: use --format {graph}, or {PICK}"
+        return (executor.graph_format,) if executor.graph_format else ()
     if any(layer.dtype == "qint8" or layer.kind == "rowwise" for layer in recipe.quantized):
-        return f"and no export format holds quantized layers of torch: {PICK}, or run it with `profiling_agent.load`"
-    if format_ == "openvino":
-        return f"and only models for OpenVINO are exported to openvino: use --format onnx or hf, or {PICK}"
-    if format_ == "onnx" and (recipe.quantized or recipe.deployment.scheme != "float32"):
-        return f"and an export to onnx has to be float32: {'' if recipe.cuts else 'use --format hf, or '}{PICK}"
-    return None
+        return ()
+    # No config of transformers holds pruned widths.
+    formats = () if recipe.cuts else ("hf",)
+    is_float32 = not recipe.quantized and recipe.deployment.scheme == "float32"
+    return (*formats, "onnx") if is_float32 else formats
 
 
 def _write_graph(folder: Path, recipe: artifact.Recipe, format_: str, temporary: Path) -> str:
@@ -148,8 +147,6 @@ def _write_graph(folder: Path, recipe: artifact.Recipe, format_: str, temporary:
         session = artifact.open_session(folder)
         artifact.check_golden(session.run, folder, recipe)
         summary = "it gives the saved model's logits"
-        if instructions := executor.needed_instructions(recipe.quantized):
-            summary += f" here; on a processor without {' or '.join(instructions)} its int8 sums may saturate"
         for name in recipe.model_files:
             shutil.copyfile(folder / name, temporary / name)
     preprocessing = infer_preprocessing(processor, spec)
@@ -176,15 +173,8 @@ def _write_graph(folder: Path, recipe: artifact.Recipe, format_: str, temporary:
 def _write_hf(folder: Path, recipe: artifact.Recipe, temporary: Path) -> str:
     """Write a Hugging Face model; one with half-precision layers is written in half precision as a whole."""
     scheme, half = recipe.deployment.scheme, HALVES.get(recipe.deployment.scheme)
-    if recipe.cuts:
-        hint = "use --format onnx" if scheme == "float32" else PICK
-        raise ArtifactError(f"{str(folder)!r} is pruned, and no config of transformers holds its widths: {hint}")
-
-    def refuse(cause: str) -> ArtifactError:
-        return ArtifactError(f"transformers can't write and load {str(folder)!r} ({cause}): deploy the folder itself")
-
     # While loading, transformers disables initialisers in all threads.
-    with quiet(), SETTINGS_LOCK, third_party_errors(refuse):
+    with quiet(), SETTINGS_LOCK:
         model: Any = load_dequantized(folder).to(half or torch.float32)
         model.save_pretrained(temporary)
         load_processor(folder).save_pretrained(temporary)
@@ -197,7 +187,7 @@ def _write_hf(folder: Path, recipe: artifact.Recipe, temporary: Path) -> str:
     if not distance <= allowed:
         raise ArtifactError(
             f"the model that transformers loads from its config computes logits {distance:.2g} apart (relative), "
-            f"{allowed:g} is allowed: run it with `profiling_agent.load`, or {PICK}"
+            f"{allowed:g} is allowed: run it with `profiling_agent.load`"
         )
     write_text(temporary / SCRIPT, _render("run.py.jinja", format="hf"))
     whole = f", in {scheme} as a whole" if half else ""
@@ -208,9 +198,6 @@ def _write_card(folder: Path, recipe: artifact.Recipe, format_: str, temporary: 
     manifest = ExportManifest(
         base_model=recipe.base_model,
         base_revision=recipe.base_revision,
-        architecture=recipe.architecture,
-        deployment=recipe.deployment,
-        input=recipe.input,
         libraries=recipe.libraries,
         files={path.name: file_sha256(path) for path in sorted(temporary.iterdir())},
     )

@@ -4,10 +4,8 @@ import operator
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
 
 from huggingface_hub import HfApi, ModelCard, ModelInfo, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
@@ -26,7 +24,7 @@ from profiling_agent.runtimes.artifact import (
     read_card,
     write_card,
 )
-from profiling_agent.schemas import Deployment, Evaluation, Goal, InputSpec, RaceResult, Record, Term, Variant
+from profiling_agent.schemas import Record, Term, Variant
 from profiling_agent.search.selection import keeps_accuracy, size_ratio
 from profiling_agent.workspace import Workspace
 
@@ -36,12 +34,8 @@ MANIFEST = "export.json"
 class ExportManifest(Record):
     """Contents of `export.json`."""
 
-    format: Literal[2] = 2
     base_model: str
     base_revision: str | None
-    architecture: str
-    deployment: Deployment
-    input: InputSpec
     libraries: dict[str, str]  # versions that it was made and tried with
     files: dict[str, str]  # sha256 of every other file, the card aside
 
@@ -66,52 +60,28 @@ def model_folder(source: Path) -> Path:
     """Return the folder of a saved model; for a run, or a fork of one, that of the model to deploy.
 
     Raises:
-        RunError: the run has no model yet, or its `best` leads elsewhere.
+        RunError: the run has no model yet.
+        FileRefusedError: its `best` leads elsewhere.
     """
     if not is_run(source):
         return source
     best = source / "best"
     if not os.path.lexists(best):
         raise RunError(f"run {str(source)!r} has no model yet: finish it with `profiling-agent resume {source}`")
-    try:
-        return inside(best, run_of(source))
-    except OSError as error:
-        problem = f"{str(best)!r} is no model of the run ({error.strerror})"
-        raise RunError(f"{problem}: name the saved model's own folder") from error
+    return inside(best, run_of(source))
 
 
-@contextmanager
-def new_folder(output: Path) -> Generator[Path]:
-    """Yield a folder that becomes `output` when the block ends, and is removed if the block raises.
-
-    Raises:
-        ArtifactError: `output` exists or can't be written.
-    """
-    try:
-        with appearing(output) as temporary:
-            yield temporary
-    except OSError as error:
-        reason = error.strerror or error
-        raise ArtifactError(f"{str(output)!r} can't be written ({reason}): choose another folder") from error
-
-
-FAILED = "it failed on the held-out images, and was refused"
-
-
-class RunCandidate(Record):
+class RunCandidate(VariantRow):
     """One candidate: its number in the report, its measurements, and the contract's terms that they answer.
 
     `terms` are on held-out images if it `is_judged`, else on search images; what was not measured has none.
     """
 
     number: int
-    evaluation: Evaluation
-    race_result: RaceResult | None
     terms: tuple[Term, ...]
-    unmeasured: tuple[str, ...] = ()  # terms of the contract of which nothing was measured
     is_judged: bool  # whether it is what the run returned, with held-out images and a verdict
     is_on_front: bool  # whether no other is as accurate, as fast and as small, and better in one
-    notes: tuple[str, ...] = ()  # what the held-out images said against it
+    is_refused: bool = False  # whether it failed on the held-out images
 
     @property
     def name(self) -> str:
@@ -120,17 +90,17 @@ class RunCandidate(Record):
 
     @property
     def holding(self) -> str:
-        """Return whether the contract holds, as text: it may, if all measured terms hold and some are unmeasured."""
-        if FAILED in self.notes:
+        """Return whether the contract holds, as text: it may, if all measured terms hold and the speed is unmeasured."""
+        if self.is_refused:
             return "doesn't hold (held-out images)"
         if failed := ", ".join(term.name for term in self.terms if not term.holds):
             return f"doesn't hold ({failed})"
-        return "may hold" if self.unmeasured else "holds"
+        return "holds" if any(term.name == "speed" for term in self.terms) else "may hold"
 
 
 def candidates(report: RunReport) -> tuple[RunCandidate, ...]:
     """Return every model that a finished run measured, the baseline first."""
-    rows, result = report.variants, list[RunCandidate]()
+    rows = report.variants
     # Accuracy, speed and size of each, all the larger the better.
     merits = [
         (
@@ -140,76 +110,57 @@ def candidates(report: RunReport) -> tuple[RunCandidate, ...]:
         )
         for row in rows
     ]
-    for number, (row, own) in enumerate(zip(rows, merits, strict=True)):
-        is_judged = row.evaluation.model == report.heldout.model
-        terms, unmeasured = _terms(row, rows[0].evaluation, report.goal)
-        if is_judged and row.evaluation.variant is not Variant.BASELINE:
-            terms, unmeasured = report.verdict.terms, ()
-        candidate = RunCandidate(
+    return tuple(
+        RunCandidate(
+            **dict(row),
             number=number,
-            evaluation=row.evaluation,
-            race_result=row.race_result,
-            terms=terms,
-            unmeasured=unmeasured,
-            is_judged=is_judged,
+            terms=_terms(row, report),
+            is_judged=row.evaluation.model == report.heldout.model,
             is_on_front=not any(other != own and all(map(operator.ge, other, own)) for other in merits),
-            notes=(FAILED,) if report.kept_beside == row.evaluation.model.path else (),
+            is_refused=report.kept_beside == row.evaluation.model.path,
         )
-        result.append(candidate)
-    return tuple(result)
+        for number, (row, own) in enumerate(zip(rows, merits, strict=True))
+    )
 
 
-def _terms(row: VariantRow, baseline: Evaluation, goal: Goal) -> tuple[tuple[Term, ...], tuple[str, ...]]:
-    """Return the terms that search images, one race and file sizes measure, and the names of the others."""
-    evaluation, speed = row.evaluation, row.race_result.speedup if row.race_result else None
-    lost, bytes_ratio = evaluation.drop.drop if evaluation.drop else 0.0, size_ratio(evaluation, baseline)
-    rows: list[tuple[Any, float, float | None, bool]] = [
-        ("accuracy", goal.max_accuracy_drop, lost, evaluation.drop is None or keeps_accuracy(evaluation, goal)),
-        ("speed", goal.min_speedup, speed, (speed or 0.0) >= goal.min_speedup),
-        ("size", goal.max_size_ratio, bytes_ratio, goal.allows_size(bytes_ratio)),
-    ]
+def _terms(row: VariantRow, report: RunReport) -> tuple[Term, ...]:
+    """Return the verdict's terms, or those that search images, file sizes and one race, if it took part, measure."""
+    evaluation, goal = row.evaluation, report.goal
+    if evaluation.model == report.heldout.model and evaluation.variant is not Variant.BASELINE:
+        return report.verdict.terms
+    size = size_ratio(evaluation, report.variants[0].evaluation)
+    lost, keeps = 0.0, True
+    if evaluation.drop:
+        lost, keeps = evaluation.drop.drop, keeps_accuracy(evaluation, goal)
     terms = [
-        Term(name=name, required=required, measured=measured, holds=holds)
-        for name, required, measured, holds in rows
-        if measured is not None
+        Term(name="accuracy", required=goal.max_accuracy_drop, measured=lost, holds=keeps),
+        Term(name="size", required=goal.max_size_ratio, measured=size, holds=goal.allows_size(size)),
     ]
-    return tuple(terms), tuple(name for name, _, value, _ in rows if value is None)
+    if row.race_result:
+        speed, required = row.race_result.speedup, goal.min_speedup
+        terms.append(Term(name="speed", required=required, measured=speed, holds=speed >= required))
+    return tuple(terms)
 
 
-def find_candidate(candidate: str, available: Sequence[RunCandidate]) -> RunCandidate:
-    """Return the candidate of a number, or of a name that only one has: `openvino static`, or `pruned (eager float32)`.
-
-    Raises:
-        RequestError: no candidate matches, or several do.
-    """
-    matches = [
-        option
-        for option in available
-        if candidate in (str(option.number), option.name, option.evaluation.deployment.name)
-    ]
-    if len(matches) == 1:
-        return matches[0]
-    choices = ", ".join(f"{option.number} {option.name}" for option in (matches or available))
-    problem = f"{candidate[:80]!r} names {'several' if matches else 'none'} of the run's candidates"
-    raise RequestError(f"{problem}: choose a number of {choices}")
-
-
-def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> RunCandidate:
-    """Copy a candidate of a finished run, by number or name, to the folder `output`, with a card of its measurements; return it.
+def pick(run: str | Path, output: str | Path, *, candidate: int) -> RunCandidate:
+    """Copy the candidate of this number, of a finished run, to the folder `output`, with a card of its measurements; return it.
 
     Every file is compared with its hash; the run itself and its `best` stay as they are.
 
     Raises:
         RequestError: there is no such candidate.
         RunError: the run has no report yet.
-        ArtifactError: the candidate's folder is damaged or gone; `output` exists or can't be written. Nothing is left behind.
+        ArtifactError: the candidate's folder is damaged or gone; `output` exists. Nothing is left behind.
     """
     root = expanded(str(run))
     report = read_report(root)
-    picked = find_candidate(str(candidate), candidates(report))
+    available = candidates(report)
+    if not 0 <= candidate < len(available):
+        raise RequestError(f"the run has no candidate {candidate}: choose a number from 0 to {len(available) - 1}")
+    picked = available[candidate]
     source = Workspace(run_of(root)).path(picked.evaluation.model)
     recipe = load_recipe(source, verify=True)
-    with new_folder(expanded(str(output))) as temporary:
+    with appearing(expanded(str(output))) as temporary:
         for name in (RECIPE, *recipe.files):
             shutil.copyfile(source / name, temporary / name)
         if picked.is_judged and (source / CARD).is_file():
@@ -229,7 +180,7 @@ def _write_card(folder: Path, report: RunReport, picked: RunCandidate) -> None:
         f"{size(chosen.footprint.size_bytes)} on disk.",
         f"Times as fast as the baseline in eager float32: {speedup(race)}." if race else "It was not timed.",
     ]
-    if picked.notes:
+    if picked.is_refused:
         notes.append("It failed on the held-out images, and the run refused it.")
     elif not picked.is_judged and chosen.variant is not Variant.BASELINE:
         caution = "the best of many on search images is worse than it looks"
@@ -243,16 +194,8 @@ LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write 
 HUB_FILES = frozenset({".gitattributes"})
 
 
-class Pushed(Record):
-    """A pushed model on the Hub: its page, its commit, and the names of its files."""
-
-    url: str
-    commit: str
-    files: tuple[str, ...]
-
-
-def push(source: str | Path, repo_id: str, *, private: bool = False, update: bool = False) -> Pushed:
-    """Push a run's best model, a saved model or an exported folder to the Hub as `repo_id`, in one commit; return page and files.
+def push(source: str | Path, repo_id: str, *, private: bool = False, update: bool = False) -> str:
+    """Push a run's best model, a saved model or an exported folder to the Hub as `repo_id`, in one commit; return its page.
 
     The token is that of `hf auth login` or of HF_TOKEN. Local paths aren't uploaded. A model that was pushed by this function
     before is replaced only with `update`; other files of its repository stay, and so do earlier commits.
@@ -300,7 +243,7 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=upload, commit_message=message, delete_patterns=previous, revision="main"
         )
-    return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=commit.oid, files=(*names, CARD))
+    return commit.commit_url
 
 
 def _pushed_files(api: HfApi, existing: ModelInfo, scratch: Path, *, update: bool) -> list[str]:
@@ -313,24 +256,23 @@ def _pushed_files(api: HfApi, existing: ModelInfo, scratch: Path, *, update: boo
     pushed = set[str]()
     for name in files & {RECIPE, MANIFEST}:
         document = read_json(Path(api.hf_hub_download(repo_id, name, local_dir=scratch / "fetched")))
-        if {"deployment", "files"} <= document.keys():
+        if {"base_model", "files"} <= document.keys():
             pushed |= {name, CARD, *document["files"]} & files
-    contents = f"{repo_id!r} exists on the Hub and holds {', '.join(sorted(files)[:5])}"
-    if files and not pushed:
-        raise RequestError(f"{contents}, which were not pushed by profiling-agent: push to another name")
-    if files and not update:
-        raise RequestError(f"{contents}: push to another name, or replace them with --update (earlier commits stay)")
+    if files and not (pushed and update):
+        advice = (
+            "replace them with --update (earlier commits stay)" if pushed else "choose one that profiling-agent made"
+        )
+        contents = f"{repo_id!r} exists on the Hub and holds {', '.join(sorted(files)[:5])}"
+        raise RequestError(f"{contents}: push to another name, or {advice}")
     return sorted(pushed)
 
 
 def _licensed_card(api: HfApi, text: str, base: str, revision: str | None) -> str:
     """Return a card with the base model's license, if that has a commit on the Hub which names one."""
-    if revision is None:
-        return text
     card = ModelCard(text, ignore_metadata_errors=True)
-    with suppress(HfHubHTTPError, HFValidationError):
-        found = api.model_info(base, revision=revision).card_data or {}
-        for name in ("license", "license_name", "license_link"):
-            if isinstance(value := found.get(name), str):
-                setattr(card.data, name, value)
+    if revision is not None:
+        with suppress(HfHubHTTPError, HFValidationError):
+            found = api.model_info(base, revision=revision).card_data or {}
+            for name in ("license", "license_name", "license_link"):
+                setattr(card.data, name, found.get(name))
     return str(card)

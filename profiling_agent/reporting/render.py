@@ -27,8 +27,8 @@ from profiling_agent.schemas import Evaluation, by_cause
 
 INK, MUTED, ACCENT, SECOND, WARN, BEFORE = "#1f2933", "#9aa5b1", "#0b7285", "#e8590c", "#c92a2a", "#cbd2d9"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
-# More bars or rows are unreadable; the tables and report.json have all of them.
-MAX_GROUPS, MAX_UNITS = 14, 80
+# More bars are unreadable; the tables and report.json have all of them.
+MAX_GROUPS = 14
 
 # A model: x, top-1, hover text.
 Points = list[tuple[float, float, str]]
@@ -36,16 +36,15 @@ Points = list[tuple[float, float, str]]
 
 def charts(report: RunReport) -> dict[str, str]:
     """Return each chart as HTML by its name; a chart without data is left out."""
-    figures = {
-        **_accuracy_charts(report),
-        "time": _by_group(report, "Where the time goes", "milliseconds, as profiled", "latency_ms", "latency_after_ms"),
-        "memory": _by_group(report, "Where the parameters are", "parameters", "params", "params_after"),
-    }
+    figures = _accuracy_charts(report)
+    if report.layers:
+        latency = "latency_ms", "latency_after_ms"
+        figures["time"] = _by_group(report, "Where the time goes", "milliseconds, as profiled", *latency)
+        figures["memory"] = _by_group(report, "Where the parameters are", "parameters", "params", "params_after")
     config = {"displayModeBar": False, "responsive": True}
     return {
         name: to_html(figure, include_plotlyjs=False, full_html=False, div_id=f"chart-{name}", config=config)
         for name, figure in figures.items()
-        if figure is not None
     }
 
 
@@ -91,8 +90,8 @@ def _pareto_figure(
     return figure
 
 
-def _accuracy_charts(report: RunReport) -> dict[str, go.Figure | None]:
-    """Return top-1 against milliseconds a batch, None without a raced baseline, and against bytes on disk."""
+def _accuracy_charts(report: RunReport) -> dict[str, go.Figure]:
+    """Return top-1 against bytes on disk and, if the baseline was raced, against milliseconds a batch."""
     rows = [row.evaluation for row in report.variants]
     base = next((row.race_result for row in report.variants if row.race_result and row.race_result.speedup == 1), None)
 
@@ -100,13 +99,12 @@ def _accuracy_charts(report: RunReport) -> dict[str, go.Figure | None]:
         # Not all models were measured on the same images.
         return rows[0].top1 - (evaluation.drop.drop if evaluation.drop else 0.0)
 
-    def latency_points(entries: Any, label: str) -> Points:
+    def name(evaluation: Evaluation) -> str:
+        return f"{evaluation.variant}, {evaluation.deployment.name}"
+
+    def latency_points(entries: Any) -> Points:
         return [
-            (
-                base.latency.median_ms / entry.race_result.speedup,
-                top1(entry.evaluation),
-                f"{label or entry.evaluation.variant}, {entry.evaluation.deployment.name}",
-            )
+            (base.latency.median_ms / entry.race_result.speedup, top1(entry.evaluation), name(entry.evaluation))
             for entry in entries
             if base and entry.race_result and entry.evaluation
         ]
@@ -116,28 +114,26 @@ def _accuracy_charts(report: RunReport) -> dict[str, go.Figure | None]:
 
     options = report.deployment_search.options if report.deployment_search else ()
     by_time = (
-        ("baseline, other deployments", latency_points(options, "baseline"), {"color": SECOND, "symbol": "diamond"}),
-        ("raced", latency_points(report.variants, ""), {"color": ACCENT}),
+        ("baseline, other deployments", latency_points(options), {"color": SECOND, "symbol": "diamond"}),
+        ("raced", latency_points(report.variants), {"color": ACCENT}),
     )
     attempts = [
         sized(attempt.deployed, f"attempt {attempt.number}: {attempt.reason[:60]}")
         for attempt in report.attempts
         if attempt.deployed
     ]
-    variants = [sized(row, f"{row.variant}, {row.deployment.name}") for row in rows]
+    variants = [sized(row, name(row)) for row in rows]
     open_circle = {"color": MUTED, "symbol": "circle-open", "line": {"width": 2, "color": MUTED}}
     by_size = (("attempts", attempts, open_circle), ("variants", variants, {"color": ACCENT}))
-    return {
-        "speed": _pareto_figure(report, "Accuracy against latency", "milliseconds a batch", by_time) if base else None,
-        "size": _pareto_figure(report, "Accuracy against size", "MB on disk", by_size),
-    }
+    figures = {"size": _pareto_figure(report, "Accuracy against size", "MB on disk", by_size)}
+    if base:
+        figures["speed"] = _pareto_figure(report, "Accuracy against latency", "milliseconds a batch", by_time)
+    return figures
 
 
-def _by_group(report: RunReport, title: str, label: str, before: str, after: str) -> go.Figure | None:
-    """Return bars of the largest layer groups by two fields, before and after, or None without groups."""
+def _by_group(report: RunReport, title: str, label: str, before: str, after: str) -> go.Figure:
+    """Return bars of the largest layer groups by two fields, before and after."""
     groups = sorted(report.layers, key=lambda group: -getattr(group, before))[:MAX_GROUPS][::-1]
-    if not groups:
-        return None
     figure = _new_figure(title, label, "", height=120 + 26 * len(groups))
     names = [_inert_label(group.name) for group in groups]
     for name, color, field in (("after", ACCENT, after), ("before", BEFORE, before)):
@@ -158,16 +154,21 @@ def cell(text: object) -> str:
     return prose(text).replace("|", "\\|")
 
 
+def command(request: Request) -> str:
+    """Return the command line of the same request, without options at their defaults."""
+    parts = ["profiling-agent", "run"]
+    for name, field in Request.model_fields.items():
+        value = getattr(request, name)
+        if name in ("run_id", "output") or value == field.default:
+            continue
+        flag = name.replace("_", "-")
+        parts += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return shlex.join(parts)
+
+
 # What templates call; what they format with are the filters of `units`.
-FUNCTIONS: dict[str, Any] = {
-    "by_cause": by_cause,
-    "differences": differences,
-    "final_attempt": final_attempt,
-    "measures": measures,
-    "omissions": omissions,
-    "predictions": predictions,
-    "unit_decisions": unit_decisions,
-}
+_FUNCTIONS = (by_cause, command, differences, final_attempt, measures, omissions, predictions, unit_decisions)
+FUNCTIONS: dict[str, Any] = {function.__name__: function for function in _FUNCTIONS}
 
 
 def _templates(**options: Any) -> Environment:
@@ -195,11 +196,6 @@ def render_text(template: str, **values: Any) -> str:
     return _templates(autoescape=False, finalize=finalize).get_template(f"{template}.md.jinja").render(**values)
 
 
-def render_markdown(report: RunReport) -> str:
-    """Return the report as Markdown."""
-    return render_text("report", r=report)
-
-
 def render_sweep(rows: Sequence[Any], number: int) -> str:
     """Return the HTML page of a sweep: its rows so far, of `number` runs."""
     return _page("sweep.html.jinja", rows=rows, number=number)
@@ -207,33 +203,13 @@ def render_sweep(rows: Sequence[Any], number: int) -> str:
 
 def render_html(report: RunReport) -> str:
     """Return the report as one HTML page."""
-    subject = final_attempt(report)
-    return _page(
-        "report.html.jinja",
-        r=report,
-        # Safe without escaping: Plotly escapes what it writes into a script.
-        charts={name: Markup(chart) for name, chart in charts(report).items()},
-        library=Markup(get_plotlyjs()),
-        subject=subject,
-        units=unit_decisions(report, subject)[:MAX_UNITS] if subject else (),
-        command=command(report.request),
-    )
-
-
-def command(request: Request) -> str:
-    """Return the command line of the same request, without options at their defaults."""
-    parts = ["profiling-agent", "run"]
-    for name, field in Request.model_fields.items():
-        value = getattr(request, name)
-        if name in ("run_id", "output") or value == field.default:
-            continue
-        flag = name.replace("_", "-")
-        parts += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return shlex.join(parts)
+    # Safe without escaping: Plotly escapes what it writes into a script.
+    figures = {name: Markup(chart) for name, chart in charts(report).items()}
+    return _page("report.html.jinja", r=report, charts=figures, library=Markup(get_plotlyjs()))
 
 
 def write_report(report: RunReport, folder: Path) -> None:
     """Write `report.json`, `report.md` and `report.html` into `folder`."""
     write_text(folder / "report.json", report.model_dump_json(indent=1))
-    write_text(folder / "report.md", render_markdown(report))
+    write_text(folder / "report.md", render_text("report", r=report))
     write_text(folder / "report.html", render_html(report))

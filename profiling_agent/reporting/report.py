@@ -11,7 +11,7 @@ from profiling_agent import schemas
 from profiling_agent.data import is_local
 from profiling_agent.errors import PlanError, RunError
 from profiling_agent.jobs.tasks import Profiled
-from profiling_agent.lib.io import DocumentError, parse_json, parse_record
+from profiling_agent.lib.io import DocumentError, read_record
 from profiling_agent.lib.machine import environment
 from profiling_agent.planning.digest import launch_text
 from profiling_agent.pruning.widths import matching_names
@@ -20,7 +20,7 @@ from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CardRow, HeldOutAccuracy, load_recipe
 from profiling_agent.search.evaluator import EFFORTS
 from profiling_agent.search.finalize import FinalChoice
-from profiling_agent.workspace import MANIFEST, REPORT_VERSION, Workspace, check_version, read_manifest
+from profiling_agent.workspace import MANIFEST, Workspace, read_manifest
 
 
 class Summary(schemas.Record):
@@ -83,7 +83,6 @@ class TimeRow(schemas.Record):
 class RunReport(schemas.Record):
     """Contents of `report.json`."""
 
-    schema_version: int = REPORT_VERSION
     run_id: str
     verdict: schemas.Verdict
     goal: schemas.Goal
@@ -109,7 +108,6 @@ class RunReport(schemas.Record):
     on_gpu: tuple[str, ...] = ()  # what a pass leaves of the GPU, and its energy; empty on the CPU
     sensitivity: tuple[Sensitivity, ...] = ()
     times: tuple[TimeRow, ...] = ()  # where the run's time went, most first
-    artifacts: dict[str, str]
     request: Request
     environment: schemas.Environment
 
@@ -138,12 +136,9 @@ def evidence_notes(profile: schemas.ModelProfile) -> tuple[str, ...]:
     if profile.evidence_note is not None:
         return (f"no sensitivity was measured, so ratios are uniform: {profile.evidence_note}",)
     units = profile.evidence.units if profile.evidence else ()
-    if not (unsteady := sum(row.is_unsteady for row in units)):
-        return ()
-    return (
-        f"the machine was busy while widths were timed: what {unsteady} of {len(units)} units save of the time is a guess, "
-        "and widths that save none may have been cut to",
-    )
+    unsteady = sum(row.is_unsteady for row in units)
+    note = f"the machine was busy while widths were timed: what {unsteady} of {len(units)} units save of the time is a guess"
+    return (note,) if unsteady else ()
 
 
 def gpu_lines(profiles: Mapping[str, schemas.ModelProfile]) -> tuple[str, ...]:
@@ -178,13 +173,6 @@ def build_report(
     # The final sessions come last, because they replace a model's result of the screening session.
     races = [race for race in (final.screening, final.race) if race]
     results = {result.model.sha256: result for race in races for result in race.results}
-    artifacts = {"best": "best", "report": "report.html", "text": "report.md", "json": "report.json"}
-    artifacts |= {f"{name} profile": profiled.profile.path for name, (profiled, _) in profiles.items()}
-    # Several attempts may share a deployment, so each has its number for `pick`.
-    artifacts |= {
-        f"candidate {number}, {row.variant} ({row.deployment.name})": row.model.path
-        for number, row in enumerate(final.variants)
-    }
 
     def summarise(evaluation: schemas.Evaluation, profiled: Profiled, peak_bytes: int, attempt: int | None) -> Summary:
         # Latency is that of the race, else that of the model's own process.
@@ -234,7 +222,6 @@ def build_report(
             TimeRow(kind=kind, count=count, seconds=seconds, passes=seconds / before[1].headline.pass_s)
             for kind, (count, seconds) in times.items()
         ),
-        artifacts=artifacts,
         request=request,
         environment=environment(acquired.source.device),
         **fields,
@@ -259,10 +246,8 @@ def _compare_layers(before: schemas.ModelProfile, after: schemas.ModelProfile) -
 def omissions(report: RunReport) -> tuple[str, ...]:
     """Return what was left out for lack of time, by the time budget or in proportion to the model, in run order."""
     lines, options = list[str](), report.deployment_search.options if report.deployment_search else ()
-    for is_made, what in ((False, "not tried"), (True, "made and not measured")):
-        waiting = [each for each in options if each.wants_time and (each.deployed is not None) == is_made]
-        if waiting:
-            lines.append(f"deployments that were {what}: {', '.join(each.deployment.name for each in waiting)}")
+    if waiting := [option.deployment.name for option in options if option.wants_time]:
+        lines.append(f"deployments that were not measured: {', '.join(waiting)}")
     if report.stopped is schemas.StopReason.TIME_SPENT:
         most = min(report.request.max_iterations, EFFORTS[report.request.effort].num_attempts)
         lines.append(f"plans: {len(report.attempts)} of up to {most} were measured")
@@ -275,24 +260,16 @@ def omissions(report: RunReport) -> tuple[str, ...]:
 
 def differences(reports: Mapping[str, RunReport]) -> tuple[str, ...]:
     """Return a line for each difference that makes the runs' times incomparable; empty if there is none."""
-    hosts = {name: report.environment for name, report in reports.items()}
-    # All that times depend on, except software.
-    machines = {
-        name: f"{host.machine} ({', '.join(host.cpu_flags) or 'no vector extensions of note'}; {host.system}, {host.device})"
-        for name, host in hosts.items()
-    }
-    what = "runs of different machines, whose times and speed-ups aren't compared (profiling-agent benchmark compares them)"
-    compared: dict[str, Mapping[str, object]] = {
-        what: machines,
-        "times are of batches of different sizes": {name: each.request.batch_size for name, each in reports.items()},
-    }
-    for library in sorted({library for host in hosts.values() for library in host.versions}):
-        versions = {name: host.versions.get(library, "none") for name, host in hosts.items()}
-        compared[f"times are of different versions of {library}"] = versions
+    values: defaultdict[str, dict[str, object]] = defaultdict(dict)
+    for name, report in reports.items():
+        host = report.environment
+        parts = {"machine": host.machine, "instructions": ", ".join(host.cpu_flags), "system": host.system}
+        for part, value in {**parts, "batch size": report.request.batch_size, **host.versions}.items():
+            values[part][name] = value
     return tuple(
-        f"{what}: {'; '.join(f'{name}: {value}' for name, value in values.items())}"
-        for what, values in compared.items()
-        if len(set(values.values())) > 1
+        f"{part}: {'; '.join(f'{name}: {value}' for name, value in row.items())}"
+        for part, row in values.items()
+        if len(row) < len(reports) or len(set(row.values())) > 1
     )
 
 
@@ -313,18 +290,11 @@ def measures(report: RunReport) -> tuple[tuple[str, str, str, str], ...]:
     )
 
 
-# A prediction is marked if it differs by more than this factor, and by more than noise in nats or in shares of time.
-MAX_FACTOR, MIN_NATS, MIN_SHARE = 2.0, 1e-4, 0.02
-
-
-def is_off(predicted: float, measured: float, floor: float) -> bool:
-    """Return whether prediction and measurement differ by more than twice, if the larger one is above `floor`."""
-    larger, smaller = max(predicted, measured), min(predicted, measured)
-    return larger > floor and larger > MAX_FACTOR * max(smaller, 0.0)
-
-
 def predictions(attempt: schemas.Attempt, report: RunReport) -> tuple[tuple[str, str, str, str], ...]:
-    """Return each predicted quantity of a pruned attempt: its name, prediction, measurement, and a mark if they differ."""
+    """Return each predicted quantity of a pruned attempt: its name, prediction, measurement, and a mark if one is twice the other.
+
+    Less than 0.0001 nats and 2% of the time are noise.
+    """
     dry_run, rows = attempt.dry_run, list[tuple[str, float, float, float, Callable[[float], str]]]()
     if dry_run is None or attempt.pruned_model is None:
         return ()
@@ -332,19 +302,18 @@ def predictions(attempt: schemas.Attempt, report: RunReport) -> tuple[tuple[str,
         rows.append(("params", dry_run.params, attempt.deployed.footprint.params, 0, count))
         rows.append(("MACs", dry_run.macs, attempt.deployed.footprint.macs, 0, count))
     if dry_run.kl is not None and attempt.calibration_kl is not None:
-        rows.append(("KL", dry_run.kl, attempt.calibration_kl, MIN_NATS, lambda nats: f"{nats:.2g} nats"))
+        rows.append(("KL", dry_run.kl, attempt.calibration_kl, 1e-4, lambda nats: f"{nats:.2g} nats"))
     # The time of its float32 deployment, in torch as the prediction is.
     sha256 = attempt.pruned_model.sha256
     race_result = next((row.race_result for row in report.variants if row.evaluation.model.sha256 == sha256), None)
     if dry_run.latency_saved is not None and race_result is not None:
         saved = 1 - 1 / race_result.speedup
-        rows.append(
-            ("time in float32", dry_run.latency_saved, saved, MIN_SHARE, lambda share: f"{percent(share)} less")
-        )
-    return tuple(
-        (name, show(predicted), show(measured), "off by more than twice" if is_off(predicted, measured, floor) else "")
-        for name, predicted, measured, floor, show in rows
-    )
+        rows.append(("time in float32", dry_run.latency_saved, saved, 0.02, lambda share: f"{percent(share)} less"))
+    result: list[tuple[str, str, str, str]] = []
+    for name, predicted, measured, noise, show in rows:
+        is_off = max(predicted, measured) > max(noise, 2 * min(predicted, measured))
+        result.append((name, show(predicted), show(measured), "off by more than twice" if is_off else ""))
+    return tuple(result)
 
 
 class Choice(NamedTuple):
@@ -381,15 +350,13 @@ def unit_decisions(report: RunReport, attempt: schemas.Attempt) -> tuple[Choice,
 def _reason(names: tuple[str, ...], cut: schemas.Cut | None, cost: str, attempt: schemas.Attempt) -> str:
     plan, notes = attempt.plan, attempt.dry_run.notes if attempt.dry_run else ()
     if cut is not None:
-        for rec in plan.pruning:
-            if _matches(rec.layer, names):
-                return ": ".join(
-                    filter(None, (f"the plan cuts {rec.pruning_ratio:.0%} of it", rec.justification, cost))
-                )
-        return ": ".join(filter(None, ("the allocator's choice", cost)))
-    for note in notes:
-        if repr(names[0]) in note:
-            return note
+        rec = next((rec for rec in plan.pruning if _matches(rec.layer, names)), None)
+        why = (
+            (f"the plan cuts {rec.pruning_ratio:.0%} of it", rec.justification) if rec else ("the allocator's choice",)
+        )
+        return ": ".join(filter(None, (*why, cost)))
+    if note := next((note for note in notes if repr(names[0]) in note), None):
+        return note
     for cap in plan.caps:
         if cap.max_ratio == 0 and _matches(cap.layer, names):
             return f"the plan leaves {cap.layer!r} alone"
@@ -418,13 +385,9 @@ def read_report(folder: Path) -> RunReport:
         read_manifest(folder)
         raise RunError(f"run {str(folder)!r} has no report yet: finish it with `profiling-agent resume {folder}`")
     try:
-        text = path.read_bytes()
-        document: Any = parse_json(text)
-        if isinstance(document, dict) and "schema_version" in document:
-            check_version(path, document["schema_version"], REPORT_VERSION)
-        return parse_record(RunReport, text)
+        return read_record(RunReport, path)
     except (OSError, DocumentError) as error:
-        raise RunError(f"{str(path)!r} is damaged ({error}): run again") from error
+        raise RunError(f"{str(path)!r} is damaged or of another version ({error}): run again") from error
 
 
 def results_folder(root: Path, report: RunReport) -> Path:

@@ -1,5 +1,6 @@
 """Number formats for reports and tables, the only place where fractions become percent."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,16 +8,14 @@ from profiling_agent.data import is_local
 from profiling_agent.schemas import AccuracyDrop, RaceResult, Term
 
 
+def _scaled(value: float, units: tuple[str, ...]) -> str:
+    power = min(int(math.log10(max(value, 1)) // 3), len(units) - 1)
+    return f"{value / 1000**power:.4g} {units[power]}".rstrip()
+
+
 def percent(fraction: float) -> str:
     """Return a fraction as percent."""
     return f"{fraction:.2%}"
-
-
-def _scaled(value: float, units: tuple[str, ...], factor: float) -> str:
-    index = 0
-    while value >= factor and index < len(units) - 1:
-        value, index = value / factor, index + 1
-    return f"{value:.4g} {units[index]}".rstrip()
 
 
 def points(fraction: float) -> str:
@@ -26,12 +25,12 @@ def points(fraction: float) -> str:
 
 def count(number: float) -> str:
     """Return a number of parameters or MACs."""
-    return _scaled(number, ("", "K", "M", "G", "T"), 1000)
+    return _scaled(number, ("", "K", "M", "G", "T"))
 
 
 def size(num_bytes: float) -> str:
     """Return a number of bytes."""
-    return _scaled(num_bytes, ("B", "KB", "MB", "GB"), 1000)
+    return _scaled(num_bytes, ("B", "KB", "MB", "GB"))
 
 
 def ms(milliseconds: float) -> str:
@@ -49,12 +48,9 @@ def drop(drop: AccuracyDrop) -> str:
 
 def speedup(race_result: RaceResult) -> str:
     """Return a speedup with its 95% interval, marked if it is inside the noise."""
-    noise_note = (
-        " (inside the noise)"
-        if race_result.speedup_low <= 1 <= race_result.speedup_high and race_result.speedup != 1
-        else ""
-    )
-    return f"{race_result.speedup:.2f} [{race_result.speedup_low:.2f}, {race_result.speedup_high:.2f}]{noise_note}"
+    is_noise = race_result.speedup_low <= 1 <= race_result.speedup_high and race_result.speedup != 1
+    interval = f"{race_result.speedup:.2f} [{race_result.speedup_low:.2f}, {race_result.speedup_high:.2f}]"
+    return f"{interval} (inside the noise)" if is_noise else interval
 
 
 def format_requirement(term: Term) -> str:

@@ -15,7 +15,7 @@ from conftest import World
 
 from profiling_agent.exporting.pick import model_folder
 from profiling_agent.lib.io import write_text
-from profiling_agent.reporting.render import render_html, render_markdown, render_text
+from profiling_agent.reporting.render import render_html, render_text
 from profiling_agent.reporting.report import RunReport, models_of_all, read_report
 from profiling_agent.schemas import ModelProfile, Race
 from profiling_agent.workspace import Workspace
@@ -54,7 +54,7 @@ def test_what_was_noted_of_the_images_stands_in_the_report_and_on_the_terminal(r
     write_text(run / "report.json", noted.model_dump_json())
 
     assert note in call("show", run).output
-    assert note in render_markdown(noted)
+    assert note in render_text("report", r=noted)
     assert note in html.unescape(render_html(noted))
 
 
@@ -98,10 +98,6 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (("run", "--seed", "\x1b[31mx"), "--seed"),
         (("run", "--max-size-ratio", "50"), "--max-size-ratio: give a fraction above 0, up to 2: 0.5 is half, or 50%"),
-        (
-            ("run", "--model", "max_size_ratio", "--runtimes", "tensorrt"),
-            "runtimes names 'tensorrt': use auto, or some of eager, graphed, inductor, onnxruntime, openvino\n",
-        ),
     ],
 )
 def test_what_is_refused_is_one_line_that_names_the_flag(arguments: tuple[str, ...], message: str):
@@ -140,27 +136,20 @@ def cut_short(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
-def beheaded(content: bytes) -> bytes:
-    return b"not a database at all" * 5 + content[105:]
-
-
-def emptied(_: bytes) -> bytes:
-    return b"{}"
-
-
 @pytest.mark.parametrize(
-    ("file", "damage", "verbs", "words"),
+    ("file", "damage", "verb", "words"),
     [
-        *(("checkpoints.sqlite", damage, ("resume", "approve"), "delete the file") for damage in (cut_short, beheaded)),
-        *(("report.json", damage, ("show", "compare"), "damaged") for damage in (cut_short, emptied)),
+        ("checkpoints.sqlite", lambda content: b"no database" * 9 + content[99:], "approve", "delete the file"),
+        ("report.json", cut_short, "show", "damaged or of another version"),
+        ("report.json", lambda _: b"{}", "compare", "damaged or of another version"),
     ],
 )
 def test_a_damaged_file_of_a_run_is_named_and_not_gone_on_with(
-    run: Path, file: str, damage: Callable[[bytes], bytes], verbs: tuple[str, ...], words: str
+    run: Path, file: str, damage: Callable[[bytes], bytes], verb: str, words: str
 ):
     (run / file).write_bytes(damage((run / file).read_bytes()))
 
-    assert all(is_refused(call(verb, run), file, words) for verb in verbs)
+    assert is_refused(call(verb, run), file, words)
 
 
 def test_a_run_that_is_in_use_is_refused_and_goes_on_when_it_is_free(run: Path, finished: Path):
@@ -176,32 +165,6 @@ def test_a_run_that_is_in_use_is_refused_and_goes_on_when_it_is_free(run: Path, 
 
         assert call("resume", run, *flags).exit_code == (0 if report.verdict.outcome == "MET" else 1)
         assert read_report(run) == report
-
-
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """Return what every command looks at first of a run, in words that nobody reads any more."""
-    run = tmp_path / "old"
-    (run / "jobs" / "baseline-1").mkdir(parents=True)
-    (run / "best").symlink_to("jobs/baseline-1", target_is_directory=True)
-    for name in ("request.json", "report.json", "best/recipe.json"):
-        (run / name).write_text(json.dumps({"schema_version": 1, "form": "eager float32"}))
-    return run
-
-
-@pytest.mark.parametrize("verb", ["show", "resume", "compare", "approve", "benchmark", "export"])
-def test_an_old_run_is_refused_in_one_line_that_names_the_versions(old: Path, tmp_path: Path, verb: str):
-    options = ["--format", "hf", "--output", str(tmp_path / "out")] if verb == "export" else []
-    before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
-
-    # Saved models, run folders and reports count their versions for themselves.
-    version = {"export": 3, "resume": 8, "approve": 8}.get(verb, 6)
-    message = f"with schema version 1, this version reads {version}"
-    assert is_refused(call(verb, old, *options), message)
-    assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
-    if verb == "show":
-        (old / "report.json").unlink()
-        assert is_refused(call("show", old), "with schema version 1, this version reads 8")
 
 
 @pytest.mark.slow
@@ -267,8 +230,6 @@ def test_runs_are_compared_side_by_side_or_in_one_json_document(finished: Path, 
     assert read == {str(finished): report, str(other): better}
     said = call("compare", finished, other).stdout
     assert "[bold]" in said
-    assert "runs of different machines" in said
+    assert "The times aren't comparable" in said
     assert rows["verdict"][0].startswith(report.verdict.outcome)
     assert rows["params saved"] == [f"{1 - report.best.params / report.baseline.params:.2%}", "50.00%"]
-    assert rows["timed on"] == [report.environment.machine, f"Another 9000, {report.environment.num_threads} threads"]
-    assert rows["accuracy asked"] == 2 * ["lose at most 1.00 points"]

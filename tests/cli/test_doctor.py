@@ -12,7 +12,7 @@ from chat_server import Said, chat_server, error, in_turn
 from commands import call
 from crashing_library import break_library
 
-from profiling_agent.cli.doctor import Finding, _check_device, check_cpu, check_device, check_memory, examine
+from profiling_agent.cli.doctor import Finding, check_cpu, check_device, examine
 from profiling_agent.jobs.runner import scratch_jobs
 from profiling_agent.lib.machine import environment
 from profiling_agent.request import Request
@@ -23,13 +23,8 @@ QUICK = ("software", "CPU", "memory", "disk", "noise", "language model")
 
 def looked(tmp_path: Path, **asked: Any) -> dict[str, Finding]:
     """Return what needs no process of its own, by name."""
-    heard = list[tuple[str, int, int]]()
     request = Request.model_validate({"output": str(tmp_path / "runs")} | asked)
-    checks = examine(request, lambda message, done, total: heard.append((message, done, total)))
-    found = {finding.name: finding for finding in islice(checks, len(QUICK))}
-    # Of the runtimes graphed is CUDA's; the device comes last.
-    assert heard == [("looking", number, len(QUICK) + len(RUNTIMES)) for number in range(len(QUICK))]
-    return found
+    return {finding.name: finding for finding in islice(examine(request), len(QUICK))}
 
 
 def test_what_is_quick_to_find_comes_first_and_a_machine_that_is_fit_has_no_problem(tmp_path: Path):
@@ -61,13 +56,6 @@ def test_a_processor_is_told_by_who_can_use_its_int8_instructions(cpu_flags: tup
     assert ", ".join(cpu_flags) in found.seen
 
 
-def test_memory_is_looked_at_for_small_models_and_for_large_ones():
-    states = [check_memory(free, 16e9).state for free in (3.9e9, 4e9, 9.9e9, 10e9)]
-
-    assert states == ["problem", "note", "note", "ok"]
-    assert check_memory(5e9, 16e9).seen == "5 GB free of 16 GB"
-
-
 def test_an_output_folder_that_can_not_be_made_is_a_problem_with_advice(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
 
@@ -93,16 +81,17 @@ NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])
 def test_a_small_model_goes_through_profile_prune_and_evaluate_on_a_device(device: str):
     with scratch_jobs() as jobs:
-        seen = check_device(jobs, device)
+        finding = check_device(jobs, device)
 
-    assert "4 units pruned" in seen
-    assert "after compensation" in seen
+    assert finding.state == "ok"
+    assert "4 units pruned" in finding.seen
+    assert "after compensation" in finding.seen
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_cuda_device_auto_is_the_cpu():
     with scratch_jobs() as jobs:
-        finding = _check_device(jobs, "auto")
+        finding = check_device(jobs, "auto")
 
     assert (finding.state, finding.seen) == ("ok", "the CPU: there is no CUDA device")
 

@@ -39,11 +39,11 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_a_run_stands_is_said_once_there_is_something_to_say():
     timed = {"spent_s": 125.4, "budget_s": 3600.0, "stage_left_s": 42.0, "left_s": 1234.0}
-    left = "about 0:42 left of this stage, 20:34 of the run"
+    left = "about 0:00:42 left of this stage, 0:20:34 of the run"
 
     assert status_text(EVENTS[0]) == ""
     assert status_text(EVENTS[5]) == STANDING
-    assert status_text(EVENTS[4].model_copy(update=timed)) == f"iteration 1 of 3; 2:05 of 1:00:00; {left}"
+    assert status_text(EVENTS[4].model_copy(update=timed)) == f"iteration 1 of 3; 0:02:05 of 1:00:00; {left}"
 
 
 def test_what_is_no_terminal_gets_each_stage_and_each_change_once_as_plain_lines():
@@ -76,10 +76,10 @@ def test_whoever_asks_something_has_the_terminal_to_themselves():
     console = Console(file=file, force_terminal=True, width=160)
     with Display(console) as display:
         display.show(EVENTS[0])
-        with display.paused():
-            before = file.tell()
-            console.print("accept?")
-            asked = file.getvalue()[before:]
+        display.stop()
+        before = file.tell()
+        console.print("accept?")
+        asked = file.getvalue()[before:]
         display.stage("race")("round", 2, 5)
 
     assert asked == "accept?\n"

@@ -106,7 +106,7 @@ class TestRead:
         assert report.verdict.outcome is Outcome.MET, report.verdict.explanation
         cuts = [cut for attempt in report.attempts if attempt.dry_run for cut in attempt.dry_run.cuts]
         assert {cut.unit.kind.value for cut in cuts} == {"heads", "mlp"}
-        best = load(tmp_path / "runs" / "timm" / report.artifacts["best"])
+        best = load(tmp_path / "runs" / "timm" / "best")
         images, labels = pictures(20, 3)
         assert sum(each.label == names[label] for each, label in zip(best.predict(images), labels, strict=True)) >= 18
 

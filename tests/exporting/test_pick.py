@@ -5,44 +5,23 @@ import shutil
 from pathlib import Path
 
 import pytest
-import sample_records
 from commands import call
 
 from profiling_agent import pick
-from profiling_agent.errors import ArtifactError, RequestError, RunError
-from profiling_agent.exporting.pick import FAILED, RunCandidate, candidates, find_candidate
+from profiling_agent.errors import ArtifactError, RunError
+from profiling_agent.exporting.pick import candidates
 from profiling_agent.reporting.report import read_report
 from profiling_agent.runtimes.torch_artifact import load
-from profiling_agent.schemas import Term, Variant
-
-FOUND = tuple(
-    RunCandidate(
-        number=number,
-        evaluation=sample_records.evaluation(name, Variant.BOTH if number else Variant.BASELINE),
-        race_result=None,
-        terms=(),
-        is_judged=False,
-        is_on_front=False,
-    )
-    for number, name in enumerate(("m0", "fast", "small"))
-)
+from profiling_agent.schemas import Term
 
 
-def test_a_contract_that_does_not_hold_is_listed_with_what_refused_it():
+def test_a_contract_that_does_not_hold_is_listed_with_what_refused_it(finished: Path):
+    found = candidates(read_report(finished))[1]
     slow = Term(name="speed", required=1.0, measured=0.5, holds=False)
     large = Term(name="size", required=0.5, measured=0.9, holds=False)
-    cases = ({"notes": (FAILED,)}, "held-out images"), ({"terms": (slow, large)}, "speed, size")
+    cases = ({"is_refused": True}, "held-out images"), ({"terms": (slow, large)}, "speed, size")
     for refused, says in cases:
-        assert FOUND[1].model_copy(update=refused).holding == f"doesn't hold ({says})"
-
-
-def test_a_candidate_is_named_by_number_or_by_what_only_one_is():
-    assert find_candidate("2", FOUND).number == 2
-    assert find_candidate("baseline (eager float32)", FOUND).number == 0
-    with pytest.raises(RequestError, match=r"'3' names none of the run's candidates: choose a number of 0 baseline"):
-        find_candidate("3", FOUND)
-    with pytest.raises(RequestError, match="'eager float32' names several"):
-        find_candidate("eager float32", FOUND)
+        assert found.model_copy(update=refused).holding == f"doesn't hold ({says})"
 
 
 def test_every_candidate_of_a_run_can_be_taken_and_loads(finished: Path, tmp_path: Path):
@@ -94,12 +73,10 @@ def test_a_bad_pick_is_one_line_and_writes_nothing(finished: Path, tmp_path: Pat
     out = tmp_path / "out"
 
     for arguments, says in (
-        ((finished, "--candidate", 1), "name a folder to write it to"),
-        ((finished, "--output", out), "name a candidate of the list"),
-        ((finished, "--candidate", 99, "--output", out), "names none of the run's candidates"),
+        ((finished, "--candidate", 1), "give both a number of the list and a folder"),
+        ((finished, "--candidate", 99, "--output", out), "the run has no candidate 99: choose a number from 0 to "),
         ((finished, "--candidate", 1, "--output", tmp_path / "mine"), "exists already"),
         ((unfinished, "--candidate", 1, "--output", out), "has no report yet"),
-        ((tmp_path, "--candidate", 1, "--output", out), "is no run folder: it has no request.json"),
         ((tmp_path / "nowhere",), "is no run folder: there is no such folder"),
     ):
         ended = call("pick", *arguments)

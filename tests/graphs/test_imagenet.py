@@ -34,4 +34,4 @@ def test_int8_of_the_convolutions_meets_a_contract_of_two_points_and_a_third_of_
     assert sum(".convolution" in name for name in winner.layers) >= 20
     assert report.heldout.drop is not None
     assert report.heldout.drop.drop <= 0.02
-    assert load(tmp_path / report.run_id / report.artifacts["best"]).runtime == report.best.deployment.runtime
+    assert load(tmp_path / report.run_id / "best").runtime == report.best.deployment.runtime
