@@ -148,9 +148,6 @@ def complexity_of(path: Path) -> tuple[int, int]:
 class Prepared(Record):
     """A shard's images, decoded and processed, in the job's folder; `data.images` describes the array."""
 
-    shape: tuple[int, ...]
-    dtype: str
-
 
 class PrepareTask(Task[Prepared]):
     """Decode and process the images of a shard, once for all jobs of a run that read it.
@@ -169,8 +166,8 @@ class PrepareTask(Task[Prepared]):
         images, folder = SplitImages(context.path(self.split.file)), context.folder
         write_text(folder / PROCESSOR, self.processor)
         rows = self.split.rows(self.shard)
-        shape, dtype = write_prepared(folder, images, rows, load_processor(folder), progress=context.progress)
-        return Prepared(shape=shape, dtype=dtype)
+        write_prepared(folder, images, rows, load_processor(folder), progress=context.progress)
+        return Prepared()
 
 
 def prepared(split: SplitInfo, model: Path, shards: range | None = None) -> tuple[PrepareTask, ...]:

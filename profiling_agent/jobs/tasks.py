@@ -32,6 +32,7 @@ from profiling_agent.jobs.base import (
     prepared,
 )
 from profiling_agent.jobs.measuring import *  # noqa: F403 - re-exported
+from profiling_agent.lib.logs import quiet
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.measure.intervals import answers_of
 from profiling_agent.runtimes import artifact
@@ -89,15 +90,11 @@ class AcquireTask(SourceTask[schemas.Acquired]):
 
     def run(self, context: JobContext) -> schemas.Acquired:
         """Check the model, draw the images."""
-        import torch
-
         from profiling_agent.data.dataset import DataQuery
-        from profiling_agent.data.models import check_processor, device_note, resolve_device
+        from profiling_agent.data.models import check_processor, resolve_device
         from profiling_agent.data.splits import draw_splits
 
-        device, note = resolve_device(self.device), device_note(self.device, has_cuda=torch.cuda.is_available())
-        if note:
-            context.progress(note, 0, 0)
+        device = resolve_device(self.device)
         loaded = self.load(context, device)
         check_processor(loaded.model, loaded.processor)
         query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
@@ -123,7 +120,6 @@ class AcquireTask(SourceTask[schemas.Acquired]):
         source = schemas.ModelSource(
             name=loaded.source, revision=loaded.revision, architecture=loaded.architecture, device=device
         )
-        notes = (*notes, *([note] if note else []))
         return schemas.Acquired(source=source, labels=drawn.matchings[0].matches, notes=notes, **splits)
 
 
@@ -164,16 +160,16 @@ class MatchLabelsTask(SourceTask[MatchedLabels]):
 
     def run(self, context: JobContext) -> MatchedLabels:
         """Open the model and the data set, and match their classes."""
-        from profiling_agent.data.dataset import DataQuery
+        from profiling_agent.data.dataset import DataQuery, choose_columns, open_data
         from profiling_agent.data.models import check_processor
-        from profiling_agent.data.splits import look_up_labels
 
         loaded = self.load(context, "cpu")
         check_processor(loaded.model, loaded.processor)
         config: Any = loaded.model.config
-        names: dict[int, str] = config.id2label
         query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
-        return MatchedLabels(labels=look_up_labels(query, id2label=names, progress=context.progress))
+        with quiet(), tempfile.TemporaryDirectory() as cache:
+            data = open_data(query, cache=Path(cache), progress=context.progress)
+            return MatchedLabels(labels=choose_columns(data, config.id2label).matchings[0].matches)
 
 
 class ResolvedShape(schemas.Record):

@@ -102,7 +102,7 @@ def test_a_test_split_without_the_label_column_is_passed_over(draw, refusal, tmp
     rows["test"] = rows["test"].remove_columns("label")
     DatasetDict(rows).save_to_disk(tmp_path / "held")
     assert draw(tmp_path / "held", NAMES).search.source_split == "dev"
-    assert "did you mean 'dev'" in refusal(tmp_path / "held", NAMES, split="devv")
+    assert "no split 'devv': use one of train, dev, test" in refusal(tmp_path / "held", NAMES, split="devv")
 
 
 def test_splits_that_number_their_classes_differently_are_read_by_their_names(tmp_path, draw):
