@@ -235,13 +235,10 @@ def iter_batches(
         yield torch.from_numpy(pixel_values), torch.from_numpy(labels.copy())
 
 
-def shuffled_batches(images: PreparedImages, *, batch_size: int, seed: int) -> "Callable[[int], Iterator[Tensor]]":
-    """Return a function of the epoch that yields pixel_values, float32 (b, c, h, w): every image once, in a seeded order."""
+def shuffled_batches(images: PreparedImages, epoch: int, *, batch_size: int, seed: int) -> "Iterator[Tensor]":
+    """Yield pixel_values, float32 (b, c, h, w), of an epoch: every image once, in a seeded order."""
     import torch
 
-    def epoch_batches(epoch: int) -> "Iterator[Tensor]":
-        order = np.random.default_rng([seed, epoch]).permutation(len(images)).tolist()
-        for start in range(0, len(order), batch_size):
-            yield torch.from_numpy(images.pixel_values(order[start : start + batch_size]))
-
-    return epoch_batches
+    order = np.random.default_rng([seed, epoch]).permutation(len(images)).tolist()
+    for start in range(0, len(order), batch_size):
+        yield torch.from_numpy(images.pixel_values(order[start : start + batch_size]))

@@ -95,10 +95,9 @@ def match_numbers(numbers: Iterable[int], id2label: Mapping[int, str], *, by: Ma
         if class_of.keys() >= set(ordered)
     ]
     if not ways or ways[0].by == "from-1":
+        labels = f"labels are whole numbers from {ordered[0]} to {ordered[-1]}"
         classes = f"{num_classes} classes, 0 to {num_classes - 1}: name another label_column or model"
-        raise AcquisitionError(
-            f"labels are whole numbers from {ordered[0]} to {ordered[-1]}, but the model has {classes}"
-        )
+        raise AcquisitionError(f"{labels}, but the model has {classes}")
     return _select_by_kind(ways, by)
 
 

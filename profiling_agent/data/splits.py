@@ -30,7 +30,6 @@ UNMAPPED = -1
 # Few, as a table of photographs has hundreds of megabytes in as many rows as are read of labels.
 BATCH_IMAGES = 64
 PROGRESS_EVERY = 50
-Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +105,7 @@ def _draw_train_splits(
     """Write images of the train split for calibration and, if requested, for recovery, without those that are `measured` on."""
     train, num_recovery = columns.split, measured.data.query.num_recovery
     num_wanted = NUM_CALIBRATION + num_recovery
-    num_rows = num_wanted + num_wanted // 100 + 1
-    pool = Pool.read(measured.data, columns, num_rows, measured.spool, progress)
+    pool = Pool.read(measured.data, columns, num_wanted + num_wanted // 100 + 1, measured.spool, progress)
     images, measured_digests = pool.distinct_images(), {image.digest for image in measured.images}
     usable = [image for image in images if image.digest not in measured_digests]
     if num_shared := len(images) - len(usable):
@@ -262,7 +260,7 @@ def stratified(images: Sequence[StoredImage], seed: int) -> list[StoredImage]:
     return [images[index] for index in stratified_order(labels, seed)]
 
 
-def stratified_order(labels: Rows, seed: int) -> Rows:
+def stratified_order(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
     """Return all indices in an order whose every prefix holds each class in proportion, within one image."""
     positions = np.empty(len(labels))
     for label in np.unique(labels):

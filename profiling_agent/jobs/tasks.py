@@ -302,7 +302,7 @@ class RecoverTask(Task[schemas.RecoveredModel]):
             recovered = recover(
                 dense,
                 pruned,
-                shuffled_batches(context.images("recovery"), batch_size=self.batch_size, seed=self.seed),
+                partial(shuffled_batches, context.images("recovery"), batch_size=self.batch_size, seed=self.seed),
                 Calibration(dense, read_batches).judged,
                 epochs=self.epochs,
                 progress=context.progress,

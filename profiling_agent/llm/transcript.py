@@ -6,7 +6,7 @@ tool), `complaint` (why something was refused) or `failure` (why a plan was left
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -31,10 +31,10 @@ def quoted(text: str, max_length: int = 200) -> str:
     return json.dumps(text if len(text) <= max_length else text[:max_length] + "...", ensure_ascii=True)
 
 
-def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
+def redacted(text: str) -> str:
     """Replace keys from the environment by their variables' names: some servers quote keys in errors."""
     for name in SECRETS:
-        if (key := environment.get(name, "")) not in ("", NO_KEY):
+        if (key := os.environ.get(name, "")) not in ("", NO_KEY):
             text = text.replace(key, f"({name})")
     return text
 
@@ -83,9 +83,9 @@ class Transcript:
         first = next(iter(answer.splitlines()), "")[:MAX_SHOWN]
         self.add("call", attempt=attempt, tool=tool, arguments=json.dumps(arguments)[:MAX_SHOWN], answer=first)
 
-    def of(self, *kinds: str, **fields: Any) -> list[dict[str, Any]]:
-        """Return the lines of these kinds with these fields."""
-        return [line for line in self._lines if line["kind"] in kinds and fields.items() <= line.items()]
+    def of(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
+        """Return the lines of a kind with these fields."""
+        return [line for line in self._lines if line["kind"] == kind and fields.items() <= line.items()]
 
 
 def _total(turns: Iterable[dict[str, Any]], *names: str) -> int | None:

@@ -21,7 +21,7 @@ from profiling_agent.prompts import render  # pyright: ignore[reportMissingImpor
 from profiling_agent.pruning.widths import matching_names
 from profiling_agent.schemas import Goal, Journal, ModelProfile, Plan
 
-MAX_UNITS, MAX_WIDTHS, MAX_DRAFTS = 12, 60, 6
+MAX_UNITS, MAX_DRAFTS = 12, 6
 # Characters of a tool's answer.
 MAX_ANSWER = 4_000
 
@@ -178,9 +178,8 @@ class Planning:
         if row is None:
             return f"there was no attempt {attempt}: {len(attempts)} were measured"
         widths = row.dry_run.widths if row.dry_run else ()
-        shown = ", ".join(f"{quoted(name)} {keep}" for name, keep in widths[:MAX_WIDTHS])
-        more = f" and {len(widths) - MAX_WIDTHS} more" if len(widths) > MAX_WIDTHS else ""
-        return f"{'accepted' if row.accepted else 'refused'}: {quoted(row.reason)}; kept: {shown or 'everything'}{more}"
+        kept = ", ".join(f"{quoted(name)} {keep}" for name, keep in widths) or "everything"
+        return f"{'accepted' if row.accepted else 'refused'}: {quoted(row.reason)}; kept: {kept}"
 
     def layer_costs(self) -> str:
         """Return the layers that quantization may name, and what int8 costs those that cost most in the deployment that leads."""

@@ -84,9 +84,6 @@ def numbered(*numbers):
     return {str(number): f"kind {number}" for number in numbers}
 
 
-NOT_NUMBERED = r"names of classes \(id2label\) that aren't numbered from 0 to 4"
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -96,20 +93,13 @@ NOT_NUMBERED = r"names of classes \(id2label\) that aren't numbered from 0 to 4"
         ({"id2label": ["a", "b"]}, "can't be read from its config.json"),
         ({"id2label": numbered(0), "label2id": None, "problem_type": "regression"}, "has one output"),
         ({"problem_type": "multi_label_classification"}, "with a single label an image"),
-        ({"hidden_size": "x"}, "model '"),
-        ({"hidden_act": "no such thing"}, "model '"),
-        (
-            {"model_type": "vitt", "architectures": ["FooForImageClassification"]},
-            "The checkpoint you are trying to load has model type `vitt` but Transformers does not recognize",
-        ),
+        ({"model_type": "vitt"}, "has model type `vitt` but Transformers does not recognize"),
         (
             {"intermediate_size": 128},
             r"has 'vit\.layers\.0\..*' of \(256,\), and by its config.json of \(128,\)",
         ),
         # Not numbered as the logits are.
-        ({"id2label": numbered(0, 1, 2, 3, 5), "label2id": None}, NOT_NUMBERED),
-        ({"id2label": numbered(1, 2, 3, 4, 5), "label2id": None}, NOT_NUMBERED),
-        ({"id2label": numbered(-1, 0, 1, 2, 3), "label2id": None}, NOT_NUMBERED),
+        ({"id2label": numbered(1, 2, 3, 4, 5), "label2id": None}, "aren't numbered from 0 to 4"),
     ],
 )
 def test_a_configuration_that_can_not_be_used_is_one_line(folder, changes, text):

@@ -176,7 +176,7 @@ def test_batches_hold_what_the_model_takes_and_the_last_is_short(images):
 
 def test_an_epoch_holds_every_image_once_in_an_order_of_its_own(images):
     def order(seed, epoch):
-        batches = list(shuffled_batches(images, batch_size=2, seed=seed)(epoch))
+        batches = list(shuffled_batches(images, epoch, batch_size=2, seed=seed))
         assert [tuple(pixels.shape) for pixels in batches] == [(2, 3, 32, 32), (2, 3, 32, 32), (1, 3, 32, 32)]
         assert {pixels.dtype for pixels in batches} == {torch.float32}
         return tuple(round((image.mean().item() + 1) / 0.4) for pixels in batches for image in pixels)

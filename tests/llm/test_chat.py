@@ -10,14 +10,13 @@ from chat_server import Said, chat_server, error, in_turn
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import StructuredTool
 from llm_personas import PERSONAS
-from sample_records import GOAL, evidence, profile
+from sample_records import GOAL, judged
 from simulated_runs import NUM_ATTEMPTS, best_saving, loop
 
 from profiling_agent.errors import AdvisorError, RequestError
 from profiling_agent.llm.chat import Chat, Endpoint, Recorded, chat_client, check_endpoint
 from profiling_agent.llm.transcript import FILE, Transcript, open_recording
 from profiling_agent.planning.allocation import allowed_kl
-from profiling_agent.schemas import ModelProfile
 from profiling_agent.search.planners import Planner
 
 QUESTION = [SystemMessage("Call tools."), HumanMessage("How much?")]
@@ -216,21 +215,11 @@ def test_a_file_without_answers_is_one_line(tmp_path: Path):
             open_recording(str(tmp_path / name))
 
 
-def judged() -> ModelProfile:
-    """Return six MLPs whose KLs double with each step, each unit a little dearer than the one before; time is saved too."""
-    found = profile(6)
-    kls = {
-        unit.name: tuple(0.0002 * (1 + index) * 2**step for step in range(12)) for index, unit in enumerate(found.units)
-    }
-    judged_by = evidence(found.units, kls, latency=lambda keep: 8 * (512 - keep) / 512)
-    return found.model_copy(update={"evidence": judged_by})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("planner", ["hybrid", "llm"])
 @pytest.mark.parametrize("name", [name for name in PERSONAS if name != "silent"])
 def test_whoever_plans_nothing_beyond_the_evidence_is_measured(tmp_path: Path, name: str, planner: Planner):
-    found = judged()
+    found = judged(6)
     with chat_server(PERSONAS[name]) as server:
         attempts = loop(advisor_of(chat_of(server, tmp_path)), planner, found)
 
@@ -241,7 +230,7 @@ def test_whoever_plans_nothing_beyond_the_evidence_is_measured(tmp_path: Path, n
 
 
 def test_the_careful_one_is_at_least_as_good_as_the_rules(tmp_path: Path):
-    found = judged()
+    found = judged(6)
     with chat_server(PERSONAS["careful"]) as server:
         attempts = loop(advisor_of(chat_of(server, tmp_path)), "llm", found)
 
