@@ -127,8 +127,9 @@ def find_plan(planning: Planning, chat: Chat, jobs: Jobs, *, asks: bool = False)
     return Submission.model_validate(ended["answer"])
 
 
-def brief(_state: Conversation, runtime: Runtime[Desk]) -> Conversation:
+def brief(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
     """Write the instructions and the evidence."""
+    del state
     instructions, evidence = runtime.context.planning.question()
     return {"messages": [SystemMessage(instructions), HumanMessage(evidence)]}
 
