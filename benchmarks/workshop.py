@@ -83,7 +83,7 @@ class Workshop:
 
     def split(self, name: Any, images: Sequence[bytes], labels: Sequence[int], *, draw: int = 0) -> SplitInfo:
         """Store encoded images and their class ids as a split, one of several draws."""
-        path = self.root / f"{name}-{len(images)}-{draw}.parquet"
+        path = self.root / f"{name}-{len(images)}-{draw}.arrow"
         write_rows(path, zip(list(images), list(labels), strict=True))
         file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size)
         return SplitInfo(name=name, source_split="benchmark", num_images=len(images), file=file)

@@ -63,7 +63,3 @@ class KilledError(JobError):
 
 class AdvisorError(ProfilingAgentError):
     """The LLM gave no usable answer; the built-in rules continue without it."""
-
-
-class ContextTooLongError(AdvisorError):
-    """A question exceeds the LLM's context; a shorter one may be answered."""

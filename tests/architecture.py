@@ -70,14 +70,6 @@ def upward(found: Iterable[Import]) -> list[Import]:
     return sorted(i for i in found if ORDER.index(i.imported) >= ORDER.index(i.package))
 
 
-def in_a_cycle(found: Iterable[Import]) -> set[str]:
-    """Return the packages that import themselves by way of others."""
-    edges: dict[str, set[str]] = {}
-    for each in found:
-        edges.setdefault(each.package, set()).add(each.imported)
-    return {package for package in edges if package in _reached(package, edges)}
-
-
 def _reached(package: str, edges: dict[str, set[str]]) -> set[str]:
     seen: set[str] = set()
     waiting = list(edges.get(package, ()))

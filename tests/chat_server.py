@@ -20,11 +20,8 @@ class Said:
     body: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     has_usage: bool = True
-    refusal: str | None = None
     delay_s: float = 0.0
     drops: bool = False
-    # Of a stream that is asked for: how many characters there are in a piece.
-    piece: int = 12
 
 
 def error(status: int, message: str = "no", **headers: str) -> Said:
@@ -106,11 +103,13 @@ def chat_server(script: Script) -> Generator[Server]:
         thread.join()
 
 
+# Characters of a piece of a stream.
+PIECE = 12
 USAGE = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
 
 
 def _completion(said: Said) -> str:
-    message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": said.refusal}
+    message: dict[str, Any] = {"role": "assistant", "content": said.content}
     if said.tool_calls:
         message["tool_calls"] = [
             {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
@@ -139,7 +138,7 @@ def _events(said: Said, *, with_usage: bool) -> Generator[bytes]:
         return event([{"index": 0, "delta": changes, "finish_reason": finish, "logprobs": None}])
 
     def parts(text: str) -> list[str]:
-        return [text[start : start + said.piece] for start in range(0, len(text), said.piece)]
+        return [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
 
     yield delta({"role": "assistant", "content": ""})
     for part in parts(said.content or ""):

@@ -31,7 +31,7 @@ def opened(root: Path, **given: Any) -> Iterator[Jobs]:
 
 def drawn(root: Path, name: Any, num_images: int, *, seed: int = 0, side: int = 32) -> SplitInfo:
     """Write images of noise, of any of the zoo's classes, as the split of this name."""
-    rng, path, images = np.random.default_rng(seed), root / f"{name}.parquet", list[bytes]()
+    rng, path, images = np.random.default_rng(seed), root / f"{name}.arrow", list[bytes]()
     for _ in range(num_images):
         held = io.BytesIO()
         Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(held, format="PNG")

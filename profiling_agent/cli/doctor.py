@@ -154,7 +154,7 @@ class TinyTask(Task[Tiny]):
 
         from profiling_agent.runtimes.torch_artifact import save_model
 
-        side, folder, noise = 32, context.folder / "model", context.folder / "noise.parquet"
+        side, folder, noise = 32, context.folder / "model", context.folder / "noise.arrow"
         sizes: dict[str, Any] = {"image_size": side, "patch_size": 8, "hidden_size": 64, "intermediate_size": 256}
         model = ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)).eval()
         spec = InputSpec(channels=3, height=side, width=side, source="probe")

@@ -1,5 +1,6 @@
 """Labelled image data sets in a local folder or on the Hugging Face Hub: their splits, and their image and label columns."""
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,14 +18,13 @@ from pydantic import Field
 
 from profiling_agent.data import is_local
 from profiling_agent.data.labels import Matching, match_labels, match_numbers
-from profiling_agent.data.models import did_you_mean, hub_errors, local_folder
+from profiling_agent.data.models import hub_errors, local_folder
 from profiling_agent.data.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.io import files_root
 from profiling_agent.lib.logs import Progress, third_party_errors
 from profiling_agent.schemas import MatchBy, Record
 
-IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")
 LABEL_NAMES = ("label", "labels", "fine_label", "class", "class_label", "target", "category", "cls", "y")
 STRINGS = ("string", "large_string", "string_view")
 BINARY = ("binary", "large_binary", "binary_view")
@@ -206,20 +206,19 @@ def _choose_config(data: OpenedData, build: Callable[..., Any]) -> OpenedData:
             builder = chosen()
         except FileNotFoundError:
             raise error from None
-    files = {split: list(map(str, names)) for split, names in (builder.config.data_files or {}).items()}
-    tops: list[set[str]] = []
-    for names in files.values():
-        for file in names:
+    num_splits = Counter[str]()
+    for names in (builder.config.data_files or {}).values():
+        files = list(map(str, names))
+        for file in files:
             data.inside(file)
-        tops.append({file.removeprefix(data.root).partition("/")[0] for file in names})
+        num_splits.update({file.removeprefix(data.root).partition("/")[0] for file in files})
     # `datasets` would read several data sets as one: each image of one in three sizes would be there three times.
-    shared = sorted(top for top in set[str]().union(*tops) if sum(top in each for each in tops) > 1)
+    shared = sorted(top for top, count in num_splits.items() if count > 1)
     if requested is None and len(shared) > 1:
         problem = f"holds several data sets, {', '.join(shared)}: name one with dataset_config"
         raise AcquisitionError(f"dataset {data.query.dataset!r} {problem}")
-    if hasattr(builder.config, "decode_num_threads"):
-        # Threads would decode every image of a Hub data set, not only the drawn ones.
-        setattr(builder.config, "decode_num_threads", 0)  # noqa: B010 - only some kinds declare it
+    # Threads would decode every image of a Hub data set, not only the drawn ones.
+    builder.config.decode_num_threads = 0
     kind = next((kind for kind in (ImageFolder, Parquet) if isinstance(builder, kind)), None)
     return replace(data, splits=builder.as_streaming_dataset(), build=chosen, kind=kind)
 
@@ -244,8 +243,7 @@ def choose_columns(data: OpenedData, id2label: Mapping[int, str]) -> Columns:
     """
     name, requested, available = data.query.dataset, data.query.split, ", ".join(data.splits)
     if requested is not None and requested not in data.splits:
-        near = did_you_mean(requested, list(data.splits))
-        raise AcquisitionError(f"dataset {name!r} has no split {requested!r}: use one of {available}{near}")
+        raise AcquisitionError(f"dataset {name!r} has no split {requested!r}: use one of {available}")
     refusals: list[AcquisitionError] = []
     for split in EVALUATION if requested is None else [requested]:
         try:
@@ -282,11 +280,9 @@ def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Co
         column = getattr(data.query, option)
         if column is not None and kinds.get(column) not in allowed:
             raise AcquisitionError(f"{option} {column!r} is no {' or '.join(allowed)}: {described}")
-    # Other columns of bytes may hold anything, next to one of images.
-    images = [name for name, feature in data.features(split).items() if isinstance(feature, datasets.Image)]
-    images = images or [name for name, kind in kinds.items() if kind == "image"]
-    usual = next((name for name in IMAGE_NAMES if name in images), None)
-    image = data.query.image_column or usual or (images[0] if len(images) == 1 else None)
+    images = [name for name, kind in kinds.items() if kind == "image"]
+    usual = "image" if "image" in images else images[0] if len(images) == 1 else None
+    image = data.query.image_column or usual
     if image is None:
         raise AcquisitionError(f"no image column: {described}; name image_column, or {TABLE_ADVICE}")
     labels = [data.query.label_column] if data.query.label_column else []
@@ -312,7 +308,6 @@ def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Co
 
 
 def _matched_share(columns: Columns) -> tuple[float, int]:
-    """Return the share and the number of labels that are a class of the model."""
     is_matched = [match.model_id is not None for match in columns.matchings[0].matches]
     return sum(is_matched) / len(is_matched), sum(is_matched)
 

@@ -1,4 +1,4 @@
-"""Images on disk: decoded to RGB, drawn splits in parquet files, and pixel values prepared once for every process of a run.
+"""Images on disk: decoded to RGB, drawn splits in Arrow files, and pixel values prepared once for every process of a run.
 
 `pixels.npy` holds a shard's pixel values, (n, channels, height, width), and is memory-mapped. If the processor maps each byte of a
 resized image to one value, bytes are stored, and `labels.safetensors` has the table that maps them, bit for bit; else float32.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Usual image formats, none of which starts another program as EPS does; Pillow supports 43.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
-# The size of a row group, one of which is in memory at a time.
+# The size of a record batch, one of which is in memory while a split is written.
 GROUP_IMAGES, GROUP_BYTES = 64, 2**25
 PIXELS, LABELS = "pixels.npy", "labels.safetensors"
 # The images decoded and processed at once. Four photographs of 12 megapixels take 192 MB, and processors copy.
@@ -73,32 +73,21 @@ def _grouped(
 
 
 class SplitImages:
-    """A drawn split on disk: `labels` are the model's class ids; images are read and decoded on request.
-
-    One row group is in memory, so request images in order.
-    """
+    """A drawn split on disk, memory-mapped: `labels` are the model's class ids; images are decoded on request."""
 
     def __init__(self, path: Path) -> None:
-        import pyarrow.parquet as pq
+        import pyarrow as pa
 
-        self._file = pq.ParquetFile(path)
-        self.labels: Labels = np.asarray(self._file.read(["label"])["label"], dtype=np.int64)
-        metadata = self._file.metadata
-        sizes = (metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
-        self._starts = tuple(accumulate(sizes, initial=0))
-        self._group: tuple[int, Any] | None = None
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        self._images: Any = table["image"]
+        self.labels: Labels = np.asarray(table["label"], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def encoded(self, row: int) -> bytes:
         """Return one image's bytes."""
-        group = bisect_right(self._starts, row) - 1
-        if self._group is None or self._group[0] != group:
-            # Two groups at once would be twice the memory.
-            self._group = None
-            self._group = group, self._file.read_row_group(group, ["image"])["image"]
-        return self._group[1][row - self._starts[group]].as_py()
+        return self._images[row].as_py()
 
     def image(self, row: int) -> Image.Image:
         """Return one image as 8-bit RGB; CorruptImageError if it can't be decoded."""
@@ -108,13 +97,12 @@ class SplitImages:
 def write_rows(path: Path, rows: Iterable[tuple[bytes, int]]) -> int:
     """Write encoded images with their class ids and return their number; the same images give the same bytes."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     schema, count = pa.schema({"image": pa.binary(), "label": pa.int64()}), 0
-    with pq.ParquetWriter(path, schema) as writer:
+    with pa.ipc.new_file(path, schema) as writer:
         for group in _grouped(rows, lambda row: len(row[0]), GROUP_IMAGES, GROUP_BYTES):
             images, labels = zip(*group, strict=True)
-            writer.write_table(pa.table({"image": images, "label": labels}, schema=schema))
+            writer.write(pa.table({"image": images, "label": labels}, schema=schema))
             count += len(group)
     return count
 
@@ -132,12 +120,7 @@ def to_processor_channels(image: Image.Image, processor: Any) -> Image.Image:
     return image.convert("L") if isinstance(mean, list | tuple) and len(mean) == 1 else image
 
 
-def _image_batches(split: SplitImages, rows: range, processor: Any) -> Iterator[list[Image.Image]]:
-    images = (to_processor_channels(split.image(row), processor) for row in rows)
-    return _grouped(images, lambda image: image.width * image.height, MAX_BATCH_IMAGES, MAX_BATCH_PIXELS)
-
-
-def _process(images: Sequence[Image.Image], processor: Any, **settings: bool) -> NDArray[Any]:
+def process(images: Sequence[Image.Image], processor: Any, **settings: bool) -> NDArray[Any]:
     """Return the processor's output, (n, channels, height, width); ArtifactError if it refuses the images."""
     with third_party_errors(lambda text: ArtifactError(f"the model's image processor can't process images, {text}")):
         values = np.asarray(processor(images=images, return_tensors="np", **settings)["pixel_values"])
@@ -146,11 +129,9 @@ def _process(images: Sequence[Image.Image], processor: Any, **settings: bool) ->
     return values
 
 
-def _decode(codes: NDArray[np.uint8], table: Pixels, out: Pixels) -> Pixels:
-    """Write the table's values of bytes (channels, height, width) into `out`."""
-    for channel, values in enumerate(table):
-        values.take(codes[channel], out=out[channel], mode="clip")
-    return out
+def _decode(codes: NDArray[np.uint8], table: Pixels) -> Pixels:
+    """Return the table's values of bytes (channels, height, width)."""
+    return np.stack([values.take(channel) for values, channel in zip(table, codes, strict=True)])
 
 
 def _normalization_table(images: Sequence[Image.Image], processor: Any) -> Pixels | None:
@@ -160,22 +141,22 @@ def _normalization_table(images: Sequence[Image.Image], processor: Any) -> Pixel
         return None
     ramp = Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16)).convert(images[0].mode)
     try:
-        codes = _process(images, processor, do_rescale=False, do_normalize=False)
-        table = _process([ramp], processor, do_resize=False, do_center_crop=False).astype(np.float32)[0]
-        values = _process(images, processor).astype(np.float32, copy=False)
+        codes = process(images, processor, do_rescale=False, do_normalize=False)
+        table = process([ramp], processor, do_resize=False, do_center_crop=False).astype(np.float32)[0]
+        values = process(images, processor).astype(np.float32, copy=False)
     except ArtifactError:
         return None
     if codes.dtype != np.uint8 or codes.shape != values.shape or table.shape != (values.shape[1], 16, 16):
         return None
     table = table.reshape(-1, 256)
-    decoded = np.stack([_decode(each, table, np.empty(each.shape, np.float32)) for each in codes])
+    decoded = np.stack([_decode(each, table) for each in codes])
     return table if decoded.tobytes() == values.tobytes() else None
 
 
 def write_prepared(
     folder: Path, split: SplitImages, rows: range, processor: Any, *, progress: Progress = silent
-) -> tuple[tuple[int, ...], str]:
-    """Process these images and write them into `folder`, with their labels; return the array's shape and dtype.
+) -> None:
+    """Process these images and write them into `folder`, with their labels.
 
     Raises:
         ArtifactError: the processor refuses an image, or gives images of different shapes.
@@ -186,12 +167,13 @@ def write_prepared(
     table, dtype, done = None, np.dtype(np.float32), 0
     # Batch by batch: on a full disk, writing into mapped memory would kill the process.
     with replacing(folder / PIXELS) as stream:
-        for images in _image_batches(split, rows, processor):
+        pictures = (to_processor_channels(split.image(row), processor) for row in rows)
+        for images in _grouped(pictures, lambda image: image.width * image.height, MAX_BATCH_IMAGES, MAX_BATCH_PIXELS):
             if shape is None:
                 table = _normalization_table(images, processor)
                 dtype = np.dtype(np.float32 if table is None else np.uint8)
             settings: dict[str, bool] = {} if table is None else {"do_rescale": False, "do_normalize": False}
-            values = np.ascontiguousarray(_process(images, processor, **settings), dtype)
+            values = np.ascontiguousarray(process(images, processor, **settings), dtype)
             images.clear()
             if shape is None:
                 shape = (len(rows), *values.shape[1:])
@@ -205,22 +187,17 @@ def write_prepared(
             stream.write(values.data)
             done += len(values)
             progress("preparing images", done, len(rows))
-    assert shape is not None, "a shard has an image at least"
     labels = np.ascontiguousarray(split.labels[rows.start : rows.stop])
     write_bytes(folder / LABELS, save({"labels": labels} | ({} if table is None else {"table": table})))
-    return shape, dtype.name
 
 
 class PreparedImages:
     """The images of several shards, one shard after the other; pixels are read from disk on request."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Open folders written by `write_prepared`; ArtifactError if shapes differ."""
+        """Open folders written by `write_prepared`."""
         self._pixels = [np.load(folder / PIXELS, mmap_mode="r", allow_pickle=False) for folder in folders]
         self._arrays = [load_file(folder / LABELS) for folder in folders]
-        shapes = {pixels.shape[1:] for pixels in self._pixels}
-        if len(shapes) > 1:
-            raise ArtifactError(f"the prepared images have the shapes {sorted(shapes)!r}: let the processor give one")
         self._starts = tuple(accumulate(map(len, self._pixels), initial=0))
 
     def __len__(self) -> int:
@@ -237,10 +214,7 @@ class PreparedImages:
         for index, row in enumerate(rows):
             shard = bisect_right(self._starts, row) - 1
             pixels, table = self._pixels[shard][row - self._starts[shard]], self._arrays[shard].get("table")
-            if table is None:
-                values[index] = pixels
-            else:
-                _decode(pixels, table, values[index])
+            values[index] = pixels if table is None else _decode(pixels, table)
         return values
 
     def batches(self, batch_size: int, *, limit: int | None = None) -> Iterator[tuple[Pixels, Labels]]:
@@ -261,13 +235,10 @@ def iter_batches(
         yield torch.from_numpy(pixel_values), torch.from_numpy(labels.copy())
 
 
-def shuffled_batches(images: PreparedImages, *, batch_size: int, seed: int) -> "Callable[[int], Iterator[Tensor]]":
-    """Return a function of the epoch that yields pixel_values, float32 (b, c, h, w): every image once, in a seeded order."""
+def shuffled_batches(images: PreparedImages, epoch: int, *, batch_size: int, seed: int) -> "Iterator[Tensor]":
+    """Yield pixel_values, float32 (b, c, h, w), of an epoch: every image once, in a seeded order."""
     import torch
 
-    def epoch_batches(epoch: int) -> "Iterator[Tensor]":
-        order = np.random.default_rng([seed, epoch]).permutation(len(images)).tolist()
-        for start in range(0, len(order), batch_size):
-            yield torch.from_numpy(images.pixel_values(order[start : start + batch_size]))
-
-    return epoch_batches
+    order = np.random.default_rng([seed, epoch]).permutation(len(images)).tolist()
+    for start in range(0, len(order), batch_size):
+        yield torch.from_numpy(images.pixel_values(order[start : start + batch_size]))

@@ -24,11 +24,9 @@ NUMBERED_NAME = re.compile(r"(?:label|class)?[ _-]?(\d{1,18})", re.IGNORECASE)
 BACKGROUND = "background"
 # ImageNet-1k's ids of classes, also the names of its folders, in the order of the models' classes.
 WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
-FIRST_NAME, LAST_NAMES = "tench", frozenset({"toilet tissue", "toilet paper", "bathroom tissue"})
-# "without mask" and "no mask" are the same name, and differ from "mask".
+FIRST_NAME = "tench"
+# "without mask" and "no mask" are the same name, and differ from "mask", as "mask, not worn" does.
 NO_WORDS = frozenset({"no", "not", "non", "without", "w/o"})
-# A normalised name that has such a word in some parts is no list of synonyms: "mask, not worn" is no mask.
-NEGATION = re.compile(r"\b(?:no|un|anti|none|nor|never|cannot|lacking|missing|absent|minus|sans)\b|n['\u2019]t\b")
 # One-sided error rates of two tests: the choice between two matchings, and predictions better than chance.
 CHOICE_ERROR, CHANCE_ERROR = 0.01, 0.05
 NUM_SHOWN = 5
@@ -97,10 +95,9 @@ def match_numbers(numbers: Iterable[int], id2label: Mapping[int, str], *, by: Ma
         if class_of.keys() >= set(ordered)
     ]
     if not ways or ways[0].by == "from-1":
+        labels = f"labels are whole numbers from {ordered[0]} to {ordered[-1]}"
         classes = f"{num_classes} classes, 0 to {num_classes - 1}: name another label_column or model"
-        raise AcquisitionError(
-            f"labels are whole numbers from {ordered[0]} to {ordered[-1]}, but the model has {classes}"
-        )
+        raise AcquisitionError(f"{labels}, but the model has {classes}")
     return _select_by_kind(ways, by)
 
 
@@ -230,7 +227,7 @@ def _normalise(name: str) -> str:
 def _synonyms(name: str) -> frozenset[str]:
     """Return the normalised name and its comma-separated parts, ImageNet's synonyms, if all or none of them are negated."""
     whole, *parts = (_normalise(part) for part in (name, *name.split(",")))
-    are_negated = {bool(NEGATION.search(part)) for part in parts}
+    are_negated = {"no" in part.split() for part in parts}
     return frozenset(filter(None, (whole, *(parts if len(are_negated) == 1 else ()))))
 
 
@@ -240,9 +237,9 @@ def _parse_number(name: str) -> int | None:
 
 
 def _offset(num_labels: int, id2label: Mapping[int, str]) -> int | None:
-    """Return the class of label 0: 1 for a model with one class more, else 0; None if the numbers of classes don't fit."""
+    """Return the class of label 0: 1 after a background class, else 0; None if the numbers of classes don't fit."""
     offset = len(id2label) - num_labels
-    return offset if offset in (0, 1) and sorted(id2label) == list(range(len(id2label))) else None
+    return offset if offset == 0 or (offset == 1 and BACKGROUND in _synonyms(id2label[0])) else None
 
 
 def _match_by_order(
@@ -260,9 +257,8 @@ def _match_by_order(
         return {}
     numbers = [number for label in labels if (number := _parse_number(label)) is not None]
     is_numbered = sorted(numbers) == positions
-    is_offset_known = offset == 0 or BACKGROUND in _synonyms(id2label[0])
     names_agree = all(_synonyms(label) & _synonyms(name) for label, name in zip(labels, classes, strict=True))
-    if (ordered or is_numbered) and is_offset_known and names_agree:
+    if (ordered or is_numbered) and names_agree:
         return {"id": [offset + position for position in positions]}
     if offset == 0 and is_numbered:
         return {"number": numbers, "place": positions}
@@ -288,12 +284,10 @@ def _match_by_name(labels: Sequence[str], id2label: Mapping[int, str]) -> tuple[
                 found.setdefault(label, _match(label, min(candidates), id2label, rule))
     wnids = WNIDS.read_text(encoding="utf-8").split()
     offset = _offset(len(wnids), id2label)
-    if offset is not None and (offset == 0 or BACKGROUND in _synonyms(id2label[0])):
-        last = _synonyms(id2label[len(id2label) - 1])
-        if FIRST_NAME in _synonyms(id2label[offset]) and LAST_NAMES & last:
-            class_of = {wnid: index for index, wnid in enumerate(wnids, start=offset)}
-            for label in labels:
-                if label.strip() in class_of:
-                    found.setdefault(label, _match(label, class_of[label.strip()], id2label, "wnid"))
+    if offset is not None and FIRST_NAME in _synonyms(id2label[offset]):
+        class_of = {wnid: index for index, wnid in enumerate(wnids, start=offset)}
+        for label in labels:
+            if label.strip() in class_of:
+                found.setdefault(label, _match(label, class_of[label.strip()], id2label, "wnid"))
     unmapped = LabelMatch(dataset_label="", model_id=None, model_label=None, rule="unmapped")
     return tuple(found.get(label) or unmapped.model_copy(update={"dataset_label": label}) for label in labels)

@@ -2,10 +2,9 @@
 
 import json
 import math
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,10 +25,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from profiling_agent.data import TIMM, is_local
-from profiling_agent.data.images import to_processor_channels
+from profiling_agent.data.images import process, to_processor_channels
 from profiling_agent.data.reference import PREFIX, reference_model
-from profiling_agent.errors import AcquisitionError, RequestError, ShapeUnresolvedError
-from profiling_agent.lib.logs import Progress, Refuse, quiet, silent, third_party_errors
+from profiling_agent.errors import AcquisitionError, ArtifactError, RequestError, ShapeUnresolvedError
+from profiling_agent.lib.logs import Progress, Refuse, checked_logits, quiet, silent, third_party_errors
 from profiling_agent.lib.machine import TIMM_PACKAGES
 from profiling_agent.lib.modules import device_of, preserving_state
 from profiling_agent.schemas import InputSpec, ShapeFacts
@@ -39,7 +38,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OUTPUT_FILES = ("recipe.json", "layers.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MODEL_FILES = ["config.json", *PROCESSOR_FILES, WEIGHTS, INDEX, "model-*-of-*.safetensors"]
-HALF_NOTE = "the weights are stored in {}: the baseline, with which sizes and speeds are compared, is float32"
 # Arguments of `timm.create_model` that load weights, some of them as pickles.
 LOADING_ARGUMENTS = {"checkpoint_path", "cache_dir", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 # Two aspect ratios: a processor that keeps the aspect ratio gives two shapes, and so does not fix one.
@@ -55,16 +53,8 @@ def local_folder(name: str, kind: Kind) -> Path:
     path = Path(name).expanduser().absolute()
     if not path.is_dir():
         problem = "is a file" if path.exists() else "does not exist"
-        siblings = path.parent.iterdir() if path.parent.is_dir() else ()
-        near = did_you_mean(path.name, [folder.name for folder in siblings if folder.is_dir()])
-        raise AcquisitionError(f"{kind} path {name!r} {problem}: give an existing folder or a Hub id{near}")
+        raise AcquisitionError(f"{kind} path {name!r} {problem}: give an existing folder or a Hub id")
     return path
-
-
-def did_you_mean(name: str, names: Collection[str]) -> str:
-    """Return "; did you mean 'x'?" for the closest of `names`, or an empty string if none is close."""
-    matches = get_close_matches(name, names, n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 @contextmanager
@@ -122,6 +112,11 @@ def load_model(
             commit = folder.name
         progress(f"loading {name}", 0, 0)
         config = _read_config(folder, name)
+        dtype, note = str(config.dtype or torch.float32).removeprefix("torch."), None
+        if dtype != "float32":
+            note = (
+                f"the weights are stored in {dtype}: the baseline, with which sizes and speeds are compared, is float32"
+            )
         model: Any = _read_weights(folder, name, config)
         processor = _read_processor(folder, name, config)
         model.config.name_or_path = model.name_or_path = str(folder)
@@ -131,9 +126,7 @@ def load_model(
         source=str(folder) if is_local(name) else name,
         revision=commit,
         architecture=type(model).__name__,
-        note=None
-        if config.dtype in (None, torch.float32)
-        else HALF_NOTE.format(str(config.dtype).removeprefix("torch.")),
+        note=note,
     )
 
 
@@ -159,16 +152,13 @@ def _read_config(folder: Path, name: str) -> Any:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         labels: dict[int, Any] = dict(config.id2label)
     built_for = ", ".join(config.architectures or [config.model_type])
+    kind = config.problem_type or "single_label_classification"
     is_numbered = set(labels) == set(range(len(labels))) and all(isinstance(label, str) for label in labels.values())
-    one_output = (
-        "has one output, as regressions and yes-or-no questions have: give a classifier with one for each class"
-    )
-    one_label = f"has problem_type {config.problem_type!r}, and only models with one label an image are supported"
     problems = {
         f"is quantized already: {origin}": fields.get("quantization_config") is not None,
         f"is no image classifier ({built_for}): choose one that is": not is_supported,
-        one_output: len(labels) < 2,
-        one_label: config.problem_type not in (None, "single_label_classification"),
+        "has one output: give a classifier with one for each class": len(labels) < 2,
+        f"has problem_type {kind!r}: give one with a single label an image": kind != "single_label_classification",
         # Labels of a data set become these numbers, and are compared with the indices of logits.
         f"has names of classes (id2label) that aren't numbered from 0 to {len(labels) - 1}": not is_numbered,
     }
@@ -235,9 +225,6 @@ def check_timm(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     repeated = arguments.pop("num_classes", None)
     count = fields.get("num_classes", repeated)
     names = fields.get("label_names") or fields.get("labels") or None
-    # transformers would ignore all names, and number the classes.
-    if names and (not isinstance(names, list) or len(names) != (count or len(names))):
-        raise refuse(f"it has {count} classes and {len(names)} label_names: list a name for each class, in order")
     # timm treats a name with a scheme as an address on the Hub or of a folder.
     if ":" in str(fields.get("architecture")):
         raise refuse("it names another model as its architecture, which is never fetched")
@@ -287,20 +274,17 @@ def processor_of_timm(pretrained_cfg: Mapping[str, Any]) -> Any:
 
 def _processor_shape(processor: Any) -> tuple[int, ...] | None:
     """Return the shape of images from the processor, (channels, height, width); None if it gives several, or fails."""
-    shapes = set[tuple[int, ...]]()
+    blanks = [to_processor_channels(Image.new("RGB", size), processor) for size in BLANK_SIZES]
     try:
-        # Its settings may fit no image.
-        with third_party_errors(ShapeUnresolvedError):
-            for size in BLANK_SIZES:
-                blank = to_processor_channels(Image.new("RGB", size), processor)
-                shapes.add(tuple(processor(images=blank, return_tensors="pt")["pixel_values"].shape[1:]))
-    except ShapeUnresolvedError:
+        shapes = {process([blank], processor).shape[1:] for blank in blanks}
+    # Its settings may fit no image.
+    except ArtifactError:
         return None
     return shapes.pop() if len(shapes) == 1 else None
 
 
-def _proposals(model: nn.Module, processor: Any) -> list[InputSpec]:
-    """Return the shapes that the processor and the model's config give, as far as they give one."""
+def _proposals(model: nn.Module, processor: Any) -> dict[InputSpec, str]:
+    """Return the shapes that the processor and the model's config give, each with why the model refuses it, or ""."""
     config: Any = model.config
     size: Any = getattr(config, "image_size", None)
     sizes = tuple(size) if isinstance(size, list | tuple) else (size, size)
@@ -308,11 +292,16 @@ def _proposals(model: nn.Module, processor: Any) -> list[InputSpec]:
         "image processor": _processor_shape(processor),
         "model config": None if size is None else (getattr(config, "num_channels", 3), *sizes),
     }
-    return [
-        InputSpec(channels=shape[0], height=shape[1], width=shape[2], source=source)
-        for source, shape in shapes.items()
-        if shape is not None
-    ]
+    problems = dict[InputSpec, str]()
+    for source, shape in shapes.items():
+        if shape is not None:
+            spec = InputSpec(channels=shape[0], height=shape[1], width=shape[2], source=source)
+            try:
+                verify(model, spec)
+                problems[spec] = ""
+            except ShapeUnresolvedError as error:
+                problems[spec] = str(error)
+    return problems
 
 
 def verify(model: nn.Module, spec: InputSpec) -> None:
@@ -326,10 +315,9 @@ def verify(model: nn.Module, spec: InputSpec) -> None:
     def refuse(text: str) -> ShapeUnresolvedError:
         return ShapeUnresolvedError(f"the model refuses an image of {shape!r} with {text}")
 
-    with preserving_state(model), torch.inference_mode(), third_party_errors(refuse):
-        output = model.eval()(pixel_values=torch.zeros(spec.batch(1), device=device_of(model)))
-    logits = getattr(output, "logits", None)
-    if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or len(logits) != 1:
+    with preserving_state(model), torch.inference_mode():
+        logits = checked_logits(model.eval(), torch.zeros(spec.batch(1), device=device_of(model)), refuse)
+    if logits.dim() != 2 or len(logits) != 1:
         raise ShapeUnresolvedError(f"the model answers one image of {shape!r}, but not with one row of logits")
 
 
@@ -339,20 +327,17 @@ def resolve_input_shape(model: nn.Module, processor: Any) -> InputSpec:
     Raises:
         ShapeUnresolvedError: neither gives a shape, or the model refuses it.
     """
-    specs = _proposals(model, processor)
-    if not specs:
+    problems = _proposals(model, processor)
+    if not problems:
         raise ShapeUnresolvedError(
             "neither the image processor nor config.json gives an input shape: set image_size there"
         )
-    try:
-        verify(model, specs[0])
-    except ShapeUnresolvedError as error:
-        stated = ", ".join(f"{spec.source}: {_format_shape(spec)}" for spec in specs)
+    spec, problem = next(iter(problems.items()))
+    if problem:
+        stated = ", ".join(f"{spec.source}: {_format_shape(spec)}" for spec in problems)
         advice = "correct size, crop_size, image_mean or image_std of the image processor, or image_size of the model"
-        raise ShapeUnresolvedError(
-            f"the image processor doesn't fit the model, {error} ({stated}); {advice}"
-        ) from error
-    return specs[0]
+        raise ShapeUnresolvedError(f"the image processor doesn't fit the model, {problem} ({stated}); {advice}")
+    return spec
 
 
 def check_processor(model: nn.Module, processor: Any) -> None:
@@ -366,14 +351,11 @@ def survey(model: nn.Module, processor: Any) -> ShapeFacts:
 
     The shape is certain if the processor and the config, as far as they have one, agree on it, and the model accepts it.
     """
-    specs, findings = _proposals(model, processor), list[str]()
-    for spec in specs:
-        try:
-            verify(model, spec)
-            outcome = "which the model accepts"
-        except ShapeUnresolvedError as error:
-            outcome = f"but {error}"
-        findings.append(f"{spec.source}: {_format_shape(spec)}, {outcome}")
+    problems = _proposals(model, processor)
+    findings = tuple(
+        f"{spec.source}: {_format_shape(spec)}, {f'but {problem}' if problem else 'which the model accepts'}"
+        for spec, problem in problems.items()
+    )
     sources: dict[str, Any] = {"model config": model.config, "image processor": processor}
     settings = [
         f"{title}: {name} = {value!r}"
@@ -381,8 +363,8 @@ def survey(model: nn.Module, processor: Any) -> ShapeFacts:
         for name, value in sorted(source.to_dict().items())
         if any(part in name for part in KEYWORDS)
     ]
-    is_certain = len({spec.batch(1) for spec in specs}) == 1 and findings[0].endswith("which the model accepts")
-    return ShapeFacts(settings=tuple(settings), findings=tuple(findings), is_certain=is_certain)
+    is_certain = len({spec.batch(1) for spec in problems}) == 1 and not any(problems.values())
+    return ShapeFacts(settings=tuple(settings), findings=findings, is_certain=is_certain)
 
 
 def _format_shape(spec: InputSpec) -> str:

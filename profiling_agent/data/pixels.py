@@ -10,17 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 # Errors that Pillow raises for broken metadata of images that it can still decode.
-METADATA_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    struct.error,
-)
+METADATA_ERRORS = (ArithmeticError, LookupError, OSError, SyntaxError, TypeError, ValueError, struct.error)
 RESAMPLE = {name.lower(): filter_ for name, filter_ in Image.Resampling.__members__.items()}
 
 

@@ -20,7 +20,7 @@ from transformers import ViTImageProcessorPil
 from profiling_agent.data.images import decode_rgb
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.io import cached
-from profiling_agent.lib.logs import Progress, quiet, silent
+from profiling_agent.lib.logs import Progress, silent
 
 PREFIX = "reference:"
 DIGITS = "reference:digits"
@@ -35,27 +35,15 @@ DIGITS_VERSION, TRAINING_VERSION = 1, 3
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecipe:
-    """One classifier and its training: `image_size` in pixels, shift and scale as fractions, rotation in degrees."""
+    """One classifier and its training: `image_size` in pixels, `shift` as a fraction, `rotation` in degrees."""
 
     architecture: Any
     config: dict[str, Any]
     image_size: int
     num_steps: int
     learning_rate: float
-    batch_size: int = 32
     shift: float = 0.08
-    scale: float = 0.08
     rotation: float = 10.0
-
-    def build(self) -> Any:
-        """Return the untrained classifier."""
-        names = {"id2label": dict(enumerate(CLASSES)), "label2id": {name: i for i, name in enumerate(CLASSES)}}
-        model = self.architecture(self.architecture.config_class(num_channels=3, **self.config, **names))
-        for name, parameter in model.named_parameters():
-            # DeiT's start at zero, and would take half of this short training until patches differ by their position.
-            if name.endswith(("position_embeddings", "_token")) and not parameter.any():
-                nn.init.trunc_normal_(parameter, std=model.config.initializer_range)
-        return model
 
 
 # The libraries' default initializer_range of 0.02 suits widths near 768; at these widths it costs hundreds of steps.
@@ -71,6 +59,7 @@ RECIPES = {
     "resnet": TrainingRecipe(transformers.ResNetForImageClassification, RESNET, 32, 400, 2e-3),
 }
 
+BATCH_SIZE, SCALE = 32, 0.08
 # An average over about fifty steps, the last ones of a run of several hundred.
 EMA_DECAY = 0.98
 
@@ -81,7 +70,7 @@ def augment(images: Tensor, recipe: TrainingRecipe, generator: torch.Generator) 
     def uniform(width: float) -> Tensor:
         return (torch.rand(len(images), generator=generator) * 2 - 1) * width
 
-    angle, size = uniform(math.radians(recipe.rotation)), 1 + uniform(recipe.scale)
+    angle, size = uniform(math.radians(recipe.rotation)), 1 + uniform(SCALE)
     # The grid spans [-1, 1], so a fraction of the image is twice as large there.
     across, down = uniform(2 * recipe.shift), uniform(2 * recipe.shift)
     cosine, sine = size * angle.cos(), size * angle.sin()
@@ -101,13 +90,20 @@ def train(recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Prog
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
-            model = recipe.build().train()
+            names = {"id2label": dict(enumerate(CLASSES)), "label2id": {name: i for i, name in enumerate(CLASSES)}}
+            config = recipe.architecture.config_class(num_channels=3, **recipe.config, **names)
+            model = recipe.architecture(config).train()
+            for name, parameter in model.named_parameters():
+                # DeiT's start at zero, and would take half of this short training until patches differ by their position.
+                if name.endswith(("position_embeddings", "_token")) and not parameter.any():
+                    nn.init.trunc_normal_(parameter, std=config.initializer_range)
             # Biases and norms don't decay.
-            parameters = [
-                [each for each in model.parameters() if (each.dim() > 1) == decays] for decays in (True, False)
-            ]
             groups = [
-                {"params": each, "weight_decay": decay} for each, decay in zip(parameters, (0.05, 0.0), strict=True)
+                {
+                    "params": [each for each in model.parameters() if (each.dim() > 1) == (decay > 0)],
+                    "weight_decay": decay,
+                }
+                for decay in (0.05, 0.0)
             ]
             # The usual beta2 of 0.999 averages over more steps than these runs have.
             optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
@@ -117,9 +113,9 @@ def train(recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Prog
             average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY), use_buffers=True)
             queue = torch.empty(0, dtype=torch.int64)
             for step in range(recipe.num_steps):
-                if len(queue) < recipe.batch_size:
+                if len(queue) < BATCH_SIZE:
                     queue = torch.cat([queue, torch.randperm(len(images), generator=generator)])
-                rows, queue = queue[: recipe.batch_size], queue[recipe.batch_size :]
+                rows, queue = queue[:BATCH_SIZE], queue[BATCH_SIZE:]
                 logits = model(pixel_values=augment(images[rows], recipe, generator)).logits
                 loss = F.cross_entropy(logits, labels[rows], label_smoothing=0.1)
                 optimizer.zero_grad()
@@ -152,9 +148,7 @@ def _write_digits(folder: Path) -> None:
     (folder / "data").mkdir()
     for split, members in zip(("train", "test"), rows, strict=True):
         columns = {"image": [Image.fromarray(shades[row]) for row in members], "label": digits.target[members].tolist()}
-        with quiet():
-            dataset = datasets.Dataset.from_dict(columns, features=features)
-            dataset.to_parquet(folder / SPLIT_FILE.format(split))
+        datasets.Dataset.from_dict(columns, features=features).to_parquet(folder / SPLIT_FILE.format(split))
 
 
 def reference_model(name: str, progress: Progress = silent) -> Path:
@@ -175,6 +169,5 @@ def _train_and_save(folder: Path, recipe: TrainingRecipe, progress: Progress) ->
         "pixel_values"
     ]
     model: Any = train(recipe, images, torch.tensor(rows["label"]), progress)
-    with quiet():
-        model.save_pretrained(folder)
-        processor.save_pretrained(folder)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)

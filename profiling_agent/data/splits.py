@@ -20,7 +20,6 @@ from profiling_agent.data.images import FORMATS, decode_rgb, write_rows
 from profiling_agent.data.labels import Matching, format_names, order_match_note
 from profiling_agent.errors import AcquisitionError, CorruptImageError
 from profiling_agent.lib.logs import Progress, quiet, silent
-from profiling_agent.schemas import LabelMatch
 
 TRAIN = ("train", "training")
 MAX_SEARCH = 2000
@@ -31,7 +30,6 @@ UNMAPPED = -1
 # Few, as a table of photographs has hundreds of megabytes in as many rows as are read of labels.
 BATCH_IMAGES = 64
 PROGRESS_EVERY = 50
-Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +57,7 @@ class DrawnSplits:
 def draw_splits(
     query: DataQuery, *, id2label: Mapping[int, str], folder: Path, progress: Progress = silent
 ) -> DrawnSplits:
-    """Write calibration.parquet, search.parquet and heldout.parquet into `folder`, and recovery.parquet if requested.
+    """Write calibration.arrow, search.arrow and heldout.arrow into `folder`, and recovery.arrow if requested.
 
     Columns are `image` (encoded bytes) and `label` (the model's class id); every prefix of a set is stratified by class.
 
@@ -73,8 +71,10 @@ def draw_splits(
         train = next((split for split in TRAIN if split in data.splits and split != evaluation), None)
         if query.num_recovery and train is None:
             raise AcquisitionError(f"there is no train split besides {evaluation!r}: set recover_epochs to 0")
-        num_rows = num_images_to_read(query.num_samples, 0 if train else NUM_CALIBRATION)
-        pool = Pool.read(data, columns, num_rows, spool, progress)
+        num_wanted = MAX_SEARCH if query.num_samples is None else query.num_samples
+        # About half of the images are held out: six standard deviations more are enough for all sets.
+        num_rows = 2 * max(HELDOUT_RATIO * num_wanted, num_wanted + (0 if train else NUM_CALIBRATION))
+        pool = Pool.read(data, columns, num_rows + 6 * int(num_rows**0.5), spool, progress)
         images = pool.distinct_images()
         if num_copies := len(pool.images) - len(images):
             notes.append(f"{num_copies} images of split {evaluation!r} are copies of others, and were counted once")
@@ -105,8 +105,7 @@ def _draw_train_splits(
     """Write images of the train split for calibration and, if requested, for recovery, without those that are `measured` on."""
     train, num_recovery = columns.split, measured.data.query.num_recovery
     num_wanted = NUM_CALIBRATION + num_recovery
-    num_rows = num_wanted + num_wanted // 100 + 1
-    pool = Pool.read(measured.data, columns, num_rows, measured.spool, progress)
+    pool = Pool.read(measured.data, columns, num_wanted + num_wanted // 100 + 1, measured.spool, progress)
     images, measured_digests = pool.distinct_images(), {image.digest for image in measured.images}
     usable = [image for image in images if image.digest not in measured_digests]
     if num_shared := len(images) - len(usable):
@@ -136,15 +135,6 @@ def _notes(columns: Columns, pool: "Pool", drawn: Mapping[str, DrawnSplit]) -> I
         yield f"images of labels that match no class of the model or several were left out: {format_names(unmapped)}"
     if pool.data.folder is None:
         yield "images were streamed and drawn in equal numbers per class"
-
-
-def look_up_labels(
-    query: DataQuery, *, id2label: Mapping[int, str], progress: Progress = silent
-) -> tuple[LabelMatch, ...]:
-    """Return the matches of a data set's labels; AcquisitionError as in `draw_splits`."""
-    with quiet(), tempfile.TemporaryDirectory() as cache:
-        data = open_data(query, cache=Path(cache), progress=progress)
-        return choose_columns(data, id2label).matchings[0].matches
 
 
 class StoredImage(NamedTuple):
@@ -251,7 +241,7 @@ class Pool:
 
         drawn: dict[str, DrawnSplit] = {}
         for name, images in parts.items():
-            path = folder / f"{name}.parquet"
+            path = folder / f"{name}.arrow"
             count = write_rows(path, decodable(name, images))
             drawn[name] = DrawnSplit(
                 path=path, source_split=self.split, num_images=count, num_skipped=len(images) - count
@@ -270,7 +260,7 @@ def stratified(images: Sequence[StoredImage], seed: int) -> list[StoredImage]:
     return [images[index] for index in stratified_order(labels, seed)]
 
 
-def stratified_order(labels: Rows, seed: int) -> Rows:
+def stratified_order(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
     """Return all indices in an order whose every prefix holds each class in proportion, within one image."""
     positions = np.empty(len(labels))
     for label in np.unique(labels):
@@ -303,10 +293,3 @@ def evaluation_sizes(num_search: int, num_heldout: int, num_samples: int | None,
         raise AcquisitionError(f"{problem}: set num_samples to at most {num_usable // 2}")
     num_wanted = min(MAX_SEARCH if num_samples is None else num_samples, smaller_half)
     return num_wanted, min(HELDOUT_RATIO * num_wanted, num_heldout)
-
-
-def num_images_to_read(num_samples: int | None, num_calibration: int = 0) -> int:
-    """Return how many images of a large split are enough for all sets; about half of them are held out."""
-    num_wanted = MAX_SEARCH if num_samples is None else num_samples
-    half = max(HELDOUT_RATIO * num_wanted, num_wanted + num_calibration)
-    return 2 * half + 6 * int((2 * half) ** 0.5)

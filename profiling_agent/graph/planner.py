@@ -25,15 +25,14 @@ from langgraph.runtime import Runtime
 from langgraph.types import interrupt
 from pydantic import ValidationError
 
-from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestError, ShapeUnresolvedError
+from profiling_agent.errors import AdvisorError, PlanError, RequestError, ShapeUnresolvedError
 from profiling_agent.graph.approval import RESPONSE_SCHEMA, human_question, read_response
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.lib.io import clean, first_problem
 from profiling_agent.llm.chat import Chat
-from profiling_agent.planning.digest import MAX_CHARACTERS
 from profiling_agent.planning.llm_planner import (
     MAX_ANSWER,
-    SHORT_CHARACTERS,
+    SHAPE_AGENT,
     Planning,
     ShapeAnswer,
     Submission,
@@ -55,7 +54,6 @@ Accepted = TypeVar("Accepted")
 class Conversation(MessagesState, total=False):
     """State of the subgraph: the messages, and how it ended."""
 
-    is_short: bool
     num_refused: int
     is_accepted: bool
     spent_s: float
@@ -115,7 +113,8 @@ class Desk:
             asked = asked.model_copy(update={"problem": f"a question takes {' or '.join(asked.choices)}"})
 
     def _tool(self, function: Callable[..., str]) -> BaseTool:
-        price_s = self.planning.price_of(function.__name__)
+        lab = self.planning.setting.lab
+        price_s = lab.prices.get(function.__name__, 0.0) if lab else 0.0
         price = f"Takes about {price_s:.0f} s of the run's time." if price_s else "Free."
         return StructuredTool.from_function(function, description=f"{function.__doc__} {price}")
 
@@ -129,15 +128,10 @@ def find_plan(planning: Planning, chat: Chat, jobs: Jobs, *, asks: bool = False)
 
 
 def brief(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
-    """Write the instructions and the evidence; less of it if the LLM can't read all."""
-    question = runtime.context.planning.question(SHORT_CHARACTERS if state.get("is_short") else MAX_CHARACTERS)
-    # With the same ids, the shorter evidence replaces the first one.
-    return {
-        "messages": [
-            SystemMessage(question.instructions, id="instructions"),
-            HumanMessage(question.evidence, id="evidence"),
-        ]
-    }
+    """Write the instructions and the evidence."""
+    del state
+    instructions, evidence = runtime.context.planning.question()
+    return {"messages": [SystemMessage(instructions), HumanMessage(evidence)]}
 
 
 def think(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
@@ -149,10 +143,6 @@ def think(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
     desk.jobs.progress(f"{chat.name} thinks, reply {number} of {MAX_REPLIES} at most", 0, 0)
     try:
         return {"messages": [chat.reply(desk.planning.agent, messages, desk.tools)]}
-    except ContextTooLongError as error:
-        if number == 1 and not state.get("is_short"):
-            return {"messages": [], "is_short": True}
-        return {"messages": [], "failure": str(error)}
     except AdvisorError as error:
         return {"messages": [], "failure": str(error)}
 
@@ -172,7 +162,9 @@ def use_tools(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
     return {"messages": answers, "spent_s": timesheet.spent_s}
 
 
-def _describe(error: ToolInvocationError) -> str:
+def _describe(error: ToolInvocationError | PlanError) -> str:
+    if isinstance(error, PlanError):
+        return str(error)
     return f"these arguments can't be used: {first_problem(error.source)}"
 
 
@@ -219,14 +211,12 @@ def handed_over(messages: Sequence[BaseMessage]) -> Submission | None:
     return Submission.model_validate({"plan": None, **calls[-1]["args"]}) if calls else None
 
 
-def route_after_think(state: Conversation) -> Literal["brief", "tools", "check", "plan"]:
+def route_after_think(state: Conversation) -> Literal["tools", "check", "plan"]:
     """Carry out the calls; a reply without any is checked, and complained about."""
     last = state["messages"][-1]
     if state.get("failure"):
         return "plan"
-    if not isinstance(last, AIMessage):
-        return "brief"
-    return "tools" if last.tool_calls else "check"
+    return "tools" if isinstance(last, AIMessage) and last.tool_calls else "check"
 
 
 def route_after_tools(state: Conversation) -> Literal["think", "check"]:
@@ -267,11 +257,11 @@ def advised_shape(chat: Chat, facts: ShapeFacts, accept: Callable[[InputSpec], A
         AdvisorError: no reply came.
         ShapeUnresolvedError: `accept` refused all of them, or there were none.
     """
-    question, problem = shape_question(facts), ""
+    (instructions, evidence), problem = shape_question(facts), ""
     tool = StructuredTool(name="submit_shape", description="Hand the shape over.", args_schema=ShapeAnswer)
-    messages: list[BaseMessage] = [SystemMessage(question.instructions), HumanMessage(question.evidence)]
+    messages: list[BaseMessage] = [SystemMessage(instructions), HumanMessage(evidence)]
     for _ in range(MAX_REFUSALS + 1):
-        reply = chat.reply(question.agent, messages, [tool])
+        reply = chat.reply(SHAPE_AGENT, messages, [tool])
         problem = "call submit_shape" if not reply.tool_calls else ""
         messages.append(reply)
         for call in reply.tool_calls:
@@ -285,5 +275,5 @@ def advised_shape(chat: Chat, facts: ShapeFacts, accept: Callable[[InputSpec], A
             messages.append(ToolMessage(problem, tool_call_id=call["id"] or ""))
         if not reply.tool_calls:
             messages.append(HumanMessage(problem))
-        chat.transcript.add("complaint", agent=question.agent, text=problem)
+        chat.transcript.add("complaint", agent=SHAPE_AGENT, text=problem)
     raise ShapeUnresolvedError(f"{chat.name}: {problem}")

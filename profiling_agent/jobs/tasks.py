@@ -23,6 +23,7 @@ from profiling_agent.data.labels import choose_matching
 from profiling_agent.errors import AcquisitionError, QuantizationError
 from profiling_agent.jobs.base import HOUR, Device, JobContext, ResultT, Task
 from profiling_agent.jobs.measuring import *  # noqa: F403 - re-exported
+from profiling_agent.lib.logs import quiet
 from profiling_agent.lib.machine import available_threads
 from profiling_agent.measure.intervals import answers_of
 from profiling_agent.runtimes import artifact
@@ -152,16 +153,16 @@ class MatchLabelsTask(SourceTask[MatchedLabels]):
 
     def run(self, context: JobContext) -> MatchedLabels:
         """Open the model and the data set, and match their classes."""
-        from profiling_agent.data.dataset import DataQuery
+        from profiling_agent.data.dataset import DataQuery, choose_columns, open_data
         from profiling_agent.data.models import check_processor
-        from profiling_agent.data.splits import look_up_labels
 
         loaded = self.load(context, "cpu")
         check_processor(loaded.model, loaded.processor)
         config: Any = loaded.model.config
-        names: dict[int, str] = config.id2label
         query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
-        return MatchedLabels(labels=look_up_labels(query, id2label=names, progress=context.progress))
+        with quiet(), tempfile.TemporaryDirectory() as cache:
+            data = open_data(query, cache=Path(cache), progress=context.progress)
+            return MatchedLabels(labels=choose_columns(data, config.id2label).matchings[0].matches)
 
 
 class ResolvedShape(schemas.Record):
@@ -283,7 +284,7 @@ class RecoverTask(Task[schemas.RecoveredModel]):
             recovered = recover(
                 dense,
                 pruned,
-                shuffled_batches(context.images("recovery"), batch_size=self.batch_size, seed=self.seed),
+                partial(shuffled_batches, context.images("recovery"), batch_size=self.batch_size, seed=self.seed),
                 Calibration(dense, read_batches).judged,
                 epochs=self.epochs,
                 progress=context.progress,

@@ -1,24 +1,19 @@
 """Chat model: one reply at a time by LangChain's clients, with tools, recorded in the transcript or replayed from one."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolCall
 from langchain_core.tools import BaseTool
 from pydantic import SecretStr
 
-from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestError
+from profiling_agent.errors import AdvisorError, RequestError
 from profiling_agent.lib.io import clean, first_line
 from profiling_agent.llm.transcript import Transcript, redacted
 from profiling_agent.schemas import Record
 
 OPENAI_URL, DEFAULT_MODEL = "https://api.openai.com/v1", "gpt-5.5"
-# Status codes of servers that don't support tools.
-UNSUPPORTED_STATUS = (400, 404, 422, 501)
-TOO_LONG = re.compile(r"context (length|window|size)|context_length|prompt is too long", re.IGNORECASE)
 # Retries of a request, and calls of tools in one reply: more are left out.
 MAX_RETRIES, MAX_CALLS = 2, 8
 
@@ -71,18 +66,13 @@ def check_endpoint(endpoint: Endpoint, key: str, *, timeout_s: float) -> None:
 def invoke(
     model: BaseChatModel, messages: Sequence[BaseMessage], tools: Sequence[BaseTool], name: str, agent: str
 ) -> AIMessage:
-    """Return the reply of a chat model called `name` in errors; AdvisorError, or ContextTooLongError, if there is none."""
+    """Return the reply of a chat model called `name` in errors; AdvisorError if there is none."""
     try:
         runnable: Any = model.bind_tools(tools) if tools else model
         return runnable.invoke(list(messages), {"run_name": agent})
     # Third-party models, clients and servers raise anything.
     except Exception as error:
         text = f"{type(error).__name__}: {clean(redacted(first_line(error)))[:200]}"
-        if isinstance(error, ContextOverflowError) or TOO_LONG.search(str(error)):
-            raise ContextTooLongError(f"{name} gave no answer ({text})") from error
-        is_unsupported = getattr(error, "status_code", None) in UNSUPPORTED_STATUS
-        if tools and (is_unsupported or isinstance(error, NotImplementedError)):
-            raise AdvisorError(f"{name} can't call tools, which planning needs ({text})") from error
         raise AdvisorError(f"{name} gave no answer ({text})") from error
 
 
@@ -96,8 +86,7 @@ class Chat:
         """Return the LLM's next message, and record it with the messages since its last one.
 
         Raises:
-            ContextTooLongError: the messages are too long for it.
-            AdvisorError: no reply came, the budget is spent, or it doesn't call tools.
+            AdvisorError: no reply came, or the budget is spent.
         """
         self.transcript.check_budget()
         num_known = max((place for place, each in enumerate(messages, 1) if isinstance(each, AIMessage)), default=0)
@@ -111,8 +100,6 @@ class Chat:
         counts = {name: (reply.usage_metadata or {}).get(name) for name in ("input_tokens", "output_tokens")}
         counts["characters"] = sum(len(each.text) for each in (*messages, reply))
         self.transcript.add("turn", **turn, text=reply.text, calls=reply.tool_calls, **counts)
-        if refusal := reply.additional_kwargs.get("refusal"):
-            raise AdvisorError(f"{self.name} refuses to answer: {clean(str(refusal))[:200]}")
         return reply
 
 
@@ -132,8 +119,7 @@ class Recorded(Chat):
         turn = {name: value for name, value in turns[number].items() if name != "kind"}
         self.transcript.add("turn", **turn | {"mode": "recorded", "input_tokens": 0, "output_tokens": 0})
         if error := turn.get("error"):
-            is_too_long = TOO_LONG.search(str(error))
-            raise (ContextTooLongError if is_too_long else AdvisorError)(f"{self.name}: {error}")
+            raise AdvisorError(f"{self.name}: {error}")
         return with_all_calls(AIMessage(str(turn.get("text")), tool_calls=turn.get("calls", [])))
 
 

@@ -6,18 +6,16 @@ tool), `complaint` (why something was refused) or `failure` (why a plan was left
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 from profiling_agent.errors import AdvisorError, RequestError
 from profiling_agent.lib.io import append_line, expanded
-from profiling_agent.schemas import Record, Spent, ToolCall
+from profiling_agent.schemas import Spent, ToolCall
 
 FILE, RECORDED = "llm.jsonl", "recorded:"
-# Requests of a run.
-MAX_REQUESTS = 500
 # Estimate for servers that count no tokens.
 CHARACTERS_A_TOKEN = 4
 # Local servers require a key, and don't read it.
@@ -33,10 +31,10 @@ def quoted(text: str, max_length: int = 200) -> str:
     return json.dumps(text if len(text) <= max_length else text[:max_length] + "...", ensure_ascii=True)
 
 
-def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
+def redacted(text: str) -> str:
     """Replace keys from the environment by their variables' names: some servers quote keys in errors."""
     for name in SECRETS:
-        if (key := environment.get(name, "")) not in ("", NO_KEY):
+        if (key := os.environ.get(name, "")) not in ("", NO_KEY):
             text = text.replace(key, f"({name})")
     return text
 
@@ -46,12 +44,11 @@ class Transcript:
 
     def __init__(self, path: Path, *, max_tokens: int = 0) -> None:
         self._path, self._max_tokens, self._lines = path, max_tokens, list[dict[str, Any]]()
-        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()] if path.is_file() else []
-        for line in lines:
+        for line in path.read_bytes().splitlines() if path.is_file() else ():
+            # A kill may have cut a line off.
             with suppress(ValueError):
                 record: Any = json.loads(line)
                 self._lines += [record] if isinstance(record, dict) and "kind" in record else []
-        self._num_damaged = len(lines) - len(self._lines)
 
     @property
     def spent(self) -> Spent:
@@ -64,17 +61,14 @@ class Transcript:
             repairs=len(self.of("complaint")),
             failures=tuple(str(line.get("reason")) for line in self.of("failure")),
             calls=tuple(ToolCall(**{name: line[name] for name in ToolCall.model_fields}) for line in self.of("call")),
-            unread_lines=self._num_damaged,
         )
 
     def check_budget(self) -> None:
         """Raise AdvisorError if the run may make no further request."""
-        turns, num_tokens = self.of("turn"), 0
-        for turn in turns:
+        num_tokens = 0
+        for turn in self.of("turn"):
             count = _total([turn], "input_tokens", "output_tokens")
             num_tokens += turn.get("characters", 0) // CHARACTERS_A_TOKEN if count is None else count
-        if len(turns) >= MAX_REQUESTS:
-            raise AdvisorError(f"the run has made {MAX_REQUESTS} requests, which is the most")
         if num_tokens >= self._max_tokens:
             raise AdvisorError(f"the budget of {self._max_tokens} tokens is spent: raise llm_tokens")
 
@@ -89,22 +83,14 @@ class Transcript:
         first = next(iter(answer.splitlines()), "")[:MAX_SHOWN]
         self.add("call", attempt=attempt, tool=tool, arguments=json.dumps(arguments)[:MAX_SHOWN], answer=first)
 
-    def of(self, *kinds: str, **fields: Any) -> list[dict[str, Any]]:
-        """Return the lines of these kinds with these fields."""
-        return [line for line in self._lines if line["kind"] in kinds and fields.items() <= line.items()]
+    def of(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
+        """Return the lines of a kind with these fields."""
+        return [line for line in self._lines if line["kind"] == kind and fields.items() <= line.items()]
 
 
 def _total(turns: Iterable[dict[str, Any]], *names: str) -> int | None:
     counts = [turn.get(name) for turn in turns for name in names]
     return None if None in counts else sum(cast("list[int]", counts))
-
-
-class Question(Record):
-    """An agent's question: its instructions and the evidence."""
-
-    agent: str
-    instructions: str
-    evidence: str
 
 
 def open_recording(file: str) -> Transcript:

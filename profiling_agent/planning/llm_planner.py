@@ -1,4 +1,7 @@
-"""LLM planner: the question of each planning agent, and the tools that it may call; the question of the input shape."""
+"""LLM planner: the question of each planning agent, and the tools that it may call; the question of the input shape.
+
+A tool raises PlanError if what is asked for can't be done; the LLM gets its message.
+"""
 
 import ast
 import importlib.util
@@ -14,7 +17,7 @@ from pydantic import BeforeValidator, Field
 from profiling_agent import schemas
 from profiling_agent.errors import PlanError
 from profiling_agent.lib.io import DocumentError
-from profiling_agent.llm.transcript import Question, quoted
+from profiling_agent.llm.transcript import quoted
 from profiling_agent.planning import digest
 from profiling_agent.planning.allocation import NATS_A_POINT, allowed_kl, apply_demands, dry_run, is_faster
 from profiling_agent.planning.rules import parse_plan
@@ -22,9 +25,9 @@ from profiling_agent.prompts import render  # pyright: ignore[reportMissingImpor
 from profiling_agent.pruning.widths import matching_names
 from profiling_agent.schemas import Goal, Journal, ModelProfile, Plan
 
-MAX_UNITS, MAX_WIDTHS, MAX_DRAFTS = 12, 60, 6
-# Characters of a tool's answer, and of evidence for an LLM with a short context.
-MAX_ANSWER, SHORT_CHARACTERS = 4_000, 5_000
+MAX_UNITS, MAX_DRAFTS = 12, 6
+# Characters of a tool's answer.
+MAX_ANSWER = 4_000
 
 
 def _read_plan(value: Any) -> Any:
@@ -42,11 +45,12 @@ Draft = Annotated[Plan, BeforeValidator(_read_plan)]
 
 
 class Probe(schemas.Record):
-    """A plan that was carried out and measured on calibration images, in float32."""
+    """A plan that was carried out and measured on calibration images, in float32.
 
-    kl: (
-        float | None
-    )  # KL divergence to the unpruned model, nats, on those that nothing is fitted to; None without calibration
+    `kl` is the KL divergence to the unpruned model, nats, on images that nothing is fitted to; None without calibration.
+    """
+
+    kl: float | None
     num_images: int
     num_changed: int  # images that are classified differently
     num_lost: int  # images that only the unpruned model classifies correctly
@@ -127,17 +131,10 @@ class Planning:
         priced = (self.probe, self.probe_layers, self.time_plan) if self.setting.lab else ()
         return (*free, *priced, self.submit, *((self.stop,) if self.num_left is not None else ()))
 
-    def price_of(self, tool: str) -> float:
-        """Return what a call of a tool takes of the run's time, in seconds."""
-        return self.setting.lab.prices.get(tool, 0.0) if self.setting.lab else 0.0
-
     def details(self, group: str) -> str:
         """Return, for each unit of a group such as G1, or whose name an RE2 pattern hits, its KL in nats at every width that is known."""
         named = digest.named_groups(self.profile).get(group)
-        try:
-            names = matching_names(named.pattern if named else group, [unit.name for unit in self.profile.units])
-        except PlanError as error:
-            return str(error)
+        names = matching_names(named.pattern if named else group, [unit.name for unit in self.profile.units])
         lines: list[str] = []
         for unit in (unit for unit in self.profile.units if unit.name in names):
             row = self.profile.evidence.of(unit.name) if self.profile.evidence else None
@@ -185,9 +182,8 @@ class Planning:
         if row is None:
             return f"there was no attempt {attempt}: {len(attempts)} were measured"
         widths = row.dry_run.widths if row.dry_run else ()
-        shown = ", ".join(f"{quoted(name)} {keep}" for name, keep in widths[:MAX_WIDTHS])
-        more = f" and {len(widths) - MAX_WIDTHS} more" if len(widths) > MAX_WIDTHS else ""
-        return f"{'accepted' if row.accepted else 'refused'}: {quoted(row.reason)}; kept: {shown or 'everything'}{more}"
+        kept = ", ".join(f"{quoted(name)} {keep}" for name, keep in widths) or "everything"
+        return f"{'accepted' if row.accepted else 'refused'}: {quoted(row.reason)}; kept: {kept}"
 
     def layer_costs(self) -> str:
         """Return the layers that quantization may name, and what int8 costs those that cost most in the deployment that leads."""
@@ -208,11 +204,8 @@ class Planning:
     def probe(self, plan: Draft) -> str:
         """Prune and compensate by a plan for real: return its KL to the unpruned model and the answers that change, on calibration images in float32."""
         assert self.setting.lab is not None, "without a lab the tool isn't offered"
-        try:
-            found = self.setting.lab.probe(plan)
-            predicted = dry_run(apply_demands(plan, self.goal), self.profile).kl
-        except PlanError as error:
-            return f"not probed: {error}"
+        found = self.setting.lab.probe(plan)
+        predicted = dry_run(apply_demands(plan, self.goal), self.profile).kl
         kl = "unknown, without calibration" if found.kl is None else f"{found.kl:.2g} nats"
         against = "" if predicted is None else f" ({predicted:.2g} predicted)"
         images = f"of {found.num_images} images {found.num_changed} are classified differently"
@@ -221,19 +214,13 @@ class Planning:
     def probe_layers(self, scheme: Literal["dynamic", "static"], layers: str) -> str:
         """Return the KL of the unpruned model with the layers that an RE2 pattern hits in an int8 scheme, all others in float32."""
         assert self.setting.lab is not None, "without a lab the tool isn't offered"
-        try:
-            kl = self.setting.lab.probe_layers(scheme, layers)
-        except PlanError as error:
-            return f"not probed: {error}"
+        kl = self.setting.lab.probe_layers(scheme, layers)
         return f"measured KL {kl:.2g} nats with these layers in {scheme} int8"
 
     def time_plan(self, plan: Draft) -> str:
         """Prune by a plan, deploy it as an attempt would be, and race it against the unpruned model once."""
         assert self.setting.lab is not None, "without a lab the tool isn't offered"
-        try:
-            result = self.setting.lab.time_plan(plan)
-        except PlanError as error:
-            return f"not timed: {error}"
+        result = self.setting.lab.time_plan(plan)
         return f"{digest.speed_text(result)} times as fast as the baseline, in one short race"
 
     def submit(self, plan: Draft, reason: str) -> str:
@@ -246,8 +233,8 @@ class Planning:
         del reason
         return "received"
 
-    def question(self, max_characters: int = digest.MAX_CHARACTERS) -> Question:
-        """Return the agent's instructions, and the evidence in at most about so many characters."""
+    def question(self) -> tuple[str, str]:
+        """Return the agent's instructions, and the evidence."""
         profile, goal, journal, setting = self.profile, self.goal, self.journal, self.setting
         search = journal.deployment_search if journal else None
         sections: dict[str, Sequence[str]] = {
@@ -275,12 +262,11 @@ class Planning:
             rejected=digest.rejection_rows(journal.rejected if journal else ()),
             **digest.LEGENDS,
             # The last rows of a section are dropped first.
-            **digest.shortened(sections, max_characters),
+            **digest.shortened(sections),
             **extra,
         )
         form = render("plan_form", schemes=", ".join(setting.schemes) or "none, leave it null")
-        instructions = render(f"{self.agent}_role", form=form, examples=render(f"{self.agent}_examples"))
-        return Question(agent=self.agent, instructions=instructions, evidence=evidence)
+        return render(f"{self.agent}_role", form=form, examples=render(f"{self.agent}_examples")), evidence
 
     def _rules_text(self) -> str:
         rules, journal = self.rules, self.journal
@@ -320,6 +306,7 @@ def _files_of(architecture: str) -> tuple[Path, ...]:
     return tuple(path for path in _model_files() if f"class {architecture}(" in path.read_text(encoding="utf-8"))[:1]
 
 
+SHAPE_AGENT = "input_shape_resolver"
 # Lines, and characters of each: settings are numbers and short lists, and longer ones don't describe a shape.
 MAX_LINES, MAX_LINE_LENGTH = 80, 500
 
@@ -333,12 +320,11 @@ class ShapeAnswer(schemas.Record):
     reason: str = Field(default="", max_length=500)
 
 
-def shape_question(facts: schemas.ShapeFacts) -> Question:
-    """Return the question of the input shape resolver."""
+def shape_question(facts: schemas.ShapeFacts) -> tuple[str, str]:
+    """Return the instructions of the input shape resolver, and the evidence."""
 
     def bullets(rows: tuple[str, ...]) -> str:
         return "\n".join(f"- {quoted(row, MAX_LINE_LENGTH)}" for row in rows[:MAX_LINES]) or "- (nothing)"
 
-    evidence = render("input_shape_resolver", config=bullets(facts.settings), rules=bullets(facts.findings))
-    instructions = render("input_shape_resolver_role")
-    return Question(agent="input_shape_resolver", instructions=instructions, evidence=evidence)
+    evidence = render(SHAPE_AGENT, config=bullets(facts.settings), rules=bullets(facts.findings))
+    return render(f"{SHAPE_AGENT}_role"), evidence

@@ -144,23 +144,3 @@ def test_every_family_was_taken_through_every_deployment():
     for row in rows:
         done = {(each["form"], each["runtime"], each["scheme"]) for each in row["deployable"]}
         assert done == (every - compiled if row["family"] in TIMM_FAMILIES else every), row["family"]
-
-
-def test_a_refusal_is_a_note_that_is_written_once(tmp_path: Path):
-    refused = {"form": "whole", "runtime": "openvino", "scheme": "static", "distance": 0.0, "refused": "code: why"}
-    well = refused | {"form": "pruned", "refused": "", "distance": 0.25}
-    files = [tmp_path / f"{name}.json" for name in "ab"]
-    for file in files:
-        row = {"family": file.stem, "units": {"mlp": 2}, "refused": {"stem": 1}, "deployable": [refused, well]}
-        file.write_text(json.dumps({"rows": [row]}), encoding="utf-8")
-
-    lines = page(files).splitlines()
-
-    assert next(line for line in lines if "openvino" in line).endswith("| openvino int8 static |")
-    assert [line for line in lines if line.startswith(("| a |", "| b |"))] == [
-        "| a | 2 MLP | no (1) / 0.2 |",
-        "| b | 2 MLP | no (1) / 0.2 |",
-        "| a | 1 stem |",
-        "| b | 1 stem |",
-    ]
-    assert sum("code: why" in line for line in lines) == 1

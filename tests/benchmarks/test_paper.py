@@ -21,11 +21,8 @@ from benchmarks.paper.numbers import (
     RATIOS,
     TABLES,
     UNIFORM_PARAMS,
-    Cell,
     DataSet,
-    Row,
     Study,
-    Value,
     family_of,
 )
 from benchmarks.paper.tables import (
@@ -34,7 +31,6 @@ from benchmarks.paper.tables import (
     Subject,
     best_by_algorithm_1,
     make_table,
-    markdown,
     of_report,
 )
 from profiling_agent.errors import PruningError, RequestError
@@ -308,27 +304,6 @@ def test_the_papers_int8_has_one_scale_for_each_weight_tensor_and_activations_of
 def test_what_cannot_be_cut_is_refused(asked, error, reason):
     with pytest.raises(error, match=reason):
         paper_prune(zoo.vit(), zoo.SPEC, *asked)
-
-
-def test_a_table_has_the_papers_number_next_to_each_quantity_of_which_it_prints_any():
-    def row(what: str, note: str, quantity: str, paper: Value | None, here: Value) -> Row:
-        cell = Cell(quantity=quantity, paper=paper, here=here)
-        return Row(model="m", family="ViT-B/16", data="d", what=what, cells=(cell,), note=note)
-
-    gained, fast = Value(value=-1.2, low=-2, high=0.4), Value(value=2.0)
-    rows = (
-        row(METHOD, "", "points gained", Value(value=1), gained),
-        row(OURS, "a|b", "times as fast", None, fast),
-    )
-    lines = markdown(Study(name="table2", title="t", rows=rows, differences=("a | b",), missing=())).splitlines()
-
-    assert lines[:4] == [
-        "| model | data | what | points gained | the paper | times as fast | note |",
-        "|---|---|---|---|---|---|---|",
-        f"| ViT-B/16: m | d | {METHOD} | -1.20 [-2.00, +0.40] | +1.00 |  |  |",
-        "| ViT-B/16: m | d | ours |  |  | 2.00 | a\\|b |",
-    ]
-    assert lines[4:] == ["", "Differences from the paper:", "", "- a | b"]
 
 
 @pytest.mark.parametrize(

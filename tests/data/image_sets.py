@@ -76,5 +76,5 @@ def images_of(*splits):
 
 def write_split(folder, images, labels=None):
     """Write encoded images as a drawn split, labelled by their rows if `labels` is None; return it opened."""
-    write_rows(folder / "split.parquet", zip(images, range(len(images)) if labels is None else labels, strict=True))
-    return SplitImages(folder / "split.parquet")
+    write_rows(folder / "split.arrow", zip(images, range(len(images)) if labels is None else labels, strict=True))
+    return SplitImages(folder / "split.arrow")

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data.image_sets import TEST, expected_sizes, images_of, png, pngs, sizes, table, train_and_test
+from data.image_sets import TEST, expected_sizes, images_of, png, pngs, sizes, train_and_test
 from datasets import Value
 
 from profiling_agent.data.images import SplitImages
@@ -37,26 +37,6 @@ def test_cifar100_is_read_by_the_named_labels_or_those_that_map_best(parquet, dr
     assert any("'coarse_label', which maps best" in note for note in drawn.notes)
     drawn = draw(folder, ["apple", "pear", "trout", "shark", "fruit", "fish"], label_column="coarse_label")
     assert [match.model_id for match in drawn.matchings[0].matches] == [4, 5]
-
-
-@pytest.fixture
-def imagenette(parquet, tmp_path):
-    kind = ["tench", "English springer", "cassette player"]
-    for index, config in enumerate(("160px", "320px")):
-        rows = [table(np.arange(60) % 3, kind, first=1000 * index + first) for first in (0, 500)]
-        parquet("imagenette", config, train=rows[0], validation=rows[1])
-    card = "".join(f"- config_name: {name}\n  data_dir: {name}\n" for name in ("160px", "320px"))
-    (tmp_path / "imagenette" / "README.md").write_text(f"---\nconfigs:\n{card}---\n")
-    return tmp_path / "imagenette"
-
-
-def test_imagenette_needs_a_config_and_lists_them(imagenette, refusal):
-    assert "Config name is missing. Please pick one among the available configs: ['160px', '320px']" in refusal(
-        imagenette, IMAGENET
-    )
-    assert "BuilderConfig '32px' not found. Available: ['160px', '320px']" in refusal(
-        imagenette, IMAGENET, dataset_config="32px"
-    )
 
 
 def test_folders_of_photographs_that_lie_side_by_side_are_never_read_as_one(photographs, draw, refusal):

@@ -2,7 +2,6 @@
 
 import io
 import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -87,33 +86,16 @@ def test_a_format_that_pictures_are_not_kept_in_is_no_image(kind):
         decode_rgb(encoded(Image.new("RGB", (32, 32)), kind))
 
 
-def black_png(side):
-    """Return a square PNG of one bit a pixel: a few kilobytes."""
-    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
-    body = zlib.compress(bytes(1 + -(-side // 8)) * side, 9)
-    parts = ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
-    chunks = [
-        struct.pack(">I", len(held)) + kind + held + struct.pack(">I", zlib.crc32(kind + held)) for kind, held in parts
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-
-def test_an_image_that_pillow_warns_of_is_read_without_a_warning():
-    side = 9500
-    assert Image.MAX_IMAGE_PIXELS is not None
-    assert Image.MAX_IMAGE_PIXELS < side**2 < 2 * Image.MAX_IMAGE_PIXELS
-    assert decode_rgb(black_png(side)).size == (side, side)
-
-
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (black_png(13_400), "DecompressionBombError .*exceeds limit"),
+        (encoded(NOISE), "DecompressionBombError .*exceeds limit"),
         # Pillow's message names an object, which is another the next time.
         (b"no image", "^its beginning is damaged, or of no format that is read$"),
         (b"", "^its beginning is damaged, or of no format that is read$"),
     ],
 )
-def test_an_image_that_is_refused_has_the_reason(data, why):
+def test_an_image_that_is_refused_has_the_reason(data, why, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 24 * 16 // 2 - 1)
     with pytest.raises(CorruptImageError, match=why):
         decode_rgb(data)

@@ -8,7 +8,7 @@ import torch
 import zoo
 from safetensors.torch import load_file, save_file
 
-from profiling_agent.data.models import device_note, load_model, resolve_device
+from profiling_agent.data.models import device_note, load_model
 from profiling_agent.errors import AcquisitionError
 
 
@@ -59,7 +59,7 @@ def test_half_precision_weights_are_loaded_as_float32_and_that_is_noted(tmp_path
 
 
 def test_what_is_no_model_is_one_line(folder):
-    assert "did you mean 'vit'?" in refusal(f"{folder}t")
+    assert "does not exist: give an existing folder or a Hub id" in refusal(f"{folder}t")
     assert "is no local folder, and https://" in refusal("not a model")
 
 
@@ -84,9 +84,6 @@ def numbered(*numbers):
     return {str(number): f"kind {number}" for number in numbers}
 
 
-NOT_NUMBERED = r"names of classes \(id2label\) that aren't numbered from 0 to 4"
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -94,22 +91,15 @@ NOT_NUMBERED = r"names of classes \(id2label\) that aren't numbered from 0 to 4"
         ({"model_type": "mine", "auto_map": {"AutoModelForImageClassification": "mine.Mine"}}, "never run"),
         ({"quantization_config": {"quant_method": "torchao"}}, "is quantized already"),
         ({"id2label": ["a", "b"]}, "can't be read from its config.json"),
-        ({"id2label": numbered(0), "label2id": None, "problem_type": "regression"}, "has one output, as regressions"),
-        ({"problem_type": "multi_label_classification"}, "only models with one label an image are supported"),
-        ({"hidden_size": "x"}, "model '"),
-        ({"hidden_act": "no such thing"}, "model '"),
-        (
-            {"model_type": "vitt", "architectures": ["FooForImageClassification"]},
-            "The checkpoint you are trying to load has model type `vitt` but Transformers does not recognize",
-        ),
+        ({"id2label": numbered(0), "label2id": None, "problem_type": "regression"}, "has one output"),
+        ({"problem_type": "multi_label_classification"}, "with a single label an image"),
+        ({"model_type": "vitt"}, "has model type `vitt` but Transformers does not recognize"),
         (
             {"intermediate_size": 128},
             r"has 'vit\.layers\.0\..*' of \(256,\), and by its config.json of \(128,\)",
         ),
         # Not numbered as the logits are.
-        ({"id2label": numbered(0, 1, 2, 3, 5), "label2id": None}, NOT_NUMBERED),
-        ({"id2label": numbered(1, 2, 3, 4, 5), "label2id": None}, NOT_NUMBERED),
-        ({"id2label": numbered(-1, 0, 1, 2, 3), "label2id": None}, NOT_NUMBERED),
+        ({"id2label": numbered(1, 2, 3, 4, 5), "label2id": None}, "aren't numbered from 0 to 4"),
     ],
 )
 def test_a_configuration_that_can_not_be_used_is_one_line(folder, changes, text):
@@ -171,7 +161,6 @@ def test_a_snapshot_in_the_hubs_cache_links_to_its_blobs(folder, tmp_path):
     assert load_model(str(snapshot)).architecture == "ViTForImageClassification"
 
 
-def test_the_device_is_what_was_asked_for_and_cuda_that_was_left_alone_is_told():
-    assert resolve_device("cpu") == resolve_device("auto") == "cpu"
+def test_cuda_that_was_left_alone_is_told():
     assert "--device cuda asks for it" in (device_note("auto", has_cuda=True) or "")
     assert device_note("auto", has_cuda=False) is device_note("cpu", has_cuda=True) is None

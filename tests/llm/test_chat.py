@@ -1,27 +1,22 @@
 """The chat model: clients, servers that fail, the budget, recorded transcripts and personas."""
 
 import json
-import operator
-import time
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Any
 
 import pytest
 from advisors import advisor_of, chat_of
 from chat_server import Said, chat_server, error, in_turn
-from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import StructuredTool
-from langgraph.graph import END, START, StateGraph
 from llm_personas import PERSONAS
-from sample_records import GOAL, evidence, profile
+from sample_records import GOAL, judged
 from simulated_runs import NUM_ATTEMPTS, best_saving, loop
 
-from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestError
+from profiling_agent.errors import AdvisorError, RequestError
 from profiling_agent.llm.chat import Chat, Endpoint, Recorded, chat_client, check_endpoint
 from profiling_agent.llm.transcript import FILE, Transcript, open_recording
 from profiling_agent.planning.allocation import allowed_kl
-from profiling_agent.schemas import ModelProfile
 from profiling_agent.search.planners import Planner
 
 QUESTION = [SystemMessage("Call tools."), HumanMessage("How much?")]
@@ -79,51 +74,27 @@ def test_calls_without_an_id_or_with_arguments_that_are_no_json_are_answered_too
     assert Transcript(tmp_path / FILE).spent.input_tokens is None
 
 
-@pytest.mark.parametrize("status", [400, 404, 422, 501])
-def test_a_server_without_tools_is_one_line_that_says_so(tmp_path: Path, status: int):
-    refuses = error(status, "this model does not support tools")
-    with chat_server(lambda payload, _: refuses if "tools" in payload else Said(content="ready")) as server:
-        check_endpoint(Endpoint(model="m", base_url=server.url), "EMPTY", timeout_s=9.0)
-        with pytest.raises(AdvisorError, match=r"^openai:scripted can't call tools, which planning needs") as caught:
-            ask(chat_of(server, tmp_path))
-    assert "\n" not in str(caught.value)
-    # Nor can this model of LangChain's.
-    fake = Chat(FakeListChatModel(responses=["no"]), "fake", Transcript(tmp_path / "fake.jsonl", max_tokens=9))
-    with pytest.raises(AdvisorError, match=r"^fake can't call tools, which planning needs"):
-        ask(fake)
-
-
-@pytest.mark.parametrize(
-    "passing", [error(429, retry_after="1"), error(500), Said(drops=True)], ids=["429", "500", "cut"]
-)
-def test_what_passes_is_tried_again(tmp_path: Path, passing: Said):
-    started = time.monotonic()
-    with chat_server(in_turn(passing, LOOKS)) as server:
+def test_a_request_that_is_cut_off_is_tried_again(tmp_path: Path):
+    with chat_server(in_turn(Said(drops=True), LOOKS)) as server:
         assert ask(chat_of(server, tmp_path)).tool_calls
         assert len(server.asked) == 2
-
-    if passing.status == 429:
-        assert time.monotonic() - started >= 1
 
 
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (error(401), "openai:scripted gave no answer"),
-        (Said(refusal="I don't plan."), "openai:scripted refuses to answer: I don't plan."),
-        (Said(body="<html>busy</html>"), "openai:scripted gave no answer"),
-        (Said(body='{"error": "no"}'), "openai:scripted gave no answer"),
-        (Said(content="late", delay_s=3.0), "openai:scripted gave no answer .*imed out"),
-        (error(400, "This model's maximum context length is 4096 tokens"), "maximum context length"),
+        (error(401), ""),
+        (Said(body="<html>busy</html>"), ""),
+        (Said(content="late", delay_s=3.0), "imed out"),
+        (error(400, "this model does not support tools"), "does not support tools"),
     ],
-    ids=["wrong key", "refusal", "page", "error", "timeout", "too long"],
+    ids=["wrong key", "page", "timeout", "no tools"],
 )
 def test_what_does_not_pass_is_one_line(tmp_path: Path, reply: Said, message: str):
-    with chat_server(in_turn(reply)) as server, pytest.raises(AdvisorError, match=message) as caught:
+    expected = f"^openai:scripted gave no answer .*{message}"
+    with chat_server(in_turn(reply)) as server, pytest.raises(AdvisorError, match=expected) as caught:
         ask(chat_of(server, tmp_path, timeout_s=0.3))
 
-    assert isinstance(caught.value, ContextTooLongError) == (reply.status == 400)
-    assert reply.status != 400 or len(server.asked) == 1
     assert "\n" not in str(caught.value)
 
 
@@ -149,14 +120,12 @@ def test_turns_of_a_server_that_counts_no_tokens_are_estimated_for_the_budget(tm
         assert len(server.asked) == 2
 
 
-def test_a_line_that_a_kill_cut_off_is_passed_over_and_counted(tmp_path: Path):
-    (tmp_path / FILE).write_text('{"kind": "request"}\nnonsense\n[1]\n{"kind": "turn", "age')
+def test_a_line_that_a_kill_cut_off_is_passed_over(tmp_path: Path):
+    (tmp_path / FILE).write_text('{"kind": "turn", "age')
     with chat_server(in_turn(LOOKS)) as server:
         ask(chat_of(server, tmp_path))
 
-    transcript = Transcript(tmp_path / FILE)
-    assert len(transcript.of("turn")) == 1
-    assert transcript.spent.unread_lines == 3
+    assert len(Transcript(tmp_path / FILE).of("turn")) == 1
 
 
 def test_the_key_is_in_the_header_and_in_no_file_when_a_server_quotes_it(
@@ -194,28 +163,6 @@ def test_an_endpoint_is_tried_by_one_request():
         assert len(server.asked) == 3
     with pytest.raises(RequestError, match=r"openai:m at http://127\.0\.0\.1:9/v1 gave no answer .*Connection"):
         check_endpoint(Endpoint(model="m", base_url="http://127.0.0.1:9/v1"), "EMPTY", timeout_s=9.0)
-
-
-class State(TypedDict):
-    names: Annotated[list[str], operator.add]
-
-
-def test_tokens_are_streamed_under_the_name_of_the_node_and_counted(tmp_path: Path):
-    said = Said(content="I look first.", tool_calls=LOOKS.tool_calls, piece=4)
-    with chat_server(in_turn(said)) as server:
-        chat = chat_of(server, tmp_path)
-        graph = StateGraph(State)
-        graph.add_node("think", lambda state: {"names": [call["name"] for call in ask(chat).tool_calls]})
-        graph.add_edge(START, "think")
-        graph.add_edge("think", END)
-        pieces: list[Any] = list(graph.compile().stream({"names": []}, stream_mode=["messages", "updates"]))
-
-    words = [part for mode, part in pieces if mode == "messages"]
-    text = "".join(message.text for message, _ in words if type(message).__name__ == "AIMessageChunk")
-    assert text == "I look first."
-    assert {metadata["langgraph_node"] for _, metadata in words} == {"think"}
-    assert pieces[-1][1] == {"think": {"names": ["look"]}}
-    assert Transcript(tmp_path / FILE).spent.input_tokens == 100
 
 
 @pytest.fixture
@@ -268,21 +215,11 @@ def test_a_file_without_answers_is_one_line(tmp_path: Path):
             open_recording(str(tmp_path / name))
 
 
-def judged() -> ModelProfile:
-    """Return six MLPs whose KLs double with each step, each unit a little dearer than the one before; time is saved too."""
-    found = profile(6)
-    kls = {
-        unit.name: tuple(0.0002 * (1 + index) * 2**step for step in range(12)) for index, unit in enumerate(found.units)
-    }
-    judged_by = evidence(found.units, kls, latency=lambda keep: 8 * (512 - keep) / 512)
-    return found.model_copy(update={"evidence": judged_by})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("planner", ["hybrid", "llm"])
 @pytest.mark.parametrize("name", [name for name in PERSONAS if name != "silent"])
 def test_whoever_plans_nothing_beyond_the_evidence_is_measured(tmp_path: Path, name: str, planner: Planner):
-    found = judged()
+    found = judged(6)
     with chat_server(PERSONAS[name]) as server:
         attempts = loop(advisor_of(chat_of(server, tmp_path)), planner, found)
 
@@ -293,7 +230,7 @@ def test_whoever_plans_nothing_beyond_the_evidence_is_measured(tmp_path: Path, n
 
 
 def test_the_careful_one_is_at_least_as_good_as_the_rules(tmp_path: Path):
-    found = judged()
+    found = judged(6)
     with chat_server(PERSONAS["careful"]) as server:
         attempts = loop(advisor_of(chat_of(server, tmp_path)), "llm", found)
 
