@@ -24,9 +24,9 @@ from profiling_agent.api import Listener, complete, ignore
 from profiling_agent.data.images import PreparedImages
 from profiling_agent.errors import ProfilingAgentError, PruningError, QuantizationError
 from profiling_agent.graph.run import ProgressEvent
+from profiling_agent.jobs.base import prepared
 from profiling_agent.jobs.measuring import answer
 from profiling_agent.jobs.runner import Jobs, job_key, read_profile
-from profiling_agent.jobs.tasks import prepared
 from profiling_agent.lib.machine import environment
 from profiling_agent.lib.modules import on_device, random_batch
 from profiling_agent.measure.intervals import paired_drop

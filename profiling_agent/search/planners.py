@@ -309,7 +309,7 @@ def _objection(plan: Plan, planning: Planning, planner: Planner, target: Target 
         return None
     metric = (plan.target or target or Target(saving=0.5)).metric
     saving = saved_share(dry.cuts, profile, metric)
-    rival = Plan(target=Target(metric=metric, saving=min(max(saving, 1e-6), allocation.MAX_TARGET_SAVING)))
+    rival = Plan(target=Target(metric=metric, saving=min(max(saving, 1e-6), allocation.MAX_SAVING)))
     least = dry_run_or_none(apply_demands(rival, goal), profile)
     if least is not None and least.kl is not None:
         kl, least_kl, how = dry.kl, least.kl, "predicted"

@@ -7,7 +7,7 @@ import pytest
 from sample_records import evidence, profile
 
 from profiling_agent import schemas
-from profiling_agent.reporting.render import render_html
+from profiling_agent.reporting.render import render_html, render_text
 from profiling_agent.reporting.report import (
     RunReport,
     card_judged,
