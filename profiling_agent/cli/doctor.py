@@ -189,8 +189,7 @@ def _check_runtime(jobs: Jobs, name: RuntimeName) -> Finding:
         return _finding(name, "not installed", reason)
     try:
         tiny, deployment = jobs.run(TinyTask()), Deployment(runtime=name)
-        is_from_onnx = deployment.scheme in registry.runtime(name).from_onnx
-        onnx = jobs.run(ExportTask(model=tiny.model)) if is_from_onnx else None
+        onnx = jobs.run(ExportTask(model=tiny.model)) if registry.reads_onnx(deployment) else None
         given: dict[str, Any] = {
             "model": tiny.model,
             "deployment": deployment,
