@@ -38,16 +38,3 @@ def test_best_is_replaced_and_never_missing(tmp_path: Path):
         workspace.point_best(ref(name), workspace.root)
 
         assert (workspace.root / "best").resolve() == (workspace.jobs / name).resolve()
-
-
-def test_a_sweep_takes_what_is_half_written_and_nothing_else(tmp_path: Path):
-    workspace = open_workspace(request(tmp_path), "a")
-    (workspace.jobs / "done").mkdir()
-    (workspace.jobs / ".tmp-cut-1").mkdir()
-    (workspace.jobs / ".tmp-cut-1" / "model.safetensors").write_text("half")
-    (workspace.root / ".tmp-report.json-1").write_text("half")
-
-    workspace.remove_partial_files()
-
-    assert [path.name for path in workspace.jobs.iterdir()] == ["done"]
-    assert not list(workspace.root.rglob(".tmp-*"))

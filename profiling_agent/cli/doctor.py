@@ -172,8 +172,7 @@ def _check_runtime(jobs: Jobs, name: RuntimeName) -> Finding:
         return _finding(name, "not installed", reason)
     try:
         tiny, deployment = jobs.run(TinyTask()), Deployment(runtime=name)
-        is_from_onnx = deployment.scheme in registry.runtime(name).from_onnx
-        onnx = jobs.run(ExportTask(model=tiny.model)) if is_from_onnx else None
+        onnx = jobs.run(ExportTask(model=tiny.model)) if registry.reads_onnx(deployment) else None
         inputs: dict[str, Any] = {"model": tiny.model, "calibration": tiny.images, "onnx": onnx}
         model = jobs.run(DeployTask(**inputs, deployment=deployment, batch_size=1, isolated=True)).model
         latency_ms = jobs.run(HeadlineTask(model=model, batch_size=1, device="cpu")).latency.median_ms

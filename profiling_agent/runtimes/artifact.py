@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -64,6 +64,11 @@ class Recipe(Record):
     def model_files(self) -> tuple[str, ...]:
         """Return the files that the runtime reads."""
         return runtime(self.deployment.runtime).files
+
+    @field_validator("base_model")
+    @classmethod
+    def _without_path(cls, name: str, info: ValidationInfo) -> str:
+        return name if info.data.get("base_revision") else Path(name).name
 
     @field_validator("files")
     @classmethod

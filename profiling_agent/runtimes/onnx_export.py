@@ -28,7 +28,7 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.logs import muted, third_party_errors
 from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
-from profiling_agent.runtimes.onnx_runtime import one_thread, write_bare
+from profiling_agent.runtimes.onnx_runtime import OnnxSession, write_bare
 from profiling_agent.runtimes.registry import INPUT, OUTPUT, missing
 from profiling_agent.schemas import InputSpec
 
@@ -63,7 +63,7 @@ def export_onnx(model: nn.Module, path: Path, *, spec: InputSpec, is_bare: bool 
         with third_party_errors(
             lambda message: ArtifactError(f"ONNX Runtime can't run the exported model ({message}): fix its batch")
         ):
-            logits = torch.from_numpy(one_thread(str(path)).run([OUTPUT], {INPUT: batch.numpy()})[0])
+            logits = torch.from_numpy(OnnxSession(str(path), num_threads=1).run(batch.numpy()))
         distance = max(distance, apart := relative_distance(logits, logits_of(model, batch)))
         # `not <=` so that a NaN fails.
         if not apart <= TOLERANCE:
@@ -127,7 +127,7 @@ def _fold_resizes(path: Path) -> None:
             (name,) = node.output
             part = Extractor(model).extract_model([], [name])
             if not any(INPUT in inner.input for inner in part.graph.node):
-                resized: Any = one_thread(part.SerializeToString()).run([name], {})[0]
+                (resized,) = OnnxSession(part.SerializeToString(), num_threads=1).session.run([name], {})
                 model.graph.initializer.append(onnx.numpy_helper.from_array(resized, name))
                 model.graph.node.remove(node)
                 optimizer.remove_unused_nodes(model)

@@ -25,7 +25,6 @@ from profiling_agent.schemas import Deployment
 
 if TYPE_CHECKING:
     import onnx
-    from onnxruntime import InferenceSession
 
 # Operators of linear layers and convolutions in exported graphs.
 LAYER_OPS = ("MatMul", "Gemm", "Conv")
@@ -42,10 +41,11 @@ SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 
 
 class OnnxSession(registry.ModelSession):
-    """An opened ONNX file."""
+    """An opened ONNX graph, a path or bytes."""
 
-    def __init__(self, path: Path, options: Any) -> None:
-        self.session: Any = _open(str(path), options)
+    def __init__(self, graph: str | bytes, *, num_threads: int | None) -> None:
+        options, providers = _session_options(num_threads), ["CPUExecutionProvider"]
+        self.session: Any = import_onnxruntime().InferenceSession(graph, options, providers=providers)
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
@@ -65,15 +65,6 @@ def _session_options(num_threads: int | None) -> Any:
     # Its threads wait for the next pass by spinning, which takes cores from the next process.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
-
-
-def one_thread(graph: str | bytes) -> "InferenceSession":
-    """Return a single-threaded session: a pool would pin threads to cores that containers may lack."""
-    return _open(graph, _session_options(1))
-
-
-def _open(graph: str | bytes, options: Any) -> "InferenceSession":
-    return importlib.import_module("onnxruntime").InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
 class OnnxRuntime(registry.Runtime):
@@ -160,7 +151,7 @@ class OnnxRuntime(registry.Runtime):
     @classmethod
     def open(cls, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OnnxSession:  # noqa: ARG003
         """Open a saved folder; by default with a thread for each core that a container's quota has time for."""
-        return OnnxSession(folder / ONNX, _session_options(num_threads))
+        return OnnxSession(str(folder / ONNX), num_threads=num_threads)
 
 
 def fuse_attention(

@@ -146,6 +146,11 @@ def missing(name: RuntimeName, device: str = "cpu") -> str | None:
     return runtime(name).missing(device)
 
 
+def reads_onnx(deployment: Deployment) -> bool:
+    """Return whether a deployment is made from float32 ONNX."""
+    return deployment.scheme in runtime(deployment.runtime).from_onnx
+
+
 # The recommendation for all layers that gives a scheme; float32 and tf32 need none.
 RECOMMENDED: Mapping[Scheme, Mapping[str, str]] = {
     "bfloat16": {"quantization_type": "cast", "dtype": "bfloat16"},

@@ -182,8 +182,7 @@ def save_model(
     exists.
     """
     description = Recipe(
-        # Of a folder only the name: its path is private.
-        base_model=base_model if base_revision else Path(base_model).name,
+        base_model=base_model,
         base_revision=base_revision,
         architecture=type(model).__name__,
         config=config_of(model),

@@ -233,5 +233,4 @@ class Deployer:
 
     def exported(self, model: ArtifactRef, deployment: Deployment) -> ArtifactRef | None:
         """Return a float32 model as ONNX, exported once; None if the runtime reads none for this deployment."""
-        is_needed = deployment.scheme in registry.runtime(deployment.runtime).from_onnx
-        return self.jobs.run(tasks.ExportTask(model=model)) if is_needed else None
+        return self.jobs.run(tasks.ExportTask(model=model)) if registry.reads_onnx(deployment) else None

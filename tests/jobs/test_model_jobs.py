@@ -92,8 +92,8 @@ def test_every_runtime_answers_the_same_images_in_their_order(root: Path, made: 
         for name, model in (("evaluated-eager", ref("baseline")), ("evaluated-onnx", made.model))
     )
 
-    first, second = (read_predictions(root / each.predictions.files[0].path).predicted for each in (ours, theirs))
-    assert np.array_equal(first, second)
+    answers = [read_predictions(root / each.predictions.files[0].path).predicted for each in (ours, theirs)]
+    assert np.array_equal(answers[0], answers[1])
     assert ours.footprint.macs == theirs.footprint.macs > 0
 
 

@@ -181,13 +181,5 @@ def test_equal_tasks_have_equal_keys_wherever_they_run():
     assert len(keys) == 4
 
 
-def test_what_a_slow_model_takes_is_no_hang():
-    task = DoubleTask(number=1, isolated=True)
-
-    assert (task.limit_s(), task.limit_s(0.001), task.limit_s(60.0)) == (60.0, 60.0, 600_000.0)
-    # A pass of a minute: the 512 images of a shard may take nine hours.
-    assert tasks.EvaluateTask.passes > 512
-
-
 def test_what_forks_have_imported_exists():
     assert [name for name in tasks.MODULES if importlib.util.find_spec(name) is None] == []

@@ -77,10 +77,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-forks = pytest.mark.skipif(not can_fork(), reason="nothing is forked here")
-
-
-@pytest.mark.parametrize("spawned", [pytest.param(False, marks=forks), True])
+@pytest.mark.parametrize("spawned", [False, True] if can_fork() else [True])
 def test_a_child_is_where_its_parent_is_with_its_variables_and_leaves_ctrl_c_to_it(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawned: bool
 ):

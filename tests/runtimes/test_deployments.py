@@ -138,8 +138,7 @@ def test_a_pattern_that_hits_nothing_is_refused_and_leaves_nothing(sources: depl
 OPENED = """
 import sys
 from pathlib import Path
-from profiling_agent.measure.worker import open_artifact
-from profiling_agent.measure.worker import WorkerSetup
+from profiling_agent.measure.worker import WorkerSetup, open_artifact
 assert open_artifact(Path(sys.argv[1]), WorkerSetup(batch_size=2, device="cpu")).run_once() > 0
 print([name for name in ("torch", "transformers", "openvino_telemetry.main", "nncf") if name in sys.modules])
 """
