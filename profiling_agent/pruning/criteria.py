@@ -118,7 +118,9 @@ def gather_moments(
     # About the first batch's mean: squares of a channel of mean 1,000 and deviation 1 lose the variance in float32.
     origins: dict[str, Tensor] = {}
     num_images, consumers = 0, [unit.consumer for unit in units]
-    watched = modules.watching(model, consumers, after=lambda name, *tensors: activations.update({name: tensors}))
+    watched = modules.watching(
+        model, consumers, after=lambda name, inputs, output: activations.update({name: (inputs, output)})
+    )
     with torch.enable_grad(), watched:
         for images in batches:
             pixel_values = images.detach().requires_grad_()
