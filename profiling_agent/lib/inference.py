@@ -73,7 +73,8 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return rows W' + b, (..., outputs), for rows (..., inputs) and W (outputs, inputs), by oneDNN."""
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 
@@ -81,7 +82,7 @@ class _OneDnnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)
-        return _product(rows, weight, bias)
+        return product(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -89,8 +90,8 @@ class _OneDnnLinear(torch.autograd.Function):
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
         flat = gradient.reshape(-1, gradient.shape[-1])
         return (
-            _product(gradient, weight.T) if needs_rows else None,
-            _product(flat.T.contiguous(), rows.reshape(-1, rows.shape[-1]).T) if needs_weight else None,
+            product(gradient, weight.T) if needs_rows else None,
+            product(flat.T.contiguous(), rows.reshape(-1, rows.shape[-1]).T) if needs_weight else None,
             flat.sum(0) if needs_bias else None,
         )
 

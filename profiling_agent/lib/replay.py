@@ -27,7 +27,11 @@ def _replaying(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
     """Make modules return the given outputs instead of computing them."""
     with preserving_state(model):
         for name, output in outputs.items():
-            vars(model.get_submodule(name))["forward"] = lambda *_args, _output=output, **_kwargs: _output
+
+            def forward(*_args: Any, _output: Any = output, **_kwargs: Any) -> Any:
+                return _output
+
+            vars(model.get_submodule(name))["forward"] = forward
         yield
 
 

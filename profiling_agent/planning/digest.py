@@ -67,8 +67,6 @@ def named_groups(profile: ModelProfile) -> dict[str, Group]:
 
 
 MAX_CHARACTERS = 8_200
-# Layers that a scheme can quantize to int8.
-QUANTIZED_KINDS = ("Linear", "Conv2d")
 MAX_LAYERS, MAX_COSTLY_LAYERS = 16, 3
 # Characters of a user's reason, the number of latest rejections, and characters of a deployment's failure, which begins with the reason.
 MAX_REASON, MAX_REJECTIONS, MAX_FAILURE = 1000, 4, 100
@@ -176,7 +174,7 @@ def layer_rows(profile: ModelProfile) -> tuple[str, ...]:
     """Return a row for each group of linear layers or convolutions, the largest first."""
     by_kind: defaultdict[tuple[str, str], list[LayerProfile]] = defaultdict(list)
     for row in profile.layers:
-        if row.kind in QUANTIZED_KINDS:
+        if row.kind in ("Linear", "Conv2d"):
             by_kind[INDEX.sub("#", row.name), row.kind].append(row)
     kinds = sorted(by_kind.items(), key=lambda item: -sum(row.params for row in item[1]))
     rows = [

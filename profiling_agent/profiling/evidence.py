@@ -99,7 +99,7 @@ def measure_sensitivity(
     eliminations, folds = dict[str, criteria.Elimination](), dict[str, dict[int, dict[str, Tensor]]]()
     with preserving_state(model), torch.no_grad():
         model.eval()
-        if (num_images := calibration.count()) < MIN_IMAGES:
+        if (num_images := sum(map(len, calibration.every()))) < MIN_IMAGES:
             raise PruningError(
                 f"{num_images} calibration images are too few to measure sensitivity: at least {MIN_IMAGES} are needed"
             )

@@ -72,10 +72,6 @@ class Calibration:
             if len(part):
                 yield part
 
-    def count(self) -> int:
-        """Return the number of images."""
-        return sum(len(pixel_values) for pixel_values, _ in self.batches())
-
 
 def regrouped(batches: Iterable[Tensor], size: int) -> Iterator[Tensor]:
     """Yield the same images in batches of `size`, the last one possibly smaller."""
@@ -244,7 +240,7 @@ def compensate(
     with preserving_state(baseline), preserving_state(model), torch.no_grad():
         baseline.eval()
         model.eval()
-        if (num_images := calibration.count()) < MIN_IMAGES:
+        if (num_images := sum(map(len, calibration.every()))) < MIN_IMAGES:
             kl = _check_finite(mean_kl(_logits(baseline, calibration.every()), _logits(model, calibration.every())))
             note = f"not compensated: {num_images} calibration images, at least {MIN_IMAGES} are needed"
             return Compensated(model=pruned, kl_before=kl, kl_after=kl, note=note)

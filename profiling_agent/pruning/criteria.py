@@ -10,6 +10,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from profiling_agent.lib import modules
+from profiling_agent.lib.inference import mkl_is_slow, product
 from profiling_agent.schemas import Unit, UnitKind
 
 
@@ -79,9 +80,11 @@ RIDGE = 1e-2
 
 
 def second_moment(rows: Tensor) -> Tensor:
-    """Return z'z for the rows z (positions, columns): (columns, columns)."""
-    # A linear layer's product, which `quick_products` speeds up.
-    return F.linear(rows.T, rows.T)
+    """Return z'z for the rows z (positions, columns): (columns, columns); by oneDNN, twice as fast, where MKL is slow."""
+    if rows.device.type == "cpu" and rows.dtype == torch.float32 and mkl_is_slow():
+        columns = rows.detach().T.contiguous()
+        return product(columns, columns)
+    return rows.T @ rows
 
 
 def damp_(gram: Tensor, mean: Tensor) -> Tensor:
@@ -118,7 +121,9 @@ def gather_moments(
     # About the first batch's mean: squares of a channel of mean 1,000 and deviation 1 lose the variance in float32.
     origins: dict[str, Tensor] = {}
     num_images, consumers = 0, [unit.consumer for unit in units]
-    watched = modules.watching(model, consumers, after=lambda name, *tensors: activations.update({name: tensors}))
+    watched = modules.watching(
+        model, consumers, after=lambda name, inputs, output: activations.update({name: (inputs, output)})
+    )
     with torch.enable_grad(), watched:
         for images in batches:
             pixel_values = images.detach().requires_grad_()

@@ -290,13 +290,9 @@ def prune_model(
     Raises:
         PruningError: the surgery failed, or the pruned model isn't the masked one.
     """
-
-    def to_pruning_error(exception: str) -> PruningError:
-        units = f"{', '.join(cut.unit.name for cut in cuts[:3])} ({len(cuts)} units)"
-        return PruningError(f"cutting {units} failed with {exception}; leave some of them alone")
-
+    units = f"{', '.join(cut.unit.name for cut in cuts[:3])} ({len(cuts)} units)"
     # Torch-Pruning, and a model that it left half cut, raise arbitrary exceptions.
-    with third_party_errors(to_pruning_error):
+    with third_party_errors(lambda error: PruningError(f"cutting {units} failed with {error}; leave some alone")):
         kept = {
             cut.unit.name: list(keep[cut.unit.name]) if keep else largest_weights(model, cut.unit, cut.keep)
             for cut in cuts

@@ -176,7 +176,9 @@ class Trace(TorchFunctionMode):
         self.calls: Counter[nn.Module] = Counter()
         self.borrowed: dict[nn.Module, str] = {}
         self.arguments: dict[str, Arguments] = {}
-        self._owners = {p: m for m in model.modules() if isinstance(m, LAYERS) for p in m.parameters(recurse=False)}
+        self._owners: dict[Tensor, nn.Module] = {
+            p: m for m in model.modules() if isinstance(m, LAYERS) for p in m.parameters(recurse=False)
+        }
         # Of each tensor, which is its own key, the axis that holds its channels; None if it has none.
         self.axes: dict[Tensor, Axis | None] = {}
         self._running = 0
@@ -200,8 +202,11 @@ class Trace(TorchFunctionMode):
                 source, axis = traced[0]
 
                 def run_with(other: Tensor, source: Tensor = source) -> Any:
-                    replaced = tree_map(lambda value: other if value is source else value, (args, kwargs))
-                    return func(*replaced[0], **replaced[1])
+                    def replaced(value: Any) -> Any:
+                        return other if value is source else value
+
+                    new_args, new_kwargs = tree_map(replaced, (args, kwargs))
+                    return func(*new_args, **new_kwargs)
 
                 new_axis = follow(run_with, source, axis)
             if new_axis is None:

@@ -129,8 +129,7 @@ def _heads_unit(
     if attention.refusal is not None:
         return attention.refusal
     width, size = attention.num_heads, attention.head_dim
-    step = step_for(UnitKind.HEADS, width)
-    if reason := _too_narrow(width, step):
+    if reason := _too_narrow(width, step=1):
         return reason
     removed = [
         (name, sum(tensor[0].numel() for tensor in model.get_submodule(name).parameters()) * size * attention.stacks)
@@ -146,7 +145,7 @@ def _heads_unit(
         producers=attention.producers,
         consumer=attention.consumer,
         width=width,
-        step=step,
+        step=1,
         params_per_channel=sum(params for _, params in removed),
         macs_per_channel=_removed_macs(model, removed, macs) + macs.get(holder, 0) // width,
         inner=tuple(name for name in owners if isinstance(model.get_submodule(name), LAYERS)),

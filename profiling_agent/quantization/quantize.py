@@ -121,13 +121,9 @@ def quantize_rowwise(model: nn.Module, recommendations: Sequence[QuantizationRec
     """Return a copy of `model` on the CPU with the recommended linear layers in int8 or float8.
 
     The classifier, whose rows are images, and layers whose widths aren't multiples of 16 stay in float. Raises what
-    `chosen_layers` does, and QuantizationError if no layer is left to quantize, a weight isn't finite, or the device
-    can't multiply float8.
+    `chosen_layers` does, and QuantizationError if no layer is left to quantize, or a weight isn't finite.
     """
     choices, multiple = chosen_layers(model, recommendations), quantized_layers.MULTIPLE
-    is_float8 = any(choice.dtype == "float8" for choice in choices.values())
-    if is_float8 and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        raise QuantizationError("float8 needs a GPU of compute capability 8.9 or higher (H100, L40S, RTX 4090)")
     quantized = copy.deepcopy(model).cpu()
     config: Any = model.config
     layers: dict[str, QuantizedModule] = {}

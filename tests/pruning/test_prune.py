@@ -66,7 +66,7 @@ def forgetful(model):
     [
         (overflowing, "gives logits that aren't finite"),
         (forgetful, "doesn't compute what the masked baseline does"),
-        (lambda _: {"cuts": cuts_of(zoo.deit())}, "failed with AttributeError .*; leave some of them alone"),
+        (lambda _: {"cuts": cuts_of(zoo.deit())}, "failed with AttributeError .*; leave some alone"),
         (lambda model: {"cuts": cuts_of(model), "images": torch.zeros(1, 3, 48, 48)}, "failed with ValueError"),
     ],
 )
