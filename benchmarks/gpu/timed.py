@@ -2,7 +2,8 @@
 
     python benchmarks/gpu/timed.py ARTIFACT|PEER FOLDER BATCH_SIZE DEVICE
 
-Requests: `turn SECONDS` (latencies of single passes, ms), `throughput PASSES` (ms a pass, enqueued without waiting), `memory` (bytes allocated and reserved at most).
+Requests: `turn SECONDS` (latencies of single passes, ms), `throughput PASSES` (ms a pass, enqueued without waiting), `memory`
+(bytes allocated and reserved at most).
 """
 
 import json
