@@ -195,7 +195,7 @@ HUB_FILES = frozenset({".gitattributes"})
 
 
 def push(source: str | Path, repo_id: str, *, private: bool = False, update: bool = False) -> str:
-    """Push a run's best model, a saved model or an exported folder to the Hub as `repo_id`, in one commit; return its page.
+    """Push a run's best model, a saved model or an exported folder to the Hub as `repo_id`, and return the page of the commit.
 
     The token is that of `hf auth login` or of HF_TOKEN. Local paths aren't uploaded. A model that was pushed by this function
     before is replaced only with `update`; other files of its repository stay, and so do earlier commits.
