@@ -30,7 +30,7 @@ def ref(path: str, kind: Any = "model") -> ArtifactRef:
 
 def split(name: str = "calibration", num_images: int = NUM_IMAGES) -> SplitInfo:
     return SplitInfo(
-        name="calibration", source_split="train", num_images=num_images, file=ref(f"{name}.parquet", "split")
+        name="calibration", source_split="train", num_images=num_images, file=ref(f"{name}.arrow", "split")
     )
 
 

@@ -45,7 +45,7 @@ def ref(root: Path, name: str) -> ArtifactRef:
 
 
 def info(root: Path, name: Any, num_images: int) -> SplitInfo:
-    path = root / f"{name}.parquet"
+    path = root / f"{name}.arrow"
     file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size, kind="split")
     return SplitInfo(name=name, source_split="test", num_images=num_images, file=file)
 
