@@ -29,7 +29,6 @@ FIRST_NAME = "tench"
 NO_WORDS = frozenset({"no", "not", "non", "without", "w/o"})
 # One-sided error rates of two tests: the choice between two matchings, and predictions better than chance.
 CHOICE_ERROR, CHANCE_ERROR = 0.01, 0.05
-NUM_SHOWN = 5
 # With fewer images a gain of MIN_GAIN may be chance: of 100 images its standard error is at most seven points.
 MIN_JUDGED_IMAGES = 100
 MIN_GAIN = 0.2
@@ -214,9 +213,9 @@ def order_match_note(matches: Sequence[LabelMatch]) -> str | None:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Format the first few names, quoted, and the number of the rest."""
-    rest = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
-    return ", ".join(repr(name[:MAX_QUOTED]) for name in names[:NUM_SHOWN]) + rest
+    """Format the first five names, quoted, and the number of the rest."""
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(repr(name[:MAX_QUOTED]) for name in names[:5]) + rest
 
 
 def _normalise(name: str) -> str:

@@ -114,9 +114,7 @@ def load_model(
         config = _read_config(folder, name)
         dtype, note = str(config.dtype or torch.float32).removeprefix("torch."), None
         if dtype != "float32":
-            note = (
-                f"the weights are stored in {dtype}: the baseline, with which sizes and speeds are compared, is float32"
-            )
+            note = f"the weights are stored in {dtype}: the baseline that sizes and speeds are compared with is float32"
         model: Any = _read_weights(folder, name, config)
         processor = _read_processor(folder, name, config)
         model.config.name_or_path = model.name_or_path = str(folder)

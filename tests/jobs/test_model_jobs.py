@@ -29,7 +29,7 @@ def ref(path: str) -> ArtifactRef:
 
 
 def split(name: str = "calibration", num_images: int = NUM_IMAGES) -> SplitInfo:
-    return SplitInfo(name="calibration", source_split="train", num_images=num_images, file=ref(f"{name}.parquet"))
+    return SplitInfo(name="calibration", source_split="train", num_images=num_images, file=ref(f"{name}.arrow"))
 
 
 @pytest.fixture(scope="module")
