@@ -5,15 +5,15 @@ from functools import partial
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
-from langgraph.types import Command, interrupt
+from langgraph.types import Command
 
-from profiling_agent.data.labels import why_doubtful
 from profiling_agent.errors import AdvisorError, PlanError, RequestError, RunError, ShapeUnresolvedError
-from profiling_agent.graph.approval import RESPONSE_SCHEMA, human_request, read_response
+from profiling_agent.graph.approval import ask, human_request
 from profiling_agent.graph.context import choose_advisor
 from profiling_agent.graph.planner import advised_shape, find_plan
 from profiling_agent.graph.run import Run, Update
 from profiling_agent.graph.state import RunState, require
+from profiling_agent.graph.steps import DEPLOYMENT_SEARCH, VERDICT, run_steps
 from profiling_agent.jobs.runner import Jobs, measure_headline, read_profile
 from profiling_agent.jobs.tasks import AcquireTask, ProfileTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
 from profiling_agent.lib.io import DocumentError, inside, make_folders, read_record, write_text
@@ -26,12 +26,12 @@ from profiling_agent.reporting.render import write_report
 from profiling_agent.reporting.report import build_report, card_judged, card_notes, card_rows, results_folder
 from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
-from profiling_agent.schemas import SHARD, Approval, ApprovalQuestion, Decided, Origin, Plan, StopReason
+from profiling_agent.schemas import Approval, ApprovalQuestion, Decided, Origin, Plan, StopReason
 from profiling_agent.search import attempt as attempts
 from profiling_agent.search.advice import advise
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
 from profiling_agent.search.evaluator import EFFORTS, affordable_images
-from profiling_agent.search.finalize import FinalChoice, add_race_result, finalize, raced_headline, torch_model
+from profiling_agent.search.finalize import FinalChoice, add_race_result, raced_headline, start, torch_model
 from profiling_agent.search.planners import Advisor, first_proposal, milder, next_proposal, setting_of
 from profiling_agent.search.verdict import why_unproven
 
@@ -123,12 +123,11 @@ def deployment_search(state: RunState, run: Run) -> Update:
         # The paper's plans prune and quantize; its loop judges pruned models in float32.
         if reason and state.goal.selection != "paper":
             raise PlanError(reason)
-    acquired = evaluator.acquired
-    answers = evaluator.answers(evaluator.evaluate_baseline(acquired.search, range(SHARD)))
-    if doubt := why_doubtful(answers.predicted, answers.true, acquired.labels):
-        run.jobs.progress(doubt, 0, 0)
-        acquired = acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
-    journal = attempts.open_journal(evaluator, plan)
+    trials = run_steps(DEPLOYMENT_SEARCH, attempts.DeploymentTrials(wish=plan.quantization), evaluator)
+    acquired, journal = evaluator.acquired, attempts.journal_of(evaluator, trials)
+    if trials.doubt:
+        run.jobs.progress(trials.doubt, 0, 0)
+        acquired = acquired.model_copy(update={"notes": (*acquired.notes, trials.doubt), "doubt": trials.doubt})
     options = journal.deployment_search.options if journal.deployment_search else ()
     # A conversion that crashed or took too long is no evidence against the plan.
     if schemes_of(plan.quantization or ()) and options and all(option.is_unfit for option in options):
@@ -171,22 +170,17 @@ def approval(state: RunState, run: Run) -> Update:
     """Interrupt until the answer is valid. The node may run again, so nothing here has side effects."""
     proposal, profile, run_id = require(state.proposal), run.evaluator(state).profile, run.workspace.root.name
     question = attempts.build_approval_question(run_id, proposal, state.origin, profile, len(state.attempts) + 1)
-    while True:
-        request = human_request(question, state.goal)
-        # Checked here: LangGraph's own check ends the turn with a traceback.
-        response = interrupt(request, response_schema=RESPONSE_SCHEMA)
-        try:
-            answer = read_response(response, request)
-            plan, goal = (None if answer.decision == "reject" else proposal), state.goal
-            if answer.decision == "edit":
-                plan, goal = attempts.apply_edit(answer, proposal, goal, profile)
-        except RequestError as error:
-            question = question.model_copy(update={"problem": str(error)})
-            continue
+
+    def accept(answer: Approval) -> Update:
+        plan, goal = (None if answer.decision == "reject" else proposal), state.goal
+        if answer.decision == "edit":
+            plan, goal = attempts.apply_edit(answer, proposal, goal, profile)
         decided = Decided(attempt=question.attempt, plan=plan or proposal, answer=answer)
         contract = state.request.model_copy(update={name: getattr(goal, name) for name in attempts.TIGHTER})
         demands = {"request": contract, "pins": goal.pins, "caps": goal.caps}
         return {"proposal": plan, "decisions": (*state.decisions, decided)} | demands
+
+    return ask(question, partial(human_request, goal=state.goal), accept)
 
 
 def pruning(state: RunState, run: Run) -> Update:
@@ -242,11 +236,12 @@ def iterative_pruning(state: RunState, run: Run) -> Update:
 
 def verdict(state: RunState, run: Run) -> Update:
     """Choose the winner by the current contract."""
-    final = finalize(run.evaluator(state), state.judged_journal)
+    evaluator, journal = run.evaluator(state), state.judged_journal
+    final = require(run_steps(VERDICT, start(evaluator, journal), evaluator, journal).final)
     text = final.model_dump_json()
     name = f"final-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
     write_text(run.workspace.root / name, text)
-    return {"final": name, "verdict": final.verdict}
+    return {"final": name, "verdict": final.verdict, "judged_goal": final.goal}
 
 
 def advice(state: RunState, run: Run) -> Update:
@@ -255,14 +250,13 @@ def advice(state: RunState, run: Run) -> Update:
 
 
 def read_final(state: RunState, run: Run) -> FinalChoice:
-    """Return the winner and what the verdict rests on; chosen again if a fork after the verdict has changed the contract."""
+    """Return the winner and what the verdict rests on."""
     workspace = run.workspace
     path = inside(workspace.root / state.final, workspace.root)
     try:
-        final = read_record(FinalChoice, path)
+        return read_record(FinalChoice, path)
     except (OSError, DocumentError) as error:
         raise RunError(f"{str(path)!r} is damaged: delete {str(workspace.checkpoints)!r}, and resume") from error
-    return final if final.goal == state.goal else finalize(run.evaluator(state), state.judged_journal)
 
 
 def report(state: RunState, run: Run) -> Update:

@@ -26,7 +26,7 @@ from sample_records import attempt, journal, profile, ref
 
 from profiling_agent import approve, build_graph, resume
 from profiling_agent.errors import RequestError, RunError, StorageError
-from profiling_agent.graph.checkpoints import RunSaver, open_saver, strict_serde
+from profiling_agent.graph.checkpoints import SERDE, RunSaver, open_saver
 from profiling_agent.graph.run import ProgressEvent
 from profiling_agent.graph.state import RunState, key_for, trusted_addresses
 from profiling_agent.llm.chat import Endpoint
@@ -48,7 +48,7 @@ from profiling_agent.workspace import create_workspace
 
 
 def round_trip(value):
-    serde = strict_serde()
+    serde = SERDE
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return serde.loads_typed(serde.dumps_typed(value))
@@ -84,7 +84,7 @@ def test_a_type_that_is_not_ours_is_not_rebuilt():
     class Stranger(BaseModel):
         value: int = 1
 
-    serde = strict_serde()
+    serde = SERDE
     assert not isinstance(serde.loads_typed(serde.dumps_typed(Stranger())), Stranger)
 
 
@@ -144,7 +144,7 @@ def test_no_checkpoint_of_a_full_size_run_is_above_60_kb_and_none_has_its_report
     assert (finished / values["final"]).is_file()
 
     full = {**newest.checkpoint, "channel_values": {**values, **of_full_size(values)}}
-    size = len(strict_serde().dumps_typed(full)[1])
+    size = len(SERDE.dumps_typed(full)[1])
     assert 10_000 < size < 60_000
     assert round_trip(full) == full
 
