@@ -147,9 +147,8 @@ def analysis(state: RunState, run: Run) -> Update:
     if state.proposal is not None:
         return {"origin": Origin(by="user")}
     evaluator, advisor = run.evaluator(state), advisor_of(state, run)
-    profile, journal, setting = evaluator.profile, state.judged_journal, UNKNOWN
-    if advisor is not None:
-        setting = setting_of(evaluator, journal)
+    profile, journal = evaluator.profile, state.judged_journal
+    setting = setting_of(evaluator, journal) if advisor else UNKNOWN
     rules = apply_demands(milder(analyse(profile, state.goal), len(journal.rejected)), state.goal)
     plan, origin = first_proposal(advisor, state.request.planner, profile, state.goal, rules, journal, setting=setting)
     return {"proposal": plan, "origin": origin}
@@ -218,11 +217,10 @@ def evaluation(state: RunState, run: Run) -> Update:
 
 def iterative_pruning(state: RunState, run: Run) -> Update:
     """Propose the next plan by rules or a language model, if the run has time for another attempt."""
-    evaluator, journal, setting = run.evaluator(state), state.judged_journal, UNKNOWN
+    evaluator, journal = run.evaluator(state), state.judged_journal
     has_time, profile, limit = evaluator.deadline.allows(state.longest_s), evaluator.profile, state.num_attempts
     advisor = advisor_of(state, run) if has_time else None
-    if advisor is not None:
-        setting = setting_of(evaluator, journal)
+    setting = setting_of(evaluator, journal) if advisor else UNKNOWN
     choice = next_proposal(
         advisor, state.request.planner, profile, state.goal, journal, max_iterations=limit, setting=setting
     )

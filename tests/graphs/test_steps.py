@@ -41,7 +41,9 @@ def test_each_deployment_is_a_step_that_shows_what_was_found_of_it(finished: Pat
     run = standing(finished, tmp_path, "deployment_search")
     steps = streamed(run, "deployment_search")
 
-    (found,) = read_report(finished).deployment_search.options
+    search = read_report(finished).deployment_search
+    assert search is not None
+    (found,) = search.options
     names = ["measure_baseline", "try_deployment", "race_deployments", "measure_deployment"]
     assert [name for name, _ in steps] == names
     tried, measured = steps[1][1], steps[3][1]
