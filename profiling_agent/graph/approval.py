@@ -1,9 +1,7 @@
 """Approval as LangChain's human-in-the-loop interfaces show and answer it: an action request, and one decision."""
 
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from langgraph.types import interrupt
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from profiling_agent.errors import RequestError
@@ -11,7 +9,6 @@ from profiling_agent.lib.io import first_problem
 from profiling_agent.schemas import Approval, ApprovalQuestion, Goal
 from profiling_agent.search.attempt import TIGHTER, read_answer
 
-Accepted = TypeVar("Accepted")
 ACTION, ANSWER = "apply_plan", "answer_question"
 
 
@@ -68,22 +65,6 @@ def human_question(question: ApprovalQuestion) -> dict[str, Any]:
     action = {"name": ANSWER, "args": {}, "description": "\n".join([*lines, question.question])}
     review = {"action_name": ANSWER, "allowed_decisions": ["approve", "reject"]}
     return {"action_requests": [action], "review_configs": [review], "question": question.model_dump(mode="json")}
-
-
-def ask(
-    question: ApprovalQuestion,
-    form: Callable[[ApprovalQuestion], dict[str, Any]],
-    accept: Callable[[Approval], Accepted],
-) -> Accepted:
-    """Interrupt with the form of a question; return what `accept` makes of the answer, and ask again if it raises RequestError."""
-    while True:
-        request = form(question)
-        # Checked here: LangGraph's own check ends the turn with a traceback.
-        response = interrupt(request, response_schema=RESPONSE_SCHEMA)
-        try:
-            return accept(read_response(response, request))
-        except RequestError as error:
-            question = question.model_copy(update={"problem": str(error)})
 
 
 def read_response(response: Any, request: dict[str, Any]) -> Approval:

@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
-from langgraph.types import Command
+from langgraph.types import Command, interrupt
 
 from profiling_agent.errors import AdvisorError, PlanError, RequestError, RunError, ShapeUnresolvedError
-from profiling_agent.graph.approval import ask, human_request
+from profiling_agent.graph.approval import RESPONSE_SCHEMA, human_request, read_response
 from profiling_agent.graph.context import choose_advisor
 from profiling_agent.graph.planner import advised_shape, find_plan
 from profiling_agent.graph.run import Run, Update
@@ -169,17 +169,22 @@ def approval(state: RunState, run: Run) -> Update:
     """Interrupt until the answer is valid. The node may run again, so nothing here has side effects."""
     proposal, profile, run_id = require(state.proposal), run.evaluator(state).profile, run.workspace.root.name
     question = attempts.build_approval_question(run_id, proposal, state.origin, profile, len(state.attempts) + 1)
-
-    def accept(answer: Approval) -> Update:
-        plan, goal = (None if answer.decision == "reject" else proposal), state.goal
-        if answer.decision == "edit":
-            plan, goal = attempts.apply_edit(answer, proposal, goal, profile)
+    while True:
+        request = human_request(question, state.goal)
+        # Checked here: LangGraph's own check ends the turn with a traceback.
+        response = interrupt(request, response_schema=RESPONSE_SCHEMA)
+        try:
+            answer = read_response(response, request)
+            plan, goal = (None if answer.decision == "reject" else proposal), state.goal
+            if answer.decision == "edit":
+                plan, goal = attempts.apply_edit(answer, proposal, goal, profile)
+        except RequestError as error:
+            question = question.model_copy(update={"problem": str(error)})
+            continue
         decided = Decided(attempt=question.attempt, plan=plan or proposal, answer=answer)
         contract = state.request.model_copy(update={name: getattr(goal, name) for name in attempts.TIGHTER})
         demands = {"request": contract, "pins": goal.pins, "caps": goal.caps}
         return {"proposal": plan, "decisions": (*state.decisions, decided)} | demands
-
-    return ask(question, partial(human_request, goal=state.goal), accept)
 
 
 def pruning(state: RunState, run: Run) -> Update:

@@ -14,7 +14,7 @@ hands over. Every step is a checkpoint: a run that is killed in a probe repeats 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import BaseTool, StructuredTool
@@ -22,10 +22,11 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode
 from langgraph.prebuilt.tool_node import ToolInvocationError
 from langgraph.runtime import Runtime
+from langgraph.types import interrupt
 from pydantic import ValidationError
 
 from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestError, ShapeUnresolvedError
-from profiling_agent.graph.approval import Accepted, ask, human_question
+from profiling_agent.graph.approval import RESPONSE_SCHEMA, human_question, read_response
 from profiling_agent.graph.checkpoints import call_subgraph
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.lib.io import clean, first_problem
@@ -39,7 +40,7 @@ from profiling_agent.planning.llm_planner import (
     Submission,
     shape_question,
 )
-from profiling_agent.schemas import Approval, ApprovalQuestion, InputSpec, Plan, ShapeFacts
+from profiling_agent.schemas import ApprovalQuestion, InputSpec, Plan, ShapeFacts
 
 # Replies of the LLM for one plan, and refusals after which the rules plan.
 MAX_REPLIES, MAX_REFUSALS = 20, 2
@@ -48,6 +49,8 @@ MAX_STEPS = 3 * MAX_REPLIES + 10
 HANDOVER = ("submit", "stop")
 # Characters of a question to a person, and of the answer.
 MAX_QUESTION = 1_000
+
+Accepted = TypeVar("Accepted")
 
 
 class Conversation(MessagesState, total=False):
@@ -93,13 +96,17 @@ class Desk:
             kl=None,
             choices=("accept", "reject"),
         )
-
-        def accept(answer: Approval) -> str:
-            if answer.decision not in asked.choices:
-                raise RequestError(f"a question takes {' or '.join(asked.choices)}")
-            return answer.reason or "yes"
-
-        return ask(asked, human_question, accept)
+        while True:
+            request = human_question(asked)
+            response = interrupt(request, response_schema=RESPONSE_SCHEMA)
+            try:
+                answer = read_response(response, request)
+            except RequestError as error:
+                asked = asked.model_copy(update={"problem": str(error)})
+                continue
+            if answer.decision in asked.choices:
+                return answer.reason or "yes"
+            asked = asked.model_copy(update={"problem": f"a question takes {' or '.join(asked.choices)}"})
 
     def _tool(self, function: Callable[..., str]) -> BaseTool:
         price_s = self.planning.price_of(function.__name__)
