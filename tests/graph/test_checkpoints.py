@@ -168,8 +168,8 @@ def test_no_checkpoint_in_a_full_size_search_or_verdict_is_above_60_kb(finished:
     screening = tested.race.model_copy(update={"results": tuple(varied(result, n) for n in range(34))})
     finalists = {
         "screening": screening,
-        "queue": tuple(varied(tested.candidate, n) for n in range(33)),
-        "tested": tuple(varied(tested, n) for n in range(3)),
+        "queue": [varied(tested.candidate, n) for n in range(33)],
+        "tested": [varied(tested, n) for n in range(3)],
     }
     for checkpoint, values in ((search, {"options": raced}), (verdict, finalists)):
         full = {**checkpoint, "channel_values": {**checkpoint["channel_values"], **values}}
