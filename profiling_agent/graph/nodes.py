@@ -126,7 +126,6 @@ def deployment_search(state: RunState, run: Run) -> Update:
     trials = run_steps(DEPLOYMENT_SEARCH, attempts.DeploymentTrials(wish=plan.quantization), evaluator)
     acquired, journal = evaluator.acquired, attempts.journal_of(evaluator, trials)
     if trials.doubt:
-        run.jobs.progress(trials.doubt, 0, 0)
         acquired = acquired.model_copy(update={"notes": (*acquired.notes, trials.doubt), "doubt": trials.doubt})
     options = journal.deployment_search.options if journal.deployment_search else ()
     # A conversion that crashed or took too long is no evidence against the plan.

@@ -152,7 +152,8 @@ def measure_baseline(evaluator: Evaluator, trials: DeploymentTrials) -> Deployme
     acquired, untried = evaluator.acquired, ()
     baseline = evaluator.evaluate_baseline(acquired.search, range(SHARD))
     answers = evaluator.answers(baseline)
-    doubt = why_doubtful(answers.predicted, answers.true, acquired.labels)
+    if doubt := why_doubtful(answers.predicted, answers.true, acquired.labels):
+        evaluator.jobs.progress(doubt, 0, 0)
     if evaluator.goal.selection == "paper":
         baseline = evaluator.evaluate_baseline(acquired.search)
     else:
