@@ -11,7 +11,8 @@
                                       verdict -> advice -> report
 
 Every agent is a function in `profiling_agent/graph/nodes.py`; this file only connects them. With an LLM, `analysis` and `iterative_pruning` find their
-plan in the subgraph of `profiling_agent/graph/planner.py`.
+plan in the subgraph of `profiling_agent/graph/planner.py`. `deployment_search` and `verdict` go step by step in those of
+`profiling_agent/graph/steps.py`.
 """
 
 import os
@@ -28,6 +29,7 @@ from profiling_agent.graph.context import Context
 from profiling_agent.graph.planner import PLANNER
 from profiling_agent.graph.run import CheckedGraph, Run, run_agent
 from profiling_agent.graph.state import Allowlist, RunResult, RunState, allowlist_from_env
+from profiling_agent.graph.steps import DEPLOYMENT_SEARCH, VERDICT
 from profiling_agent.request import Request
 
 
@@ -52,6 +54,11 @@ def route_after_approval(state: RunState) -> Literal["pruning", "analysis", "ite
     if state.proposal is not None:
         return "pruning"
     return "iterative_pruning" if state.attempts else "analysis"
+
+
+def route_after_advice(state: RunState) -> Literal["report", "verdict"]:
+    """Report, unless a fork has changed the contract since the verdict."""
+    return "report" if state.judged_goal == state.goal else "verdict"
 
 
 def build_graph(
@@ -98,12 +105,18 @@ def build_graph(
     graph.add_conditional_edges("evaluation", route_after_evaluation)
     graph.add_conditional_edges("iterative_pruning", route_after_iterative_pruning)
     graph.add_edge("verdict", "advice")
-    graph.add_edge("advice", "report")
+    graph.add_conditional_edges("advice", route_after_advice)
     graph.add_edge("report", END)
     compiled = vars(graph.compile(checkpointer=registered(checkpointer), name="profiling_agent"))
-    for name in ("analysis", "iterative_pruning"):
-        # They call it, which LangGraph sees in plain functions only; drawings and Studio show it then.
-        compiled["nodes"][name].subgraphs = [PLANNER]
+    called = {
+        "deployment_search": DEPLOYMENT_SEARCH,
+        "analysis": PLANNER,
+        "iterative_pruning": PLANNER,
+        "verdict": VERDICT,
+    }
+    for name, subgraph in called.items():
+        # The node calls it, which LangGraph sees in plain functions only; drawings and Studio show it then.
+        compiled["nodes"][name].subgraphs = [subgraph]
     make_run = partial(Run, advisor=advisor, addresses=tuple(addresses), allowlist=allowlist)
     return CheckedGraph(
         make_run=make_run, **{name: value for name, value in compiled.items() if name != "__orig_class__"}

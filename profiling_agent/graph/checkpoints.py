@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
-from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables.config import RunnableConfig, ensure_config
 from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
@@ -22,7 +22,12 @@ from profiling_agent.errors import RunError
 from profiling_agent.graph.state import RunState
 from profiling_agent.lib.io import first_line
 from profiling_agent.request import RUN_ID, Request
+from profiling_agent.search.attempt import DeploymentTrials
+from profiling_agent.search.finalize import Finalists
 from profiling_agent.workspace import Workspace, storage_errors
+
+# A graph's checkpointer in the configuration of the graphs that its nodes call; LangGraph has no public name for it.
+INHERITED = "__pregel_checkpointer"
 
 
 def _records_in(*annotations: Any) -> set[tuple[str, str]]:
@@ -42,8 +47,8 @@ def _records_in(*annotations: Any) -> set[tuple[str, str]]:
 
 @cache
 def _allowed() -> list[tuple[str, ...]]:
-    """Return the records of a run's state, which are all that a checkpoint rebuilds."""
-    return sorted(_records_in(Request, RunState))
+    """Return the records of a run's state and its subgraphs', which are all that a checkpoint rebuilds."""
+    return sorted(_records_in(Request, RunState, DeploymentTrials, Finalists))
 
 
 def registered(saver: BaseCheckpointSaver[str] | None) -> BaseCheckpointSaver[str] | None:
@@ -73,10 +78,15 @@ class StrictSerializer(JsonPlusSerializer):
         return super().loads_typed((kind, zlib.decompress(content)))
 
 
-@cache
-def strict_serde() -> StrictSerializer:
-    """Return the serializer of all checkpoints."""
-    return StrictSerializer()
+SERDE = StrictSerializer()
+
+
+def call_subgraph(graph: Any, start: Any, context: Any) -> Any:
+    """Return the state that a subgraph ends with, which a node calls in its thread; a killed one goes on from its last checkpoint."""
+    configurable = ensure_config().get("configurable", {})
+    saver = configurable.get(INHERITED)
+    config = {"configurable": configurable | {INHERITED: getattr(saver, "blocking", saver)}}
+    return graph.invoke(start, config, context=context)
 
 
 @contextmanager
@@ -89,7 +99,7 @@ def open_saver(run_folder: Path, *, create: bool = True) -> Generator[SqliteSave
     file = path if create or path.exists() else ":memory:"
     try:
         with storage_errors(run_folder), closing(sqlite3.connect(file, check_same_thread=False)) as connection:
-            saver = SqliteSaver(connection, serde=strict_serde())
+            saver = SqliteSaver(connection, serde=SERDE)
             saver.setup()
             ((answer,),) = connection.execute("PRAGMA quick_check(1)").fetchall()
             if answer != "ok":
@@ -121,8 +131,13 @@ class RunSaver(BaseCheckpointSaver[str]):
     """Saver that keeps thread `<id>` in the run folder `<runs>/<id>`, sync and async; `langgraph.json` names it."""
 
     def __init__(self, runs: str | Path = "runs") -> None:
-        super().__init__(serde=strict_serde())
+        super().__init__(serde=SERDE)
         self._runs = Path(runs).expanduser()
+
+    @property
+    def blocking(self) -> Self:
+        """Return the saver itself; LangGraph's server wraps it in one with async methods only, which passes on unknown names."""
+        return self
 
     def _open(self, config: RunnableConfig | None, *, create: bool = False) -> AbstractContextManager[SqliteSaver]:
         thread_id = str((config or {}).get("configurable", {}).get("thread_id", ""))
@@ -161,16 +176,6 @@ class RunSaver(BaseCheckpointSaver[str]):
         with self._open({"configurable": {"thread_id": thread_id}}) as saver:
             saver.delete_thread(thread_id)
 
-    def copy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
-        """Copy a thread's checkpoints to another thread, in place of its own."""
-        source: RunnableConfig = {"configurable": {"thread_id": source_thread_id}}
-        target: RunnableConfig = {"configurable": {"thread_id": target_thread_id}}
-        with self._open(source) as old, self._open(target, create=True) as new:
-            old.conn.backup(new.conn)
-            with new.cursor() as cursor:
-                for table in ("checkpoints", "writes"):
-                    cursor.execute(f"UPDATE {table} SET thread_id = ?", (target_thread_id,))
-
     def prune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
         """Delete the checkpoints of threads, with `keep_latest` all but the newest."""
         newest = "SELECT max(checkpoint_id) FROM checkpoints GROUP BY checkpoint_ns"
@@ -194,7 +199,6 @@ class RunSaver(BaseCheckpointSaver[str]):
     aput = _in_thread(put)
     aput_writes = _in_thread(put_writes)
     adelete_thread = _in_thread(delete_thread)
-    # LangGraph's server calls these to roll a run back, to copy a thread and to shorten its history.
+    # LangGraph's server calls these to roll a run back and to shorten a thread's history.
     adelete_for_runs = _in_thread(delete_for_runs)
-    acopy_thread = _in_thread(copy_thread)
     aprune = _in_thread(prune)

@@ -1,7 +1,7 @@
 """Context of an invocation, which Studio keeps as an assistant: who plans, with which prompts, and where the model will run."""
 
 from collections.abc import Collection, Iterator
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
@@ -19,6 +19,17 @@ PLANNING = ("llm", "base_url", "planner", "llm_tokens", "llm_timeout_s", "device
 FROZEN = ("device", "batch_size", "output")
 NODES = ("input_shape_resolver", "analysis", "iterative_pruning")
 SUFFIX = "_prompt"
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def validated(model: type[ModelT], fields: Any) -> ModelT:
+    """Return a model of given fields; FieldError for an unknown or impossible one."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise FieldError(first_problem(error)) from error
 
 
 class ContextBase(BaseModel):
@@ -42,11 +53,7 @@ class ContextBase(BaseModel):
 
     def applied_to(self, request: Request) -> Request:
         """Return a request with the given fields; FieldError for an impossible one."""
-        fields = request.model_dump(exclude_unset=True) | self.given
-        try:
-            return Request.model_validate(fields) if self.given else request
-        except ValidationError as error:
-            raise FieldError(first_problem(error)) from error
+        return validated(Request, request.model_dump(exclude_unset=True) | self.given) if self.given else request
 
     @model_validator(mode="before")
     @classmethod
@@ -78,12 +85,7 @@ Context = create_model("Context", __base__=ContextBase, **dict(_fields()))
 
 def as_context(given: Any) -> ContextBase:
     """Return a context from a dict of its fields, or None; FieldError for an unknown or impossible one."""
-    if isinstance(given, ContextBase):
-        return given
-    try:
-        return Context.model_validate(given or {})
-    except ValidationError as error:
-        raise FieldError(first_problem(error)) from error
+    return given if isinstance(given, ContextBase) else validated(Context, given or {})
 
 
 def choose_advisor(request: Request, advisor: Any, trusted: Collection[str]) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from typing import Any
 from langchain_core.runnables import RunnableConfig
 from langgraph.types import Command, interrupt
 
-from profiling_agent.data.labels import why_doubtful
 from profiling_agent.errors import AdvisorError, PlanError, RequestError, RunError, ShapeUnresolvedError
 from profiling_agent.graph.approval import RESPONSE_SCHEMA, human_request, read_response
 from profiling_agent.graph.context import choose_advisor
 from profiling_agent.graph.planner import advised_shape, find_plan
 from profiling_agent.graph.run import Run, Update
 from profiling_agent.graph.state import RunState, require
+from profiling_agent.graph.steps import DEPLOYMENT_SEARCH, VERDICT, run_steps
 from profiling_agent.jobs.runner import Jobs, measure_headline, read_profile
 from profiling_agent.jobs.tasks import AcquireTask, ProfileTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
 from profiling_agent.lib.io import DocumentError, inside, read_record, write_text
@@ -26,12 +26,12 @@ from profiling_agent.reporting.render import write_report
 from profiling_agent.reporting.report import build_report, card_judged, card_notes, card_rows, results_folder
 from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
-from profiling_agent.schemas import SHARD, Approval, ApprovalQuestion, Decided, Origin, Plan, StopReason
+from profiling_agent.schemas import Approval, ApprovalQuestion, Decided, Origin, Plan, StopReason
 from profiling_agent.search import attempt as attempts
 from profiling_agent.search.advice import advise
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
 from profiling_agent.search.evaluator import EFFORTS, affordable_images
-from profiling_agent.search.finalize import FinalChoice, add_race_result, finalize, raced_headline, torch_model
+from profiling_agent.search.finalize import FinalChoice, add_race_result, raced_headline, start, torch_model
 from profiling_agent.search.planners import Advisor, first_proposal, milder, next_proposal, setting_of
 from profiling_agent.search.verdict import why_unproven
 
@@ -123,12 +123,10 @@ def deployment_search(state: RunState, run: Run) -> Update:
         # The paper's plans prune and quantize; its loop judges pruned models in float32.
         if reason and state.goal.selection != "paper":
             raise PlanError(reason)
-    acquired = evaluator.acquired
-    answers = evaluator.answers(evaluator.evaluate_baseline(acquired.search, range(SHARD)))
-    if doubt := why_doubtful(answers.predicted, answers.true, acquired.labels):
-        run.jobs.progress(doubt, 0, 0)
-        acquired = acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
-    journal = attempts.open_journal(evaluator, plan)
+    trials = run_steps(DEPLOYMENT_SEARCH, attempts.DeploymentTrials(wish=plan.quantization), evaluator)
+    acquired, journal = evaluator.acquired, attempts.journal_of(evaluator, trials)
+    if trials.doubt:
+        acquired = acquired.model_copy(update={"notes": (*acquired.notes, trials.doubt), "doubt": trials.doubt})
     options = journal.deployment_search.options if journal.deployment_search else ()
     # A conversion that crashed or took too long is no evidence against the plan.
     if schemes_of(plan.quantization or ()) and options and all(option.is_unfit for option in options):
@@ -148,9 +146,8 @@ def analysis(state: RunState, run: Run) -> Update:
     if state.proposal is not None:
         return {"origin": Origin(by="user")}
     evaluator, advisor = run.evaluator(state), advisor_of(state, run)
-    profile, journal, setting = evaluator.profile, state.judged_journal, UNKNOWN
-    if advisor is not None:
-        setting = setting_of(evaluator, journal)
+    profile, journal = evaluator.profile, state.judged_journal
+    setting = setting_of(evaluator, journal) if advisor else UNKNOWN
     rules = apply_demands(milder(analyse(profile, state.goal), len(journal.rejected)), state.goal)
     plan, origin = first_proposal(advisor, state.request.planner, profile, state.goal, rules, journal, setting=setting)
     return {"proposal": plan, "origin": origin}
@@ -224,11 +221,10 @@ def evaluation(state: RunState, run: Run) -> Update:
 
 def iterative_pruning(state: RunState, run: Run) -> Update:
     """Propose the next plan by rules or a language model, if the run has time for another attempt."""
-    evaluator, journal, setting = run.evaluator(state), state.judged_journal, UNKNOWN
+    evaluator, journal = run.evaluator(state), state.judged_journal
     has_time, profile, limit = evaluator.deadline.allows(state.longest_s), evaluator.profile, state.num_attempts
     advisor = advisor_of(state, run) if has_time else None
-    if advisor is not None:
-        setting = setting_of(evaluator, journal)
+    setting = setting_of(evaluator, journal) if advisor else UNKNOWN
     choice = next_proposal(
         advisor, state.request.planner, profile, state.goal, journal, max_iterations=limit, setting=setting
     )
@@ -242,11 +238,12 @@ def iterative_pruning(state: RunState, run: Run) -> Update:
 
 def verdict(state: RunState, run: Run) -> Update:
     """Choose the winner by the current contract."""
-    final = finalize(run.evaluator(state), state.judged_journal)
+    evaluator, journal = run.evaluator(state), state.judged_journal
+    final = require(run_steps(VERDICT, start(evaluator, journal), evaluator, journal).final)
     text = final.model_dump_json()
     name = f"final-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
     write_text(run.workspace.root / name, text)
-    return {"final": name, "verdict": final.verdict}
+    return {"final": name, "verdict": final.verdict, "judged_goal": final.goal}
 
 
 def advice(state: RunState, run: Run) -> Update:
@@ -255,14 +252,13 @@ def advice(state: RunState, run: Run) -> Update:
 
 
 def read_final(state: RunState, run: Run) -> FinalChoice:
-    """Return the winner and what the verdict rests on; chosen again if a fork after the verdict has changed the contract."""
+    """Return the winner and what the verdict rests on."""
     workspace = run.workspace
     path = inside(workspace.root / state.final, workspace.root)
     try:
-        final = read_record(FinalChoice, path)
+        return read_record(FinalChoice, path)
     except (OSError, DocumentError) as error:
         raise RunError(f"{str(path)!r} is damaged: delete {str(workspace.checkpoints)!r}, and resume") from error
-    return final if final.goal == state.goal else finalize(run.evaluator(state), state.judged_journal)
 
 
 def report(state: RunState, run: Run) -> Update:

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from profiling_agent.errors import AdvisorError, PlanError, RequestError, ShapeUnresolvedError
 from profiling_agent.graph.approval import RESPONSE_SCHEMA, human_question, read_response
+from profiling_agent.graph.checkpoints import call_subgraph
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.lib.io import clean, first_problem
 from profiling_agent.llm.chat import Chat
@@ -57,13 +58,6 @@ class Conversation(MessagesState, total=False):
     num_refused: int
     is_accepted: bool
     spent_s: float
-    failure: str
-    answer: dict[str, Any]
-
-
-class Handover(MessagesState):
-    """Output of the subgraph."""
-
     failure: str
     answer: dict[str, Any]
 
@@ -121,7 +115,7 @@ class Desk:
 
 def find_plan(planning: Planning, chat: Chat, jobs: Jobs, *, asks: bool = False) -> Submission:
     """Return what the LLM hands over; raises AdvisorError if it fails, or submits nothing that may be measured."""
-    ended = PLANNER.invoke({"messages": []}, context=Desk(chat, planning, jobs, asks))
+    ended = call_subgraph(PLANNER, {"messages": []}, Desk(chat, planning, jobs, asks))
     if "answer" not in ended:
         raise AdvisorError(ended["failure"])
     return Submission.model_validate(ended["answer"])
@@ -231,7 +225,7 @@ def route_after_check(state: Conversation) -> Literal["think", "plan"]:
 
 def build_planner() -> Any:
     """Return the compiled subgraph."""
-    graph = StateGraph(Conversation, context_schema=Desk, output_schema=Handover)
+    graph = StateGraph(Conversation, context_schema=Desk)
     graph.add_node("brief", brief)
     graph.add_node("think", think)
     graph.add_node("tools", use_tools)

@@ -21,14 +21,14 @@ from langchain_core.runnables.config import RunnableConfig, ensure_config
 from langgraph.graph.state import CompiledStateGraph
 from langgraph.runtime import Runtime
 from langgraph.types import Command, StateUpdate
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from profiling_agent import prompts
 from profiling_agent.errors import FieldError, RequestError, RunError
-from profiling_agent.graph.context import FROZEN, PLANNING, ContextBase, as_context, choose_advisor
+from profiling_agent.graph.checkpoints import INHERITED
+from profiling_agent.graph.context import FROZEN, PLANNING, ContextBase, as_context, choose_advisor, validated
 from profiling_agent.graph.state import Allowlist, RunResult, RunState, key_for, require, trusted_addresses
 from profiling_agent.jobs.runner import JOB_LOG, Jobs, read_profile
-from profiling_agent.lib.io import first_problem
 from profiling_agent.lib.logs import raise_if_stopped
 from profiling_agent.llm.chat import Chat, Recorded, chat_client, name_of
 from profiling_agent.llm.transcript import FILE, Transcript, open_recording
@@ -365,19 +365,11 @@ def run_agent(agent: Callable[[Any, Run], Update], state: Request | RunState, *,
         return {**changes, **update, "spent_s": timesheet.spent_s}
 
 
-def _checked_request(fields: Update) -> Update:
-    """Return fields of a request in canonical form; raises FieldError for an unknown or impossible one."""
-    try:
-        # Only the given terms: a thread keeps its other ones.
-        return Request.model_validate(fields).model_dump(exclude_unset=True)
-    except ValidationError as error:
-        raise FieldError(first_problem(error)) from error
-
-
 def _checked_input(value: Any, context: ContextBase) -> Any:
     """Return an input with the fields that a context gives; raises FieldError for one that doesn't fit."""
     if isinstance(value, dict):
-        return _checked_request(value | context.given)
+        # Only the given terms: a thread keeps its other ones.
+        return validated(Request, value | context.given).model_dump(exclude_unset=True)
     if isinstance(value, Request):
         return context.applied_to(value)
     if isinstance(value, Command):
@@ -395,7 +387,7 @@ def _check_fields(*updates: Any) -> None:
         if problem := unknown_field(update, {**RunState.model_fields, **Request.model_fields}):
             raise FieldError(problem)
         if isinstance(request := update.get("request"), dict):
-            _checked_request(request)
+            validated(Request, request)
 
 
 class CheckedGraph(CompiledStateGraph[RunState, Any, Request, RunResult]):
@@ -414,8 +406,7 @@ class CheckedGraph(CompiledStateGraph[RunState, Any, Request, RunResult]):
         else:
             run = self.make_run()
             run.use(as_context(context))
-        # A graph whose node calls this one passes its own checkpointer on; LangGraph has no public name for it.
-        inherited = ensure_config(config).get("configurable", {}).get("__pregel_checkpointer")
+        inherited = ensure_config(config).get("configurable", {}).get(INHERITED)
         run.is_checkpointed = bool(self.checkpointer or inherited)
         return run
 

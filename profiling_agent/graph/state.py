@@ -75,6 +75,7 @@ class RunState(BaseModel):
     stopped: schemas.StopReason | None = None
     final: str = Field(default="", description="file in the run folder: the winner, and what the verdict rests on")
     verdict: schemas.Verdict | None = None
+    judged_goal: schemas.Goal | None = Field(default=None, description="the contract that the verdict is on")
     advice: tuple[schemas.Advice, ...] = Field(default=(), description="changed limits that measured candidates meet")
     # Part of `invoke`'s output and of no checkpoint: it lies in the run folder.
     report: Annotated[RunReport | None, UntrackedValue] = None

@@ -1,11 +1,13 @@
 """Steps of the search: deployments of the baseline, then attempts, each a plan pruned, deployed and judged, and the approval of plans."""
 
-from collections.abc import Sequence
-from typing import Any
+import operator
+from collections.abc import Callable
+from typing import Annotated, Any, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from profiling_agent import schemas
+from profiling_agent.data.labels import why_doubtful
 from profiling_agent.errors import JobError, PlanError, PruningError, RequestError
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.lib.io import first_problem
@@ -19,6 +21,7 @@ from profiling_agent.schemas import (
     Deployment,
     DeploymentOption,
     DeploymentSearch,
+    Evaluation,
     Goal,
     Journal,
     Plan,
@@ -105,103 +108,161 @@ SEARCH_SHARE = 0.5
 NO_TIME = "--effort thorough, a longer --time-budget or --runtimes asks for it"
 
 
-def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
-    """Measure the baseline, convert, race and measure its possible deployments, and choose the best by status and contract.
+class DeploymentTrials(schemas.Record):
+    """State of the search for a deployment, each of which is tried with the baseline.
 
-    The best is measured on all search images. A failure of a conversion or a runtime costs only that deployment, and time that runs out those
-    that come later.
+    `untried` are in the order of trial; `unmeasured` are the names of those that were raced, best first. `limit_s` ends the search's share of
+    the run's time, of which `spent_s` is used. `took_s` has what the last step of each kind took.
     """
-    goal, split, stage = evaluator.goal, evaluator.acquired.search, evaluator.deadline.part(SEARCH_SHARE)
-    is_paper, timesheet = goal.selection == "paper", evaluator.jobs.timesheet
-    journal = Journal(
-        baseline=evaluator.evaluate_baseline(split, None if is_paper else range(SHARD)),
-        baseline_latency_ms=evaluator.profile.headline.latency.median_ms,
-        wish=plan.quantization,
-    )
-    if is_paper or not (deployments := possible_deployments(plan, evaluator.choices)):
-        return journal
-    options = _convert(evaluator, by_promise(deployments), stage)
-    notes = [*evaluator.choices.notes, *_race(evaluator, options)]
-    waiting = [index for index, option in enumerate(options) if not option.reason]
-    num_accepted, took_s = 0, SHARD * evaluator.pass_s
-    for place, index in enumerate(
-        sorted(waiting, key=lambda index: option_key(options[index], journal.baseline, goal))
-    ):
-        option, began_s = options[index], timesheet.spent_s
-        assert option.deployed is not None, "only converted models are measured"
-        # Until one is accepted, the search may take the attempts' time as well.
-        has_time = (stage if num_accepted else evaluator.deadline).allows(took_s)
-        if num_accepted >= evaluator.effort.num_deployments:
-            update = {"reason": f"behind {num_accepted} others, so it was not measured"}
-        elif place and not has_time:
-            update = {"reason": f"not measured: no time left for it; {NO_TIME}", "wants_time": True}
-        else:
-            model, in_full = option.deployed.model, num_accepted == 0
-            try:
-                evaluation = evaluator.search(Variant.QUANTIZED, model, option.deployment, in_full=in_full)
-                judged = judge(evaluation, goal)
-                update = {"evaluation": evaluation, "status": judged.status, "reason": judged.reason}
-            except REFUSALS as error:
-                update = {"reason": f"could not be run: {error}"}
-            took_s = timesheet.spent_s - began_s
-        options[index] = option.model_copy(update=update)
-        num_accepted += options[index].status is Status.ACCEPTED
-    best = choose_option(options, journal.baseline, goal)
-    chosen = best.deployment if best else None
-    search = DeploymentSearch(options=tuple(options), chosen=chosen, notes=tuple(notes))
-    return journal.model_copy(update={"deployment_search": search})
+
+    wish: tuple[schemas.QuantizationRecommendation, ...] | None = None  # quantization that the user's own plan fixes
+    baseline: Evaluation | None = None
+    doubt: str | None = None  # why its answers say nothing about accuracy
+    spent_s: float = 0.0
+    limit_s: float = Field(default=0.0, allow_inf_nan=True)
+    untried: tuple[Deployment, ...] = ()
+    is_raced: bool = False
+    unmeasured: tuple[str, ...] = ()
+    options: Annotated[dict[str, DeploymentOption], operator.or_] = Field(default_factory=dict)
+    took_s: Annotated[dict[str, float], operator.or_] = Field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def next_step(self) -> "Callable[[Evaluator, DeploymentTrials], DeploymentTrials] | None":
+        """Return the function that does the next step, or None at the end."""
+        if self.baseline is None:
+            return measure_baseline
+        if self.untried:
+            return try_deployment
+        if not self.is_raced:
+            return race_deployments
+        return measure_deployment if self.unmeasured else None
+
+    def with_option(self, name: str, option: DeploymentOption, **fields: Any) -> Self:
+        """Return a copy with what was found of a deployment."""
+        return self.model_copy(update={"options": self.options | {name: option}} | fields)
 
 
-def _convert(evaluator: Evaluator, deployments: Sequence[Deployment], stage: Deadline) -> list[DeploymentOption]:
-    """Convert the baseline to each deployment, the most promising first, as long as another conversion fits the time.
+def measure_baseline(evaluator: Evaluator, trials: DeploymentTrials) -> DeploymentTrials:
+    """Measure the baseline, and order its possible deployments by their promise; the paper's selection tries none.
 
-    A conversion that compiles is left out with little effort, unless nothing else can be made.
+    Raises:
+        AcquisitionError: its answers contradict labels that were matched by place or number only.
     """
-    timesheet, options = evaluator.jobs.timesheet, list[DeploymentOption]()
-    took_s = {False: 0.0, True: SLOW_CONVERSION_S}
-    is_named, settings = evaluator.choices.is_named, evaluator.settings
+    acquired, untried = evaluator.acquired, ()
+    baseline = evaluator.evaluate_baseline(acquired.search, range(SHARD))
+    answers = evaluator.answers(baseline)
+    if doubt := why_doubtful(answers.predicted, answers.true, acquired.labels):
+        evaluator.jobs.progress(doubt, 0, 0)
+    if evaluator.goal.selection == "paper":
+        baseline = evaluator.evaluate_baseline(acquired.search)
+    else:
+        untried = tuple(by_promise(possible_deployments(Plan(quantization=trials.wish), evaluator.choices)))
+    update = {"baseline": baseline, "doubt": doubt, "untried": untried, "is_raced": not untried}
+    return trials.model_copy(update=update | {"limit_s": evaluator.deadline.part(SEARCH_SHARE).limit_s})
+
+
+def try_deployment(evaluator: Evaluator, trials: DeploymentTrials) -> DeploymentTrials:
+    """Convert the baseline to the next deployment, if that fits the time.
+
+    A failure of a conversion costs only that deployment. One that compiles is left out with little effort, unless nothing else can be made.
+    """
+    deployment, untried = trials.untried[0], trials.untried[1:]
+    timesheet, is_named, settings = evaluator.jobs.timesheet, evaluator.choices.is_named, evaluator.settings
+    is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
+    kind = "slow conversion" if is_slow else "conversion"
+    expected_s = trials.took_s.get(kind, SLOW_CONVERSION_S if is_slow else 0.0)
+    is_left_out = is_slow and settings.effort == "quick" and not is_named
+    has_time = Deadline(timesheet, trials.limit_s).allows(expected_s) and not is_left_out
     # Named runtimes take the time that they need, unless the time is named too.
     is_wanted = is_named and settings.time_budget_s is None
-    for deployment in deployments:
-        is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
-        has_time = stage.allows(took_s[is_slow]) and not (is_slow and settings.effort == "quick" and not is_named)
-        if not has_time and not is_wanted and any(option.deployed for option in options):
-            reason = f"not tried: no time left for its conversion; {NO_TIME}"
-            options.append(DeploymentOption(deployment=deployment, reason=reason, wants_time=True))
-            continue
-        began_s = timesheet.spent_s
-        option = evaluator.deployer.make(evaluator.baseline, deployment, choose_layers=True)
-        took_s[is_slow] = timesheet.spent_s - began_s
-        deployed, hopeless, reason = option.deployed, hopeless_kl(evaluator.goal), ""
-        if deployed is None:
-            reason = f"could not be made: {option.reason}"
-        elif deployment.scheme == "float32" and not deployed.distance <= MAX_DISTANCE:
-            reason = f"float32 logits are {deployed.distance:.2g} from torch's (relative), {MAX_DISTANCE:g} is allowed"
-        elif not deployed.kl <= hopeless:
-            reason = f"the KL to the float32 model is {deployed.kl:.2g} nats, {hopeless:.2g} is hopeless"
-        options.append(option.model_copy(update={"reason": reason}))
-    return options
+    if not has_time and not is_wanted and any(option.deployed for option in trials.options.values()):
+        reason = f"not tried: no time left for its conversion; {NO_TIME}"
+        option = DeploymentOption(deployment=deployment, reason=reason, wants_time=True)
+        return trials.with_option(deployment.name, option, untried=untried)
+    began_s = timesheet.spent_s
+    option = evaluator.deployer.make(evaluator.baseline, deployment, choose_layers=True)
+    took_s = trials.took_s | {kind: timesheet.spent_s - began_s}
+    deployed, hopeless, reason = option.deployed, hopeless_kl(evaluator.goal), ""
+    if deployed is None:
+        reason = f"could not be made: {option.reason}"
+    elif deployment.scheme == "float32" and not deployed.distance <= MAX_DISTANCE:
+        reason = f"float32 logits are {deployed.distance:.2g} from torch's (relative), {MAX_DISTANCE:g} is allowed"
+    elif not deployed.kl <= hopeless:
+        reason = f"the KL to the float32 model is {deployed.kl:.2g} nats, {hopeless:.2g} is hopeless"
+    option = option.model_copy(update={"reason": reason})
+    return trials.with_option(deployment.name, option, untried=untried, took_s=took_s)
 
 
-def _race(evaluator: Evaluator, options: list[DeploymentOption]) -> list[str]:
-    """Race the converted `options`, which get their results or why they are out; return notes for the report."""
-    entrants = {index: row.deployed.model for index, row in enumerate(options) if row.deployed and not row.reason}
+def race_deployments(evaluator: Evaluator, trials: DeploymentTrials) -> DeploymentTrials:
+    """Race the converted deployments; the others, best first, are to be measured."""
+    options, notes, baseline = dict(trials.options), [*evaluator.choices.notes], trials.baseline
+    assert baseline is not None, "the first step measures it"
+    entrants = {name: row.deployed.model for name, row in options.items() if row.deployed and not row.reason}
     # Without a rival there is no choice to make; the race at the end of the run shows whether it is faster at all.
-    if len(entrants) < 2:
-        return []
-    try:
-        race = evaluator.race(entrants.values())
-    except JobError as error:
-        return [f"the deployments could not be raced: {error}"]
-    for index, model in entrants.items():
-        if (reason := race.dropped.get(model.path)) is not None:
-            update = {"reason": f"dropped out of the race: {reason}"}
+    if len(entrants) > 1:
+        try:
+            race = evaluator.race(entrants.values())
+        except JobError as error:
+            notes.append(f"the deployments could not be raced: {error}")
         else:
-            result = race.result_of(model)
-            slower = f"shown slower than the baseline ({result.speedup:.2f}x)"
-            update = {"race_result": result, "reason": slower if result.speedup_high < 1 else ""}
-        options[index] = options[index].model_copy(update=update)
-    return [warning] if (warning := noise_warning(race)) else []
+            notes += [warning] if (warning := noise_warning(race)) else []
+            for name, model in entrants.items():
+                if (reason := race.dropped.get(model.path)) is not None:
+                    update = {"reason": f"dropped out of the race: {reason}"}
+                else:
+                    result = race.result_of(model)
+                    slower = f"shown slower than the baseline ({result.speedup:.2f}x)"
+                    update = {"race_result": result, "reason": slower if result.speedup_high < 1 else ""}
+                options[name] = options[name].model_copy(update=update)
+    unmeasured = [name for name in entrants if not options[name].reason]
+    unmeasured.sort(key=lambda name: option_key(options[name], baseline, evaluator.goal))
+    update = {"options": options, "is_raced": True, "unmeasured": tuple(unmeasured), "notes": tuple(notes)}
+    return trials.model_copy(update=update)
+
+
+def measure_deployment(evaluator: Evaluator, trials: DeploymentTrials) -> DeploymentTrials:
+    """Measure the next deployment on search images, the first on all, as effort and time allow."""
+    timesheet, took_s, began_s = evaluator.jobs.timesheet, trials.took_s, evaluator.jobs.timesheet.spent_s
+    name, option = trials.unmeasured[0], trials.options[trials.unmeasured[0]]
+    assert option.deployed is not None, "only converted models are measured"
+    num_accepted = sum(each.status is Status.ACCEPTED for each in trials.options.values())
+    # Until one is accepted, the search may take the attempts' time as well.
+    deadline = Deadline(timesheet, trials.limit_s) if num_accepted else evaluator.deadline
+    if num_accepted >= evaluator.effort.num_deployments:
+        update = {"reason": f"behind {num_accepted} others, so it was not measured"}
+    elif "evaluation" in took_s and not deadline.allows(took_s["evaluation"]):
+        update = {"reason": f"not measured: no time left for it; {NO_TIME}", "wants_time": True}
+    else:
+        model, in_full = option.deployed.model, num_accepted == 0
+        try:
+            evaluation = evaluator.search(Variant.QUANTIZED, model, option.deployment, in_full=in_full)
+            judged = judge(evaluation, evaluator.goal)
+            update = {"evaluation": evaluation, "status": judged.status, "reason": judged.reason}
+        except REFUSALS as error:
+            update = {"reason": f"could not be run: {error}"}
+        took_s = took_s | {"evaluation": timesheet.spent_s - began_s}
+    option = option.model_copy(update=update)
+    return trials.with_option(name, option, unmeasured=trials.unmeasured[1:], took_s=took_s)
+
+
+def journal_of(evaluator: Evaluator, trials: DeploymentTrials) -> Journal:
+    """Return the journal of a search that has ended; the best deployment by status and contract is chosen."""
+    assert trials.baseline is not None, "the first step measures it"
+    options, search = tuple(trials.options.values()), None
+    if options:
+        best = choose_option(options, trials.baseline, evaluator.goal)
+        search = DeploymentSearch(options=options, chosen=best.deployment if best else None, notes=trials.notes)
+    latency_ms = evaluator.profile.headline.latency.median_ms
+    return Journal(baseline=trials.baseline, baseline_latency_ms=latency_ms, wish=trials.wish, deployment_search=search)
+
+
+def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
+    """Do all steps of the search for a deployment, and return the journal."""
+    trials = DeploymentTrials(wish=plan.quantization)
+    while step := trials.next_step:
+        trials = step(evaluator, trials)
+    return journal_of(evaluator, trials)
 
 
 def prune_task(evaluator: Evaluator, dry: schemas.DryRun) -> PruneTask:

@@ -224,13 +224,10 @@ class Deployer:
             model=model,
             deployment=deployment,
             calibration=self.calibration,
-            onnx=self.exported(model, deployment),
+            # Exported once.
+            onnx=self.jobs.run(tasks.ExportTask(model=model)) if registry.reads_onnx(deployment) else None,
             batch_size=self.batch_size,
             device=self.device,
             # Converters and compilers of other runtimes crash and hang.
             isolated=deployment.runtime != "eager",
         )
-
-    def exported(self, model: ArtifactRef, deployment: Deployment) -> ArtifactRef | None:
-        """Return a float32 model as ONNX, exported once; None if the runtime reads none for this deployment."""
-        return self.jobs.run(tasks.ExportTask(model=model)) if registry.reads_onnx(deployment) else None

@@ -1,7 +1,8 @@
 """Final choice: candidates raced, tested on held-out images in order, and one returned with its verdict."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 from profiling_agent import schemas
 from profiling_agent.errors import JobError
@@ -63,11 +64,8 @@ def add_race_result(evaluator: Evaluator, attempt: Attempt) -> Attempt:
 
 def raced_headline(evaluator: Evaluator, race: Race | None, model: ArtifactRef) -> schemas.Headline | None:
     """Return latency and peak memory of a model from its race, None if it was in none."""
-    if race is None:
-        return None
-    try:
-        result = race.result_of(model)
-    except LookupError:
+    result = next((each for each in race.results if each.model == model), None) if race else None
+    if result is None:
         return None
     return schemas.Headline(latency=result.latency, peak_memory_bytes=evaluator.peak_memory(model))
 
@@ -87,43 +85,17 @@ def torch_model(winner: Candidate, journal: Journal, baseline: ArtifactRef) -> A
     return winner.evaluation.model if is_eager else made_from(winner, journal, baseline)
 
 
-def measure_candidates(evaluator: Evaluator, journal: Journal) -> tuple[Candidate, ...]:
-    """Return all candidates measured on the search images, and the cheapest accepted attempt in further deployments.
-
-    The best deployment may differ after pruning: that attempt is measured in eager float32 and in every accepted deployment, as time allows.
-    """
-    goal, known = evaluator.goal, selection.candidates(journal, evaluator.goal)
-    best = next((c for c in selection.ranked(journal, goal) if c.attempt is not None), None)
-    if best is None or goal.selection == "paper":
-        return known
-    options = journal.deployment_search.options if journal.deployment_search else ()
-    accepted = [option.deployment for option in options if option.status is schemas.Status.ACCEPTED]
-    measured_in = [c.evaluation.deployment for c in known if c.attempt == best.attempt]
-    added, took_s = list[Candidate](), schemas.SHARD * evaluator.pass_s
-    for deployment in (Deployment(), *accepted):
-        if deployment in measured_in or not evaluator.deadline.allows(took_s):
-            continue
-        began_s = evaluator.jobs.timesheet.spent_s
-        model, variant = made_from(best, journal, evaluator.baseline), Variant.PRUNED
-        if deployment != Deployment():
-            option = evaluator.deployer.make(model, deployment)
-            if option.deployed is None:
-                continue
-            model, variant = option.deployed.model, Variant.BOTH
-        with contextlib.suppress(*REFUSALS):
-            evaluation = evaluator.search(variant, model, deployment, in_full=False)
-            added.append(selection.judge(evaluation, goal, best.attempt))
-        took_s = evaluator.jobs.timesheet.spent_s - began_s
-    return tuple({c.evaluation.model.sha256: c for c in (*known, *added)}.values())
-
-
 # A fourth test would have too little of the shared error to be worth its images.
 MAX_TESTED = 3
 UNCERTAIN = "may keep the accuracy by its search images, which are too few to tell: the held-out images decide"
 
 
-# A candidate, the sessions that timed it, and its test.
-Tested = tuple[Candidate, Race, HeldoutTest]
+class Tested(schemas.Record):
+    """A candidate, the sessions that timed it, and its test."""
+
+    candidate: Candidate
+    race: Race
+    test: HeldoutTest
 
 
 class FinalChoice(schemas.Record):
@@ -146,74 +118,116 @@ class FinalChoice(schemas.Record):
     verdict: schemas.Verdict
 
 
-def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
-    """Choose the winner and decide the verdict; opens the held-out images, so it is called once a run.
+class Finalists(schemas.Record):
+    """State of the final choice.
 
-    Candidates are tested in order until one keeps the contract: three at most, each at the error that is left.
+    `untried` are deployments in which the cheapest accepted attempt is yet to be measured, `added` those in which it was. `queue` may be
+    returned, best first; `timed` is tested next. `took_s` is what a step like the next one took, `spent_s` what the run has used of its time.
     """
-    goal, timesheet = evaluator.goal, evaluator.jobs.timesheet
-    pool, baseline = measure_candidates(evaluator, journal), journal.baseline
+
+    goal: schemas.Goal
+    untried: tuple[Deployment, ...] = ()
+    added: tuple[Candidate, ...] = ()
+    baseline: Evaluation | None = None  # on as many search images as any candidate
+    screening: Race | None = None
+    queue: tuple[Candidate, ...] = ()
+    timed: tuple[Candidate, Race] | None = None
+    tested: tuple[Tested, ...] = ()
+    began_s: float = 0.0
+    took_s: float = 0.0
+    spent_s: float = 0.0
+    notes: tuple[str, ...] = ()
+    final: FinalChoice | None = None
+
+    @property
+    def next_step(self) -> "Callable[[Evaluator, Journal, Finalists], Finalists] | None":
+        """Return the function that does the next step, or None after the last."""
+        if self.untried:
+            return measure_candidate
+        if self.baseline is None:
+            return race_candidates
+        if self.timed is not None:
+            return test_finalist
+        if self.queue and self.chosen is None and len(self.tested) < MAX_TESTED:
+            return time_finalist
+        return decide if self.final is None else None
+
+    @property
+    def chosen(self) -> Tested | None:
+        """Return the tested candidate that keeps the accuracy, which is the last if there is one."""
+        return next((each for each in self.tested if each.test.keeps_accuracy), None)
+
+    def pool(self, journal: Journal) -> tuple[Candidate, ...]:
+        """Return all candidates measured on the search images, each model once."""
+        measured = (*selection.candidates(journal, self.goal), *self.added)
+        return tuple({candidate.evaluation.model.sha256: candidate for candidate in measured}.values())
+
+    def with_note(self, note: str, **fields: Any) -> Self:
+        """Return a copy with another note and other fields."""
+        return self.model_copy(update={"notes": (*self.notes, note)} | fields)
+
+
+def _cheapest(journal: Journal, goal: schemas.Goal) -> Candidate | None:
+    return next((c for c in selection.ranked(journal, goal) if c.attempt is not None), None)
+
+
+def start(evaluator: Evaluator, journal: Journal) -> Finalists:
+    """Return the state before the first step.
+
+    The best deployment may differ after pruning: the cheapest accepted attempt is measured in eager float32 and in every accepted deployment.
+    """
+    goal, untried = evaluator.goal, ()
+    if (best := _cheapest(journal, goal)) is not None and goal.selection == "contract":
+        options = journal.deployment_search.options if journal.deployment_search else ()
+        accepted = [option.deployment for option in options if option.status is schemas.Status.ACCEPTED]
+        known = [c.evaluation.deployment for c in selection.candidates(journal, goal) if c.attempt == best.attempt]
+        untried = tuple(each for each in (Deployment(), *accepted) if each not in known)
+    return Finalists(goal=goal, untried=untried, took_s=schemas.SHARD * evaluator.pass_s)
+
+
+def measure_candidate(evaluator: Evaluator, journal: Journal, finalists: Finalists) -> Finalists:
+    """Measure the cheapest accepted attempt in the next deployment, if that fits the time and can be made."""
+    deployment, best = finalists.untried[0], _cheapest(journal, finalists.goal)
+    assert best is not None, "nothing else is measured in other deployments"
+    finalists = finalists.model_copy(update={"untried": finalists.untried[1:]})
+    if not evaluator.deadline.allows(finalists.took_s):
+        return finalists
+    began_s, added = evaluator.jobs.timesheet.spent_s, finalists.added
+    model, variant = made_from(best, journal, evaluator.baseline), Variant.PRUNED
+    if deployment != Deployment():
+        option = evaluator.deployer.make(model, deployment)
+        if option.deployed is None:
+            return finalists
+        model, variant = option.deployed.model, Variant.BOTH
+    with contextlib.suppress(*REFUSALS):
+        evaluation = evaluator.search(variant, model, deployment, in_full=False)
+        added = (*added, selection.judge(evaluation, finalists.goal, best.attempt))
+    took_s = evaluator.jobs.timesheet.spent_s - began_s
+    return finalists.model_copy(update={"added": added, "took_s": took_s})
+
+
+def race_candidates(evaluator: Evaluator, journal: Journal, finalists: Finalists) -> Finalists:
+    """Race the candidates that may be returned, and line them up, best first.
+
+    Among those that can't be told apart, the more accurate comes first, then the smaller. A single one needs no race.
+    """
+    goal, baseline, pool = finalists.goal, journal.baseline, finalists.pool(journal)
     # The baseline needs as many search images as any candidate.
     num_searched = max((c.evaluation.predictions.num_images for c in pool), default=0)
     if num_searched > baseline.predictions.num_images:
         baseline = evaluator.evaluate_baseline(evaluator.acquired.search, range(num_searched))
-    queue, screening, notes = _rank(evaluator, journal, pool)
-    # Each with its sessions and its test on the held-out images; the last one is chosen if it keeps the accuracy.
-    tested, took_s, chosen = list[Tested](), 0.0, False
-    while queue and not chosen and len(tested) < MAX_TESTED:
-        if took_s and not evaluator.closing.allows(took_s):
-            notes.append(f"the time budget has no room to test {_format_name(queue[0])}")
-            break
-        began_s = timesheet.spent_s
-        if result := _test_next(evaluator, journal, queue, screening, notes, is_first=not tested):
-            tested.append(result)
-            chosen = result[2].keeps_accuracy
-        took_s = max(took_s, timesheet.spent_s - began_s)
-    winner, race, test = tested[-1] if chosen else tested[0] if tested else (None, None, None)
-    heldout_baseline = test.baseline if test else verdict.first_look(evaluator)
-    refused = next((candidate for candidate, _, other in tested if not other.keeps_accuracy), None)
-    result = verdict.decide_verdict(goal, evaluator.acquired, test, race)
-    if result.binding in ("speed", "size") and verdict.is_out_of_reach(evaluator, journal, result.binding):
-        result = verdict.decide_verdict(goal, evaluator.acquired, test, race, out_of_reach=result.binding)
-    return FinalChoice(
-        goal=goal,
-        winner=winner if winner and chosen else Candidate(evaluation=journal.baseline),
-        variants=(baseline, *(c.evaluation for c in pool)),
-        screening=screening,
-        race=race,
-        heldout_baseline=heldout_baseline,
-        heldout_winner=test.candidate if test and chosen else heldout_baseline,
-        kept_beside=refused,
-        refused=tuple(c.evaluation.model for c, _, other in tested if not other.keeps_accuracy),
-        notes=tuple(notes),
-        verdict=result,
-    )
-
-
-def _format_name(candidate: Candidate) -> str:
-    label = f"attempt {candidate.attempt}" if candidate.attempt is not None else str(candidate.evaluation.variant)
-    return f"{label} ({candidate.evaluation.deployment.name})"
-
-
-def _rank(
-    evaluator: Evaluator, journal: Journal, pool: Sequence[Candidate]
-) -> tuple[list[Candidate], Race | None, list[str]]:
-    """Race the candidates that may be returned; return them best first, with the race and notes.
-
-    Among those that can't be told apart, the more accurate comes first, then the smaller. A single one needs no race.
-    """
-    goal, baseline = evaluator.goal, journal.baseline
+    finalists = finalists.model_copy(update={"baseline": baseline, "took_s": 0.0})
     if goal.selection == "paper":
-        return [*selection.ranked(journal, goal)], None, []
+        return finalists.model_copy(update={"queue": selection.ranked(journal, goal)})
     remaining = [c for c in pool if selection.may_be_returned(c, baseline, goal)]
     if len(remaining) < 2:
-        return remaining, None, []
+        return finalists.model_copy(update={"queue": tuple(remaining)})
     try:
         race = evaluator.race([each.evaluation.model for each in remaining])
     except JobError as error:
-        return [], None, [f"the candidates could not be raced: {error}"]
+        return finalists.with_note(f"the candidates could not be raced: {error}")
     lost = [c for c in remaining if c.evaluation.model.path in race.dropped]
-    notes = [f"{_format_name(c)} dropped out of the race: {race.dropped[c.evaluation.model.path]}" for c in lost]
+    notes = tuple(f"{_format_name(c)} dropped out of the race: {race.dropped[c.evaluation.model.path]}" for c in lost)
     remaining = [c for c in remaining if c not in lost]
 
     def loss_and_size(candidate: Candidate) -> tuple[float, int]:
@@ -224,45 +238,98 @@ def _rank(
     while remaining:
         queue.append(min(selection.ties(remaining, baseline, goal, race), key=loss_and_size))
         remaining.remove(queue[-1])
-    return queue, race, notes
+    return finalists.model_copy(update={"screening": race, "queue": tuple(queue), "notes": notes})
 
 
-def _test_next(
-    evaluator: Evaluator,
-    journal: Journal,
-    queue: list[Candidate],
-    screening: Race | None,
-    notes: list[str],
-    *,
-    is_first: bool,
-) -> Tested | None:
-    """Time and test the next candidate of `queue`, which loses it; None, with a note, if it can't be timed or is slower."""
-    goal, first = evaluator.goal, queue[0]
+def time_finalist(evaluator: Evaluator, journal: Journal, finalists: Finalists) -> Finalists:
+    """Time the next candidate of the queue, which loses it; one that can't be timed or is slower goes no further."""
+    first, queue, timesheet = finalists.queue[0], list(finalists.queue), evaluator.jobs.timesheet
+    if finalists.took_s and not evaluator.closing.allows(finalists.took_s):
+        return finalists.with_note(f"the time budget has no room to test {_format_name(first)}", queue=())
+    began_s = timesheet.spent_s
     try:
-        winner, race = _time_candidates(evaluator, journal, queue, screening)
+        winner, race = _time_candidates(evaluator, journal, queue, finalists.screening)
+        result = race.result_of(winner.evaluation.model)
+        problem = f"is shown slower ({result.speedup:.2f}x) and was left out" if result.speedup_high < 1 else None
     except JobError as error:
-        queue.remove(first)
-        notes.append(f"{_format_name(first)} could not be timed: {error}")
-        return None
+        winner, race, problem = first, None, f"could not be timed: {error}"
     queue.remove(winner)
-    name, result = _format_name(winner), race.result_of(winner.evaluation.model)
-    if result.speedup_high < 1:
-        notes.append(f"{name} is shown slower ({result.speedup:.2f}x) and was left out")
-        return None
+    if race is not None and problem is None:
+        return finalists.model_copy(update={"queue": tuple(queue), "timed": (winner, race), "began_s": began_s})
+    took_s = max(finalists.took_s, timesheet.spent_s - began_s)
+    return finalists.with_note(f"{_format_name(winner)} {problem}", queue=tuple(queue), took_s=took_s)
+
+
+def test_finalist(evaluator: Evaluator, journal: Journal, finalists: Finalists) -> Finalists:  # noqa: ARG001 - a step has the journal
+    """Test the candidate that was timed on the held-out images."""
+    assert finalists.timed is not None, "a candidate is timed first"
+    (winner, race), goal, notes = finalists.timed, finalists.goal, [*finalists.notes]
+    name = _format_name(winner)
     if winner.status is not schemas.Status.ACCEPTED and goal.selection == "contract":
         notes.append(f"{name} {UNCERTAIN}")
     test = verdict.run_heldout_test(
         evaluator,
         winner.evaluation,
-        bias=selection_bias([c.evaluation.drop for c in (winner, *queue) if c.evaluation.drop]),
-        fresh=evaluator.settings.fresh_ledger if is_first else None,
+        bias=selection_bias([c.evaluation.drop for c in (winner, *finalists.queue) if c.evaluation.drop]),
+        fresh=None if finalists.tested else evaluator.settings.fresh_ledger,
     )
     notes += verdict.opening_notes(test.opening)
     if not test.keeps_accuracy:
         notes.append(f"{name} {test.loss_text(goal)} and was refused")
     elif warning := noise_warning(race):
         notes.append(warning)
-    return winner, race, test
+    took_s = max(finalists.took_s, evaluator.jobs.timesheet.spent_s - finalists.began_s)
+    tested = (*finalists.tested, Tested(candidate=winner, race=race, test=test))
+    return finalists.model_copy(update={"timed": None, "tested": tested, "took_s": took_s, "notes": tuple(notes)})
+
+
+def decide(evaluator: Evaluator, journal: Journal, finalists: Finalists) -> Finalists:
+    """Decide the verdict on the candidate that keeps the accuracy, or else on the first that was tested."""
+    goal, chosen, baseline = finalists.goal, finalists.chosen, finalists.baseline
+    assert baseline is not None, "it was measured for the race"
+    judged = chosen or next(iter(finalists.tested), None)
+    test, race = (judged.test, judged.race) if judged else (None, None)
+    if test:
+        heldout_baseline = test.baseline
+    else:
+        first_look = next(verdict.look_ranges(evaluator.num_heldout))
+        heldout_baseline = evaluator.evaluate_baseline(evaluator.acquired.heldout, first_look)
+    refused = [each.candidate for each in finalists.tested if each is not chosen]
+    result = verdict.decide_verdict(goal, evaluator.acquired, test, race)
+    if result.binding in ("speed", "size") and verdict.is_out_of_reach(evaluator, journal, result.binding):
+        result = verdict.decide_verdict(goal, evaluator.acquired, test, race, out_of_reach=result.binding)
+    final = FinalChoice(
+        goal=goal,
+        winner=chosen.candidate if chosen else Candidate(evaluation=journal.baseline),
+        variants=(baseline, *(c.evaluation for c in finalists.pool(journal))),
+        screening=finalists.screening,
+        race=race,
+        heldout_baseline=heldout_baseline,
+        heldout_winner=chosen.test.candidate if chosen else heldout_baseline,
+        kept_beside=next(iter(refused), None),
+        refused=tuple(candidate.evaluation.model for candidate in refused),
+        notes=finalists.notes,
+        verdict=result,
+    )
+    # It has what they had.
+    return finalists.model_copy(update={"final": final, "screening": None, "queue": (), "tested": ()})
+
+
+def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
+    """Do all steps of the final choice; opens the held-out images, so it is called once a run.
+
+    Candidates are tested in order until one keeps the contract: three at most, each at the error that is left.
+    """
+    finalists = start(evaluator, journal)
+    while step := finalists.next_step:
+        finalists = step(evaluator, journal, finalists)
+    assert finalists.final is not None, "the last step decides"
+    return finalists.final
+
+
+def _format_name(candidate: Candidate) -> str:
+    label = f"attempt {candidate.attempt}" if candidate.attempt is not None else str(candidate.evaluation.variant)
+    return f"{label} ({candidate.evaluation.deployment.name})"
 
 
 def _time_candidates(

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Literal
 
 from profiling_agent import schemas
-from profiling_agent.errors import JobError, ProfilingAgentError
+from profiling_agent.errors import JobError, PruningError
 from profiling_agent.jobs.tasks import OpenHeldoutTask, PruneTask
 from profiling_agent.measure import intervals
 from profiling_agent.measure.intervals import bound_over_sessions, share
@@ -123,11 +123,6 @@ def opening_notes(opening: Opening) -> tuple[str, ...]:
             f"certified may be wrong in {error_of(opening):.2%} for the accuracy, of {ACCURACY_ERROR:.1%} in all"
         )
     return tuple(notes)
-
-
-def first_look(evaluator: Evaluator) -> Evaluation:
-    """Return the baseline on the first look's images; enough if it is returned, as nothing is tested."""
-    return evaluator.evaluate_baseline(evaluator.acquired.heldout, next(look_ranges(evaluator.num_heldout)))
 
 
 def why_unproven(acquired: schemas.Acquired, goal: Goal) -> str | None:
@@ -274,7 +269,7 @@ def is_out_of_reach(evaluator: Evaluator, journal: schemas.Journal, term: Litera
     )
     try:
         cheapest = [evaluator.jobs.run(task).model if cuts else baseline]
-    except ProfilingAgentError:
+    except (PruningError, *REFUSALS):
         return False
     for deployment in by_promise(possible_deployments(schemas.Plan(quantization=journal.wish), evaluator.choices)):
         if term == "size" and is_small(cheapest):

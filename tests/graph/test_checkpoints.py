@@ -26,7 +26,7 @@ from sample_records import attempt, journal, profile, ref
 
 from profiling_agent import approve, build_graph, resume
 from profiling_agent.errors import RequestError, RunError, StorageError
-from profiling_agent.graph.checkpoints import RunSaver, open_saver, strict_serde
+from profiling_agent.graph.checkpoints import SERDE, RunSaver, open_saver
 from profiling_agent.graph.run import ProgressEvent
 from profiling_agent.graph.state import RunState, key_for, trusted_addresses
 from profiling_agent.llm.chat import Endpoint
@@ -48,7 +48,7 @@ from profiling_agent.workspace import create_workspace
 
 
 def round_trip(value):
-    serde = strict_serde()
+    serde = SERDE
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return serde.loads_typed(serde.dumps_typed(value))
@@ -84,7 +84,7 @@ def test_a_type_that_is_not_ours_is_not_rebuilt():
     class Stranger(BaseModel):
         value: int = 1
 
-    serde = strict_serde()
+    serde = SERDE
     assert not isinstance(serde.loads_typed(serde.dumps_typed(Stranger())), Stranger)
 
 
@@ -144,9 +144,37 @@ def test_no_checkpoint_of_a_full_size_run_is_above_60_kb_and_none_has_its_report
     assert (finished / values["final"]).is_file()
 
     full = {**newest.checkpoint, "channel_values": {**values, **of_full_size(values)}}
-    size = len(strict_serde().dumps_typed(full)[1])
+    size = len(SERDE.dumps_typed(full)[1])
     assert 10_000 < size < 60_000
     assert round_trip(full) == full
+
+
+def test_no_checkpoint_in_a_full_size_search_or_verdict_is_above_60_kb(finished: Path):
+    with open_saver(finished) as saver:
+        stored = [saved.checkpoint for saved in saver.list({"configurable": {"thread_id": finished.name}})]
+    newest = next(each["channel_values"] for each in stored if "attempts" in each["channel_values"])
+    search, verdict = (
+        next(each for each in stored if each["channel_values"].get(name)) for name in ("options", "tested")
+    )
+    tested = verdict["channel_values"]["tested"][-1]
+    result = tested.race.results[-1]
+    # A session that chooses takes fewer samples than several together.
+    latency = result.latency.model_copy(update={"samples_ms": result.latency.samples_ms[:40]})
+    result = result.model_copy(update={"latency": latency, "turns": result.turns[:1]})
+    options = of_full_size(newest)["initial_journal"].deployment_search.options
+    raced = {
+        f"deployment {n}": each.model_copy(update={"race_result": varied(result, n)}) for n, each in enumerate(options)
+    }
+    screening = tested.race.model_copy(update={"results": tuple(varied(result, n) for n in range(34))})
+    finalists = {
+        "screening": screening,
+        "queue": [varied(tested.candidate, n) for n in range(33)],
+        "tested": [varied(tested, n) for n in range(3)],
+    }
+    for checkpoint, values in ((search, {"options": raced}), (verdict, finalists)):
+        full = {**checkpoint, "channel_values": {**checkpoint["channel_values"], **values}}
+        assert 10_000 < len(SERDE.dumps_typed(full)[1]) < 60_000
+        assert round_trip(full) == full
 
 
 SAVERS = [InMemorySaver, lambda: SqliteSaver(sqlite3.connect(":memory:", check_same_thread=False))]
@@ -175,7 +203,7 @@ def turns(saver: RunSaver, thread: str) -> list[int | None]:
     return [state.values.get("turn") for state in states]
 
 
-def test_checkpoints_of_a_thread_lie_in_its_run_folder_and_studio_copies_shortens_and_takes_back(tmp_path: Path):
+def test_checkpoints_of_a_thread_lie_in_its_run_folder_and_studio_shortens_and_takes_back(tmp_path: Path):
     saver = RunSaver(tmp_path)
     for run_id in ("kept", "cancelled"):
         config: Any = {"configurable": {"thread_id": "first"}, "metadata": {"run_id": run_id}}
@@ -187,14 +215,12 @@ def test_checkpoints_of_a_thread_lie_in_its_run_folder_and_studio_copies_shorten
     assert len(turns(saver, "first")) == 8
     asyncio.run(saver.adelete_for_runs(["cancelled"]))
     assert turns(saver, "first") == [3, 2, 1, None]
-    asyncio.run(saver.acopy_thread("first", "copied"))
     asyncio.run(saver.aprune(["first"]))
     assert turns(saver, "first") == [3]
     asyncio.run(saver.aprune(["first"], strategy="delete"))
     assert turns(saver, "first") == []
-    assert turns(saver, "copied") == [3, 2, 1, None]
-    asyncio.run(saver.adelete_thread("copied"))
-    assert turns(saver, "copied") == []
+    asyncio.run(saver.adelete_thread("other"))
+    assert turns(saver, "other") == []
 
 
 def test_reading_an_unknown_thread_makes_no_folder_and_one_that_would_leave_it_is_refused(tmp_path: Path):
@@ -365,3 +391,5 @@ def test_a_contract_that_was_changed_behind_it_is_what_the_verdict_is_by(finishe
     assert report.verdict.outcome is not Outcome.MET
     assert {term.name: term.required for term in report.verdict.terms}["size"] == report.goal.max_size_ratio == 1e-6
     assert before.goal.max_size_ratio != 1e-6
+    # It was judged again once, which advice and report read.
+    assert len([*run.glob("final-*")]) == 2

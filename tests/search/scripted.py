@@ -40,6 +40,9 @@ class Jobs:
     def path(self, ref: ArtifactRef) -> Path:
         return self.root / ref.path
 
+    def progress(self, *_: Any) -> None:
+        """Report nothing."""
+
     def run_each(self, tasks: Any) -> list[Any]:
         return [self.run(task) for task in tasks]
 
