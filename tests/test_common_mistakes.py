@@ -98,6 +98,7 @@ RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     # Models.
     "model folder that is not there": (lambda _: ("--model", "/nowhere/at/all"), "/nowhere/at/all"),
     "model that is a file": (lambda place: ("--model", place.file("model.txt", "x")), "model"),
+    "unknown embedded data": (lambda _: ("--dataset", "reference:cifar"), "reference:"),
     "unknown embedded model": (lambda _: ("--model", "reference:vgg"), "reference:"),
     "folder that is no model": (lambda place: ("--model", empty_folder(place)), "config.json"),
     "weights as a pickle": (pickled, "safetensors"),

@@ -83,6 +83,7 @@ class TimeRow(schemas.Record):
 class RunReport(schemas.Record):
     """Contents of `report.json`."""
 
+    schema_version: int = 7
     run_id: str
     verdict: schemas.Verdict
     goal: schemas.Goal

@@ -45,7 +45,7 @@ class OnnxSession(registry.ModelSession):
 
     def __init__(self, graph: str | bytes, *, num_threads: int | None) -> None:
         options, providers = _session_options(num_threads), ["CPUExecutionProvider"]
-        self.session: Any = import_onnxruntime().InferenceSession(graph, options, providers=providers)
+        self.session: Any = importlib.import_module("onnxruntime").InferenceSession(graph, options, providers=providers)
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""

@@ -105,6 +105,9 @@ def apply_edit(answer: Approval, plan: Plan, goal: Goal, profile: schemas.ModelP
 MAX_DISTANCE = 1e-3
 # Share of the free time that the search for a deployment may take; attempts take the rest.
 SEARCH_SHARE = 0.5
+# Share of the time of a search's passes, or of the time budget, that a conversion that compiles may take: of a model with passes of 0.4 and 6 ms it
+# took half of the run, and was never chosen.
+COMPILE_SHARE = 0.25
 NO_TIME = "--effort thorough, a longer --time-budget or --runtimes asks for it"
 
 
@@ -165,14 +168,16 @@ def measure_baseline(evaluator: Evaluator, trials: DeploymentTrials) -> Deployme
 def try_deployment(evaluator: Evaluator, trials: DeploymentTrials) -> DeploymentTrials:
     """Convert the baseline to the next deployment, if that fits the time.
 
-    A failure of a conversion costs only that deployment. One that compiles is left out with little effort, unless nothing else can be made.
+    A failure of a conversion costs only that deployment. One that compiles is left out where the model is so fast that it would be most of the run,
+    unless nothing else can be made.
     """
     deployment, untried = trials.untried[0], trials.untried[1:]
     timesheet, is_named, settings = evaluator.jobs.timesheet, evaluator.choices.is_named, evaluator.settings
     is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
     kind = "slow conversion" if is_slow else "conversion"
     expected_s = trials.took_s.get(kind, SLOW_CONVERSION_S if is_slow else 0.0)
-    is_left_out = is_slow and settings.effort == "quick" and not is_named
+    worth_s = settings.time_budget_s or evaluator.effort.search_passes * evaluator.pass_s
+    is_left_out = is_slow and not is_named and expected_s > COMPILE_SHARE * worth_s
     has_time = Deadline(timesheet, trials.limit_s).allows(expected_s) and not is_left_out
     # Named runtimes take the time that they need, unless the time is named too.
     is_wanted = is_named and settings.time_budget_s is None
