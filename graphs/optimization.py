@@ -1,8 +1,8 @@
 """Optimization graph: a model and a contract in, a loop of plans and measurements, a verdict out.
 
-    acquisition -> input_shape_resolver -> profiling -> deployment_search
-                                                                |
-                       +----------------------------------- analysis
+    acquisition -> input_shape_resolver -> (intake <-> confirmation) -> profiling -> deployment_search
+                                                                                         |
+                       +------------------------------------------------------------ analysis
                        v
                  (approval) -> pruning -> quantization -> evaluation
                        ^                                      |
@@ -25,10 +25,26 @@ from langgraph.graph import END, START, StateGraph
 from profiling_agent.graph import nodes
 from profiling_agent.graph.checkpoints import registered
 from profiling_agent.graph.context import Context
+from profiling_agent.graph.intake import confirmation, intake
 from profiling_agent.graph.planner import PLANNER
 from profiling_agent.graph.run import CheckedGraph, Run, run_agent
 from profiling_agent.graph.state import Allowlist, RunResult, RunState, allowlist_from_env
 from profiling_agent.request import Request
+
+
+def route_after_input_shape_resolver(state: RunState) -> Literal["intake", "profiling"]:
+    """Read the goal first, if it is in words."""
+    return "intake" if state.request.goal_text else "profiling"
+
+
+def route_after_intake(state: RunState) -> Literal["confirmation", "profiling"]:
+    """Ask a person about the limits, unless that was waived."""
+    return "confirmation" if state.request.confirm else "profiling"
+
+
+def route_after_confirmation(state: RunState) -> Literal["intake", "profiling"]:
+    """Profile, or read the goal again with what the person added."""
+    return "intake" if state.intake is None else "profiling"
 
 
 def route_after_analysis(state: RunState) -> Literal["approval", "pruning"]:
@@ -72,7 +88,15 @@ def build_graph(
     graph = StateGraph(RunState, Context, input_schema=Request, output_schema=RunResult)
     graph.add_node("acquisition", partial(run_agent, nodes.acquisition), input_schema=Request)
     agents = (
-        *(nodes.input_shape_resolver, nodes.profiling, nodes.deployment_search, nodes.analysis, nodes.approval),
+        *(
+            nodes.input_shape_resolver,
+            intake,
+            confirmation,
+            nodes.profiling,
+            nodes.deployment_search,
+            nodes.analysis,
+            nodes.approval,
+        ),
         *(
             nodes.pruning,
             nodes.quantization,
@@ -88,7 +112,9 @@ def build_graph(
 
     graph.add_edge(START, "acquisition")
     graph.add_edge("acquisition", "input_shape_resolver")
-    graph.add_edge("input_shape_resolver", "profiling")
+    graph.add_conditional_edges("input_shape_resolver", route_after_input_shape_resolver)
+    graph.add_conditional_edges("intake", route_after_intake)
+    graph.add_conditional_edges("confirmation", route_after_confirmation)
     graph.add_edge("profiling", "deployment_search")
     graph.add_edge("deployment_search", "analysis")
     graph.add_conditional_edges("analysis", route_after_analysis)

@@ -53,8 +53,9 @@ def _drive(
             if question is not None:
                 if approver is None:
                     problem = f" ({question.problem})" if question.problem else ""
+                    subject = f"attempt {question.attempt}" if question.attempt else "its limits"
                     raise ApprovalPendingError(
-                        f"run {root.name!r} waits for an approval of attempt {question.attempt}{problem}: "
+                        f"run {root.name!r} waits for an approval of {subject}{problem}: "
                         f"answer with `profiling-agent approve {root}`"
                     )
                 answer = approver(question)

@@ -87,8 +87,12 @@ def ask(question: ApprovalQuestion) -> Approval:
 
     terminal.print_text("approval", q=question)
     while True:
-        choice = Prompt.ask("decision", console=terminal.console, choices=list(question.choices), default="accept")
-        detail = {"reject": "why", "edit": "file with the changes (see `profiling-agent approve --help`)"}.get(choice)
+        choice = Prompt.ask(
+            "decision", console=terminal.console, choices=list(question.choices), default=question.choices[0]
+        )
+        detail = {"reject": "in words", "edit": "file with the changes (see `profiling-agent approve --help`)"}.get(
+            choice
+        )
         text = Prompt.ask(detail, console=terminal.console) if detail else ""
         try:
             return _read_answer(choice, text)

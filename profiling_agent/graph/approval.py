@@ -1,7 +1,9 @@
 """Approval as LangChain's human-in-the-loop interfaces show and answer it: an action request, and one decision."""
 
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from langgraph.types import interrupt
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from profiling_agent.errors import RequestError
@@ -45,9 +47,7 @@ def human_request(question: ApprovalQuestion, goal: Goal) -> dict[str, Any]:
         target=question.plan.target,
         **{name: getattr(goal, name) for name in TIGHTER},
     )
-    schema = {name: field for name, field in Approval.model_json_schema().items() if name != "required"}
     names = Approval.model_fields.keys() - {"decision", "reason"}
-    schema["properties"] = {name: field for name, field in schema["properties"].items() if name in names}
     saved = f"{question.params_saved:.1%} of the parameters and {question.macs_saved:.1%} of the MACs"
     cost = "" if question.kl is None else f", for {question.kl:.2g} nats of predicted KL"
     lines = [f"The answer was not taken: {question.problem}"] if question.problem else []
@@ -55,16 +55,39 @@ def human_request(question: ApprovalQuestion, goal: Goal) -> dict[str, Any]:
     lines += [f"- {cut.unit}: {cut.width} to {cut.keep}" for cut in question.cuts]
     args = arguments.model_dump(mode="json", include=names)
     action = {"name": ACTION, "args": args, "description": "\n".join(filter(None, lines))}
-    review = {"action_name": ACTION, "allowed_decisions": ["approve", "edit", "reject"], "args_schema": schema}
+    review = {"action_name": ACTION, "allowed_decisions": ["approve", "edit", "reject"], "args_schema": _schema(names)}
     return {"action_requests": [action], "review_configs": [review], "question": question.model_dump(mode="json")}
 
 
-def human_question(question: ApprovalQuestion) -> dict[str, Any]:
-    """Return the interrupt's value for a question of an LLM in words: a person approves, or answers by the message of a rejection."""
+def _schema(names: Collection[str]) -> dict[str, Any]:
+    schema = {name: field for name, field in Approval.model_json_schema().items() if name != "required"}
+    return schema | {"properties": {name: field for name, field in schema["properties"].items() if name in names}}
+
+
+def human_question(question: ApprovalQuestion, limits: Mapping[str, float]) -> dict[str, Any]:
+    """Return the interrupt's value for a question in words: a person approves, edits the limits, or answers by the message of a rejection."""
     lines = [f"The answer was not taken: {question.problem}"] if question.problem else []
-    action = {"name": ANSWER, "args": {}, "description": "\n".join([*lines, question.question])}
-    review = {"action_name": ANSWER, "allowed_decisions": ["approve", "reject"]}
+    lines += [question.question, *(f"- {note}" for note in question.notes)]
+    action = {"name": ANSWER, "args": dict(limits), "description": "\n".join(lines)}
+    allowed = ["approve" if choice == "accept" else choice for choice in question.choices]
+    review = {"action_name": ANSWER, "allowed_decisions": allowed, "args_schema": _schema(limits)}
     return {"action_requests": [action], "review_configs": [review], "question": question.model_dump(mode="json")}
+
+
+def ask_person(question: ApprovalQuestion, limits: Mapping[str, float] | None = None) -> Approval:
+    """Interrupt until the answer to a question in words is one of its choices; an edit changes nothing but the limits."""
+    limits = limits or {}
+    while True:
+        request = human_question(question, limits)
+        response = interrupt(request, response_schema=RESPONSE_SCHEMA)
+        try:
+            answer = read_response(response, request)
+            if answer.decision in question.choices and answer.changes.keys() <= limits.keys():
+                return answer
+            problem = f"{' or '.join(question.choices)} is the answer here, and an edit is of a limit"
+        except RequestError as error:
+            problem = str(error)
+        question = question.model_copy(update={"problem": problem})
 
 
 def read_response(response: Any, request: dict[str, Any]) -> Approval:

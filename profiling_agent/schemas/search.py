@@ -206,3 +206,4 @@ class Advice(Record):
 
     changes: dict[str, float]
     evidence: str
+    explanation: str = ""  # an LLM's, with numbers of the evidence only
