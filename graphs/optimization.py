@@ -88,24 +88,9 @@ def build_graph(
     graph = StateGraph(RunState, Context, input_schema=Request, output_schema=RunResult)
     graph.add_node("acquisition", partial(run_agent, nodes.acquisition), input_schema=Request)
     agents = (
-        *(
-            nodes.input_shape_resolver,
-            intake,
-            confirmation,
-            nodes.profiling,
-            nodes.deployment_search,
-            nodes.analysis,
-            nodes.approval,
-        ),
-        *(
-            nodes.pruning,
-            nodes.quantization,
-            nodes.evaluation,
-            nodes.iterative_pruning,
-            nodes.verdict,
-            nodes.advice,
-            nodes.report,
-        ),
+        *(nodes.input_shape_resolver, intake, confirmation, nodes.profiling, nodes.deployment_search),
+        *(nodes.analysis, nodes.approval, nodes.pruning, nodes.quantization, nodes.evaluation),
+        *(nodes.iterative_pruning, nodes.verdict, nodes.advice, nodes.report),
     )
     for agent in agents:
         graph.add_node(agent.__name__, partial(run_agent, agent), input_schema=RunState)

@@ -80,7 +80,6 @@ class Request(BaseModel):
     )
     goal_text: str | None = Field(
         default=None,
-        min_length=1,
         description="the limits in words, in any language, such as '30 images a second, under 40 MB'; needs an LLM",
     )
     confirm: bool = Field(default=True, description="wait until a person confirms what a goal in words became")

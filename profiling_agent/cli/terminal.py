@@ -136,7 +136,7 @@ class Commands(TyperGroup):
         except ProfilingAgentError as error:
             raise refusal(str(error)) from None
         except ValidationError as error:
-            flagged = re.sub(r"^\w+(?=: )", lambda field: flag_of(field[0]), first_problem(error))
+            flagged = re.sub(r"^\w+(?=: )", lambda field: f"--{field[0].replace('_', '-')}", first_problem(error))
             raise refusal(flagged) from None
 
     def main(self, *arguments: Any, **options: Any) -> NoReturn:
@@ -171,17 +171,14 @@ EventsOption = Annotated[bool, typer.Option("--json", help="a JSON line for each
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 
 
-def flag_of(name: str) -> str:
-    """Return the flag of a field of Request."""
-    return "--goal" if name == "goal_text" else f"--{name.replace('_', '-')}"
-
-
 def _field_option(name: str) -> inspect.Parameter:
     """Return the option of a field of Request, made from the field."""
-    flag, metavar, field = flag_of(name), None, Request.model_fields[name]
+    flag, metavar, field = f"--{name.replace('_', '-')}", None, Request.model_fields[name]
     kind: Any = field.annotation
     text, default = field.description, field.default
-    if kind is bool:
+    if name == "goal_text":
+        flag = "--goal"
+    elif kind is bool:
         flag = f"{flag}/--{'yes' if name == 'confirm' else f'no-{name}'}"
     elif choices := [choice for choice in get_args(kind) if isinstance(choice, str)]:
         # A Literal: pydantic's error lists the choices, so the help lists them as well.

@@ -3,9 +3,10 @@
 import math
 import unicodedata
 from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError, create_model, field_validator
+from pydantic import Field, ValidationError
 
 from profiling_agent.errors import AdvisorError, FieldError, RequestError
 from profiling_agent.graph.approval import ask_person
@@ -19,28 +20,38 @@ from profiling_agent.llm.transcript import Question, quoted
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.reporting.units import size
 from profiling_agent.request import Request
-from profiling_agent.schemas import ApprovalQuestion, Headline, Record
+from profiling_agent.schemas import ApprovalQuestion, Record
 from profiling_agent.search.attempt import TIGHTER
 from profiling_agent.search.deployments import check_runtimes
 from profiling_agent.search.verdict import why_unproven
 
-# Each unit of an amount: the field that it sets, and the field's value from the amount, the baseline's headline and its bytes.
-UNITS: dict[str, tuple[str, Callable[[float, Headline, int], float]]] = {
-    "images a second": ("min_speedup", lambda value, headline, _: value * headline.pass_s),
-    "ms an image": ("min_speedup", lambda value, headline, _: headline.pass_s * 1e3 / value),
-    "ms a batch": ("min_speedup", lambda value, headline, _: headline.latency.median_ms / value),
-    "times as fast": ("min_speedup", lambda value, *_: value),
-    "% faster": ("min_speedup", lambda value, *_: 1 + value / 100),
-    "KB": ("max_size_ratio", lambda value, _, num_bytes: value * 1e3 / num_bytes),
-    "MB": ("max_size_ratio", lambda value, _, num_bytes: value * 1e6 / num_bytes),
-    "GB": ("max_size_ratio", lambda value, _, num_bytes: value * 1e9 / num_bytes),
-    "% of the bytes": ("max_size_ratio", lambda value, *_: value / 100),
-    "% smaller": ("max_size_ratio", lambda value, *_: 1 - value / 100),
-    "times smaller": ("max_size_ratio", lambda value, *_: 1 / value),
-    "points of accuracy": ("max_accuracy_drop", lambda value, *_: value / 100),
-    "images a batch": ("batch_size", lambda value, *_: value),
-    "minutes of search": ("time_budget", lambda value, *_: value * 60),
-    "hours of search": ("time_budget", lambda value, *_: value * 3600),
+
+@dataclass(frozen=True)
+class Baseline:
+    """What amounts are of: the unpruned model in eager float32, at one batch size."""
+
+    images_per_s: float
+    batch_ms: float
+    num_bytes: int
+
+
+# Each unit of an amount: the field that it sets, and the field's value from the amount and the baseline.
+UNITS: dict[str, tuple[str, Callable[[float, Baseline], float]]] = {
+    "images a second": ("min_speedup", lambda value, baseline: value / baseline.images_per_s),
+    "ms an image": ("min_speedup", lambda value, baseline: 1e3 / baseline.images_per_s / value),
+    "ms a batch": ("min_speedup", lambda value, baseline: baseline.batch_ms / value),
+    "times as fast": ("min_speedup", lambda value, _: value),
+    "% faster": ("min_speedup", lambda value, _: 1 + value / 100),
+    "KB": ("max_size_ratio", lambda value, baseline: value * 1e3 / baseline.num_bytes),
+    "MB": ("max_size_ratio", lambda value, baseline: value * 1e6 / baseline.num_bytes),
+    "GB": ("max_size_ratio", lambda value, baseline: value * 1e9 / baseline.num_bytes),
+    "% of the bytes": ("max_size_ratio", lambda value, _: value / 100),
+    "% smaller": ("max_size_ratio", lambda value, _: 1 - value / 100),
+    "times smaller": ("max_size_ratio", lambda value, _: 1 / value),
+    "points of accuracy": ("max_accuracy_drop", lambda value, _: value / 100),
+    "images a batch": ("batch_size", lambda value, _: value),
+    "minutes of search": ("time_budget", lambda value, _: value * 60),
+    "hours of search": ("time_budget", lambda value, _: value * 3600),
 }
 # To the strict side, so that the limit implies the amount; no limit asks for less than the baseline has.
 ROUNDED: dict[str, Callable[[float], Any]] = {
@@ -52,56 +63,41 @@ ROUNDED: dict[str, Callable[[float], Any]] = {
 }
 # Values that words have instead of digits, such as half, a quarter, twice, twenty.
 IN_WORDS = (0.1, 0.25, 0.5, 0.75, 1.5, 2.5, *range(11), 20, 25, 50, 75, 100)
-# Fields that are no amounts.
-SETTINGS = ("objective", "effort", "quantize_dtype", "runtimes")
 
 
 class Amount(Record):
     """One amount of a goal, as the user gives it."""
 
     value: float = Field(ge=0)
-    unit: Annotated[str, Field(json_schema_extra={"enum": [*UNITS]})]
+    unit: str = Field(json_schema_extra={"enum": [*UNITS]})
     words: str = Field(min_length=1, description="the words of the goal that have it, unchanged")
 
-    @field_validator("unit")
-    @classmethod
-    def _check_unit(cls, unit: str) -> str:
-        if unit not in UNITS:
-            raise ValueError(f"no such unit: use one of {', '.join(UNITS)}")
-        return unit
 
-
-class GoalBase(Record):
-    """What a goal says."""
+class GoalAnswer(Record):
+    """What a goal says: its amounts, and settings of a request."""
 
     amounts: tuple[Amount, ...] = ()
+    objective: Literal["speed", "size"] | None = None
+    effort: Literal["quick", "default", "thorough"] | None = None
+    quantize_dtype: str | None = Field(default=None, description="int8, float8, float16, bfloat16 or none")
+    runtimes: str | None = Field(default=None, description=Request.model_fields["runtimes"].description)
     problem: str = Field(default="", description="what contradicts itself or can't be, and a question; empty as a rule")
-
-
-def _setting(name: str) -> Any:
-    field = Request.model_fields[name]
-    return field.annotation | None, Field(default=None, description=field.description)  # pyright: ignore[reportOptionalOperand]
-
-
-GoalAnswer = create_model("GoalAnswer", __base__=GoalBase, **{name: _setting(name) for name in SETTINGS})
 
 
 def intake(state: RunState, run: Run) -> Update:
     """Have the LLM read the goal; RequestError if it can't, or has a question that no person is there to answer."""
     request, chat, acquired = state.request, require(run.advisor(state)), require(state.acquired)
-    baseline, device = require(state.resolved).baseline, acquired.source.device
+    model, device = require(state.resolved).baseline, acquired.source.device
 
-    def timed(batch_size: int) -> Headline:
-        return measure_headline(run.jobs, baseline, batch_size=batch_size, device=device)
-
-    def accept(answer: GoalBase) -> Intake:
-        return read_goal(answer, request, baseline.size_bytes, timed)
+    def timed(batch_size: int) -> Baseline:
+        headline = measure_headline(run.jobs, model, batch_size=batch_size, device=device)
+        return Baseline(1 / headline.pass_s, headline.latency.median_ms, model.size_bytes)
 
     instructions = render(
         "intake",
         model=quoted(acquired.source.name),
-        size=size(baseline.size_bytes),
-        rate=f"{1 / timed(request.batch_size).pass_s:.3g}",
+        size=size(model.size_bytes),
+        rate=f"{timed(request.batch_size).images_per_s:.3g}",
         batch_size=request.batch_size,
         machine=environment(device).machine,
         dataset=quoted(request.dataset),
@@ -109,13 +105,14 @@ def intake(state: RunState, run: Run) -> Update:
     )
     question = Question(agent="intake", instructions=instructions, evidence=str(request.goal_text))
     try:
-        found = chat.fill_in(question, "submit_goal", GoalAnswer, accept)
+        found = chat.fill_in(question, "submit_goal", GoalAnswer, lambda answer: read_goal(answer, request, timed))
     except AdvisorError as error:
         advice = "write its amounts in digits, or give the limits themselves"
         raise RequestError(f"the goal could not be read ({error}): {advice}") from error
     if found.problem and not request.confirm:
         raise RequestError(f"the goal was not taken: {found.problem}")
     changed = change_request(request, found.changes)
+    check_runtimes(changed)
     if doubt := why_unproven(acquired, changed.goal):
         found = found.model_copy(update={"words": (*found.words, doubt)})
     if request.confirm:
@@ -147,30 +144,46 @@ def confirmation(state: RunState, run: Run) -> Update:
     return {"request": change_request(changed, answer.changes)}
 
 
-def read_goal(answer: GoalBase, request: Request, num_bytes: int, timed: Callable[[int], Headline]) -> Intake:
-    """Return what an answer changes of a request, in words too.
+def read_goal(answer: GoalAnswer, request: Request, timed: Callable[[int], Baseline]) -> Intake:
+    """Return what an answer changes of a request, and all limits in words: what they are of the baseline, and the goal's words behind them.
 
-    `num_bytes` are the baseline's, `timed` times it at a batch size. FieldError for an amount that the goal doesn't have, or an impossible value.
+    `timed` returns the baseline at a batch size. FieldError for an amount that the goal doesn't have, or an impossible value.
     """
     if answer.problem:
         return Intake(changes={}, words=(), problem=clean(answer.problem))
-    changes, sources = answer.model_dump(include=set(SETTINGS), exclude_none=True), dict[str, str]()
+    for amount in answer.amounts:
+        check_amount(amount, str(request.goal_text))
+    changes, sources = answer.model_dump(exclude={"amounts", "problem"}, exclude_none=True), dict[str, str]()
     # In the order of the fields' names: the batch size, which decides how fast the baseline is, comes first.
     for amount in sorted(answer.amounts, key=lambda amount: UNITS[amount.unit][0]):
-        check_amount(amount, str(request.goal_text))
         name, convert = UNITS[amount.unit]
-        headline = timed(_changed(request, changes).batch_size)
-        value = ROUNDED[name](convert(amount.value, headline, num_bytes))
+        value = ROUNDED[name](convert(amount.value, timed(_changed(request, changes).batch_size)))
         # Of several limits the strictest.
         if name not in sources or name not in TIGHTER or (value - changes[name]) * TIGHTER[name] > 0:
             changes[name], sources[name] = value, amount.words
-    words = in_words(_changed(request, changes), changes, sources, num_bytes, timed)
-    return Intake(changes=changes, words=words)
+    changed = _changed(request, changes)
+    baseline, speedup, share = timed(changed.batch_size), changed.min_speedup, changed.max_size_ratio
+    rate, num_bytes = baseline.images_per_s, baseline.num_bytes
+    limits = {
+        "max_accuracy_drop": f"at most {changed.max_accuracy_drop * 100:g} points of top-1 lost",
+        "min_speedup": f"at least {speedup:g}x as fast: {rate * speedup:.3g} images a second in batches of "
+        f"{changed.batch_size}, where the baseline does {rate:.3g}",
+        "max_size_ratio": f"at most {share:.1%} of the bytes: {size(share * num_bytes)} of {size(num_bytes)}",
+    }
+    words = [
+        f'{line} ("{sources[name]}")' if name in sources else f"{line} (not in the goal)"
+        for name, line in limits.items()
+    ]
+    words += [f"{name} {value}" for name, value in changes.items() if name not in limits]
+    words += [] if sources else ["the goal has no amounts, so the limits stay as they are"]
+    return Intake(changes=changes, words=tuple(words))
 
 
 def check_amount(amount: Amount, goal: str) -> None:
     """Raise FieldError for an amount whose words the goal doesn't have, or whose value isn't in its words."""
     words, text = (" ".join(unicodedata.normalize("NFKC", each).casefold().split()) for each in (amount.words, goal))
+    if amount.unit not in UNITS:
+        raise FieldError(f"{amount.unit!r} is no unit: use one of {', '.join(UNITS)}")
     if words not in text:
         raise FieldError(f"the goal doesn't say {amount.words!r}: copy its words unchanged")
     known = [abs(number) for number, _ in numbers_in(words)] or IN_WORDS
@@ -182,32 +195,6 @@ def check_amount(amount: Amount, goal: str) -> None:
 
 def _changed(request: Request, changes: dict[str, Any]) -> Request:
     try:
-        changed = change_request(request, changes)
-        check_runtimes(changed)
+        return change_request(request, changes)
     except ValidationError as error:
         raise FieldError(first_problem(error)) from error
-    except RequestError as error:
-        raise FieldError(str(error)) from error
-    return changed
-
-
-def in_words(
-    request: Request,
-    changes: dict[str, Any],
-    sources: dict[str, str],
-    num_bytes: int,
-    timed: Callable[[int], Headline],
-) -> tuple[str, ...]:
-    """Return the limits and changes of a request in words, what they are of the baseline, and the words of the goal behind them."""
-    rate, speedup, share = 1 / timed(request.batch_size).pass_s, request.min_speedup, request.max_size_ratio
-    lines = {
-        "max_accuracy_drop": f"at most {request.max_accuracy_drop * 100:g} points of top-1 lost",
-        "min_speedup": f"at least {speedup:g}x as fast: {rate * speedup:.3g} images a second in batches of "
-        f"{request.batch_size}, where the baseline does {rate:.3g}",
-        "max_size_ratio": f"at most {share:.1%} of the bytes: {size(share * num_bytes)} of {size(num_bytes)}",
-    }
-    lines |= {name: f"{name} {value}" for name, value in changes.items() if name not in lines}
-    unnamed = {name: " (not in the goal)" for name in TIGHTER if name not in sources}
-    quotes = {name: f' ("{words}")' for name, words in sources.items()}
-    known = (f"{line}{(unnamed | quotes).get(name, '')}" for name, line in lines.items())
-    return (*known, *(() if sources else ("the goal has no amounts, so the limits stay as they are",)))

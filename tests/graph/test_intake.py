@@ -16,23 +16,18 @@ from pydantic import ValidationError
 from profiling_agent import build_graph
 from profiling_agent.errors import FieldError, RequestError
 from profiling_agent.graph.checkpoints import RunSaver
-from profiling_agent.graph.intake import GoalAnswer, read_goal
+from profiling_agent.graph.intake import Baseline, GoalAnswer, read_goal
 from profiling_agent.graph.nodes import pending_question
 from profiling_agent.graph.state import Intake
 from profiling_agent.reporting.render import render_text
 from profiling_agent.request import Request
-from profiling_agent.schemas import Headline, LatencyStats
 
-# 310 MB, and 12.5 images a second in any batch.
-NUM_BYTES, MS_AN_IMAGE = 310_000_000, 80.0
 GOAL = "30 images a second on this box, half a point at most, under 40 MB"
 LIMITS = {"max_accuracy_drop": 0.005, "max_size_ratio": 0.129, "min_speedup": 2.4}
 
 
-def timed(batch_size: int) -> Headline:
-    ms = MS_AN_IMAGE * batch_size
-    latency = LatencyStats(batch_size=batch_size, median_ms=ms, low_ms=ms, high_ms=ms, samples_ms=(ms,))
-    return Headline(latency=latency, peak_memory_bytes=1, forward_passes=1)
+def timed(batch_size: int) -> Baseline:
+    return Baseline(images_per_s=12.5, batch_ms=80.0 * batch_size, num_bytes=310_000_000)
 
 
 def amount(value: float, unit: str, words: str) -> dict[str, Any]:
@@ -41,7 +36,7 @@ def amount(value: float, unit: str, words: str) -> dict[str, Any]:
 
 def read(goal: str, *amounts: dict[str, Any], **more: Any) -> Intake:
     answer = GoalAnswer.model_validate({"amounts": amounts, **more})
-    return read_goal(answer, Request(goal_text=goal), NUM_BYTES, timed)
+    return read_goal(answer, Request(goal_text=goal), timed)
 
 
 ENGLISH = (
