@@ -10,7 +10,7 @@
                                           |
                                       verdict -> advice -> report
 
-Every agent is a function in `profiling_agent/graph/nodes.py`; this file only connects them. With an LLM, `analysis` and `iterative_pruning` find their
+Every agent is a function in `nodes.py` or `intake.py` of `profiling_agent/graph/`; this file only connects them. With an LLM, `analysis` and `iterative_pruning` find their
 plan in the subgraph of `profiling_agent/graph/planner.py`.
 """
 
