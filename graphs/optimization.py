@@ -32,19 +32,9 @@ from profiling_agent.graph.state import Allowlist, RunResult, RunState, allowlis
 from profiling_agent.request import Request
 
 
-def route_after_input_shape_resolver(state: RunState) -> Literal["intake", "profiling"]:
-    """Read the goal first, if it is in words."""
-    return "intake" if state.request.goal_text else "profiling"
-
-
-def route_after_intake(state: RunState) -> Literal["confirmation", "profiling"]:
-    """Ask a person about the limits, unless that was waived."""
-    return "confirmation" if state.request.confirm else "profiling"
-
-
-def route_after_confirmation(state: RunState) -> Literal["intake", "profiling"]:
-    """Profile, or read the goal again with what the person added."""
-    return "intake" if state.intake is None else "profiling"
+def route_to_intake(state: RunState) -> Literal["intake", "profiling"]:
+    """Read a goal in words first, and again if a person added to it."""
+    return "intake" if state.request.goal_text and state.intake is None else "profiling"
 
 
 def route_after_analysis(state: RunState) -> Literal["approval", "pruning"]:
@@ -97,9 +87,9 @@ def build_graph(
 
     graph.add_edge(START, "acquisition")
     graph.add_edge("acquisition", "input_shape_resolver")
-    graph.add_conditional_edges("input_shape_resolver", route_after_input_shape_resolver)
-    graph.add_conditional_edges("intake", route_after_intake)
-    graph.add_conditional_edges("confirmation", route_after_confirmation)
+    graph.add_conditional_edges("input_shape_resolver", route_to_intake)
+    graph.add_edge("intake", "confirmation")
+    graph.add_conditional_edges("confirmation", route_to_intake)
     graph.add_edge("profiling", "deployment_search")
     graph.add_edge("deployment_search", "analysis")
     graph.add_conditional_edges("analysis", route_after_analysis)

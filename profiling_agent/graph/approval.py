@@ -1,6 +1,6 @@
 """Approval as LangChain's human-in-the-loop interfaces show and answer it: an action request, and one decision."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from langgraph.types import interrupt
@@ -47,7 +47,9 @@ def human_request(question: ApprovalQuestion, goal: Goal) -> dict[str, Any]:
         target=question.plan.target,
         **{name: getattr(goal, name) for name in TIGHTER},
     )
+    schema = {name: field for name, field in Approval.model_json_schema().items() if name != "required"}
     names = Approval.model_fields.keys() - {"decision", "reason"}
+    schema["properties"] = {name: field for name, field in schema["properties"].items() if name in names}
     saved = f"{question.params_saved:.1%} of the parameters and {question.macs_saved:.1%} of the MACs"
     cost = "" if question.kl is None else f", for {question.kl:.2g} nats of predicted KL"
     lines = [f"The answer was not taken: {question.problem}"] if question.problem else []
@@ -55,13 +57,8 @@ def human_request(question: ApprovalQuestion, goal: Goal) -> dict[str, Any]:
     lines += [f"- {cut.unit}: {cut.width} to {cut.keep}" for cut in question.cuts]
     args = arguments.model_dump(mode="json", include=names)
     action = {"name": ACTION, "args": args, "description": "\n".join(filter(None, lines))}
-    review = {"action_name": ACTION, "allowed_decisions": ["approve", "edit", "reject"], "args_schema": _schema(names)}
+    review = {"action_name": ACTION, "allowed_decisions": ["approve", "edit", "reject"], "args_schema": schema}
     return {"action_requests": [action], "review_configs": [review], "question": question.model_dump(mode="json")}
-
-
-def _schema(names: Collection[str]) -> dict[str, Any]:
-    schema = {name: field for name, field in Approval.model_json_schema().items() if name != "required"}
-    return schema | {"properties": {name: field for name, field in schema["properties"].items() if name in names}}
 
 
 def human_question(question: ApprovalQuestion, limits: Mapping[str, float]) -> dict[str, Any]:
@@ -70,13 +67,12 @@ def human_question(question: ApprovalQuestion, limits: Mapping[str, float]) -> d
     lines += [question.question, *(f"- {note}" for note in question.notes)]
     action = {"name": ANSWER, "args": dict(limits), "description": "\n".join(lines)}
     allowed = ["approve" if choice == "accept" else choice for choice in question.choices]
-    review = {"action_name": ANSWER, "allowed_decisions": allowed, "args_schema": _schema(limits)}
+    review = {"action_name": ANSWER, "allowed_decisions": allowed}
     return {"action_requests": [action], "review_configs": [review], "question": question.model_dump(mode="json")}
 
 
-def ask_person(question: ApprovalQuestion, limits: Mapping[str, float] | None = None) -> Approval:
+def ask_person(question: ApprovalQuestion, limits: Mapping[str, float]) -> Approval:
     """Interrupt until the answer to a question in words is one of its choices; an edit changes nothing but the limits."""
-    limits = limits or {}
     while True:
         request = human_question(question, limits)
         response = interrupt(request, response_schema=RESPONSE_SCHEMA)

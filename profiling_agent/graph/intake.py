@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from profiling_agent.errors import AdvisorError, FieldError, RequestError
 from profiling_agent.graph.approval import ask_person
 from profiling_agent.graph.run import Run, Update
 from profiling_agent.graph.state import Intake, RunState, change_request, require
 from profiling_agent.jobs.runner import measure_headline
-from profiling_agent.lib.io import clean, first_problem
+from profiling_agent.lib.io import clean
 from profiling_agent.lib.machine import environment
 from profiling_agent.llm.numbers import numbers_in
 from profiling_agent.llm.transcript import Question, quoted
@@ -85,7 +85,7 @@ class GoalAnswer(Record):
 
 
 def intake(state: RunState, run: Run) -> Update:
-    """Have the LLM read the goal; RequestError if it can't, or has a question that no person is there to answer."""
+    """Have the LLM read the goal; RequestError if it can't."""
     request, chat, acquired = state.request, require(run.advisor(state)), require(state.acquired)
     model, device = require(state.resolved).baseline, acquired.source.device
 
@@ -93,42 +93,37 @@ def intake(state: RunState, run: Run) -> Update:
         headline = measure_headline(run.jobs, model, batch_size=batch_size, device=device)
         return Baseline(1 / headline.pass_s, headline.latency.median_ms, model.size_bytes)
 
-    instructions = render(
-        "intake",
-        model=quoted(acquired.source.name),
-        size=size(model.size_bytes),
-        rate=f"{timed(request.batch_size).images_per_s:.3g}",
-        batch_size=request.batch_size,
-        machine=environment(device).machine,
-        dataset=quoted(request.dataset),
-        num_images=acquired.heldout.num_images,
-    )
-    question = Question(agent="intake", instructions=instructions, evidence=str(request.goal_text))
+    facts = {
+        "model": f"{quoted(acquired.source.name)}, {size(model.size_bytes)} on disk",
+        "speed": f"{timed(request.batch_size).images_per_s:.3g} images a second in batches of {request.batch_size}",
+        "machine": environment(device).machine,
+        "data": f"{quoted(request.dataset)}, with {acquired.heldout.num_images} images for the verdict",
+    }
+    question = Question(agent="intake", instructions=render("intake", **facts), evidence=str(request.goal_text))
     try:
         found = chat.fill_in(question, "submit_goal", GoalAnswer, lambda answer: read_goal(answer, request, timed))
     except AdvisorError as error:
         advice = "write its amounts in digits, or give the limits themselves"
         raise RequestError(f"the goal could not be read ({error}): {advice}") from error
-    if found.problem and not request.confirm:
-        raise RequestError(f"the goal was not taken: {found.problem}")
     changed = change_request(request, found.changes)
     check_runtimes(changed)
-    if doubt := why_unproven(acquired, changed.goal):
-        found = found.model_copy(update={"words": (*found.words, doubt)})
-    if request.confirm:
-        return {"intake": found}
-    for line in found.words:
-        run.jobs.progress(line, 0, 0)
-    return {"intake": found, "request": changed}
+    doubt = why_unproven(acquired, changed.goal)
+    return {"intake": found.model_copy(update={"words": (*found.words, *filter(None, [doubt]))})}
 
 
 def confirmation(state: RunState, run: Run) -> Update:
     """Interrupt until a person confirms or edits the limits; what they say instead is read with the goal.
 
-    The node may run again, so nothing here has side effects.
+    Without a person a question of the LLM is a RequestError. The node may run again, so nothing here has side effects.
     """
     found, request = require(state.intake), state.request
     changed = change_request(request, found.changes)
+    if not request.confirm:
+        if found.problem:
+            raise RequestError(f"the goal was not taken: {found.problem}")
+        for line in found.words:
+            run.jobs.progress(line, 0, 0)
+        return {"request": changed}
     question = ApprovalQuestion(
         run_id=run.workspace.root.name,
         attempt=0,
@@ -147,7 +142,7 @@ def confirmation(state: RunState, run: Run) -> Update:
 def read_goal(answer: GoalAnswer, request: Request, timed: Callable[[int], Baseline]) -> Intake:
     """Return what an answer changes of a request, and all limits in words: what they are of the baseline, and the goal's words behind them.
 
-    `timed` returns the baseline at a batch size. FieldError for an amount that the goal doesn't have, or an impossible value.
+    `timed` returns the baseline at a batch size. FieldError for an amount that the goal doesn't have, ValidationError for an impossible value.
     """
     if answer.problem:
         return Intake(changes={}, words=(), problem=clean(answer.problem))
@@ -157,11 +152,11 @@ def read_goal(answer: GoalAnswer, request: Request, timed: Callable[[int], Basel
     # In the order of the fields' names: the batch size, which decides how fast the baseline is, comes first.
     for amount in sorted(answer.amounts, key=lambda amount: UNITS[amount.unit][0]):
         name, convert = UNITS[amount.unit]
-        value = ROUNDED[name](convert(amount.value, timed(_changed(request, changes).batch_size)))
+        value = ROUNDED[name](convert(amount.value, timed(change_request(request, changes).batch_size)))
         # Of several limits the strictest.
         if name not in sources or name not in TIGHTER or (value - changes[name]) * TIGHTER[name] > 0:
             changes[name], sources[name] = value, amount.words
-    changed = _changed(request, changes)
+    changed = change_request(request, changes)
     baseline, speedup, share = timed(changed.batch_size), changed.min_speedup, changed.max_size_ratio
     rate, num_bytes = baseline.images_per_s, baseline.num_bytes
     limits = {
@@ -191,10 +186,3 @@ def check_amount(amount: Amount, goal: str) -> None:
         raise FieldError(
             f"{amount.words!r} doesn't say {amount.value:g} {amount.unit}: take amounts from the goal only"
         )
-
-
-def _changed(request: Request, changes: dict[str, Any]) -> Request:
-    try:
-        return change_request(request, changes)
-    except ValidationError as error:
-        raise FieldError(first_problem(error)) from error

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
-from langgraph.types import Command, interrupt
+from langgraph.types import interrupt
 
 from profiling_agent.data.labels import why_doubtful
 from profiling_agent.errors import AdvisorError, PlanError, RequestError, RunError
@@ -26,7 +26,7 @@ from profiling_agent.reporting.render import write_report
 from profiling_agent.reporting.report import build_report, card_judged, card_notes, card_rows, results_folder
 from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
-from profiling_agent.schemas import SHARD, Approval, ApprovalQuestion, Decided, InputSpec, Origin, Plan, StopReason
+from profiling_agent.schemas import SHARD, ApprovalQuestion, Decided, InputSpec, Origin, Plan, StopReason
 from profiling_agent.search import attempt as attempts
 from profiling_agent.search.advice import AdviceAnswer, advice_question, advise, explained
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
@@ -168,11 +168,6 @@ def pending_question(graph: Any, config: RunnableConfig) -> ApprovalQuestion | N
     """Return the question that a thread of a graph waits with, or None."""
     interrupts = graph.get_state(config).interrupts
     return ApprovalQuestion.model_validate(interrupts[0].value["question"]) if interrupts else None
-
-
-def resume_command(answer: Approval) -> Command[Any]:
-    """Return the command that resumes a waiting run."""
-    return Command(resume=answer.model_dump(mode="json"))
 
 
 def approval(state: RunState, run: Run) -> Update:

@@ -29,12 +29,7 @@ from profiling_agent.jobs.runner import Jobs
 from profiling_agent.lib.io import clean, first_problem
 from profiling_agent.llm.chat import Chat
 from profiling_agent.planning.digest import MAX_CHARACTERS
-from profiling_agent.planning.llm_planner import (
-    MAX_ANSWER,
-    SHORT_CHARACTERS,
-    Planning,
-    Submission,
-)
+from profiling_agent.planning.llm_planner import MAX_ANSWER, SHORT_CHARACTERS, Planning, Submission
 from profiling_agent.schemas import ApprovalQuestion
 
 # Replies of the LLM for one plan, and refusals after which the rules plan.
@@ -90,7 +85,7 @@ class Desk:
             question=clean(question)[:MAX_QUESTION],
             choices=("accept", "reject"),
         )
-        return ask_person(asked).reason or "yes"
+        return ask_person(asked, {}).reason or "yes"
 
     def _tool(self, function: Callable[..., str]) -> BaseTool:
         price_s = self.planning.price_of(function.__name__)

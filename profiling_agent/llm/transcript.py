@@ -16,8 +16,6 @@ from profiling_agent.lib.io import append_line, expanded
 from profiling_agent.schemas import Record, Spent, ToolCall
 
 FILE, RECORDED = "llm.jsonl", "recorded:"
-# Requests of a run.
-MAX_REQUESTS = 500
 # Estimate for servers that count no tokens.
 CHARACTERS_A_TOKEN = 4
 # Local servers require a key, and don't read it.
@@ -46,12 +44,10 @@ class Transcript:
 
     def __init__(self, path: Path, *, max_tokens: int = 0) -> None:
         self._path, self._max_tokens, self._lines = path, max_tokens, list[dict[str, Any]]()
-        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()] if path.is_file() else []
-        for line in lines:
+        for line in path.read_bytes().split(b"\n") if path.is_file() else ():
             with suppress(ValueError):
                 record: Any = json.loads(line)
                 self._lines += [record] if isinstance(record, dict) and "kind" in record else []
-        self._num_damaged = len(lines) - len(self._lines)
 
     @property
     def spent(self) -> Spent:
@@ -64,7 +60,6 @@ class Transcript:
             repairs=len(self.of("complaint")),
             failures=tuple(str(line.get("reason")) for line in self.of("failure")),
             calls=tuple(ToolCall(**{name: line[name] for name in ToolCall.model_fields}) for line in self.of("call")),
-            unread_lines=self._num_damaged,
         )
 
     def check_budget(self) -> None:
@@ -73,8 +68,6 @@ class Transcript:
         for turn in turns:
             count = _total([turn], "input_tokens", "output_tokens")
             num_tokens += turn.get("characters", 0) // CHARACTERS_A_TOKEN if count is None else count
-        if len(turns) >= MAX_REQUESTS:
-            raise AdvisorError(f"the run has made {MAX_REQUESTS} requests, which is the most")
         if num_tokens >= self._max_tokens:
             raise AdvisorError(f"the budget of {self._max_tokens} tokens is spent: raise llm_tokens")
 

@@ -97,7 +97,6 @@ class Spent(Record):
     repairs: int = 0
     failures: tuple[str, ...] = ()  # why questions were left to the rules
     calls: tuple[ToolCall, ...] = ()  # of tools, in order: how the plans were found
-    unread_lines: int = 0  # lines of `llm.jsonl` that are none of ours, or damaged
 
 
 class Attempt(Record):
