@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
-from langgraph.types import Command
 
 from profiling_agent.errors import ApprovalPendingError, RequestError, RunError
 from profiling_agent.graph.checkpoints import open_saver
-from profiling_agent.graph.nodes import pending_question
+from profiling_agent.graph.nodes import pending_question, resume_command
 from profiling_agent.graph.run import ProgressEvent, Run
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.lib.io import FileRefusedError, expanded, inside, resolved
@@ -62,9 +61,7 @@ def _drive(
             elif answer is not None and pending_question(graph, config) is None:
                 raise RunError(f"run {root.name!r} waits for no approval: go on with `profiling-agent resume {root}`")
             # A run interrupted before its first checkpoint starts again; its finished jobs are reused.
-            graph_input: Any = None if saver.get_tuple(config) else request
-            if answer is not None:
-                graph_input = Command(resume=answer.model_dump(mode="json"))
+            graph_input: Any = resume_command(answer) if answer else None if saver.get_tuple(config) else request
             for event in graph.stream(graph_input, config, context=run, stream_mode="custom", durability="sync"):
                 listener(ProgressEvent.model_validate(event))
             question = pending_question(graph, config)

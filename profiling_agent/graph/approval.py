@@ -61,20 +61,19 @@ def human_request(question: ApprovalQuestion, goal: Goal) -> dict[str, Any]:
     return {"action_requests": [action], "review_configs": [review], "question": question.model_dump(mode="json")}
 
 
-def human_question(question: ApprovalQuestion, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the interrupt's value for a question in words: a person approves, edits the limits, or answers by the message of a rejection."""
-    lines = [f"The answer was not taken: {question.problem}"] if question.problem else []
-    lines += [question.question, *(f"- {note}" for note in question.notes)]
-    action = {"name": ANSWER, "args": dict(limits), "description": "\n".join(lines)}
-    allowed = ["approve" if choice == "accept" else choice for choice in question.choices]
-    review = {"action_name": ANSWER, "allowed_decisions": allowed}
-    return {"action_requests": [action], "review_configs": [review], "question": question.model_dump(mode="json")}
-
-
 def ask_person(question: ApprovalQuestion, limits: Mapping[str, float]) -> Approval:
-    """Interrupt until the answer to a question in words is one of its choices; an edit changes nothing but the limits."""
+    """Interrupt until the answer to a question in words is one of its choices: yes, an edit of the limits, or words as a rejection."""
     while True:
-        request = human_question(question, limits)
+        lines = [f"The answer was not taken: {question.problem}"] if question.problem else []
+        lines += [question.question, *(f"- {note}" for note in question.notes)]
+        action = {"name": ANSWER, "args": dict(limits), "description": "\n".join(lines)}
+        allowed = ["approve" if choice == "accept" else choice for choice in question.choices]
+        review = {"action_name": ANSWER, "allowed_decisions": allowed}
+        request = {
+            "action_requests": [action],
+            "review_configs": [review],
+            "question": question.model_dump(mode="json"),
+        }
         response = interrupt(request, response_schema=RESPONSE_SCHEMA)
         try:
             answer = read_response(response, request)

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
-from langgraph.types import interrupt
+from langgraph.types import Command, interrupt
 
 from profiling_agent.data.labels import why_doubtful
 from profiling_agent.errors import AdvisorError, PlanError, RequestError, RunError
@@ -26,7 +26,7 @@ from profiling_agent.reporting.render import write_report
 from profiling_agent.reporting.report import build_report, card_judged, card_notes, card_rows, results_folder
 from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
-from profiling_agent.schemas import SHARD, ApprovalQuestion, Decided, InputSpec, Origin, Plan, StopReason
+from profiling_agent.schemas import SHARD, Approval, ApprovalQuestion, Decided, InputSpec, Origin, Plan, StopReason
 from profiling_agent.search import attempt as attempts
 from profiling_agent.search.advice import AdviceAnswer, advice_question, advise, explained
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
@@ -170,6 +170,11 @@ def pending_question(graph: Any, config: RunnableConfig) -> ApprovalQuestion | N
     return ApprovalQuestion.model_validate(interrupts[0].value["question"]) if interrupts else None
 
 
+def resume_command(answer: Approval) -> Command[Any]:
+    """Return the command that resumes a waiting run."""
+    return Command(resume=answer.model_dump(mode="json"))
+
+
 def approval(state: RunState, run: Run) -> Update:
     """Interrupt until the answer is valid. The node may run again, so nothing here has side effects."""
     proposal, profile, run_id = require(state.proposal), run.evaluator(state).profile, run.workspace.root.name
@@ -255,14 +260,11 @@ def verdict(state: RunState, run: Run) -> Update:
 def advice(state: RunState, run: Run) -> Update:
     """Say after a miss which other limits the measured candidates meet; an LLM ranks and explains them."""
     final = read_final(state, run)
-    options, chat = advise(final), run.advisor(state)
-    if options and chat is not None:
-        question, accept = (
-            advice_question(final.goal, options, state.request.goal_text),
-            partial(explained, final.goal, options),
-        )
+    options = advise(final)
+    if options and (chat := run.advisor(state)):
+        question = advice_question(final.goal, options, state.request.goal_text)
         try:
-            options = chat.fill_in(question, "rank_advice", AdviceAnswer, accept)
+            options = chat.fill_in(question, "rank_advice", AdviceAnswer, partial(explained, final.goal, options))
         except AdvisorError as error:
             chat.transcript.add("failure", agent=question.agent, reason=str(error))
     return {"advice": options}

@@ -37,8 +37,6 @@ MAX_REPLIES, MAX_REFUSALS = 20, 2
 # Steps of the subgraph for as many replies, each with its tools and check.
 MAX_STEPS = 3 * MAX_REPLIES + 10
 HANDOVER = ("submit", "stop")
-# Characters of a question to a person, and of the answer.
-MAX_QUESTION = 1_000
 
 
 class Conversation(MessagesState, total=False):
@@ -82,7 +80,7 @@ class Desk:
             run_id=self.jobs.workspace.root.name,
             attempt=self.planning.attempt,
             proposed_by=self.chat.name,
-            question=clean(question)[:MAX_QUESTION],
+            question=clean(question),
             choices=("accept", "reject"),
         )
         return ask_person(asked, {}).reason or "yes"
