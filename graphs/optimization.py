@@ -1,8 +1,8 @@
 """Optimization graph: a model and a contract in, a loop of plans and measurements, a verdict out.
 
-    acquisition -> input_shape_resolver -> profiling -> deployment_search
-                                                                |
-                       +----------------------------------- analysis
+    acquisition -> input_shape_resolver -> (intake <-> confirmation) -> profiling -> deployment_search
+                                                                                         |
+                       +------------------------------------------------------------ analysis
                        v
                  (approval) -> pruning -> quantization -> evaluation
                        ^                                      |
@@ -10,9 +10,8 @@
                                           |
                                       verdict -> advice -> report
 
-Every agent is a function in `profiling_agent/graph/nodes.py`; this file only connects them. With an LLM, `analysis` and `iterative_pruning` find their
-plan in the subgraph of `profiling_agent/graph/planner.py`. `deployment_search` and `verdict` go step by step in those of
-`profiling_agent/graph/steps.py`.
+Every agent is a function in `nodes.py` or `intake.py` of `profiling_agent/graph/`; this file only connects them. With an LLM, `analysis` and
+`iterative_pruning` find their plan in the subgraph of `planner.py`; `deployment_search` and `verdict` go step by step in those of `steps.py`.
 """
 
 import os
@@ -26,11 +25,17 @@ from langgraph.graph import END, START, StateGraph
 from profiling_agent.graph import nodes
 from profiling_agent.graph.checkpoints import registered
 from profiling_agent.graph.context import Context
+from profiling_agent.graph.intake import confirmation, intake
 from profiling_agent.graph.planner import PLANNER
 from profiling_agent.graph.run import CheckedGraph, Run, run_agent
 from profiling_agent.graph.state import Allowlist, RunResult, RunState, allowlist_from_env
 from profiling_agent.graph.steps import DEPLOYMENT_SEARCH, VERDICT
 from profiling_agent.request import Request
+
+
+def route_to_intake(state: RunState) -> Literal["intake", "profiling"]:
+    """Read a goal in words first, and again if a person added to it."""
+    return "intake" if state.request.goal_text and state.intake is None else "profiling"
 
 
 def route_after_analysis(state: RunState) -> Literal["approval", "pruning"]:
@@ -79,23 +84,18 @@ def build_graph(
     graph = StateGraph(RunState, Context, input_schema=Request, output_schema=RunResult)
     graph.add_node("acquisition", partial(run_agent, nodes.acquisition), input_schema=Request)
     agents = (
-        *(nodes.input_shape_resolver, nodes.profiling, nodes.deployment_search, nodes.analysis, nodes.approval),
-        *(
-            nodes.pruning,
-            nodes.quantization,
-            nodes.evaluation,
-            nodes.iterative_pruning,
-            nodes.verdict,
-            nodes.advice,
-            nodes.report,
-        ),
+        *(nodes.input_shape_resolver, intake, confirmation, nodes.profiling, nodes.deployment_search),
+        *(nodes.analysis, nodes.approval, nodes.pruning, nodes.quantization, nodes.evaluation),
+        *(nodes.iterative_pruning, nodes.verdict, nodes.advice, nodes.report),
     )
     for agent in agents:
         graph.add_node(agent.__name__, partial(run_agent, agent), input_schema=RunState)
 
     graph.add_edge(START, "acquisition")
     graph.add_edge("acquisition", "input_shape_resolver")
-    graph.add_edge("input_shape_resolver", "profiling")
+    graph.add_conditional_edges("input_shape_resolver", route_to_intake)
+    graph.add_edge("intake", "confirmation")
+    graph.add_conditional_edges("confirmation", route_to_intake)
     graph.add_edge("profiling", "deployment_search")
     graph.add_edge("deployment_search", "analysis")
     graph.add_conditional_edges("analysis", route_after_analysis)

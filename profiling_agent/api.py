@@ -54,8 +54,8 @@ def _drive(
                 if approver is None:
                     problem = f" ({question.problem})" if question.problem else ""
                     raise ApprovalPendingError(
-                        f"run {root.name!r} waits for an approval of attempt {question.attempt}{problem}: "
-                        f"answer with `profiling-agent approve {root}`"
+                        f"run {root.name!r} waits for an approval of "
+                        f"{f'attempt {question.attempt}' if question.attempt else 'its limits'}{problem}: answer with `profiling-agent approve {root}`"
                     )
                 answer = approver(question)
             elif answer is not None and pending_question(graph, config) is None:

@@ -78,6 +78,8 @@ class Request(BaseModel):
         description="how labels become the model's classes. auto: by names, or by what the model's answers fit best. number: "
         "label 3 is class 3. from-1: label 1 is class 0. place: the order of the list",
     )
+    goal_text: str | None = Field(default=None, description="the limits in words, in any language; an LLM reads them")
+    confirm: bool = Field(default=True, description="wait until a person confirms what a goal in words became")
     max_accuracy_drop: DropLimit = Field(default=0.01, description="top-1 that may be lost: 0.01, 1% or 1pt is a point")
     min_speedup: SpeedupLimit = Field(default=1.0, description="least speedup: 1.5 or 1.5x; 1 is not slower")
     max_size_ratio: RatioLimit = Field(default=0.5, description="most bytes on disk: 0.5 or 50% is half of them")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from sample_records import BASELINE, GOAL, attempt, evaluation, evidence, journal, profile, race_result
 
 from profiling_agent import schemas
+from profiling_agent.llm.transcript import Question
 from profiling_agent.planning.allocation import dry_run
 from profiling_agent.planning.llm_planner import UNKNOWN, Planning, Setting, shape_question
 from profiling_agent.runtimes.registry import recommend
@@ -126,8 +127,8 @@ def setting(goal: schemas.Goal = OWN, *, is_first: bool) -> Setting:
     )
 
 
-def questions() -> dict[str, tuple[str, str]]:
-    """Return each agent's instructions and evidence."""
+def questions() -> dict[str, Question]:
+    """Return each agent's question."""
     found = judged()
     opened = journal().model_copy(update={"deployment_search": searched()})
     seen = opened.model_copy(update={"attempts": tried(found)})

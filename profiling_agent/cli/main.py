@@ -84,8 +84,9 @@ def ask(question: ApprovalQuestion) -> Approval:
     from rich.prompt import Prompt
 
     terminal.print_text("approval", q=question)
+    choices = list(question.choices)
     while True:
-        choice = Prompt.ask("decision", console=terminal.console, choices=list(question.choices), default="accept")
+        choice = Prompt.ask("decision", console=terminal.console, choices=choices, default=choices[0])
         detail = {"reject": "why", "edit": "file with the changes (see `profiling-agent approve --help`)"}.get(choice)
         text = Prompt.ask(detail, console=terminal.console) if detail else ""
         try:

@@ -165,8 +165,10 @@ def _field_option(name: str) -> inspect.Parameter:
     flag, metavar, field = f"--{name.replace('_', '-')}", None, Request.model_fields[name]
     kind: Any = field.annotation
     text, default = field.description, field.default
-    if kind is bool:
-        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    if name == "goal_text":
+        flag = "--goal"
+    elif kind is bool:
+        flag = f"{flag}/--{'yes' if name == 'confirm' else f'no-{name}'}"
     elif choices := [choice for choice in get_args(kind) if isinstance(choice, str)]:
         # A Literal: pydantic's error lists the choices, so the help lists them as well.
         kind, text = str, f"{text} [{'|'.join(choices)}]"

@@ -1,7 +1,9 @@
 """Approval as LangChain's human-in-the-loop interfaces show and answer it: an action request, and one decision."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
+from langgraph.types import interrupt
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from profiling_agent.errors import RequestError
@@ -59,12 +61,28 @@ def human_request(question: ApprovalQuestion, goal: Goal) -> dict[str, Any]:
     return {"action_requests": [action], "review_configs": [review], "question": question.model_dump(mode="json")}
 
 
-def human_question(question: ApprovalQuestion) -> dict[str, Any]:
-    """Return the interrupt's value for a question of an LLM in words: a person approves, or answers by the message of a rejection."""
-    lines = [f"The answer was not taken: {question.problem}"] if question.problem else []
-    action = {"name": ANSWER, "args": {}, "description": "\n".join([*lines, question.question])}
-    review = {"action_name": ANSWER, "allowed_decisions": ["approve", "reject"]}
-    return {"action_requests": [action], "review_configs": [review], "question": question.model_dump(mode="json")}
+def ask_person(question: ApprovalQuestion, limits: Mapping[str, float]) -> Approval:
+    """Interrupt until the answer to a question in words is one of its choices: yes, an edit of the limits, or words as a rejection."""
+    while True:
+        lines = [f"The answer was not taken: {question.problem}"] if question.problem else []
+        lines += [question.question, *(f"- {note}" for note in question.notes)]
+        action = {"name": ANSWER, "args": dict(limits), "description": "\n".join(lines)}
+        allowed = ["approve" if choice == "accept" else choice for choice in question.choices]
+        review = {"action_name": ANSWER, "allowed_decisions": allowed}
+        request = {
+            "action_requests": [action],
+            "review_configs": [review],
+            "question": question.model_dump(mode="json"),
+        }
+        response = interrupt(request, response_schema=RESPONSE_SCHEMA)
+        try:
+            answer = read_response(response, request)
+            if answer.decision in question.choices and answer.changes.keys() <= limits.keys():
+                return answer
+            problem = f"{' or '.join(question.choices)} is the answer here, and an edit is of a limit"
+        except RequestError as error:
+            problem = str(error)
+        question = question.model_copy(update={"problem": problem})
 
 
 def read_response(response: Any, request: dict[str, Any]) -> Approval:

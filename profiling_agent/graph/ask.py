@@ -25,8 +25,9 @@ from langgraph.types import Command, interrupt
 from profiling_agent.errors import FieldError, ProfilingAgentError, RequestError
 from profiling_agent.graph.state import Allowlist, choose_endpoint, key_for, trusted_addresses
 from profiling_agent.llm.chat import chat_client, invoke, name_of, with_all_calls
+from profiling_agent.llm.numbers import unsupported_numbers
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
-from profiling_agent.reporting.records import Records, changed_request, unsupported_numbers
+from profiling_agent.reporting.records import Records, changed_request
 from profiling_agent.request import Request
 
 # Replies with tool calls in a row; then the LLM has to answer.

@@ -17,7 +17,8 @@ from profiling_agent.request import Request, unknown_field
 PLANNING = ("llm", "base_url", "planner", "llm_tokens", "llm_timeout_s", "device", "runtimes", "output")
 # What a run can't change once it has measured.
 FROZEN = ("device", "batch_size", "output")
-NODES = ("input_shape_resolver", "analysis", "iterative_pruning")
+PLANNERS = ("analysis", "iterative_pruning")
+NODES = ("input_shape_resolver", "intake", *PLANNERS, "advice")
 SUFFIX = "_prompt"
 
 
@@ -74,7 +75,7 @@ def _fields() -> Iterator[tuple[str, Any]]:
         yield name, (Request.model_fields[name].annotation, Request.model_fields[name])
     for name in (name for name in prompts.names() if name != "ask"):
         # The form of a plan is in the prompts of both that plan.
-        nodes = [node for node in NODES if name.startswith(node)] or [*NODES[1:]]
+        nodes = [node for node in NODES if name.startswith(node)] or [*PLANNERS]
         extra: dict[str, Any] = {"langgraph_nodes": nodes, "langgraph_type": "prompt"}
         text, description = prompts.default_text(name), f"prompts/{name}.md"
         yield name + SUFFIX, (str, Field(default=text, description=description, json_schema_extra=extra))

@@ -7,10 +7,10 @@ from typing import Any
 from langchain_core.runnables import RunnableConfig
 from langgraph.types import Command, interrupt
 
-from profiling_agent.errors import AdvisorError, PlanError, RequestError, RunError, ShapeUnresolvedError
+from profiling_agent.errors import AdvisorError, PlanError, RequestError, RunError
 from profiling_agent.graph.approval import RESPONSE_SCHEMA, human_request, read_response
 from profiling_agent.graph.context import choose_advisor
-from profiling_agent.graph.planner import advised_shape, find_plan
+from profiling_agent.graph.planner import find_plan
 from profiling_agent.graph.run import Run, Update
 from profiling_agent.graph.state import RunState, require
 from profiling_agent.graph.steps import DEPLOYMENT_SEARCH, VERDICT, run_steps
@@ -20,15 +20,15 @@ from profiling_agent.lib.io import DocumentError, inside, read_record, write_tex
 from profiling_agent.llm.chat import Chat
 from profiling_agent.llm.transcript import FILE, Transcript
 from profiling_agent.planning.allocation import apply_demands, dry_run
-from profiling_agent.planning.llm_planner import UNKNOWN
+from profiling_agent.planning.llm_planner import UNKNOWN, ShapeAnswer, shape_question
 from profiling_agent.planning.rules import analyse, read_plan
 from profiling_agent.reporting.render import write_report
 from profiling_agent.reporting.report import build_report, card_judged, card_notes, card_rows, results_folder
 from profiling_agent.request import Request
 from profiling_agent.runtimes.artifact import CARD, write_card
-from profiling_agent.schemas import Approval, ApprovalQuestion, Decided, Origin, Plan, StopReason
+from profiling_agent.schemas import Approval, ApprovalQuestion, Decided, InputSpec, Origin, Plan, StopReason
 from profiling_agent.search import attempt as attempts
-from profiling_agent.search.advice import advise
+from profiling_agent.search.advice import AdviceAnswer, advice_question, advise, explained
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
 from profiling_agent.search.evaluator import EFFORTS, affordable_images
 from profiling_agent.search.finalize import FinalChoice, add_race_result, raced_headline, start, torch_model
@@ -45,20 +45,23 @@ def acquisition(request: Request, run: Run) -> Update:
 
     The user's own plan is read before anything expensive, and stored: its file may be gone when a run resumes.
     """
-    if request.approve != "never" and not run.is_checkpointed:
-        advice = "build the graph with a checkpointer, or use approve=never"
-        raise RequestError(f"approve is {request.approve!r}, and a run that waits has to be kept: {advice}")
+    if (request.approve != "never" or (request.goal_text and request.confirm)) and not run.is_checkpointed:
+        advice = "build the graph with a checkpointer, or use approve=never and confirm=False"
+        raise RequestError(f"a run that waits for a person has to be kept: {advice}")
     # Without checkpoints the address is from this call; with them it may be from an old call or a third party.
     if request.base_url is not None and run.allowlist is None and not run.is_checkpointed:
         run.addresses.add(request.base_url)
     check_runtimes(request)
     advisor_fields = choose_advisor(request, run.chat_model, run.trusted)
+    if request.goal_text and advisor_fields.keys() == {"advisor_note"}:
+        advice = "name one, as in llm=openai:MODEL, or give the limits themselves"
+        raise RequestError(f"a goal in words needs an LLM, and {advisor_fields['advisor_note']}: {advice}")
     plan = read_plan(request.plan) if request.plan else None
     task_fields = request.model_dump(include=set(AcquireTask.model_fields))
     task_fields["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
     run.jobs.progress(advisor_fields["advisor_note"], 0, 0)
     acquired = run.jobs.run(AcquireTask.model_validate(task_fields))
-    if line := why_unproven(acquired, request.goal):
+    if not request.goal_text and (line := why_unproven(acquired, request.goal)):
         run.jobs.progress(line, 0, 0)
     root = run.workspace.root
     request = request.model_copy(update={"run_id": root.name})
@@ -79,9 +82,14 @@ def resolve_with(advisor: Chat, task: ResolveShapeTask, jobs: Jobs) -> ResolvedS
     facts = jobs.run(SurveyShapeTask(model=task.model, revision=task.revision, device=task.device))
     if facts.is_certain:
         return jobs.run(task)
+
+    def accept(answer: ShapeAnswer) -> ResolvedShape:
+        stated = InputSpec(**answer.model_dump(exclude={"reason"}), source=advisor.name)
+        return jobs.run(task.model_copy(update={"stated": stated}))
+
     try:
-        return advised_shape(advisor, facts, lambda spec: jobs.run(task.model_copy(update={"stated": spec})))
-    except (AdvisorError, ShapeUnresolvedError) as error:
+        return advisor.fill_in(shape_question(facts), "submit_shape", ShapeAnswer, accept)
+    except AdvisorError as error:
         resolved = jobs.run(task)
         noted_input = resolved.input.model_copy(update={"source": f"{resolved.input.source}; {error}"})
         return resolved.model_copy(update={"input": noted_input})
@@ -247,8 +255,16 @@ def verdict(state: RunState, run: Run) -> Update:
 
 
 def advice(state: RunState, run: Run) -> Update:
-    """Say after a miss which other limits the measured candidates meet."""
-    return {"advice": advise(read_final(state, run))}
+    """Say after a miss which other limits the measured candidates meet; an LLM ranks and explains them."""
+    final = read_final(state, run)
+    options = advise(final)
+    if options and (chat := run.advisor(state)):
+        question = advice_question(final.goal, options, state.request.goal_text)
+        try:
+            options = chat.fill_in(question, "rank_advice", AdviceAnswer, partial(explained, final.goal, options))
+        except AdvisorError as error:
+            chat.transcript.add("failure", agent=question.agent, reason=str(error))
+    return {"advice": options}
 
 
 def read_final(state: RunState, run: Run) -> FinalChoice:

@@ -14,7 +14,7 @@ hands over. Every step is a checkpoint: a run that is killed in a probe repeats 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import BaseTool, StructuredTool
@@ -22,34 +22,21 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode
 from langgraph.prebuilt.tool_node import ToolInvocationError
 from langgraph.runtime import Runtime
-from langgraph.types import interrupt
-from pydantic import ValidationError
 
-from profiling_agent.errors import AdvisorError, PlanError, RequestError, ShapeUnresolvedError
-from profiling_agent.graph.approval import RESPONSE_SCHEMA, human_question, read_response
+from profiling_agent.errors import AdvisorError, PlanError
+from profiling_agent.graph.approval import ask_person
 from profiling_agent.graph.checkpoints import call_subgraph
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.lib.io import clean, first_problem
 from profiling_agent.llm.chat import Chat
-from profiling_agent.planning.llm_planner import (
-    MAX_ANSWER,
-    SHAPE_AGENT,
-    Planning,
-    ShapeAnswer,
-    Submission,
-    shape_question,
-)
-from profiling_agent.schemas import ApprovalQuestion, InputSpec, Plan, ShapeFacts
+from profiling_agent.planning.llm_planner import MAX_ANSWER, Planning, Submission
+from profiling_agent.schemas import ApprovalQuestion
 
 # Replies of the LLM for one plan, and refusals after which the rules plan.
 MAX_REPLIES, MAX_REFUSALS = 20, 2
 # Steps of the subgraph for as many replies, each with its tools and check.
 MAX_STEPS = 3 * MAX_REPLIES + 10
 HANDOVER = ("submit", "stop")
-# Characters of a question to a person, and of the answer.
-MAX_QUESTION = 1_000
-
-Accepted = TypeVar("Accepted")
 
 
 class Conversation(MessagesState, total=False):
@@ -85,26 +72,10 @@ class Desk:
             run_id=self.jobs.workspace.root.name,
             attempt=self.planning.attempt,
             proposed_by=self.chat.name,
-            question=clean(question)[:MAX_QUESTION],
-            plan=Plan(),
-            cuts=(),
-            params_saved=0.0,
-            macs_saved=0.0,
-            latency_saved=None,
-            kl=None,
+            question=clean(question),
             choices=("accept", "reject"),
         )
-        while True:
-            request = human_question(asked)
-            response = interrupt(request, response_schema=RESPONSE_SCHEMA)
-            try:
-                answer = read_response(response, request)
-            except RequestError as error:
-                asked = asked.model_copy(update={"problem": str(error)})
-                continue
-            if answer.decision in asked.choices:
-                return answer.reason or "yes"
-            asked = asked.model_copy(update={"problem": f"a question takes {' or '.join(asked.choices)}"})
+        return ask_person(asked, {}).reason or "yes"
 
     def _tool(self, function: Callable[..., str]) -> BaseTool:
         lab = self.planning.setting.lab
@@ -124,8 +95,8 @@ def find_plan(planning: Planning, chat: Chat, jobs: Jobs, *, asks: bool = False)
 def brief(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
     """Write the instructions and the evidence."""
     del state
-    instructions, evidence = runtime.context.planning.question()
-    return {"messages": [SystemMessage(instructions), HumanMessage(evidence)]}
+    question = runtime.context.planning.question()
+    return {"messages": [SystemMessage(question.instructions), HumanMessage(question.evidence)]}
 
 
 def think(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
@@ -242,32 +213,3 @@ def build_planner() -> Any:
 
 
 PLANNER = build_planner()
-
-
-def advised_shape(chat: Chat, facts: ShapeFacts, accept: Callable[[InputSpec], Accepted]) -> Accepted:
-    """Return `accept`'s result for the LLM's shape; the reason of a refusal goes back to the LLM.
-
-    Raises:
-        AdvisorError: no reply came.
-        ShapeUnresolvedError: `accept` refused all of them, or there were none.
-    """
-    (instructions, evidence), problem = shape_question(facts), ""
-    tool = StructuredTool(name="submit_shape", description="Hand the shape over.", args_schema=ShapeAnswer)
-    messages: list[BaseMessage] = [SystemMessage(instructions), HumanMessage(evidence)]
-    for _ in range(MAX_REFUSALS + 1):
-        reply = chat.reply(SHAPE_AGENT, messages, [tool])
-        problem = "call submit_shape" if not reply.tool_calls else ""
-        messages.append(reply)
-        for call in reply.tool_calls:
-            try:
-                shape = ShapeAnswer.model_validate(call["args"]).model_dump(exclude={"reason"})
-                return accept(InputSpec(**shape, source=chat.name))
-            except ValidationError as error:
-                problem = first_problem(error)
-            except ShapeUnresolvedError as error:
-                problem = str(error)
-            messages.append(ToolMessage(problem, tool_call_id=call["id"] or ""))
-        if not reply.tool_calls:
-            messages.append(HumanMessage(problem))
-        chat.transcript.add("complaint", agent=SHAPE_AGENT, text=problem)
-    raise ShapeUnresolvedError(f"{chat.name}: {problem}")

@@ -68,7 +68,7 @@ STAGES = ("profiling", "deployment_search", "analysis", "approval", *ROUND, "ite
 NODE_END_S = 10.0
 # First fields of Studio's form.
 FORM = (
-    *("model", "dataset", "split", "max_accuracy_drop", "min_speedup", "max_size_ratio"),
+    *("model", "dataset", "split", "goal_text", "max_accuracy_drop", "min_speedup", "max_size_ratio"),
     *("objective", "batch_size", "effort", "time_budget", "max_iterations", "plan", "approve"),
 )
 

@@ -47,6 +47,14 @@ def change_request(request: Request, update: Any) -> Request:
     return update if isinstance(update, Request) else Request.model_validate(dict(request) | update)
 
 
+class Intake(BaseModel):
+    """What a goal in words changes of the request, that in words, and what keeps the LLM from reading the goal."""
+
+    changes: dict[str, Any]
+    words: tuple[str, ...]
+    problem: str = ""
+
+
 class RunState(BaseModel):
     """State of a run; acquisition writes the request, of which the input has the given fields, and resets all others."""
 
@@ -60,6 +68,7 @@ class RunState(BaseModel):
     advisor_object: str | None = Field(default=None, description="the name of one that was passed as an object")
     acquired: schemas.Acquired | None = None
     resolved: ResolvedShape | None = None
+    intake: Intake | None = Field(default=None, description="how the goal in words was read")
     spent_s: float = Field(default=0.0, description="what the run has used of its time, as its jobs tell")
     attempt_began_s: float = Field(default=0.0, description="what it had used before the current attempt")
     longest_s: float = Field(default=0.0, description="what the longest attempt took")

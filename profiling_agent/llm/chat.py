@@ -1,21 +1,26 @@
 """Chat model: one reply at a time by LangChain's clients, with tools, recorded in the transcript or replayed from one."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolCall
-from langchain_core.tools import BaseTool
-from pydantic import SecretStr
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolCall, ToolMessage
+from langchain_core.tools import BaseTool, StructuredTool
+from pydantic import SecretStr, ValidationError
 
-from profiling_agent.errors import AdvisorError, RequestError
-from profiling_agent.lib.io import clean, first_line
-from profiling_agent.llm.transcript import Transcript, redacted
+from profiling_agent.errors import AdvisorError, FieldError, RequestError, ShapeUnresolvedError
+from profiling_agent.lib.io import clean, first_line, first_problem
+from profiling_agent.llm.transcript import Question, Transcript, redacted
 from profiling_agent.schemas import Record
 
 OPENAI_URL, DEFAULT_MODEL = "https://api.openai.com/v1", "gpt-5.5"
 # Retries of a request, and calls of tools in one reply: more are left out.
 MAX_RETRIES, MAX_CALLS = 2, 8
+# Replies to a question with a form to fill in: a refused answer goes back once.
+MAX_ANSWERS = 2
+
+FormT = TypeVar("FormT", bound=Record)
+AcceptedT = TypeVar("AcceptedT")
 
 
 class Endpoint(Record):
@@ -101,6 +106,36 @@ class Chat:
         counts["characters"] = sum(len(each.text) for each in (*messages, reply))
         self.transcript.add("turn", **turn, text=reply.text, calls=reply.tool_calls, **counts)
         return reply
+
+    def fill_in(
+        self, question: Question, tool: str, form: type[FormT], accept: Callable[[FormT], AcceptedT]
+    ) -> AcceptedT:
+        """Return what `accept` makes of the form that the LLM fills in as the arguments of `tool`.
+
+        Why a form is refused, by FieldError or ShapeUnresolvedError, goes back to the LLM once.
+
+        Raises:
+            AdvisorError: no reply came, or no form was accepted.
+        """
+        offered = StructuredTool(name=tool, description="Hand the answer over.", args_schema=form)
+        messages: list[BaseMessage] = [SystemMessage(question.instructions), HumanMessage(question.evidence)]
+        problem = ""
+        for _ in range(MAX_ANSWERS):
+            reply = self.reply(question.agent, messages, [offered])
+            problem = f"call {tool}"
+            messages.append(reply)
+            for call in reply.tool_calls:
+                try:
+                    return accept(form.model_validate(call["args"]))
+                except ValidationError as error:
+                    problem = first_problem(error)
+                except (FieldError, ShapeUnresolvedError) as error:
+                    problem = str(error)
+                messages.append(ToolMessage(problem, tool_call_id=call["id"] or ""))
+            if not reply.tool_calls:
+                messages.append(HumanMessage(problem))
+            self.transcript.add("complaint", agent=question.agent, text=problem)
+        raise AdvisorError(f"{self.name}: {problem}")
 
 
 class Recorded(Chat):

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from profiling_agent.errors import AdvisorError, RequestError
 from profiling_agent.lib.io import append_line, expanded
-from profiling_agent.schemas import Spent, ToolCall
+from profiling_agent.schemas import Record, Spent, ToolCall
 
 FILE, RECORDED = "llm.jsonl", "recorded:"
 # Estimate for servers that count no tokens.
@@ -91,6 +91,14 @@ class Transcript:
 def _total(turns: Iterable[dict[str, Any]], *names: str) -> int | None:
     counts = [turn.get(name) for turn in turns for name in names]
     return None if None in counts else sum(cast("list[int]", counts))
+
+
+class Question(Record):
+    """An agent's question: its instructions and the evidence."""
+
+    agent: str
+    instructions: str
+    evidence: str
 
 
 def open_recording(file: str) -> Transcript:

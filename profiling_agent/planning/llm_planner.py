@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field
 from profiling_agent import schemas
 from profiling_agent.errors import PlanError
 from profiling_agent.lib.io import DocumentError
-from profiling_agent.llm.transcript import quoted
+from profiling_agent.llm.transcript import Question, quoted
 from profiling_agent.planning import digest
 from profiling_agent.planning.allocation import NATS_A_POINT, allowed_kl, apply_demands, dry_run, is_faster
 from profiling_agent.planning.rules import parse_plan
@@ -233,7 +233,7 @@ class Planning:
         del reason
         return "received"
 
-    def question(self) -> tuple[str, str]:
+    def question(self) -> Question:
         """Return the agent's instructions, and the evidence."""
         profile, goal, journal, setting = self.profile, self.goal, self.journal, self.setting
         search = journal.deployment_search if journal else None
@@ -266,7 +266,8 @@ class Planning:
             **extra,
         )
         form = render("plan_form", schemes=", ".join(setting.schemes) or "none, leave it null")
-        return render(f"{self.agent}_role", form=form, examples=render(f"{self.agent}_examples")), evidence
+        instructions = render(f"{self.agent}_role", form=form, examples=render(f"{self.agent}_examples"))
+        return Question(agent=self.agent, instructions=instructions, evidence=evidence)
 
     def _rules_text(self) -> str:
         rules, journal = self.rules, self.journal
@@ -306,7 +307,6 @@ def _files_of(architecture: str) -> tuple[Path, ...]:
     return tuple(path for path in _model_files() if f"class {architecture}(" in path.read_text(encoding="utf-8"))[:1]
 
 
-SHAPE_AGENT = "input_shape_resolver"
 # Lines, and characters of each: settings are numbers and short lists, and longer ones don't describe a shape.
 MAX_LINES, MAX_LINE_LENGTH = 80, 500
 
@@ -320,11 +320,12 @@ class ShapeAnswer(schemas.Record):
     reason: str = Field(default="", max_length=500)
 
 
-def shape_question(facts: schemas.ShapeFacts) -> tuple[str, str]:
-    """Return the instructions of the input shape resolver, and the evidence."""
+def shape_question(facts: schemas.ShapeFacts) -> Question:
+    """Return the question of the input shape resolver."""
 
     def bullets(rows: tuple[str, ...]) -> str:
         return "\n".join(f"- {quoted(row, MAX_LINE_LENGTH)}" for row in rows[:MAX_LINES]) or "- (nothing)"
 
-    evidence = render(SHAPE_AGENT, config=bullets(facts.settings), rules=bullets(facts.findings))
-    return render(f"{SHAPE_AGENT}_role"), evidence
+    evidence = render("input_shape_resolver", config=bullets(facts.settings), rules=bullets(facts.findings))
+    instructions = render("input_shape_resolver_role")
+    return Question(agent="input_shape_resolver", instructions=instructions, evidence=evidence)

@@ -1,9 +1,7 @@
 """A finished run's records as text: read-only lookups, which an LLM calls to answer questions about the run."""
 
 import json
-import math
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,6 @@ from profiling_agent.schemas import Goal, ModelProfile
 
 # Characters of one lookup, and units that it lists.
 MAX_CHARACTERS, MAX_UNITS = 6000, 60
-NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
-# A number of a text counts as that of a record in another unit: a percentage or points of a fraction, MB of bytes, minutes of seconds.
-SCALES = (1.0, 100.0, 1e-3, 1e-6, 1 / 60)
 
 
 class Records:
@@ -237,33 +232,8 @@ def changed_request(request: Request, changes: dict[str, Any]) -> Request:
     """
     if problem := unknown_field(changes, CHANGEABLE):
         raise FieldError(problem)
-    kept = request.model_dump(exclude={"run_id", "llm", "base_url", "planner", "plan", "approve"})
+    kept = request.model_dump(exclude={"run_id", "llm", "base_url", "planner", "plan", "approve", "goal_text"})
     try:
         return Request.model_validate(kept | changes)
     except ValidationError as error:
         raise FieldError(first_problem(error)) from error
-
-
-def _numbers(text: str) -> list[tuple[float, int]]:
-    """Return each number of a text, and how many digits follow its point."""
-    found = [match.group().replace(",", "") for match in NUMBER.finditer(text)]
-    return [(float(number), len(re.split(r"[eE]", number)[0].partition(".")[2])) for number in found]
-
-
-def unsupported_numbers(answer: str, sources: Iterable[str]) -> list[str]:
-    """Return the numbers of an answer that no source has, rounded as the answer rounds, whatever their sign or unit.
-
-    Whole numbers up to ten count as words, because answers number and count things.
-    """
-    known = sorted({abs(number) * scale for text in sources for number, _ in _numbers(text) for scale in SCALES})
-    # What is left of a share is a fact as well: 31% of the bytes are 69% less.
-    known += [abs(whole - number) for number in known for whole in (1.0, 100.0) if number <= whole]
-    missing: list[str] = []
-    for number, digits in _numbers(answer):
-        value, tolerance = abs(number), 0.5 * 10.0**-digits
-        is_word = digits == 0 and value <= 10
-        if not is_word and not any(
-            math.isclose(value, fact, rel_tol=1e-9, abs_tol=tolerance * 1.001) for fact in known
-        ):
-            missing.append(f"{number:.{digits}f}")
-    return missing

@@ -306,22 +306,20 @@ class UnitCut(Record):
 
 
 class ApprovalQuestion(Record):
-    """A plan that awaits a person's approval, and its dry run; nothing of it is done yet."""
+    """A plan that awaits a person's approval, and its dry run; nothing of it is done yet. Or a question in words, without a plan."""
 
     run_id: str
-    attempt: int  # the attempt that it would become
+    attempt: int  # the attempt that it would become; 0 for the limits that an LLM read from a goal
     proposed_by: str
     reason: str = ""
-    plan: Plan
-    cuts: tuple[UnitCut, ...]
-    params_saved: float  # fraction of the model's
-    macs_saved: float  # fraction of the model's
-    latency_saved: float | None  # fraction of the layers' time, by the latency table
-    kl: float | None  # nats
+    plan: Plan = Plan()
+    cuts: tuple[UnitCut, ...] = ()
+    params_saved: float = 0.0  # fraction of the model's
+    macs_saved: float = 0.0  # fraction of the model's
+    latency_saved: float | None = None  # fraction of the layers' time, by the latency table
+    kl: float | None = None  # nats
     notes: tuple[str, ...] = ()
-    question: str = (
-        ""  # what the LLM asks before it hands a plan over; `accept` says yes, the reason of `reject` is another answer
-    )
+    question: str = ""  # what the LLM asks; `accept` says yes, the reason of `reject` is another answer
     choices: tuple[str, ...] = get_args(Decision)
     problem: str | None = None  # why the last answer could not be taken
 

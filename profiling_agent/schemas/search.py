@@ -201,3 +201,4 @@ class Advice(Record):
 
     changes: dict[str, float]
     evidence: str
+    explanation: str = ""  # an LLM's, with numbers of the evidence only

@@ -1,14 +1,33 @@
 """Advice after a missed contract: changed limits that measured candidates would meet."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from profiling_agent.schemas import Advice, Evaluation, Goal, Outcome, RaceResult, Variant
+from pydantic import Field
+
+from profiling_agent.errors import FieldError
+from profiling_agent.llm.numbers import unsupported_numbers
+from profiling_agent.llm.transcript import Question
+from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
+from profiling_agent.schemas import Advice, Evaluation, Goal, Outcome, RaceResult, Record, Variant
 from profiling_agent.search.finalize import FinalChoice
 from profiling_agent.search.selection import size_ratio
 
 # Changed requests that a reader compares.
 MAX_ADVICE = 3
+
+
+class Explanation(Record):
+    """One changed request by its number, and what it buys."""
+
+    number: int
+    text: str = Field(min_length=1, max_length=400)
+
+
+class AdviceAnswer(Record):
+    """All changed requests, the most useful first."""
+
+    ranked: tuple[Explanation, ...]
 
 
 def advise(final: FinalChoice) -> tuple[Advice, ...]:
@@ -68,3 +87,28 @@ def _evidence(
         f"candidate {number}, {row.variant} ({row.deployment.name}), lost {lost * 100:.2f} points on {images} images, is "
         f"{result.speedup:.2f}x as fast and has {size_ratio(row, baseline):.0%} of the bytes"
     )
+
+
+def advice_question(goal: Goal, options: Sequence[Advice], goal_text: str | None) -> Question:
+    """Return the question in which order an LLM advises the options, and why."""
+    rows = [f"{number}. {_row(goal, option)}" for number, option in enumerate(options, 1)]
+    wish = [f"The user's goal: {goal_text}"] if goal_text else []
+    return Question(agent="advice", instructions=render("advice"), evidence="\n".join([*wish, *rows]))
+
+
+def explained(goal: Goal, options: Sequence[Advice], answer: AdviceAnswer) -> tuple[Advice, ...]:
+    """Return the options in an answer's order with its texts; FieldError for a number that an option's evidence doesn't have."""
+    numbers = range(1, len(options) + 1)
+    if sorted(each.number for each in answer.ranked) != [*numbers]:
+        raise FieldError(f"rank each option once: {', '.join(map(str, numbers))}")
+    for each in answer.ranked:
+        if missing := unsupported_numbers(each.text, [_row(goal, options[each.number - 1])]):
+            raise FieldError(f"option {each.number} has no such number: {', '.join(missing)}; write without it")
+    return tuple(options[each.number - 1].model_copy(update={"explanation": each.text}) for each in answer.ranked)
+
+
+def _row(goal: Goal, option: Advice) -> str:
+    changes = ", ".join(
+        f"{name} {value:g} in place of {getattr(goal, name):g}" for name, value in option.changes.items()
+    )
+    return f"{changes}: {option.evidence}"

@@ -13,7 +13,8 @@ from langgraph.types import Command
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.graph.ask import AskContext, build_ask_graph
 from profiling_agent.graph.state import Allowlist
-from profiling_agent.reporting.records import Records, changed_request, unsupported_numbers
+from profiling_agent.llm.numbers import unsupported_numbers
+from profiling_agent.reporting.records import Records, changed_request
 from profiling_agent.reporting.report import read_report
 from profiling_agent.request import Request
 
@@ -204,6 +205,9 @@ def test_the_command_prints_the_answer(finished: Path):
         ("1. yes 2. no", []),
         ("2.75 times", ["2.75"]),
         ("42% fewer", ["42"]),
+        ("\u5feb\u4e862.6\u500d\uff0c\u53ea\u670931%\u7684\u5b57\u8282", []),
+        ("\u5feb\u4e862.75\u500d", ["2.75"]),
+        ("2,6-mal so schnell, 4,9 MB", []),
     ],
 )
 def test_a_number_is_known_in_other_units_and_rounded(answer: str, missing: list[str]):

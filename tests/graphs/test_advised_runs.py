@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from chat_server import Said, chat_server, error
 from conftest import World
+from interrupted import edited
 from langchain_openai import ChatOpenAI
 from llm_personas import called, careful, offered, prompt_of, submits
 from pydantic import SecretStr
@@ -20,6 +21,7 @@ from profiling_agent import build_graph, optimize, resume
 from profiling_agent.errors import RunError
 from profiling_agent.graph.checkpoints import RunSaver
 from profiling_agent.llm.transcript import FILE
+from profiling_agent.reporting.render import render_text
 from profiling_agent.reporting.report import read_report
 
 TARGETS = (0.2, 0.35, 0.5)
@@ -178,3 +180,28 @@ def test_an_object_plans_as_well_is_needed_again_and_the_rules_go_on_without_its
     assert "ChatOpenAI:scripted gave no answer" in report.spent.failures[-1]
     text = (tmp_path / "quick" / "report.md").read_text()
     assert "left to the rules, the last because ChatOpenAI:scripted gave no answer" in text
+
+
+def ranks(payload: dict[str, Any], number: int) -> Said:
+    """Rank all advice the other way round."""
+    rows = payload["messages"][-1]["content"].splitlines()
+    ranked = [{"number": place, "text": f"Option {place} is cheap."} for place in range(len(rows), 0, -1)]
+    return Said(tool_calls=(("rank_advice", {"ranked": ranked}),))
+
+
+@pytest.mark.slow
+def test_after_a_miss_an_llm_ranks_and_explains_the_advice_in_the_report(finished: Path, tmp_path: Path):
+    run = edited(finished, tmp_path, {"request": {"min_speedup": 500.0, "output": str(tmp_path)}}, until="advice")
+    graph, config = build_graph(RunSaver(tmp_path)), {"configurable": {"thread_id": run.name}}
+    with chat_server(ranks) as server:
+        graph.invoke(None, config, context={"llm": "openai:scripted", "base_url": server.url})
+
+    values = graph.get_state(config).values
+    places = [int(row.explanation.split()[1]) for row in values["advice"]]
+    assert places == [*range(len(places), 0, -1)]
+    assert places
+    folder = Path(values["results_dir"])
+    assert [*read_report(folder).advice] == [*values["advice"]]
+    for text in (render_text("summary", r=read_report(folder)), (folder / "report.html").read_text()):
+        assert "the LLM chose the order and wrote the explanations" in text
+        assert f". Option {places[0]} is cheap." in text

@@ -107,9 +107,9 @@ MAX_PROMPT = 16_000
 
 @pytest.mark.parametrize("agent", ["input_shape_resolver", "analysis", "iterative_pruning"])
 def test_a_prompt_reads_as_it_did(agent: str):
-    instructions, evidence = questions()[agent]
+    asked = questions()[agent]
 
-    text = f"{instructions}\n=== evidence ===\n\n{evidence}"
+    text = f"{asked.instructions}\n=== evidence ===\n\n{asked.evidence}"
     assert text == (GOLDEN / f"{agent}.txt").read_text(encoding="utf-8")
 
 

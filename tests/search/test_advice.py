@@ -1,9 +1,16 @@
 """Advice after a miss: limits that measured candidates would meet, worked out by hand."""
 
-import sample_records
+from functools import partial
 
-from profiling_agent.schemas import Candidate, Goal, Outcome, Term, Variant, Verdict
-from profiling_agent.search.advice import advise
+import pytest
+import sample_records
+from advisors import Scripted
+from chat_server import Said
+from langchain_core.messages import BaseMessage
+
+from profiling_agent.errors import AdvisorError
+from profiling_agent.schemas import Advice, Candidate, Goal, Outcome, Term, Variant, Verdict
+from profiling_agent.search.advice import AdviceAnswer, advice_question, advise, explained
 from profiling_agent.search.finalize import FinalChoice
 
 GOAL = Goal(max_accuracy_drop=0.01, min_speedup=3.0, max_size_ratio=0.5, selection="contract")
@@ -59,3 +66,49 @@ def test_a_candidate_that_held_out_images_refused_is_judged_by_them():
 
 def test_a_contract_that_is_met_needs_no_advice():
     assert advise(final(Outcome.MET)) == ()
+
+
+def ranks(*rows: tuple[int, str]) -> Said:
+    return Said(tool_calls=(("rank_advice", {"ranked": [{"number": number, "text": text} for number, text in rows]}),))
+
+
+def ranked_by(*said: Said) -> tuple[Scripted, tuple[Advice, ...]]:
+    """Return a scripted LLM that says these in turn, and the advice as it ranked it."""
+    replies, options = iter(said), advise(final(Outcome.NEAREST_MISS))
+
+    def script(messages: list[BaseMessage]) -> Said:
+        return next(replies)
+
+    chat, question = Scripted(script), advice_question(GOAL, options, "three times as fast")
+    return chat, chat.fill_in(question, "rank_advice", AdviceAnswer, partial(explained, GOAL, options))
+
+
+GOOD = ranks((2, "1.8 points buy 3.2x."), (1, "2.5 times instead of 3."), (3, "It gives up all three limits."))
+
+
+def test_an_llm_ranks_and_explains_by_the_numbers_of_each_option():
+    chat, advice = ranked_by(GOOD)
+
+    assert [row.explanation for row in advice][:2] == ["1.8 points buy 3.2x.", "2.5 times instead of 3."]
+    assert [row.changes for row in advice][:2] == [{"max_accuracy_drop": 0.018}, {"min_speedup": 2.5}]
+    assert chat.asked[0][1].text.splitlines()[:2] == [
+        "The user's goal: three times as fast",
+        f"1. min_speedup 2.5 in place of 3: {advice[1].evidence}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (ranks((1, "It is 2.9 times as fast."), (2, "x"), (3, "x")), "option 1 has no such number: 2.9"),
+        (ranks((1, "x"), (1, "x"), (2, "x")), "rank each option once: 1, 2, 3"),
+        (Said(content="the first"), "call rank_advice"),
+    ],
+)
+def test_what_no_option_has_goes_back_once_and_then_is_refused(said: Said, problem: str):
+    chat, advice = ranked_by(said, GOOD)
+
+    assert problem in chat.asked[1][-1].text
+    assert advice[0].explanation
+    with pytest.raises(AdvisorError, match=problem):
+        ranked_by(said, said)
