@@ -148,9 +148,9 @@ def test_a_model_of_full_depth_fits(name: str):
 
     assert len(found.units) >= 24
     assert found.params > 40e6
-    for instructions, evidence in (first, later):
-        assert len(instructions) + len(evidence) < MAX_PROMPT
+    for asked in (first, later):
+        assert len(asked.instructions) + len(asked.evidence) < MAX_PROMPT
         # The attempts, the deployments, each group's row and what can be reached are there, whatever else had to go.
-        assert "were left out" not in evidence
-        assert "(its maximum)" in evidence
-    assert later[1].count("times as fast as the baseline") >= len(tried)
+        assert "were left out" not in asked.evidence
+        assert "(its maximum)" in asked.evidence
+    assert later.evidence.count("times as fast as the baseline") >= len(tried)
