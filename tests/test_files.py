@@ -158,3 +158,11 @@ def test_inert_text_opens_no_link_and_fetches_no_picture():
 
     assert said == "! [x] (http://evil) [y] (javascript:1) &lt;img src=x> \\x1b[2J a &lt; b"
     assert inert(said) == said
+
+
+def test_a_line_that_was_cut_off_does_not_take_the_next_one_with_it(tmp_path: Path):
+    (tmp_path / "log").write_text('{"cut')
+
+    append_line(tmp_path / "log", "next")
+
+    assert (tmp_path / "log").read_text() == '{"cut\nnext\n'

@@ -107,9 +107,11 @@ def write_text(path: Path, text: str) -> None:
 
 def append_line(path: Path, line: str) -> None:
     """Append a line to a file, created if missing; a line that doesn't fit on the disk is removed."""
-    data = line.encode("utf-8", errors="backslashreplace") + b"\n"
-    with path.open("ab", buffering=0) as stream:
-        size = stream.tell()
+    with path.open("a+b", buffering=0) as stream:
+        size = stream.seek(0, os.SEEK_END)
+        # A line that a kill cut off must not take this one with it.
+        start = b"\n" if size and os.pread(stream.fileno(), 1, size - 1) != b"\n" else b""
+        data = start + line.encode("utf-8", errors="backslashreplace") + b"\n"
         if stream.write(data) != len(data):
             stream.truncate(size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

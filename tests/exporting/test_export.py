@@ -165,9 +165,8 @@ def test_the_folder_names_its_files_and_the_instructions_that_it_needs_and_holds
     [
         ("openvino", {}, ("avx512_vnni", "avx_vnni")),
         ("inductor", {}, ("avx512_vnni",)),
-        # Seven bits never saturate; uncompiled static layers compute in float32.
+        # Seven bits never saturate.
         ("openvino", {"reduce_range": True}, ()),
-        ("eager", {}, ()),
     ],
 )
 def test_models_of_eight_bits_name_the_instructions_that_their_runtime_needs(name: Any, layer: Any, needed: Any):

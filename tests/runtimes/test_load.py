@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 
 from profiling_agent import load
 from profiling_agent.data.images import decode_rgb
-from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError, RunError, StorageError
+from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError, StorageError
 from profiling_agent.exporting.export import export
+from profiling_agent.lib.io import FileRefusedError
 from profiling_agent.runtimes.artifact import CardRow, write_card
 from profiling_agent.runtimes.registry import noise_batch
 from profiling_agent.runtimes.torch_artifact import load_module, save_model
@@ -121,7 +122,7 @@ def test_an_export_does_not_follow_a_run_out_of_its_folder(saved: Saved, tmp_pat
     (run / "request.json").write_text("{}")
     (run / "best").symlink_to(saved(SIMPLE))
 
-    with pytest.raises(RunError, match="leads out of"):
+    with pytest.raises(FileRefusedError, match="leads out of"):
         export(run, "hf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
