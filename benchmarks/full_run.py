@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from checks import SHARED, Check, finish, parser_of, stamped, use_own_ledger
+from checks import SHARED, Check, finish, parser_of, rows_in, stamped, use_own_ledger
 from fitted import FOLDER, fitted
 from full_size import MODELS
 from popular import MODELS as POPULAR
@@ -202,13 +202,6 @@ def checks_of(row: Mapping[str, Any]) -> list[Check]:
     return checks
 
 
-def rows_in(path: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the rows that a file holds, by model."""
-    if path is None or not path.exists():
-        return {}
-    return {row["model"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
-
-
 def main() -> int:
     """Run, print, and return 1 if a check does not hold."""
     parser = parser_of(__doc__)
@@ -226,7 +219,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     use_own_ledger()
-    rows, status = rows_in(arguments.json), 0
+    rows, status = {row["model"]: row for row in rows_in(arguments.json)}, 0
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as fresh:
         for name in arguments.models:
             if not arguments.warm:

@@ -1,0 +1,133 @@
+"""Forty questions about two finished runs, whose right answers are fields of the runs' reports.
+
+    python benchmarks/questions.py --llm openai:MODEL [--base-url URL] [--parallel N] [--json FILE]
+    python benchmarks/questions.py --records FILE
+
+Each question is asked as `profiling-agent ask` asks it. A number is right if the first sentence of the answer has it, rounded to two digits at least; a
+name if all its words are there; yes or no as the first word. `--records` scores the answers of an earlier `--json` FILE again. The floor is what a search
+for the question's words finds without a language model: the field whose path shares most words with the question.
+"""
+
+import argparse
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from checks import Check, finish, parser_of, rows_in, stamped
+
+from profiling_agent.graph.ask import AskContext, answer_question
+from profiling_agent.lib.io import read_json
+from profiling_agent.reporting.records import NUMBER, SCALES
+
+RUNS = Path(__file__).parent / "results" / "asked"
+LEAST_RIGHT = 38
+# A number with one digit, such as 5 for 4.85, is no answer.
+MAX_ERROR = 0.025
+WORD = re.compile(r"[^\W_]+")
+AFFIRMATION = {True: "yes", False: "no"}
+
+
+class Question(NamedTuple):
+    """A question about one of RUNS, and the dotted path in `report.json` of its answer; `#` is the length of a list."""
+
+    run: str
+    text: str
+    field: str
+
+
+QUESTIONS = (Question("met", "Was the contract met?", "verdict.outcome"),)
+
+
+def field_of(report: Any, path: str) -> Any:
+    """Return the value at a dotted path."""
+    for step in path.split("."):
+        report = len(report) if step == "#" else report[int(step) if isinstance(report, list) else step]
+    return report
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a text or of a field's path, in small letters."""
+    return WORD.findall(text.casefold())
+
+
+def is_right(answer: str, value: Any) -> bool:
+    """Return whether the first sentence of an answer has the value."""
+    sentence = re.split(r"(?<=[.!?])\s", answer.strip(), maxsplit=1)[0]
+    if isinstance(value, bool):
+        return words(sentence)[:1] == [AFFIRMATION[value]]
+    if isinstance(value, int | float):
+        numbers = [match.group().replace(",", "") for match in NUMBER.finditer(sentence)]
+        return any(_is_rounded(number, abs(value) * scale) for number in numbers for scale in SCALES)
+    return set(words(str(value))) <= set(words(sentence))
+
+
+def _is_rounded(number: str, value: float) -> bool:
+    mantissa, _, exponent = number.lower().partition("e")
+    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+    error = abs(abs(float(number)) - value)
+    return error <= 0.5001 * unit and error <= MAX_ERROR * value
+
+
+def fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each field of a report that is a number, a name, yes or no, with its path."""
+    if isinstance(value, dict | list):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from fields(part, f"{path}.{name}" if path else str(name))
+    elif value is not None:
+        yield path, AFFIRMATION[value] if isinstance(value, bool) else value
+
+
+def floor(report: Any, text: str) -> str:
+    """Return the field whose path shares most words with a question, of several the one with the shortest path."""
+    requested = set(words(text))
+    _, value = max(fields(report), key=lambda leaf: (len(requested & {*words(leaf[0])}), -len(leaf[0])))
+    return str(value)
+
+
+def row_of(question: Question, answer: str, seconds: float | None = None) -> dict[str, Any]:
+    """Return a question's row: the right answer, the one given and that of the floor, and which are right."""
+    report = read_json(RUNS / question.run / "report.json")
+    value, found = field_of(report, question.field), floor(report, question.text)
+    row = {"run": question.run, "question": question.text, "field": question.field, "value": value, "answer": answer}
+    return row | {"right": is_right(answer, value), "floor_right": is_right(found, value), "seconds": seconds}
+
+
+def asked(question: Question, llm: str, base_url: str | None) -> dict[str, Any]:
+    """Return the row of a question to a language model."""
+    started = time.perf_counter()
+    context = AskContext(run=str(RUNS / question.run), llm=llm, base_url=base_url)
+    answer, _ = answer_question(context, question.text, lambda *_: False)
+    row = stamped(row_of(question, answer, time.perf_counter() - started) | {"llm": llm})
+    print(f"{'right' if row['right'] else 'WRONG'}  {question.text}\n       {row['value']} | {answer}", flush=True)
+    return row
+
+
+def main() -> int:
+    """Ask or read, score, and return 1 if too few answers are right."""
+    parser: argparse.ArgumentParser = parser_of(__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--llm", metavar="openai:MODEL")
+    source.add_argument("--records", type=Path, metavar="FILE", help="what --json wrote earlier")
+    parser.add_argument("--base-url", metavar="URL", help="address of the server")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="questions asked at a time")
+    given = parser.parse_args()
+    if given.records:
+        earlier = {(row["run"], row["question"]): row for row in rows_in(given.records)}
+        rows = [
+            row | row_of(question, row["answer"], row["seconds"])
+            for question in QUESTIONS
+            if (row := earlier[question[:2]])
+        ]
+    else:
+        with ThreadPoolExecutor(given.parallel) as pool:
+            rows = list(pool.map(lambda question: asked(question, given.llm, given.base_url), QUESTIONS))
+    num_right, num_floor = (sum(row[name] for row in rows) for name in ("right", "floor_right"))
+    print(f"\n{num_right} of {len(rows)} right; without a language model {num_floor}")
+    return finish([Check.at_least("right answers", num_right, LEAST_RIGHT)], rows, given.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
