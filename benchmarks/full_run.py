@@ -2,7 +2,7 @@
 
     python benchmarks/full_run.py [--models NAME ...] [--time-budget 20m] [--device cuda] [--json FILE] [--output DIR] [--warm]
 
-NAME is one of the paper's four (full_size.py) or of those that people have (popular.py), each with a random body and a classifier fitted to CIFAR-10,
+NAME is one of the paper's four or of those that people have (full_size.py), each with a random body and a classifier fitted to CIFAR-10,
 or a real model: `mobilenet` with ImageNet weights, `vit-cifar10`. All runtimes that are installed, batch 8, the default contract. A pass
 is the baseline in eager float32 on one image: the unit that makes machines comparable. Popular models have the time budget of their table unless
 another is given. Rows are added to FILE, in place of older ones of the same model. A deployment counts as missed if it was refused although its
@@ -23,10 +23,7 @@ from typing import Any
 
 import psutil
 from checks import SHARED, Check, finish, parser_of, rows_in, stamped, use_own_ledger
-from fitted import FOLDER, fitted
-from full_size import MODELS
-from popular import MODELS as POPULAR
-from popular import built
+from full_size import FOLDER, MODELS, POPULAR, build_popular, fitted
 
 from profiling_agent import Request, optimize
 from profiling_agent.lib.io import CACHE_VARIABLE
@@ -55,7 +52,7 @@ def request_for(name: str, arguments: argparse.Namespace, output: str) -> Reques
     # A model is fitted to its data set's classes.
     fitted_folder = FOLDER if dataset == CIFAR else FOLDER / dataset.resolve().name
     if name in POPULAR:
-        model = fitted(name, fitted_folder / "popular", make=built, num_judged=NUM_JUDGED, data=dataset)
+        model = fitted(name, fitted_folder / "popular", make=build_popular, num_judged=NUM_JUDGED, data=dataset)
     elif name in MODELS:
         model = fitted(name, fitted_folder, data=dataset, device=arguments.device)
     elif name == "mobilenet":
