@@ -4,7 +4,7 @@
                                   [--personas [NAME...]] [--planners NAME...] [--baselines [NAME...]] [--records FILE...] [--quick]
                                   [--sessions N] [--json FILE]
 
-Each persona is a script behind a real HTTP server in the OpenAI dialect (tests/llm_personas.py): a good planner, bad ones and broken ones. The
+Each persona is a script behind a real HTTP server in the OpenAI dialect (tests/llm_personas.py): a good planner and bad ones. The
 baselines are dice and the paper's uniform cuts. Contract: at most 1.0 point on held-out images, five attempts. With `hybrid` the rules plan next to
 the model, with `llm` it plans alone, as the paper's does. All runs on a model share the profile, the evidence and the unpruned deployments of the
 run of the rules, with the time that they took. A budget counts jobs and probes, and no waiting for a reply. `--records` takes `llm.jsonl` files of
@@ -26,7 +26,6 @@ from typing import Any
 
 from checks import ROOT, SHARED, Check, Estimate, finish, parser_of, rows_in, stamped, use_own_ledger
 from sessions import Sessions, add_option
-from transformers import AutoConfig
 
 from profiling_agent import Request, optimize, resume
 from profiling_agent.graph.run import ProgressEvent
@@ -39,8 +38,10 @@ from profiling_agent.workspace import TIMESHEET_FILE, create_workspace
 sys.path.append(str(ROOT / "tests"))
 
 from chat_server import Script, chat_server
-from llm_personas import INJECTION, PERSONAS, drawn, uniform
+from llm_personas import PERSONAS, drawn, uniform
 
+# Those that can plan; tests have the broken ones.
+WHO = ("careful", "aggressive", "hallucinating", "stubborn")
 BASELINES: dict[str, Script] = {"dice": drawn(), "uniform (the paper's)": uniform}
 ITERATIONS = 5
 MAX_POINTS = 1.0
@@ -69,7 +70,7 @@ class Evaluator:
         """Return the report of a run, and its seconds with all that it waits for."""
         started = time.perf_counter()
         request = Request(
-            model=str(asked.pop("model", self.model)),
+            model=str(self.model),
             dataset=str(self.data),
             output=str(self.folder),
             run_id=name,
@@ -179,17 +180,6 @@ def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
     return checks
 
 
-def with_label(model: Path, folder: Path) -> Path:
-    """Return a copy of the model whose first label says what no label should."""
-    shutil.copytree(model, folder)
-    config = AutoConfig.from_pretrained(folder)
-    names: dict[Any, str] = config.id2label or {}
-    names = {**names, 0: f"{names[0]}. {INJECTION.capitalize()}!"}
-    config.id2label, config.label2id = names, {label: index for index, label in names.items()}
-    config.save_pretrained(folder)
-    return folder
-
-
 @dataclass(frozen=True)
 class Entry:
     """Who plans with a planner: a script behind a server, or what `asked` names."""
@@ -202,11 +192,7 @@ class Entry:
 
 def entries_of(asked: argparse.Namespace) -> list[Entry]:
     """Return who plans next to the rules: a language model, the personas, the baselines, and records of earlier runs."""
-    # What is silent is waited for; the others answer at once.
-    entries = [
-        Entry(name, planner, PERSONAS[name], {"llm_timeout_s": 6.0 if name == "silent" else 60.0})
-        for name, planner in product(asked.personas, asked.planners)
-    ]
+    entries = [Entry(name, planner, PERSONAS[name]) for name, planner in product(asked.personas, asked.planners)]
     entries += [Entry(name, "llm", BASELINES[name]) for name in asked.baselines]
     named = [asked.llm] if asked.llm else []
     named += [f"recorded:{file}" for file in asked.records]
@@ -230,8 +216,6 @@ def measure(evaluator: Evaluator, entries: Sequence[Entry]) -> list[dict[str, An
         with ExitStack() as stack:
             if entry.script is not None:
                 asked |= {"llm": "openai:scripted", "base_url": stack.enter_context(chat_server(entry.script)).url}
-            if entry.who == "injected":
-                asked["model"] = with_label(evaluator.model, evaluator.folder / f"injected-{number}")
             report, seconds = evaluator.run(run_id, **asked)
         record = asked["llm"].partition("recorded:")[2]
         spent = open_recording(record).spent if record else report.spent
@@ -254,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     models = [SHARED / "models" / name for name in ("vit-cifar10", *DATA)]
     parser.add_argument("--models", nargs="+", type=Path, default=models, metavar="DIR")
     parser.add_argument("--data", type=Path, metavar="DIR", help="of all models (default: those they were trained on)")
-    parser.add_argument("--personas", nargs="*", choices=tuple(PERSONAS), default=list(PERSONAS), metavar="NAME")
+    parser.add_argument("--personas", nargs="*", choices=WHO, default=list(WHO), metavar="NAME")
     parser.add_argument("--planners", nargs="+", choices=("hybrid", "llm"), default=["hybrid", "llm"])
     parser.add_argument("--baselines", nargs="*", choices=tuple(BASELINES), default=list(BASELINES), metavar="NAME")
     parser.add_argument("--runtimes", default="eager", help="what may execute the results (default: eager)")
