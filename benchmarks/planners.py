@@ -191,13 +191,13 @@ class Entry:
 
 
 def entries_of(asked: argparse.Namespace) -> list[Entry]:
-    """Return who plans next to the rules: a language model, the personas, the baselines, and records of earlier runs."""
-    entries = [Entry(name, planner, PERSONAS[name]) for name, planner in product(asked.personas, asked.planners)]
-    entries += [Entry(name, "llm", BASELINES[name]) for name in asked.baselines]
+    """Return who plans next to the rules: a language model, records of earlier runs, the personas and the baselines."""
     named = [asked.llm] if asked.llm else []
     named += [f"recorded:{file}" for file in asked.records]
     how = {"base_url": asked.base_url, "llm_timeout_s": TIMEOUT_S}
-    return entries + [Entry(llm, planner, asked={"llm": llm, **how}) for llm, planner in product(named, asked.planners)]
+    entries = [Entry(llm, planner, asked={"llm": llm, **how}) for llm, planner in product(named, asked.planners)]
+    entries += [Entry(name, planner, PERSONAS[name]) for name, planner in product(asked.personas, asked.planners)]
+    return entries + [Entry(name, "llm", BASELINES[name]) for name in asked.baselines]
 
 
 def name_of(model: Path) -> str:
@@ -243,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--baselines", nargs="*", choices=tuple(BASELINES), default=list(BASELINES), metavar="NAME")
     parser.add_argument("--runtimes", default="eager", help="what may execute the results (default: eager)")
     parser.add_argument("--time-budget", metavar="TIME", help="of each run, such as 5m")
-    parser.add_argument("--quick", action="store_true", help="400 search images")
+    parser.add_argument("--quick", action="store_true", help="400 search images, and the effort `quick` in each run")
     parser.add_argument("--llm", metavar="openai:MODEL", help="a language model next to the scripts")
     parser.add_argument("--base-url", metavar="URL", help="address of its server")
     parser.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE", help="llm.jsonl of earlier runs")
@@ -259,6 +259,7 @@ def main() -> int:
         "runtimes": asked.runtimes,
         "time_budget": asked.time_budget,
         "num_samples": 400 if asked.quick else None,
+        "effort": "quick" if asked.quick else "default",
         "fresh_ledger": "a benchmark: whoever plans is judged as if alone",
     }
     if asked.runtimes == "eager":

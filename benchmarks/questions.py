@@ -20,7 +20,7 @@ from checks import Check, finish, parser_of, rows_in, stamped
 
 from profiling_agent.graph.ask import AskContext, answer_question
 from profiling_agent.lib.io import read_json
-from profiling_agent.reporting.records import NUMBER, SCALES
+from profiling_agent.reporting.records import SCALES, numbers
 
 RUNS = Path(__file__).parent / "results" / "asked"
 LEAST_RIGHT = 38
@@ -38,7 +38,33 @@ class Question(NamedTuple):
     field: str
 
 
-QUESTIONS = (Question("met", "Was the contract met?", "verdict.outcome"),)
+MET = (
+    ("Was the contract met?", "verdict.outcome"),
+    ("Is the result certified at 95% confidence?", "verdict.certified"),
+    ("What top-1 did the original model have on the held-out images?", "baseline.top1"),
+    ("And what top-1 does the returned model have there?", "best.top1"),
+    ("How many points of top-1 does the returned model lose on the held-out images?", "heldout.drop.drop"),
+    ("How many points of top-1 are lost at the upper end of the 95% interval?", "heldout.drop.high"),
+    ("How many times as fast as the baseline is the returned model?", "verdict.terms.1.measured"),
+    ("Welchen Anteil der Bytes hat das zurückgegebene Modell noch?", "verdict.terms.2.measured"),
+    ("How large is the returned model on disk, in MB?", "best.size_bytes"),
+    ("How many parameters are left?", "best.params"),
+    ("Which runtime executes the returned model?", "best.deployment.runtime"),
+    ("How many held-out images were right before and are wrong now?", "heldout.drop.num_lost"),
+    ("What KL divergence was predicted for attempt 1?", "attempts.0.dry_run.kl"),
+    ("What was the KL of attempt 1 before it was compensated?", "attempts.0.calibration_kl_uncompensated"),
+    ("Who proposed the plan that was measured?", "attempts.0.origin.by"),
+    (
+        "How fast was dynamic int8 of ONNX Runtime on the unpruned model?",
+        "deployment_search.options.2.race_result.speedup",
+    ),
+    ("What became of static_nncf in OpenVINO: accepted, uncertain or rejected?", "deployment_search.options.1.status"),
+    ("How many requests were sent to the language model?", "spent.requests"),
+    ("How many channels does the MLP of block 0 keep?", "attempts.0.dry_run.cuts.0.keep"),
+    ("What would it cost, in nats, to keep three of the four heads of block 0?", "sensitivity.0.options.0.kl"),
+)
+MISSED = (("Which verdict did the run end with?", "verdict.outcome"),)
+QUESTIONS = (*(Question("met", *each) for each in MET), *(Question("missed", *each) for each in MISSED))
 
 
 def field_of(report: Any, path: str) -> Any:
@@ -59,16 +85,12 @@ def is_right(answer: str, value: Any) -> bool:
     if isinstance(value, bool):
         return words(sentence)[:1] == [AFFIRMATION[value]]
     if isinstance(value, int | float):
-        numbers = [match.group().replace(",", "") for match in NUMBER.finditer(sentence)]
-        return any(_is_rounded(number, abs(value) * scale) for number in numbers for scale in SCALES)
+        return any(
+            abs(number - abs(value) * scale) <= min(0.5005 * unit, MAX_ERROR * abs(value) * scale)
+            for _, number, unit in numbers(sentence)
+            for scale in SCALES
+        )
     return set(words(str(value))) <= set(words(sentence))
-
-
-def _is_rounded(number: str, value: float) -> bool:
-    mantissa, _, exponent = number.lower().partition("e")
-    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
-    error = abs(abs(float(number)) - value)
-    return error <= 0.5001 * unit and error <= MAX_ERROR * value
 
 
 def fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

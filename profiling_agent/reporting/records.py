@@ -21,7 +21,10 @@ from profiling_agent.schemas import Goal, ModelProfile
 
 # Characters of one lookup, and units that it lists.
 MAX_CHARACTERS, MAX_UNITS = 6000, 60
-NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
+NUMBER = re.compile(
+    r"(?<![\w.])(?P<whole>(?P<groups>[1-9]\d{0,2}(?:,\d{3})+(?!\d)(?:\.\d+)?)|\d+(?:[.,]\d+)?)(?:e(?P<exponent>[-+]?\d+))?",
+    re.IGNORECASE,
+)
 # A number of a text counts as that of a record in another unit: a percentage or points of a fraction, MB of bytes, minutes of seconds.
 SCALES = (1.0, 100.0, 1e-3, 1e-6, 1 / 60)
 
@@ -253,10 +256,17 @@ def changed_request(request: Request, changes: dict[str, Any]) -> Request:
         raise FieldError(first_problem(error)) from error
 
 
-def _numbers(text: str) -> list[tuple[float, int]]:
-    """Return each number of a text, and how many digits follow its point."""
-    found = [match.group().replace(",", "") for match in NUMBER.finditer(text)]
-    return [(float(number), len(re.split(r"[eE]", number)[0].partition(".")[2])) for number in found]
+def numbers(text: str) -> list[tuple[str, float, float]]:
+    """Return each number of a text: as digits, its value, and the unit of its last digit.
+
+    A comma is a decimal comma, as in 24,3%, unless groups of three digits follow it.
+    """
+    found: list[tuple[str, float, float]] = []
+    for match in NUMBER.finditer(text):
+        whole, exponent = match["whole"].replace(",", "" if match["groups"] else "."), int(match["exponent"] or 0)
+        digits = len(whole.partition(".")[2])
+        found.append((whole, float(whole) * 10.0**exponent, 10.0 ** (exponent - digits)))
+    return found
 
 
 def unsupported_numbers(answer: str, sources: Iterable[str]) -> list[str]:
@@ -264,15 +274,12 @@ def unsupported_numbers(answer: str, sources: Iterable[str]) -> list[str]:
 
     Whole numbers up to ten count as words, because answers number and count things.
     """
-    known = sorted({abs(number) * scale for text in sources for number, _ in _numbers(text) for scale in SCALES})
+    known = sorted({value * scale for text in sources for _, value, _ in numbers(text) for scale in SCALES})
     # What is left of a share is a fact as well: 31% of the bytes are 69% less.
     known += [abs(whole - number) for number in known for whole in (1.0, 100.0) if number <= whole]
-    missing: list[str] = []
-    for number, digits in _numbers(answer):
-        value, tolerance = abs(number), 0.5 * 10.0**-digits
-        is_word = digits == 0 and value <= 10
-        if not is_word and not any(
-            math.isclose(value, fact, rel_tol=1e-9, abs_tol=tolerance * 1.001) for fact in known
-        ):
-            missing.append(f"{number:.{digits}f}")
-    return missing
+    return [
+        number
+        for number, value, unit in numbers(answer)
+        if not (unit == 1 and value <= 10)
+        and not any(math.isclose(value, fact, rel_tol=1e-9, abs_tol=0.5005 * unit) for fact in known)
+    ]
