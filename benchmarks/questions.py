@@ -20,7 +20,7 @@ from checks import Check, finish, parser_of, rows_in, stamped
 
 from profiling_agent.graph.ask import AskContext, answer_question
 from profiling_agent.lib.io import read_json
-from profiling_agent.reporting.records import SCALES, numbers
+from profiling_agent.reporting.records import numbers
 
 RUNS = Path(__file__).parent / "results" / "asked"
 LEAST_RIGHT = 38
@@ -31,7 +31,7 @@ AFFIRMATION = {True: "yes", False: "no"}
 
 
 class Question(NamedTuple):
-    """A question about one of RUNS, and the dotted path in `report.json` of its answer; `#` is the length of a list."""
+    """A question about one of RUNS, and the dotted path in `report.json` of its answer."""
 
     run: str
     text: str
@@ -63,14 +63,38 @@ MET = (
     ("How many channels does the MLP of block 0 keep?", "attempts.0.dry_run.cuts.0.keep"),
     ("What would it cost, in nats, to keep three of the four heads of block 0?", "sensitivity.0.options.0.kl"),
 )
-MISSED = (("Which verdict did the run end with?", "verdict.outcome"),)
+MISSED = (
+    ("Which verdict did the run end with?", "verdict.outcome"),
+    ("Which limit kept the contract from being met?", "verdict.binding"),
+    ("What share of the bytes did I allow?", "goal.max_size_ratio"),
+    ("What share of the bytes does the returned model have?", "verdict.terms.2.measured"),
+    ("With which size limit would the contract have been met?", "advice.0.changes.max_size_ratio"),
+    ("How many times as fast as the baseline is the returned model?", "verdict.terms.1.measured"),
+    ("By how many points did top-1 change on the held-out images?", "heldout.drop.drop"),
+    ("On how many held-out images was the returned model tested?", "best.num_images"),
+    ("Is the returned model pruned, quantized or both?", "best.variant"),
+    ("Was attempt 1 accepted?", "attempts.0.accepted"),
+    ("How many points of top-1 did attempt 1 lose on the search images?", "attempts.0.deployed.drop.drop"),
+    ("What KL divergence was measured of attempt 1?", "attempts.0.calibration_kl"),
+    (
+        "Wie schnell war das unbeschnittene Modell in OpenVINO bfloat16?",
+        "deployment_search.options.4.race_result.speedup",
+    ),
+    ("How fast was float16 in eager torch?", "deployment_search.options.6.race_result.speedup"),
+    ("How long did a batch take the original model, in ms?", "baseline.latency_ms"),
+    ("What is the peak memory of a process with the returned model, in MB?", "best.peak_memory_bytes"),
+    ("Which processor was it measured on?", "environment.cpu"),
+    ("Which kind of job took most of the time?", "times.0.kind"),
+    ("返回的模型有多少参数?", "best.params"),
+    ("What does cutting the first convolution of stage 3, layer 0 to 80 channels cost?", "sensitivity.14.options.2.kl"),
+)
 QUESTIONS = (*(Question("met", *each) for each in MET), *(Question("missed", *each) for each in MISSED))
 
 
 def field_of(report: Any, path: str) -> Any:
     """Return the value at a dotted path."""
     for step in path.split("."):
-        report = len(report) if step == "#" else report[int(step) if isinstance(report, list) else step]
+        report = report[int(step) if isinstance(report, list) else step]
     return report
 
 
@@ -79,16 +103,18 @@ def words(text: str) -> list[str]:
     return WORD.findall(text.casefold())
 
 
-def is_right(answer: str, value: Any) -> bool:
-    """Return whether the first sentence of an answer has the value."""
+def is_right(answer: str, field: str, value: Any) -> bool:
+    """Return whether the first sentence of an answer has the value of a field, in its unit or one that people use for it."""
     sentence = re.split(r"(?<=[.!?])\s", answer.strip(), maxsplit=1)[0]
     if isinstance(value, bool):
         return words(sentence)[:1] == [AFFIRMATION[value]]
     if isinstance(value, int | float):
+        # Thousands, millions and MB; points and percent, but not of nats.
+        scales = (1.0, 1e-3, 1e-6) if value >= 1000 else (1.0,) if "kl" in field.rpartition(".")[2] else (1.0, 100.0)
         return any(
             abs(number - abs(value) * scale) <= min(0.5005 * unit, MAX_ERROR * abs(value) * scale)
             for _, number, unit in numbers(sentence)
-            for scale in SCALES
+            for scale in scales
         )
     return set(words(str(value))) <= set(words(sentence))
 
@@ -114,7 +140,11 @@ def row_of(question: Question, answer: str, seconds: float | None = None) -> dic
     report = read_json(RUNS / question.run / "report.json")
     value, found = field_of(report, question.field), floor(report, question.text)
     row = {"run": question.run, "question": question.text, "field": question.field, "value": value, "answer": answer}
-    return row | {"right": is_right(answer, value), "floor_right": is_right(found, value), "seconds": seconds}
+    return row | {
+        "right": is_right(answer, question.field, value),
+        "floor_right": is_right(found, question.field, value),
+        "seconds": seconds,
+    }
 
 
 def asked(question: Question, llm: str, base_url: str | None) -> dict[str, Any]:
