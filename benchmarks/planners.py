@@ -243,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--baselines", nargs="*", choices=tuple(BASELINES), default=list(BASELINES), metavar="NAME")
     parser.add_argument("--runtimes", default="eager", help="what may execute the results (default: eager)")
     parser.add_argument("--time-budget", metavar="TIME", help="of each run, such as 5m")
-    parser.add_argument("--quick", action="store_true", help="400 search images, and the effort `quick` in each run")
+    parser.add_argument("--quick", action="store_true", help="300 search images, and the effort `quick` in each run")
     parser.add_argument("--llm", metavar="openai:MODEL", help="a language model next to the scripts")
     parser.add_argument("--base-url", metavar="URL", help="address of its server")
     parser.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE", help="llm.jsonl of earlier runs")
@@ -258,7 +258,7 @@ def main() -> int:
     wanted: dict[str, Any] = {
         "runtimes": asked.runtimes,
         "time_budget": asked.time_budget,
-        "num_samples": 400 if asked.quick else None,
+        "num_samples": 300 if asked.quick else None,
         "effort": "quick" if asked.quick else "default",
         "fresh_ledger": "a benchmark: whoever plans is judged as if alone",
     }

@@ -39,7 +39,7 @@ class Question(NamedTuple):
 
 
 MET = (
-    ("Was the contract met?", "verdict.outcome"),
+    ("What is the verdict?", "verdict.outcome"),
     ("Is the result certified at 95% confidence?", "verdict.certified"),
     ("What top-1 did the original model have on the held-out images?", "baseline.top1"),
     ("And what top-1 does the returned model have there?", "best.top1"),
