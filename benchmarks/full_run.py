@@ -72,13 +72,10 @@ def request_for(name: str, arguments: argparse.Namespace, output: str) -> Reques
 
 
 class Peak:
-    """The most memory that this process and all that it started have held at once, bytes; what they share is counted once (PSS).
-
-    `at_s` is when that was, in seconds from the beginning, and `held` the bytes of each process then, the largest first.
-    """
+    """The most memory that this process and all that it started have held at once, bytes; what they share is counted once (PSS)."""
 
     def __init__(self) -> None:
-        self.num_bytes, self.at_s, self.held = 0, 0.0, list[int]()
+        self.num_bytes = 0
         self._over = threading.Event()
 
     @contextlib.contextmanager
@@ -93,15 +90,13 @@ class Peak:
             watcher.join()
 
     def _watch(self) -> None:
-        own, began_s = psutil.Process(), time.monotonic()
+        own = psutil.Process()
         while not self._over.wait(LOOK_S):
-            held: list[int] = []
+            held = 0
             for process in (own, *own.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
-                    held.append(process.memory_full_info().pss)
-            if sum(held) > self.num_bytes:
-                self.num_bytes, self.at_s = sum(held), time.monotonic() - began_s
-                self.held = sorted(held, reverse=True)
+                    held += process.memory_full_info().pss
+            self.num_bytes = max(self.num_bytes, held)
 
 
 def can_do(family: str) -> set[tuple[str, str]]:
@@ -141,8 +136,6 @@ def row_of(name: str, report: RunReport, seconds: float, peak: Peak) -> dict[str
         "seconds": seconds,
         "pass_ms": 1e3 * pass_s,
         "peak_bytes": peak.num_bytes,
-        "peak_at_s": peak.at_s,
-        "peak_of_processes": peak.held,
         "passes": seconds / pass_s,
         "verdict": report.verdict.outcome + (", certified" if report.verdict.certified else ""),
         "deployment": report.best.deployment.name,
