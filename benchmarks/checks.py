@@ -120,6 +120,11 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+def rows_in(path: Path | None) -> list[dict[str, Any]]:
+    """Return the rows that a file of `finish` holds; none without a file."""
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path and path.exists() else []
+
+
 def use_own_ledger() -> None:
     """Count this process's openings of held-out images apart from the user's, from the first on."""
     os.environ[VARIABLE] = tempfile.mkdtemp(prefix="benchmark-data-")

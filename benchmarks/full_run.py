@@ -2,7 +2,7 @@
 
     python benchmarks/full_run.py [--models NAME ...] [--time-budget 20m] [--device cuda] [--json FILE] [--output DIR] [--warm]
 
-NAME is one of the paper's four (full_size.py) or of those that people have (popular.py), each with a random body and a classifier fitted to CIFAR-10,
+NAME is one of the paper's four or of those that people have (full_size.py), each with a random body and a classifier fitted to CIFAR-10,
 or a real model: `mobilenet` with ImageNet weights, `vit-cifar10`. All runtimes that are installed, batch 8, the default contract. A pass
 is the baseline in eager float32 on one image: the unit that makes machines comparable. Popular models have the time budget of their table unless
 another is given. Rows are added to FILE, in place of older ones of the same model. A deployment counts as missed if it was refused although its
@@ -22,11 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from checks import SHARED, Check, finish, parser_of, stamped, use_own_ledger
-from fitted import FOLDER, fitted
-from full_size import MODELS
-from popular import MODELS as POPULAR
-from popular import built
+from checks import SHARED, Check, finish, parser_of, rows_in, stamped, use_own_ledger
+from full_size import FOLDER, MODELS, POPULAR, build_popular, fitted
 
 from profiling_agent import Request, optimize
 from profiling_agent.lib.io import CACHE_VARIABLE
@@ -55,7 +52,7 @@ def request_for(name: str, arguments: argparse.Namespace, output: str) -> Reques
     # A model is fitted to its data set's classes.
     fitted_folder = FOLDER if dataset == CIFAR else FOLDER / dataset.resolve().name
     if name in POPULAR:
-        model = fitted(name, fitted_folder / "popular", make=built, num_judged=NUM_JUDGED, data=dataset)
+        model = fitted(name, fitted_folder / "popular", make=build_popular, num_judged=NUM_JUDGED, data=dataset)
     elif name in MODELS:
         model = fitted(name, fitted_folder, data=dataset, device=arguments.device)
     elif name == "mobilenet":
@@ -75,13 +72,10 @@ def request_for(name: str, arguments: argparse.Namespace, output: str) -> Reques
 
 
 class Peak:
-    """The most memory that this process and all that it started have held at once, bytes; what they share is counted once (PSS).
-
-    `at_s` is when that was, in seconds from the beginning, and `held` the bytes of each process then, the largest first.
-    """
+    """The most memory that this process and all that it started have held at once, bytes; what they share is counted once (PSS)."""
 
     def __init__(self) -> None:
-        self.num_bytes, self.at_s, self.held = 0, 0.0, list[int]()
+        self.num_bytes = 0
         self._over = threading.Event()
 
     @contextlib.contextmanager
@@ -96,15 +90,13 @@ class Peak:
             watcher.join()
 
     def _watch(self) -> None:
-        own, began_s = psutil.Process(), time.monotonic()
+        own = psutil.Process()
         while not self._over.wait(LOOK_S):
-            held: list[int] = []
+            held = 0
             for process in (own, *own.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
-                    held.append(process.memory_full_info().pss)
-            if sum(held) > self.num_bytes:
-                self.num_bytes, self.at_s = sum(held), time.monotonic() - began_s
-                self.held = sorted(held, reverse=True)
+                    held += process.memory_full_info().pss
+            self.num_bytes = max(self.num_bytes, held)
 
 
 def can_do(family: str) -> set[tuple[str, str]]:
@@ -144,8 +136,6 @@ def row_of(name: str, report: RunReport, seconds: float, peak: Peak) -> dict[str
         "seconds": seconds,
         "pass_ms": 1e3 * pass_s,
         "peak_bytes": peak.num_bytes,
-        "peak_at_s": peak.at_s,
-        "peak_of_processes": peak.held,
         "passes": seconds / pass_s,
         "verdict": report.verdict.outcome + (", certified" if report.verdict.certified else ""),
         "deployment": report.best.deployment.name,
@@ -202,13 +192,6 @@ def checks_of(row: Mapping[str, Any]) -> list[Check]:
     return checks
 
 
-def rows_in(path: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the rows that a file holds, by model."""
-    if path is None or not path.exists():
-        return {}
-    return {row["model"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
-
-
 def main() -> int:
     """Run, print, and return 1 if a check does not hold."""
     parser = parser_of(__doc__)
@@ -226,7 +209,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     use_own_ledger()
-    rows, status = rows_in(arguments.json), 0
+    rows, status = {row["model"]: row for row in rows_in(arguments.json)}, 0
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as fresh:
         for name in arguments.models:
             if not arguments.warm:

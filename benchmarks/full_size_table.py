@@ -1,6 +1,6 @@
 """Full size: what every runtime and scheme brings, and pruning, and both, beside two peers and the speed-ups of the paper's Table 4.
 
-    python benchmarks/full_size_table.py [--models NAME...] [--sessions N] [--quick] [--json FILE] [--scratch DIR [--make-only]]
+    python benchmarks/full_size_table.py [--models NAME...] [--sessions N] [--quick] [--json FILE]
 
 Batch 1, random weights: accuracy isn't measured here (quantization_accuracy.py, pruning_tradeoff.py), the distance of the logits to
 the float32 model's is. Every deployment is made by the product's own jobs and raced in one session, which chooses ours: the fastest
@@ -97,8 +97,7 @@ def prepare(name: str, shop: Workshop) -> tuple[nn.Module, ArtifactRef, list[Pru
         pruned = prune_model(dense, plan, spec=SPEC).model
         gone = 1 - sum(macs_by_module(pruned).values()) / sum(macs.values())
         cuts.append(PrunedModel(shop.add(pruned, f"cut-{share:g}", spec=SPEC, processor=processor, cuts=plan), gone))
-    if not (peer := shop.root / PEER_FILE).exists():
-        write_peer(dense, torch.from_numpy(noise_batch(SPEC, 2)), peer)
+    write_peer(dense, torch.from_numpy(noise_batch(SPEC, 2)), shop.root / PEER_FILE)
     return dense, shop.add(dense, "float32", spec=SPEC, processor=processor), cuts
 
 
@@ -149,7 +148,7 @@ class Chosen:
 
 
 def search(name: str, shop: Workshop, limits: dict[str, float], *, is_quick: bool) -> Chosen:
-    """Make every deployment, race them in one session, and choose ours; what was made before isn't made again."""
+    """Make every deployment, race them in one session, and choose ours."""
     print(f"\n{name}", flush=True)
     dense, plain, cuts = prepare(name, shop)
     made, seconds_per_model = deployed(shop, plain, wanted(is_quick=is_quick)), 4.0 if is_quick else 8.0
@@ -252,10 +251,6 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="one model, three deployments, few repeats, two sessions")
-    parser.add_argument(
-        "--scratch", type=Path, metavar="DIR", help="keep the models here, and go on with those there are"
-    )
-    parser.add_argument("--make-only", action="store_true", help="make the models in --scratch; race them another time")
     add_option(parser)
     asked = parser.parse_args()
     # The peers' functions are found there.
@@ -264,13 +259,7 @@ def main() -> int:
     checks: list[Check] = []
     names = asked.models or (["ResNet-101"] if asked.quick else list(MODELS))
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        root = asked.scratch or Path(scratch)
-        shops = {name: stack.enter_context(Workshop(root / name.replace("/", "-"))) for name in names}
-        if asked.make_only:
-            for name, shop in shops.items():
-                print(name, flush=True)
-                deployed(shop, prepare(name, shop)[1], wanted(is_quick=asked.quick))
-            return 0
+        shops = {name: stack.enter_context(Workshop(Path(scratch) / name.replace("/", "-"))) for name in names}
         limits = rates()
         print(", ".join(f"{kind} {rate / 1e9:.0f} GMAC/s" for kind, rate in limits.items()), flush=True)
         found = [search(name, shop, limits, is_quick=asked.quick) for name, shop in shops.items()]

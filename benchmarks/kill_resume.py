@@ -1,10 +1,9 @@
 """Runs killed at random moments and resumed: same verdict, no job repeated, nothing left behind.
 
-    python benchmarks/kill_resume.py [--parents 20] [--workers 0] [--seed 0] [--json FILE]
+    python benchmarks/kill_resume.py [--runs 20] [--seed 0] [--json FILE]
 
-A run on a tiny model is timed undisturbed. Each further run is killed once with SIGKILL, at a moment drawn from that time:
-its main process ("parent"), which is then resumed by the command line, or the process that does a job ("worker"),
-after which the run goes on by itself. One runtime competes and `--selection paper` ranks by counts, so that two
+A run on a tiny model is timed undisturbed. The main process of each further run is killed once with SIGKILL, at a moment drawn from that time,
+and the run is resumed by the command line. One runtime competes and `--selection paper` ranks by counts, so that two
 undisturbed runs decide the same.
 """
 
@@ -17,7 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 from checks import Check, finish, parser_of
 
 from profiling_agent.lib.logs import quiet
@@ -55,35 +53,17 @@ def resume(folder: Path, name: str) -> int:
         return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
 
 
-def workers_of(process: Process) -> list[psutil.Process]:
-    """Return the processes that do a run's jobs, newest first."""
-    try:
-        # Children of the supervisor, whose command line they have where they are forks, but for multiprocessing's own tracker.
-        supervisors = psutil.Process(process.pid).children()
-        children = [child for supervisor in supervisors for child in supervisor.children()]
-        return [child for child in reversed(children) if "resource_tracker" not in " ".join(child.cmdline())]
-    except psutil.Error:
-        return []
-
-
-def interrupt(folder: Path, name: str, kind: str, at_s: float) -> tuple[bool, dict[str, int], int]:
-    """Kill a run or its worker after `at_s` seconds; return whether it was hit, the jobs done, and the exit code."""
+def interrupt(folder: Path, name: str, at_s: float) -> tuple[bool, dict[str, int], int]:
+    """Kill a run after `at_s` seconds and resume it; return whether it was hit, the jobs done, and the exit code."""
     process, run = start(folder, name), folder / "runs" / name
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=at_s)
-    if kind == "parent":
-        hit = process.poll() is None
-        process.kill()
-        process.wait()
-        is_left_alone(run)
-        before = finished_jobs(run)
-        return hit, before, resume(folder, name)
-    while not (workers := workers_of(process)) and process.poll() is None:
-        time.sleep(0.02)
+    hit = process.poll() is None
+    process.kill()
+    process.wait()
+    is_left_alone(run)
     before = finished_jobs(run)
-    for worker in workers[:1]:
-        worker.kill()
-    return bool(workers), before, process.wait()
+    return hit, before, resume(folder, name)
 
 
 def outcome(folder: Path, name: str, before: dict[str, int], code: int, undisturbed: object) -> dict[str, Any]:
@@ -105,8 +85,7 @@ def outcome(folder: Path, name: str, before: dict[str, int], code: int, undistur
 def main() -> int:
     """Kill and resume; return 1 when a check fails."""
     parser = parser_of(__doc__)
-    parser.add_argument("--parents", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     dice, rows = random.Random(options.seed), list[dict[str, Any]]()
@@ -124,14 +103,12 @@ def main() -> int:
         whole_s = time.perf_counter() - started
         undisturbed = decisions(read_report(folder / "runs" / "undisturbed"))
         print(f"undisturbed: {whole_s:.0f} s", flush=True)
-        for kind, count in (("parent", options.parents), ("worker", options.workers)):
-            for number in range(count):
-                at_s = whole_s * (number + dice.random()) / count
-                name = f"{kind}{number}"
-                hit, before, code = interrupt(folder, name, kind, at_s)
-                row = {"kind": kind, "at_s": round(at_s, 1), "hit": hit, "jobs_done": len(before)}
-                rows.append(row | outcome(folder, name, before, code, undisturbed))
-                print(f"  {rows[-1]}", flush=True)
+        for number in range(options.runs):
+            at_s, name = whole_s * (number + dice.random()) / options.runs, f"parent{number}"
+            hit, before, code = interrupt(folder, name, at_s)
+            row = {"kind": "parent", "at_s": round(at_s, 1), "hit": hit, "jobs_done": len(before)}
+            rows.append(row | outcome(folder, name, before, code, undisturbed))
+            print(f"  {rows[-1]}", flush=True)
     totals = {key: sum(row[key] for row in rows) for key in ("jobs_repeated", "processes_left", "files_left")}
     checks = [
         Check.at_least("same verdict, plans and decisions", sum(row["same"] for row in rows), len(rows)),

@@ -7,9 +7,6 @@ cuts, with ours' compensation too; the paper's own, where it isn't the uniform o
 importance, ranked globally and isomorphically, with ours' compensation; and FLAP and VBP with theirs and with ours.
 
     python benchmarks/pruning_tradeoff.py [--models DIR...] [--data DIR] [--quick] [--json FILE] [--plot FILE]
-    python benchmarks/pruning_tradeoff.py --ours
-
-The second measures our engine alone.
 """
 
 import argparse
@@ -83,10 +80,8 @@ def _saved(subject: Subject, model: nn.Module) -> float:
     return 1 - sum(parameter.numel() for parameter in model.parameters()) / subject.params
 
 
-def study(
-    subject: Subject, shares: Sequence[float], seeds: Sequence[int], book: Notebook, *, ours_alone: bool = False
-) -> None:
-    """Measure ours, then all else at the size that ours came to, unless ours is all that is asked for."""
+def study(subject: Subject, shares: Sequence[float], seeds: Sequence[int], book: Notebook) -> None:
+    """Measure ours, then all else at the size that ours came to."""
     book.note(subject, 0.0, "baseline", None, lambda: subject.model)
     draws = [Draw(subject, seed) for seed in seeds]
 
@@ -96,7 +91,7 @@ def study(
 
     for draw, share in product(draws, shares):
         book.note(subject, share, "ours", draw.seed, lambda d=draw, s=share: folded(d, ours(d.seed).allocated(s)))
-    compared = [] if ours_alone else [share for share in shares if share >= COMPARED_FROM]
+    compared = [share for share in shares if share >= COMPARED_FROM]
     for share in compared:
         size = book.saved_by_ours(subject, share)
         for name, make in per_subject(subject).items():
@@ -123,7 +118,6 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one share, two draws, 1,000 test images")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--answers", type=Path, help="folder that keeps what was measured, to go on from")
-    parser.add_argument("--ours", action="store_true", help="our engine alone, nothing beside it")
     return parser.parse_args()
 
 
@@ -187,14 +181,13 @@ def main() -> int:
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         num_test = QUICK_TEST if asked.quick else None
         subject = Subject(name, model.eval(), processor, asked.data, num_test)
-        study(subject, shares, seeds, book, ours_alone=asked.ours)
+        study(subject, shares, seeds, book)
     table, tests = summaries(book.rows), against(book.rows)
     show(table)
     if asked.plot:
         plot(table, asked.plot)
-    if not asked.ours:
-        not_won(tests)
-    return finish([] if asked.ours else checks(table, tests), [*table, *tests], asked.json)
+    not_won(tests)
+    return finish(checks(table, tests), [*table, *tests], asked.json)
 
 
 if __name__ == "__main__":

@@ -67,14 +67,9 @@ class Workshop:
     def add(
         self, model: nn.Module, name: str, *, spec: InputSpec, processor: Any, cuts: Sequence[Cut] = ()
     ) -> ArtifactRef:
-        """Save a float32 model; one that an earlier use of this folder saved is taken as it is."""
+        """Save a float32 model; return the reference to it."""
         folder = self.root / name
-        if not folder.exists():
-            save_model(model, folder, spec=spec, processor=processor, base_model=name, cuts=cuts)
-        return self.ref(folder)
-
-    def ref(self, folder: Path) -> ArtifactRef:
-        """Return the reference to a saved model in this folder."""
+        save_model(model, folder, spec=spec, processor=processor, base_model=name, cuts=cuts)
         return ArtifactRef(
             path=folder.relative_to(self.root).as_posix(),
             sha256=file_sha256(folder / "recipe.json"),

@@ -46,7 +46,7 @@ class Records:
         return read_record(ModelProfile, inside(run / self.report.profiles["baseline"].profile.path, run))
 
     def overview(self) -> str:
-        """Return the request's limits, the verdict with each limit's measurement, the model before and after, and all warnings."""
+        """Return the request's limits, the verdict with each limit's measurement, the model before and after, advice after a miss, and all warnings."""
         report = self.report
         result = report.race_result
         return _text(
@@ -62,6 +62,7 @@ class Records:
                 "times_as_fast": result.speedup if result else None,
                 "times_as_fast_interval": [result.speedup_low, result.speedup_high] if result else None,
                 "why_it_stopped": report.stopped,
+                "changed_limits_that_would_be_met": [each.model_dump(mode="json") for each in report.advice] or None,
                 "warnings": report.notes,
             }
         )
@@ -197,7 +198,14 @@ class Records:
 def _outline(value: Any) -> str:
     if isinstance(value, dict):
         return f"are {', '.join(value)}"
-    return f"are the items 0 to {len(value) - 1}" if isinstance(value, list) and value else "is nothing below it"
+    if not isinstance(value, list) or not value:
+        return "is nothing below it"
+    # Items are found by what they are named after.
+    keys = ("name", "unit", "kind", "number", "variant")
+    names = [
+        next((item[key] for key in keys if isinstance(item, dict) and key in item), "") for item in value[:MAX_UNITS]
+    ]
+    return f"are the items 0 to {len(value) - 1}: {', '.join(f'{n} {name}'.strip() for n, name in enumerate(names))}"
 
 
 def _is_within(row: dict[str, Any], goal: Goal) -> bool:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import full_run
 import planners
-import popular
 import pytest
 from checks import Check, Estimate, commit, finish, stamped
 from deployments import all_deployments, deployment
@@ -115,7 +114,7 @@ def test_a_deployment_that_failed_is_missed_where_the_tiny_model_has_it():
 def test_every_popular_model_has_a_tiny_one_that_was_taken_through_all_deployments():
     every = {(each.runtime, each.scheme) for each in all_deployments()}
 
-    assert {model.family for model in popular.MODELS.values()} <= set(FAMILIES)
+    assert {model.family for model in full_run.POPULAR.values()} <= set(FAMILIES)
     assert full_run.can_do("vit") == every
 
 

@@ -202,6 +202,7 @@ def test_the_command_prints_the_answer(finished: Path):
     [
         ("31% of the bytes, so 69% less, 2.6 times as fast", []),
         ("It has 1,234,567 params and 4.9 MB", []),
+        ("31,2 % der Bytes, 2,6-mal so schnell, 1,234,567 Parameter", []),
         ("1. yes 2. no", []),
         ("2.75 times", ["2.75"]),
         ("42% fewer", ["42"]),
