@@ -20,7 +20,7 @@ from checks import Check, finish, parser_of, rows_in, stamped
 
 from profiling_agent.graph.ask import AskContext, answer_question
 from profiling_agent.lib.io import read_json
-from profiling_agent.reporting.records import numbers
+from profiling_agent.llm.numbers import numbers_in
 
 RUNS = Path(__file__).parent / "results" / "asked"
 LEAST_RIGHT = 38
@@ -113,7 +113,7 @@ def is_right(answer: str, field: str, value: Any) -> bool:
         scales = (1.0, 1e-3, 1e-6) if value >= 1000 else (1.0,) if "kl" in field.rpartition(".")[2] else (1.0, 100.0)
         return any(
             abs(number - abs(value) * scale) <= min(0.5005 * unit, MAX_ERROR * abs(value) * scale)
-            for _, number, unit in numbers(sentence)
+            for _, number, unit in numbers_in(sentence)
             for scale in scales
         )
     return set(words(str(value))) <= set(words(sentence))

@@ -199,6 +199,8 @@ def tools(records: Records) -> list[StructuredTool]:
     def propose_run(changes: dict[str, Any], reason: str) -> str:
         """Propose a new run with changed limits, such as {"max_accuracy_drop": 0.02}; a person confirms it. One at a time."""
         del reason
+        if not changes:
+            return "no such request: it changes nothing"
         try:
             changed_request(records.request, changes)
         except FieldError as error:

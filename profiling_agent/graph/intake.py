@@ -1,6 +1,7 @@
 """Intake: an LLM reads a goal in words, our code turns its amounts into limits by the timed baseline, and a person confirms them."""
 
 import math
+import re
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from profiling_agent.search.verdict import why_unproven
 
 
 @dataclass(frozen=True)
-class Baseline:
+class BaselineSpeed:
     """What amounts are of: the unpruned model in eager float32, at one batch size."""
 
     images_per_s: float
@@ -36,9 +37,10 @@ class Baseline:
 
 
 # Each unit of an amount: the field that it sets, and the field's value from the amount and the baseline.
-UNITS: dict[str, tuple[str, Callable[[float, Baseline], float]]] = {
+UNITS: dict[str, tuple[str, Callable[[float, BaselineSpeed], float]]] = {
     "images a second": ("min_speedup", lambda value, baseline: value / baseline.images_per_s),
     "ms an image": ("min_speedup", lambda value, baseline: 1e3 / baseline.images_per_s / value),
+    "seconds an image": ("min_speedup", lambda value, baseline: 1 / baseline.images_per_s / value),
     "ms a batch": ("min_speedup", lambda value, baseline: baseline.batch_ms / value),
     "times as fast": ("min_speedup", lambda value, _: value),
     "% faster": ("min_speedup", lambda value, _: 1 + value / 100),
@@ -89,9 +91,9 @@ def intake(state: RunState, run: Run) -> Update:
     request, chat, acquired = state.request, require(run.advisor(state)), require(state.acquired)
     model, device = require(state.resolved).baseline, acquired.source.device
 
-    def timed(batch_size: int) -> Baseline:
+    def timed(batch_size: int) -> BaselineSpeed:
         headline = measure_headline(run.jobs, model, batch_size=batch_size, device=device)
-        return Baseline(1 / headline.pass_s, headline.latency.median_ms, model.size_bytes)
+        return BaselineSpeed(1 / headline.pass_s, headline.latency.median_ms, model.size_bytes)
 
     facts = {
         "model": f"{quoted(acquired.source.name)}, {size(model.size_bytes)} on disk",
@@ -139,7 +141,7 @@ def confirmation(state: RunState, run: Run) -> Update:
     return {"request": change_request(changed, answer.changes)}
 
 
-def read_goal(answer: GoalAnswer, request: Request, timed: Callable[[int], Baseline]) -> Intake:
+def read_goal(answer: GoalAnswer, request: Request, timed: Callable[[int], BaselineSpeed]) -> Intake:
     """Return what an answer changes of a request, and all limits in words: what they are of the baseline, and the goal's words behind them.
 
     `timed` returns the baseline at a batch size. FieldError for an amount that the goal doesn't have, ValidationError for an impossible value.
@@ -152,7 +154,11 @@ def read_goal(answer: GoalAnswer, request: Request, timed: Callable[[int], Basel
     # In the order of the fields' names: the batch size, which decides how fast the baseline is, comes first.
     for amount in sorted(answer.amounts, key=lambda amount: UNITS[amount.unit][0]):
         name, convert = UNITS[amount.unit]
-        value = ROUNDED[name](convert(amount.value, timed(change_request(request, changes).batch_size)))
+        number = convert(amount.value, timed(change_request(request, changes).batch_size))
+        if name == "time_budget" and name in sources:
+            # An hour and thirty minutes.
+            number += float(changes[name].removesuffix("s"))
+        value = ROUNDED[name](number)
         # Of several limits the strictest.
         if name not in sources or name not in TIGHTER or (value - changes[name]) * TIGHTER[name] > 0:
             changes[name], sources[name] = value, amount.words
@@ -179,9 +185,10 @@ def check_amount(amount: Amount, goal: str) -> None:
     words, text = (" ".join(unicodedata.normalize("NFKC", each).casefold().split()) for each in (amount.words, goal))
     if amount.unit not in UNITS:
         raise FieldError(f"{amount.unit!r} is no unit: use one of {', '.join(UNITS)}")
-    if words not in text:
+    # Not as the end or the start of a longer number.
+    if not words or not re.search(rf"(?<![\d.,]){re.escape(words)}(?!\d|[.,]\d)", text):
         raise FieldError(f"the goal doesn't say {amount.words!r}: copy its words unchanged")
-    known = [abs(number) for number, _ in numbers_in(words)] or IN_WORDS
+    known = [value for _, value, _ in numbers_in(words)] or IN_WORDS
     if amount.value not in known or (amount.value == 0 and amount.unit != "points of accuracy"):
         raise FieldError(
             f"{amount.words!r} doesn't say {amount.value:g} {amount.unit}: take amounts from the goal only"

@@ -105,8 +105,8 @@ def apply_edit(answer: Approval, plan: Plan, goal: Goal, profile: schemas.ModelP
 MAX_DISTANCE = 1e-3
 # Share of the free time that the search for a deployment may take; attempts take the rest.
 SEARCH_SHARE = 0.5
-# Share of the time of a search's passes, or of the time budget, that a conversion that compiles may take: of a model with passes of 0.4 and 6 ms it
-# took half of the run, and was never chosen.
+# Share of the time budget, or of the passes that the effort allows, that one compilation may take. Compilations took half of the run of a model with
+# passes of 6 ms, and none was chosen.
 COMPILE_SHARE = 0.25
 NO_TIME = "--effort thorough, a longer --time-budget or --runtimes asks for it"
 
@@ -168,8 +168,8 @@ def measure_baseline(evaluator: Evaluator, trials: DeploymentTrials) -> Deployme
 def try_deployment(evaluator: Evaluator, trials: DeploymentTrials) -> DeploymentTrials:
     """Convert the baseline to the next deployment, if that fits the time.
 
-    A failure of a conversion costs only that deployment. One that compiles is left out where the model is so fast that it would be most of the run,
-    unless nothing else can be made.
+    A failure of a conversion costs only that deployment. One that compiles is left out if the model is so fast that it would take more than
+    COMPILE_SHARE of the run, unless nothing else can be made.
     """
     deployment, untried = trials.untried[0], trials.untried[1:]
     timesheet, is_named, settings = evaluator.jobs.timesheet, evaluator.choices.is_named, evaluator.settings
@@ -187,7 +187,8 @@ def try_deployment(evaluator: Evaluator, trials: DeploymentTrials) -> Deployment
         return trials.with_option(deployment.name, option, untried=untried)
     began_s = timesheet.spent_s
     option = evaluator.deployer.make(evaluator.baseline, deployment, choose_layers=True)
-    took_s = trials.took_s | {kind: timesheet.spent_s - began_s}
+    # A conversion that fails may end early.
+    took_s = trials.took_s | ({kind: timesheet.spent_s - began_s} if option.deployed else {})
     deployed, hopeless, reason = option.deployed, hopeless_kl(evaluator.goal), ""
     if deployed is None:
         reason = f"could not be made: {option.reason}"
@@ -227,7 +228,7 @@ def race_deployments(evaluator: Evaluator, trials: DeploymentTrials) -> Deployme
 
 
 def measure_deployment(evaluator: Evaluator, trials: DeploymentTrials) -> DeploymentTrials:
-    """Measure the next deployment on search images, the first on all, as effort and time allow."""
+    """Measure the next deployment on search images, on all until one is accepted, as effort and time allow."""
     timesheet, took_s, began_s = evaluator.jobs.timesheet, trials.took_s, evaluator.jobs.timesheet.spent_s
     name, option = trials.unmeasured[0], trials.options[trials.unmeasured[0]]
     assert option.deployed is not None, "only converted models are measured"

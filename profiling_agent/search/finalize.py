@@ -316,9 +316,9 @@ def decide(evaluator: Evaluator, journal: Journal, finalists: Finalists) -> Fina
 
 
 def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
-    """Do all steps of the final choice; opens the held-out images, so it is called once a run.
+    """Do all steps of the final choice; opens the held-out images.
 
-    Candidates are tested in order until one keeps the contract: three at most, each at the error that is left.
+    Candidates are tested in order until one keeps the accuracy: three at most, each at the error that is left.
     """
     finalists = start(evaluator, journal)
     while step := finalists.next_step:

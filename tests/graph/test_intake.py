@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from profiling_agent import build_graph
 from profiling_agent.errors import FieldError, RequestError
 from profiling_agent.graph.checkpoints import RunSaver
-from profiling_agent.graph.intake import Baseline, GoalAnswer, read_goal
+from profiling_agent.graph.intake import BaselineSpeed, GoalAnswer, read_goal
 from profiling_agent.graph.nodes import pending_question
 from profiling_agent.graph.state import Intake
 from profiling_agent.reporting.render import render_text
@@ -26,8 +26,8 @@ GOAL = "30 images a second on this box, half a point at most, under 40 MB"
 LIMITS = {"max_accuracy_drop": 0.005, "max_size_ratio": 0.129, "min_speedup": 2.4}
 
 
-def timed(batch_size: int) -> Baseline:
-    return Baseline(images_per_s=12.5, batch_ms=80.0 * batch_size, num_bytes=310_000_000)
+def timed(batch_size: int) -> BaselineSpeed:
+    return BaselineSpeed(images_per_s=12.5, batch_ms=80.0 * batch_size, num_bytes=310_000_000)
 
 
 def amount(value: float, unit: str, words: str) -> dict[str, Any]:

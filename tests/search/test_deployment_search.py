@@ -214,6 +214,7 @@ def test_whoever_fails_is_out_with_its_reason_and_the_others_go_on(tmp_path: Pat
             "eager bfloat16": Made(speedup=0.9),
             "eager dynamic": Made(speedup=1.5),
         },
+        settings={"effort": "thorough"},
     )
 
     said = reasons(held)
@@ -314,20 +315,22 @@ def test_a_time_budget_ends_the_search_once_it_has_had_its_share(
 
 
 @pytest.mark.parametrize(
-    ("others", "is_named", "effort", "is_made"),
+    ("others", "is_named", "effort", "pass_s", "is_made"),
     [
-        (Made(), False, "default", True),
-        (Made(), False, "quick", False),
-        (Made(), True, "quick", True),
+        (Made(), False, "default", 0.05, True),
+        (Made(), False, "default", 0.005, False),
+        (Made(), False, "thorough", 0.005, True),
+        (Made(), False, "quick", 0.05, False),
+        (Made(), True, "quick", 0.005, True),
         # Nothing else could be made.
-        (Made(fails=JobError("died")), False, "quick", True),
+        (Made(fails=JobError("died")), False, "quick", 0.005, True),
     ],
 )
-def test_a_quick_run_leaves_out_a_conversion_of_minutes_unless_it_is_named_or_nothing_else_can_be_made(
-    tmp_path: Path, others: Made, is_named: bool, effort: str, is_made: bool
+def test_a_conversion_of_minutes_is_left_out_for_a_fast_model_unless_it_is_named_or_nothing_else_can_be_made(
+    tmp_path: Path, others: Made, is_named: bool, effort: str, pass_s: float, is_made: bool
 ):
     tried = {name: Made() if name.startswith("inductor") else others for name in ALL}
-    held, script = deployment_search(tmp_path, tried, is_named=is_named, settings={"effort": effort})
+    held, script = deployment_search(tmp_path, tried, is_named=is_named, pass_s=pass_s, settings={"effort": effort})
 
     assert ("inductor static" in script.converted) == is_made
     assert ("--effort thorough" in reasons(held)["inductor static"]) != is_made
