@@ -27,7 +27,7 @@ from profiling_agent.request import Request
 from profiling_agent.schemas import ArtifactRef, Record
 
 # Of a run folder with its checkpoints.
-RUN_VERSION = 8
+RUN_VERSION = 9
 # The file that marks a run folder.
 MANIFEST = "request.json"
 LOCK, TIMESHEET_FILE = "run.lock", "timesheet.jsonl"

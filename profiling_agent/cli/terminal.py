@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, get_args
 import typer
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markdown import Markdown, TableElement
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -37,13 +38,24 @@ EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING = 0, 1, 2, 3
 EXIT_CRASHED, SIGNALLED = 70, 128
 # Typer's error for arguments that it can't parse has no public name.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
-console = Console()
-errors = Console(stderr=True)
+
+
+class _CleanConsole(Console):
+    """A console that escapes control characters, so that third-party text can't move the cursor."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield segments with control characters as escapes; the console's own control segments are marked as such."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=clean(segment.text, layout=True))
+
+
+console = _CleanConsole()
+errors = _CleanConsole(stderr=True)
 
 
 def print_line(line: str, to: Console = console, style: str | None = None) -> None:
-    """Print text unwrapped, control characters as escapes: third-party text can't move the cursor."""
-    to.print(clean(line, layout=True), style=style, markup=False, highlight=False, soft_wrap=True)
+    """Print a line as it is, unwrapped."""
+    to.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 class _FoldedTable(TableElement):

@@ -25,6 +25,7 @@ from profiling_agent.lib.io import files_root
 from profiling_agent.lib.logs import Progress, third_party_errors
 from profiling_agent.schemas import MatchBy, Record
 
+IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")
 LABEL_NAMES = ("label", "labels", "fine_label", "class", "class_label", "target", "category", "cls", "y")
 STRINGS = ("string", "large_string", "string_view")
 BINARY = ("binary", "large_binary", "binary_view")
@@ -280,9 +281,11 @@ def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Co
         column = getattr(data.query, option)
         if column is not None and kinds.get(column) not in allowed:
             raise AcquisitionError(f"{option} {column!r} is no {' or '.join(allowed)}: {described}")
-    images = [name for name, kind in kinds.items() if kind == "image"]
-    usual = "image" if "image" in images else images[0] if len(images) == 1 else None
-    image = data.query.image_column or usual
+    # Other columns of bytes may hold anything, next to one of images.
+    images = [name for name, feature in data.features(split).items() if isinstance(feature, datasets.Image)]
+    images = images or [name for name, kind in kinds.items() if kind == "image"]
+    usual = next((name for name in IMAGE_NAMES if name in images), None)
+    image = data.query.image_column or usual or (images[0] if len(images) == 1 else None)
     if image is None:
         raise AcquisitionError(f"no image column: {described}; name image_column, or {TABLE_ADVICE}")
     labels = [data.query.label_column] if data.query.label_column else []

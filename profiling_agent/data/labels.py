@@ -25,7 +25,9 @@ BACKGROUND = "background"
 # ImageNet-1k's ids of classes, also the names of its folders, in the order of the models' classes.
 WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
 FIRST_NAME = "tench"
-# "without mask" and "no mask" are the same name, and differ from "mask", as "mask, not worn" does.
+# A normalised name that has such a word in some parts is no list of synonyms: "mask, not worn" is no mask.
+NEGATION = re.compile(r"\b(?:no|un|anti|none|nor|never|cannot|lacking|missing|absent|minus|sans)\b|n['\u2019]t\b")
+# "without mask" and "no mask" are the same name, and differ from "mask".
 NO_WORDS = frozenset({"no", "not", "non", "without", "w/o"})
 # One-sided error rates of two tests: the choice between two matchings, and predictions better than chance.
 CHOICE_ERROR, CHANCE_ERROR = 0.01, 0.05
@@ -226,7 +228,7 @@ def _normalise(name: str) -> str:
 def _synonyms(name: str) -> frozenset[str]:
     """Return the normalised name and its comma-separated parts, ImageNet's synonyms, if all or none of them are negated."""
     whole, *parts = (_normalise(part) for part in (name, *name.split(",")))
-    are_negated = {"no" in part.split() for part in parts}
+    are_negated = {bool(NEGATION.search(part)) for part in parts}
     return frozenset(filter(None, (whole, *(parts if len(are_negated) == 1 else ()))))
 
 

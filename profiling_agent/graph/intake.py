@@ -186,9 +186,11 @@ def check_amount(amount: Amount, goal: str) -> None:
     if amount.unit not in UNITS:
         raise FieldError(f"{amount.unit!r} is no unit: use one of {', '.join(UNITS)}")
     # Not as the end or the start of a longer number.
-    if not words or not re.search(rf"(?<![\d.,]){re.escape(words)}(?!\d|[.,]\d)", text):
+    if not words or not re.search(rf"(?<!\d)(?<!\d[.,]){re.escape(words)}(?!\d|[.,]\d)", text):
         raise FieldError(f"the goal doesn't say {amount.words!r}: copy its words unchanged")
-    known = [value for _, value, _ in numbers_in(words)] or IN_WORDS
+    # German thousands have points.
+    thousands = [float(each.replace(".", "")) for each in re.findall(r"\b\d{1,3}(?:\.\d{3})+\b", words)]
+    known = [value for _, value, _ in numbers_in(words)] + thousands or IN_WORDS
     if amount.value not in known or (amount.value == 0 and amount.unit != "points of accuracy"):
         raise FieldError(
             f"{amount.words!r} doesn't say {amount.value:g} {amount.unit}: take amounts from the goal only"

@@ -30,6 +30,7 @@ class RuntimeTask(Task[ResultT]):
 
     timeout_s = HOUR
     sets_torch = False
+    uses_runtimes = True
 
 
 class HeadlineTask(RuntimeTask[schemas.Headline]):

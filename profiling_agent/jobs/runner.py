@@ -48,7 +48,11 @@ def job_key(task: Task[ResultT], describe: Callable[[str], Environment] = enviro
     """Return a job's key: its kind and a hash of its inputs, and of the code, libraries, machine and GPU from `describe`."""
     # A task without a device computes on the CPU; with "auto" it may use the GPU.
     device: str = getattr(task, "device", "cpu")
-    inputs = {"task": task.model_dump(mode="json"), "environment": describe(device).model_dump(mode="json")}
+    ignored = None if task.uses_runtimes else {"runtimes"}
+    inputs = {
+        "task": task.model_dump(mode="json"),
+        "environment": describe(device).model_dump(mode="json", exclude=ignored),
+    }
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
     return f"{task.kind()}-{digest[:20]}"
 
@@ -177,8 +181,10 @@ class Jobs:
 
     def _process(self, task: Task[Any]) -> Child[Message]:
         """Return the process that does jobs like `task`, which is started if there is none."""
-        if (process := self._processes.get(task.isolated)) is not None:
+        process = self._processes.get(task.isolated)
+        if process is not None and process.is_alive:
             return process
+        self._end(isolated=task.isolated)
         call, log = ["profiling_agent.jobs.worker:serve"], self.workspace.root / JOB_LOG
         try:
             process = Child(self._supervisor, call, Message, log=log, spawned=task.spawned)

@@ -326,6 +326,7 @@ class ExportTask(Task[schemas.ArtifactRef]):
     """Export a float32 model to ONNX, for the runtimes that read it; isolated, because exporters crash."""
 
     timeout_s = HOUR / 2
+    uses_runtimes = True
     isolated: bool = True
     model: schemas.ArtifactRef
 
@@ -342,6 +343,7 @@ class DeployTask(Task[schemas.DeployedModel]):
     """Make one deployment of a float32 model; isolate any but eager torch: converters crash and hang."""
 
     timeout_s = HOUR / 2
+    uses_runtimes = True
     reads = (("calibration", "model"),)
     model: schemas.ArtifactRef
     deployment: schemas.Deployment

@@ -205,7 +205,11 @@ def inert(text: str) -> str:
 def user_folder(variable: str, default: Callable[[str], Path]) -> Path:
     """Return the folder that an environment variable names, or the `default` one for our program's name."""
     value = os.environ.get(variable)
-    return expanded(value).absolute() if value else default("profiling-agent")
+    try:
+        return expanded(value).absolute() if value else default("profiling-agent")
+    except RuntimeError as error:
+        reason = f"the home folder can't be found: set {variable} to an absolute path"
+        raise FileRefusedError(Path("~"), reason) from error
 
 
 def cache_folder() -> Path:

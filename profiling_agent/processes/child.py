@@ -42,25 +42,41 @@ HUB = """
     HF_ENDPOINT HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH HF_HUB_DISABLE_IMPLICIT_TOKEN
     HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy https_proxy all_proxy no_proxy
 """
-# Words in a name that mark its value as secret; and a user and a password in an address.
-SECRET = frozenset(
-    {"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "AUTH", "PAT"}
-)
+SETTINGS = """
+    PATH HOME USER LOGNAME SHELL TMPDIR TMP TEMP LANG LANGUAGE TZ TZDIR TERM NO_COLOR
+    LD_LIBRARY_PATH LD_PRELOAD VIRTUAL_ENV CONDA_PREFIX LOCALE_ARCHIVE MPLCONFIGDIR
+    CC CXX CFLAGS CXXFLAGS LDFLAGS CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH COMPILER_PATH GCC_EXEC_PREFIX
+    SDKROOT MACOSX_DEPLOYMENT_TARGET
+    SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE DO_NOT_TRACK
+"""
+# Prefixes of libraries' settings (threads, memory, devices, caches, offline), and our own.
+SETTING_PREFIXES = """
+    LC_ XDG_ DYLD_ NIX_ CCACHE_ PYTHON COVERAGE_ COV_CORE_ PROFILING_AGENT_
+    HF_ HUGGINGFACE_ TRANSFORMERS_ DATASETS_ SAFETENSORS_ TOKENIZERS_ RAYON_ ARROW_ NPY_
+    TORCH PYTORCH_ ATEN_ INDUCTOR_ TRITON_ KINETO_ CUDA CUBLAS CUDNN NVIDIA_ NCCL_ HIP_ HSA_ ROCR_ ROCM_ MIOPEN_
+    ORT_ ONNX OV_ OPENVINO_ NNCF_
+    OMP_ GOMP_ KMP_ MKL_ ONEDNN_ DNNL_ OPENBLAS_ BLIS_ NVPL_ VECLIB_ NUMEXPR_ TBB_ LOKY_ JOBLIB_
+    MALLOC_ GLIBC_ JEMALLOC_ TCMALLOC_
+"""
+# Words in a name that mark its value as secret, whatever the prefix; and a user and a password in an address.
+SECRET = frozenset({"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "AUTH"})
 URL_PASSWORD = re.compile(r"://[^/\s]*@")
 
 
 def child_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a child's environment: no secrets except what the Hub needs, no progress bars, no telemetry."""
+    """Return a child's environment: settings and what the Hub needs, no other secrets, progress bars or telemetry."""
+    names, prefixes, hub = SETTINGS.split(), tuple(SETTING_PREFIXES.split()), HUB.split()
 
     def is_passed(name: str, value: str) -> bool:
+        is_setting = name in names or name.startswith(prefixes)
         is_secret = URL_PASSWORD.search(value) or SECRET & set(name.upper().split("_"))
-        return name in HUB.split() or not is_secret
+        return name in hub or (is_setting and not is_secret)
 
     return {name: value for name, value in environment.items() if is_passed(name, value)} | QUIET_SETTINGS
 
 
-# Prefixes of our own variables, which no import reads, and of the Hub's, which imports read.
-OWN_PREFIX, HUB_PREFIX = "PROFILING_AGENT_", "HF_"
+# Prefix of our own variables, which no import reads.
+OWN_PREFIX = "PROFILING_AGENT_"
 # Requests to the supervisor.
 FORK, SPAWN = b"f", b"s"
 # How often a child without output is checked.
@@ -183,7 +199,8 @@ def fork_server(modules: Sequence[str] = ()) -> Generator[Supervisor]:
         yield _inherited[0]
         return
     environment = child_environment()
-    key = (*modules, *sorted(item for item in environment.items() if item[0].startswith(HUB_PREFIX)))
+    variables = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN_PREFIX))
+    key = (*modules, *variables)
     with _lock:
         supervisor = _shared.setdefault(key, Supervisor(modules, environment))
         supervisor.num_users += 1
@@ -226,6 +243,7 @@ class Child(Generic[RecordT]):
         self._stderr: IO[bytes] = log.open("a+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
         self._connection, self.pid = supervisor.start(self._stderr, spawned=spawned)
         self._code: int | None = None
+        self._is_killed = False
         # Knows the process by the time of its start too, so that it kills and reads no other one of this id.
         self._process: psutil.Process | None = None
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -234,6 +252,11 @@ class Child(Generic[RecordT]):
         # A child that died at its start is noticed when its answer is awaited.
         with contextlib.suppress(OSError):
             self._connection.send_bytes(json.dumps([str(Path.cwd()), own, *call]).encode())
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the process, which has nothing to do, still runs."""
+        return self._code is None and not self._is_killed and not self._connection.poll()
 
     def resident_bytes(self) -> int:
         """Return the process's resident bytes; 0 if it has ended."""
@@ -282,6 +305,7 @@ class Child(Generic[RecordT]):
 
     def kill(self) -> None:
         """Kill the process, if it still runs; another thread may wait for its answer."""
+        self._is_killed = True
         with contextlib.suppress(psutil.Error):
             if self._process is not None:
                 self._process.kill()

@@ -7,6 +7,7 @@ costs them most: the user's cache stores it, in a file named by all that the evi
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -143,7 +144,9 @@ def measure_sensitivity(
             walk.reach(begins[unit.name], 0, judged)
             measured: dict[int, float] = {}
             for keep, tensors in folds[unit.name].items():
-                measured[keep] = mean_kl(expected, walk.logits_from_here(0, judged, tensors))
+                kl = measured[keep] = mean_kl(expected, walk.logits_from_here(0, judged, tensors))
+                if not math.isfinite(kl):
+                    raise PruningError(f"the KL of the model with {unit.name!r} cut is {kl!r}: check its weights")
             rows[unit.name] = _unit_evidence(unit, eliminations[unit.name], measured)
             progress("measuring sensitivity", index + 1, len(units))
     seconds = time.perf_counter() - started

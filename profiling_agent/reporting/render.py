@@ -155,11 +155,11 @@ def cell(text: object) -> str:
 
 
 def command(request: Request) -> str:
-    """Return the command line of the same request, without options at their defaults."""
+    """Return the command line of the same request, without options at their defaults; its limits are those that its goal in words became."""
     parts = ["profiling-agent", "run"]
     for name, field in Request.model_fields.items():
         value = getattr(request, name)
-        if name in ("run_id", "output") or value == field.default:
+        if name in ("run_id", "output", "goal_text", "confirm") or value == field.default:
             continue
         flag = name.replace("_", "-")
         parts += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]

@@ -78,7 +78,7 @@ class OpenVino(registry.Runtime):
 
     name = "openvino"
     extra = "openvino"
-    requires = ("openvino", "nncf")
+    requires = ("openvino",)
     files = (IR, IR_WEIGHTS)
     graph_format = "openvino"
     on_cpu = ("float32", "bfloat16", "static", "static_nncf")

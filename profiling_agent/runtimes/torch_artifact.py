@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from profiling_agent.quantization.layers import CLASSES, QuantizedModule, quanti
 from profiling_agent.runtimes import artifact
 from profiling_agent.runtimes.artifact import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe, load_recipe
 from profiling_agent.runtimes.registry import Batch, ModelSession, Source, runtime
-from profiling_agent.schemas import Cut, Deployment, InputSpec, RuntimeName, Scheme
+from profiling_agent.schemas import Cut, Deployment, Environment, InputSpec, RuntimeName, Scheme
 
 HALVES: dict[Scheme, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -306,12 +306,22 @@ class Deployed:
             )
         return Answer(logits=torch.from_numpy(self.session.run(batch)))
 
-    def predict(self, images: Sequence[Image.Image]) -> list[Prediction]:
-        """Return the likeliest class of each of several PIL images, at least one, which run as one batch.
+    @overload
+    def predict(self, images: Image.Image) -> Prediction: ...
+
+    @overload
+    def predict(self, images: Sequence[Image.Image]) -> list[Prediction]: ...
+
+    def predict(self, images: Image.Image | Sequence[Image.Image]) -> Prediction | list[Prediction]:
+        """Return the likeliest class of a PIL image, or of each of several images, which run as one batch.
 
         Images are prepared as for measuring accuracy: turned upright by their EXIF orientation, and 16 bits scaled to
         8. CorruptImageError if one is damaged.
         """
+        if isinstance(images, Image.Image):
+            return self.predict([images])[0]
+        if not images:
+            return []
         processor = self._processor = self._processor or load_processor(self.folder)
         with third_party_errors(lambda message: CorruptImageError(f"an image can't be read: {message}")):
             pictures = [to_processor_channels(upright_rgb(image), processor) for image in images]
@@ -330,7 +340,7 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_thre
     `verify` compares every file with its sha256, and the logits of two images with those at saving. `num_threads` is
     the number of CPU threads, in torch of the whole process. By default ONNX Runtime and OpenVINO take one for each
     core that a container's quota has time for, and torch keeps those of the process. Warns if the model was made on
-    another type of CPU. ArtifactError if a file is missing or damaged, the model doesn't compute what it did, or its
+    another type of CPU: another deployment may be faster here, or int8 sums saturate. ArtifactError if a file is missing or damaged, the model doesn't compute what it did, or its
     runtime isn't installed; RequestError if `num_threads` isn't 1 or more.
     """
     if num_threads is not None and num_threads < 1:
@@ -338,12 +348,23 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_thre
     folder = Path(path).resolve()
     recipe = load_recipe(folder, verify=verify)
     session = artifact.open_session(folder, device=device, num_threads=num_threads)
-    if recipe.cpu != (cpu := environment().cpu):
-        warnings.warn(
-            f"{str(folder)!r} was made on {recipe.cpu}, this is {cpu}: int8 may be less exact here, and another deployment "
-            "faster; `profiling-agent benchmark` finds out",
-            stacklevel=2,
-        )
+    if note := cpu_note(folder, recipe, environment()):
+        warnings.warn(note, stacklevel=2)
     if verify:
         artifact.check_golden(session.run, folder, recipe)
     return Deployed(folder, recipe, session)
+
+
+def cpu_note(folder: Path, recipe: Recipe, here: Environment) -> str | None:
+    """Return a warning about running a saved model on the machine `here`, or None if its CPU gives no reason."""
+    cpus = f"{str(folder)!r} was made on {recipe.cpu}, this is {here.cpu}"
+    executor = runtime(recipe.deployment.runtime)
+    # By flags only: a cloud has one name for processors with different instructions.
+    if (needed := executor.needed_instructions(recipe.quantized)) and not executor.has_vnni(here.cpu_flags):
+        lacks = f"{cpus}, which has no {' or '.join(needed)}"
+        return f"{lacks}: its int8 sums may saturate here; `profiling-agent run` makes a model for this machine"
+    if recipe.cpu != here.cpu:
+        return (
+            f"{cpus}: it computes the same, but another deployment may be faster; `profiling-agent benchmark` finds out"
+        )
+    return None

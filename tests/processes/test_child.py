@@ -18,16 +18,22 @@ from profiling_agent.errors import JobError, KilledError
 from profiling_agent.processes.child import Child, Supervisor, can_fork, child_environment, fork_server
 
 SECRETS = (
-    "OPENAI_API_KEY AWS_SECRET_ACCESS_KEY GITHUB_TOKEN GITHUB_PAT LANGSMITH_API_KEY MLFLOW_TRACKING_PASSWORD "
-    "SSH_AUTH_SOCK PROFILING_AGENT_SECRET"
+    "OPENAI_API_KEY AZURE_OPENAI_API_KEY AWS_SECRET_ACCESS_KEY GITHUB_TOKEN LANGSMITH_API_KEY MLFLOW_TRACKING_URI "
+    "MLFLOW_TRACKING_PASSWORD DATABASE_URL SSH_AUTH_SOCK PROFILING_AGENT_SECRET PYTHON_REGISTRY_PASSWORD "
+    "TORCH_HUB_TOKEN CUDA_API_KEY ANYTHING_ELSE"
 )
-SETTINGS = "PATH HF_HOME TOKENIZERS_PARALLEL OMP_NUM_THREADS HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH HTTPS_PROXY"
+SETTINGS = (
+    "PATH HOME TMPDIR LANG LC_ALL TZ USER XDG_CACHE_HOME LD_LIBRARY_PATH CXX SSL_CERT_FILE HF_HOME HF_HUB_OFFLINE HF_ENDPOINT "
+    "TRANSFORMERS_OFFLINE HF_DATASETS_CACHE PROFILING_AGENT_CACHE PYTHONPATH COVERAGE_PROCESS_START CUDA_VISIBLE_DEVICES "
+    "OMP_NUM_THREADS MKL_NUM_THREADS KMP_AFFINITY TORCHINDUCTOR_CACHE_DIR TORCH_HOME MALLOC_ARENA_MAX ORT_CUDA_FLAGS "
+    "OV_CPU_THREADS PYTORCH_CUDA_ALLOC_CONF HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH HTTPS_PROXY no_proxy"
+)
 PASSWORD = "http://me:pw@proxy:3128"
 
 
 def test_every_setting_and_the_hubs_token_reach_a_child_and_no_other_secret():
     environment = dict.fromkeys([*SECRETS.split(), *SETTINGS.split()], "x")
-    addresses = {"http_proxy": PASSWORD, "HF_ENDPOINT": PASSWORD, "DATABASE_URL": PASSWORD, "HF_HOME": "/home/me@work"}
+    addresses = {"http_proxy": PASSWORD, "HF_ENDPOINT": PASSWORD, "TORCH_INDEX": PASSWORD, "HF_HOME": "/home/me@work"}
 
     assert child_environment(environment).keys() & environment.keys() == {*SETTINGS.split()}
     assert child_environment(addresses).keys() & addresses.keys() == {"http_proxy", "HF_ENDPOINT", "HF_HOME"}
@@ -77,7 +83,10 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("spawned", [False, True] if can_fork() else [True])
+forks = pytest.mark.skipif(not can_fork(), reason="nothing is forked here")
+
+
+@pytest.mark.parametrize("spawned", [pytest.param(False, marks=forks), True])
 def test_a_child_is_where_its_parent_is_with_its_variables_and_leaves_ctrl_c_to_it(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawned: bool
 ):
@@ -133,6 +142,19 @@ def test_a_supervisor_that_is_killed_leaves_its_children_and_is_replaced(start: 
     second.kill()
     with pytest.raises(KilledError):
         heard(second)
+
+
+@forks
+def test_where_an_import_takes_the_supervisor_down_children_are_started_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "fatal.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"])))
+    with fork_server(["fatal"]) as server:
+        for _ in range(2):
+            child = Child(server, ["toy_child:describe"], Word)
+            assert heard(child).endswith("heavy: False")
+            child.end()
 
 
 def test_a_child_has_others_started_by_its_supervisor_and_they_die_with_it(start: Start):
