@@ -119,7 +119,7 @@ def exit_on_stop(advice: str = "") -> Generator[None]:
 
 def refusal(message: str) -> typer.Exit:
     """Print in one line what was wrong; return the exit of a bad request."""
-    print_line(f"profiling-agent: {' '.join(message.split())}", errors, "red")
+    print_line(f"profiling-agent: {clean(' '.join(message.split()))}", errors, "red")
     return typer.Exit(EXIT_BAD_REQUEST)
 
 

@@ -279,7 +279,7 @@ def test_other_files_are_ignored_and_a_folder_and_the_hubs_cache_load_through_li
     ("fields", "says"),
     [
         *(({"files": {name: "0" * 64}}, "folder itself") for name in ("../a.json", "/etc/a.json", "sub/a.json")),
-        ({"schema_version": 99}, "schema_version: Input should be 3"),
+        ({"schema_version": 99}, "schema_version: Input should be 4"),
     ],
 )
 def test_a_recipe_of_files_outside_the_folder_or_of_another_version_is_refused(folder: Path, fields: Any, says: str):
