@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 22089, "tests": 22270, "benchmarks": 5926}
-MAX_MODULES = 104
+MAX_LINES = {"profiling_agent graphs": 21580, "tests": 21545, "benchmarks": 5992}
+MAX_MODULES = 107
 
 
 def python_files(folders: str) -> list[Path]:

@@ -162,7 +162,9 @@ class Planning:
 
     def try_plans(self, plans: list[Draft]) -> str:
         """Return the dry run of each draft, next to each other: what it would cut, save and cost by the evidence."""
-        return "\n".join(f"{number}: {self._dry_run(plan)}" for number, plan in enumerate(plans[:MAX_DRAFTS], 1))
+        rows = [f"{number}: {self._dry_run(plan)}" for number, plan in enumerate(plans[:MAX_DRAFTS], 1)]
+        rows += [f"the others were not tried: at most {MAX_DRAFTS} at once"] if len(plans) > MAX_DRAFTS else []
+        return "\n".join(rows)
 
     def _dry_run(self, plan: Plan) -> str:
         try:
