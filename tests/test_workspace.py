@@ -23,7 +23,7 @@ def test_the_same_request_opens_its_run_again_and_another_one_is_refused_and_say
         read_manifest(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 8, "request": 3}', '{"schema_version": 99}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 9, "request": 3}', '{"schema_version": 99}'])
 def test_a_damaged_manifest_or_one_of_another_version_is_refused(tmp_path: Path, text: str):
     (tmp_path / "request.json").write_text(text)
 
