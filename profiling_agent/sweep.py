@@ -50,7 +50,7 @@ class SweepRow(Record):
 def read_sweep(path: Path, output: str) -> tuple[Request, ...]:
     """Return the requests of a sweep file, each with its run id; raises RequestError for an invalid file."""
     try:
-        sweep = parse_record(SweepFile, json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))))
+        sweep = parse_record(SweepFile, json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))), quotes=True)
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise RequestError(f"sweep file {str(path)!r} can't be used: {error}") from error
     requests: list[Request] = []

@@ -56,7 +56,7 @@ def acquisition(request: Request, run: Run) -> Update:
     if request.goal_text and advisor_fields.keys() == {"advisor_note"}:
         advice = "name one, as in llm=openai:MODEL, or give the limits themselves"
         raise RequestError(f"a goal in words needs an LLM, and {advisor_fields['advisor_note']}: {advice}")
-    plan = read_plan(request.plan) if request.plan else None
+    plan = read_plan(request.plan, quotes=run.allowlist is None) if request.plan else None
     task_fields = request.model_dump(include=set(AcquireTask.model_fields))
     task_fields["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
     run.jobs.progress(advisor_fields["advisor_note"], 0, 0)

@@ -28,6 +28,7 @@ TEMPORARY = ".tmp-"
 # The disk is full, the user's quota is, or the file exceeds the size limit; or the disk fails.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 DISK_FAILURES = NO_SPACE | {errno.EROFS, errno.EIO}
+SQLITE_FAILURES = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR}
 MAX_QUOTED = 80
 CACHE_VARIABLE = "PROFILING_AGENT_CACHE"
 
@@ -45,10 +46,11 @@ class DocumentError(ValueError):
 
 def storage_problem(error: BaseException) -> str | None:
     """Return the system's reason why the disk can't be written; None for other errors."""
-    if isinstance(error, sqlite3.OperationalError):
-        return str(error)
-    if isinstance(error, OSError) and error.errno in DISK_FAILURES | {errno.EACCES, errno.EPERM}:
-        return error.strerror
+    if isinstance(error, sqlite3.Error):
+        # The low byte of an extended code is the primary one.
+        return str(error) if getattr(error, "sqlite_errorcode", 0) & 0xFF in SQLITE_FAILURES else None
+    if isinstance(error, OSError) and not isinstance(error, FileRefusedError):
+        return error.strerror if error.errno in DISK_FAILURES | {errno.EACCES, errno.EPERM} else None
     return None
 
 
@@ -153,25 +155,28 @@ def parse_json(text: str | bytes) -> Any:
         raise DocumentError(f"it is no JSON ({error})") from None
 
 
-def first_problem(error: ValidationError) -> str:
-    """Return the first error as `where: what (got value)`, on one line."""
+def first_problem(error: ValidationError, *, quotes: bool = True) -> str:
+    """Return the first error as `where: what (got value)`, on one line; without the value unless it `quotes`."""
     problem = error.errors(include_url=False, include_context=False)[0]
     if problem["type"] == "json_invalid":
         return f"it is no JSON ({problem['msg'].removeprefix('Invalid JSON: ')})"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error" and not problem["loc"]:
+    message, is_ours = problem["msg"].removeprefix("Value error, "), problem["type"] == "value_error"
+    if is_ours and quotes and not problem["loc"]:
         # From our validator of several fields, which names them and their values.
         return message
     location = clean(".".join(map(str, problem["loc"]))[:MAX_QUOTED]) or "document"
-    return f"{location}: {message} (got {str(problem['input'])[:MAX_QUOTED]!r})"
+    if quotes:
+        return f"{location}: {message} (got {str(problem['input'])[:MAX_QUOTED]!r})"
+    # Only our own validators put values into their messages.
+    return f"{location}: {'not a value that is allowed' if is_ours else message}"
 
 
-def parse_record(kind: type[ModelT], text: str | bytes, *, strict: bool | None = None) -> ModelT:
-    """Return the record in a JSON document, DocumentError if it holds none."""
+def parse_record(kind: type[ModelT], text: str | bytes, *, strict: bool | None = None, quotes: bool = False) -> ModelT:
+    """Return the record in a JSON document, DocumentError if it holds none; the error `quotes` a user's own document only."""
     try:
         return kind.model_validate_json(text, strict=strict)
     except ValidationError as error:
-        raise DocumentError(first_problem(error)) from None
+        raise DocumentError(first_problem(error, quotes=quotes)) from None
 
 
 def read_json(path: Path) -> Any:

@@ -10,15 +10,18 @@ from profiling_agent.pruning.widths import matching_names
 from profiling_agent.schemas import Goal, ModelProfile, Plan, PruningRecommendation, Target, UnitKind, in_arrays
 
 
-def parse_plan(text: bytes, *, strict: bool | None = None) -> Plan:
-    """Return the plan in a JSON text, in our format or the paper's; DocumentError if there is none."""
-    return parse_record(Plan, json.dumps(in_arrays(parse_json(text))), strict=strict)
+def parse_plan(text: bytes, *, strict: bool | None = None, quotes: bool = True) -> Plan:
+    """Return the plan in a JSON text, in our format or the paper's; DocumentError if there is none, which `quotes` the text."""
+    return parse_record(Plan, json.dumps(in_arrays(parse_json(text))), strict=strict, quotes=quotes)
 
 
-def read_plan(path: str) -> Plan:
-    """Return the plan in a JSON file, as `parse_plan` reads it; PlanError if it is none."""
+def read_plan(path: str, *, quotes: bool = True) -> Plan:
+    """Return the plan in a JSON file, as `parse_plan` reads it; PlanError if it is none.
+
+    The error quotes the file only with `quotes`, for a caller who may read it.
+    """
     try:
-        plan = parse_plan(expanded(path).read_bytes(), strict=True)
+        plan = parse_plan(expanded(path).read_bytes(), strict=True, quotes=quotes)
     except OSError as error:
         raise PlanError(f"plan file {path!r} can't be read ({error.strerror}): check the path") from error
     except DocumentError as error:

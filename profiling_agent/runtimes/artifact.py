@@ -78,6 +78,11 @@ class Recipe(Record):
                 raise ValueError(f"file {name[:80]!r} doesn't lie in the folder itself")
         return files
 
+    @field_validator("config")
+    @classmethod
+    def _without_source(cls, config: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in config.items() if name != "_name_or_path"}
+
 
 def _read_recipe(folder: Path) -> Recipe:
     path = folder / RECIPE

@@ -225,7 +225,6 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     config: Any = model.config
     # A timm config has the names only as a list, which only transformers' reading of a config.json understands.
     written = parse_json(config.to_json_string(use_diff=False))
-    written.pop("_name_or_path", None)
     names = {str(index): name for index, name in config.id2label.items()}
     return written | {"architectures": [type(model).__name__], "id2label": names}
 

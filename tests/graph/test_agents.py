@@ -106,7 +106,7 @@ def test_the_language_model_settles_a_contradiction_and_the_rules_stand_where_it
     assert by_rules.input.source.startswith("image processor; ")
     assert "openai:scripted: the model refuses" in by_rules.input.source
     assert certain.input.source == "image processor"
-    assert len(stubborn.asked) == 3
+    assert len(stubborn.asked) == 2
 
 
 EVIL, OWN = "http://evil.example/v1", "http://gpu-box:8000/v1"
