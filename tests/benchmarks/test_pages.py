@@ -7,6 +7,7 @@ from pathlib import Path
 import full_run
 import planners
 import pytest
+import questions
 from checks import Check, Estimate, commit, finish, stamped
 from deployments import all_deployments, deployment
 from PIL import Image
@@ -16,6 +17,7 @@ from sessions import Sessions, entries, pool
 from support import PAGE, RESULTS, TIMM_RESULTS, joined, page
 
 from profiling_agent.measure.intervals import latency_stats
+from profiling_agent.reporting.records import Records
 from profiling_agent.schemas import DeploymentOption, Race, RaceResult
 
 
@@ -116,6 +118,16 @@ def test_every_popular_model_has_a_tiny_one_that_was_taken_through_all_deploymen
 
     assert {model.family for model in full_run.POPULAR.values()} <= set(FAMILIES)
     assert full_run.can_do("vit") == every
+
+
+def test_the_runs_of_the_questions_can_be_read_and_have_every_answer():
+    runs = {name: Records(questions.RUNS / name) for name in ("met", "missed")}
+    reports = {name: records.report.model_dump(mode="json") for name, records in runs.items()}
+
+    for question in questions.QUESTIONS:
+        assert questions.field_of(reports[question.run], question.field) is not None, question
+    for records in runs.values():
+        assert "first_plan" in json.loads(records.what_if(max_size_ratio=0.5))
 
 
 ROOT = Path(__file__).parents[2]
