@@ -164,7 +164,7 @@ def main() -> int:
     source.add_argument("--llm", metavar="openai:MODEL")
     source.add_argument("--records", type=Path, metavar="FILE", help="FILE of an earlier --json")
     parser.add_argument("--base-url", metavar="URL", help="address of the server")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="questions asked at a time")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="questions at a time")
     given = parser.parse_args()
     if given.records:
         earlier = {(row["run"], row["question"]): row for row in rows_in(given.records)}
