@@ -7,6 +7,7 @@ and the run is resumed by the command line. One runtime competes and `--selectio
 undisturbed runs decide the same.
 """
 
+import contextlib
 import os
 import random
 import subprocess
@@ -22,8 +23,6 @@ from profiling_agent.lib.logs import quiet
 from profiling_agent.reporting.report import read_report
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-
-import contextlib
 
 import world
 from interrupted import decisions, finished_jobs, held_locks, is_left_alone, processes_of, temporary_files

@@ -6,7 +6,7 @@
 
 Each persona is a script behind a real HTTP server in the OpenAI dialect (tests/llm_personas.py): a good planner and bad ones. The
 baselines are dice and the paper's uniform cuts. Contract: at most 1.0 point on held-out images, five attempts. With `hybrid` the rules plan next to
-the model, with `llm` it plans alone, as the paper's does. All runs on a model share the profile, the evidence and the unpruned deployments of the
+the LLM, with `llm` only the LLM plans, as in the paper. All runs on a model share the profile, the evidence and the unpruned deployments of the
 run of the rules, with the time that they took. A budget counts jobs and probes, and no waiting for a reply. `--records` takes `llm.jsonl` files of
 earlier runs in place of a server. Rows are added to FILE, in place of older ones of the same model.
 """

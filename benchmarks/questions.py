@@ -3,7 +3,7 @@
     python benchmarks/questions.py --llm openai:MODEL [--base-url URL] [--parallel N] [--json FILE]
     python benchmarks/questions.py --records FILE
 
-Each question is asked as `profiling-agent ask` asks it. A number is right if the first sentence of the answer has it, rounded to two digits at least; a
+Each question is put as `profiling-agent ask` puts it. A number is right if the first sentence of the answer has it, rounded to two digits at least; a
 name if all its words are there; yes or no as the first word. `--records` scores the answers of an earlier `--json` FILE again. The floor is what a search
 for the question's words finds without a language model: the field whose path shares most words with the question.
 """
@@ -99,7 +99,7 @@ def field_of(report: Any, path: str) -> Any:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text or of a field's path, in small letters."""
+    """Return the words of a text or of a field's path, in lower case."""
     return WORD.findall(text.casefold())
 
 
@@ -135,20 +135,20 @@ def floor(report: Any, text: str) -> str:
     return str(value)
 
 
-def row_of(question: Question, answer: str, seconds: float | None = None) -> dict[str, Any]:
-    """Return a question's row: the right answer, the one given and that of the floor, and which are right."""
+def row_of(question: Question, answer: str, seconds: float) -> dict[str, Any]:
+    """Return a question's row: the right answer, the one given, and whether this and that of the floor are right."""
     report = read_json(RUNS / question.run / "report.json")
-    value, found = field_of(report, question.field), floor(report, question.text)
+    value = field_of(report, question.field)
     row = {"run": question.run, "question": question.text, "field": question.field, "value": value, "answer": answer}
     return row | {
         "right": is_right(answer, question.field, value),
-        "floor_right": is_right(found, question.field, value),
+        "floor_right": is_right(floor(report, question.text), question.field, value),
         "seconds": seconds,
     }
 
 
-def asked(question: Question, llm: str, base_url: str | None) -> dict[str, Any]:
-    """Return the row of a question to a language model."""
+def answered(question: Question, llm: str, base_url: str | None) -> dict[str, Any]:
+    """Put a question to an LLM, and return its row."""
     started = time.perf_counter()
     context = AskContext(run=str(RUNS / question.run), llm=llm, base_url=base_url)
     answer, _ = answer_question(context, question.text, lambda *_: False)
@@ -158,24 +158,21 @@ def asked(question: Question, llm: str, base_url: str | None) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Ask or read, score, and return 1 if too few answers are right."""
+    """Get answers or read them, score them, and return 1 if too few are right."""
     parser: argparse.ArgumentParser = parser_of(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--llm", metavar="openai:MODEL")
-    source.add_argument("--records", type=Path, metavar="FILE", help="what --json wrote earlier")
+    source.add_argument("--records", type=Path, metavar="FILE", help="FILE of an earlier --json")
     parser.add_argument("--base-url", metavar="URL", help="address of the server")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="questions asked at a time")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="questions at a time")
     given = parser.parse_args()
     if given.records:
         earlier = {(row["run"], row["question"]): row for row in rows_in(given.records)}
-        rows = [
-            row | row_of(question, row["answer"], row["seconds"])
-            for question in QUESTIONS
-            if (row := earlier[question[:2]])
-        ]
+        pairs = [(question, earlier[question.run, question.text]) for question in QUESTIONS]
+        rows = [row | row_of(question, row["answer"], row["seconds"]) for question, row in pairs]
     else:
         with ThreadPoolExecutor(given.parallel) as pool:
-            rows = list(pool.map(lambda question: asked(question, given.llm, given.base_url), QUESTIONS))
+            rows = list(pool.map(lambda question: answered(question, given.llm, given.base_url), QUESTIONS))
     num_right, num_floor = (sum(row[name] for row in rows) for name in ("right", "floor_right"))
     print(f"\n{num_right} of {len(rows)} right; without a language model {num_floor}")
     return finish([Check.at_least("right answers", num_right, LEAST_RIGHT)], rows, given.json)

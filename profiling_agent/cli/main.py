@@ -62,7 +62,7 @@ def watch(work: Callable[..., "RunReport"], root: Path, *, is_quiet: bool = Fals
     if is_json:
         typer.echo(json.dumps({"event": "verdict", "run": str(root), **verdict.model_dump(mode="json")}))
     elif is_quiet:
-        terminal.print_line(f"{verdict.outcome}: {verdict.explanation} ({root})")
+        terminal.console.out(f"{verdict.outcome}: {verdict.explanation} ({root})")
     else:
         _print_summary(report, root)
     raise typer.Exit(terminal.EXIT_MET if verdict.outcome == "MET" else terminal.EXIT_NOT_MET)
@@ -71,7 +71,7 @@ def watch(work: Callable[..., "RunReport"], root: Path, *, is_quiet: bool = Fals
 def _print_summary(report: "RunReport", root: Path) -> None:
     terminal.print_text("summary", r=report)
     for name, path in (("best model", root / "best"), ("full report", root / "report.html")):
-        terminal.print_line(f"{name}: {path}")
+        terminal.console.out(f"{name}: {path}")
 
 
 def is_answered_here() -> bool:
@@ -92,7 +92,7 @@ def ask(question: ApprovalQuestion) -> Approval:
         try:
             return _read_answer(choice, text)
         except RequestError as error:
-            terminal.print_line(str(error), style="red")
+            terminal.console.out(str(error), style="red")
 
 
 def _read_answer(choice: str, text: str) -> Approval:
@@ -124,7 +124,7 @@ def start(request: Request, *, is_quiet: bool = False, is_json: bool = False) ->
     request = request.model_copy(update={"run_id": request.run_id or make_run_id()})
     root = request.output_dir / str(request.run_id)
     if not is_quiet and not is_json:
-        terminal.print_line(f"run folder {root}")
+        terminal.console.out(f"run folder {root}")
     watch(partial(optimize, request), root, is_quiet=is_quiet, is_json=is_json)
 
 
@@ -193,11 +193,11 @@ def ask_about(
 
     def confirm(changes: dict[str, object], reason: str) -> bool:
         changed = ", ".join(f"{name} {value}" for name, value in changes.items())
-        terminal.print_line(f"proposes another run with {changed}: {reason}")
+        terminal.console.out(f"proposes another run with {changed}: {reason}")
         return is_answered_here() and Confirm.ask("start it?", console=terminal.console, default=False)
 
     answer, confirmed = answer_question(AskContext(str(run_folder), llm, base_url), question, confirm)
-    terminal.print_line(answer)
+    terminal.console.out(answer)
     if confirmed is not None:
         start(confirmed)
 
@@ -232,7 +232,7 @@ def sweep(
         rows = optimize_many(requests, display.show, ray_address=ray)
     terminal.print_result(rows, "sweep", is_json=json_, rows=rows)
     if not json_:
-        terminal.print_line(str(root / PAGE))
+        terminal.console.out(str(root / PAGE))
     is_met = all(row.report is not None and row.report.verdict.outcome == "MET" for row in rows)
     raise typer.Exit(terminal.EXIT_MET if is_met else terminal.EXIT_NOT_MET)
 
@@ -314,7 +314,7 @@ def pick(
         raise typer.BadParameter("give both a number of the list and a folder: --candidate 2 --output small")
     terminal.print_result(rows, "candidates", is_json=json_, candidates=rows)
     if not json_:
-        terminal.print_line(line)
+        terminal.console.out(line)
 
 
 @app.command()
@@ -336,7 +336,7 @@ def export(
     """
     from profiling_agent.exporting.export import export as write
 
-    terminal.print_line(write(source, format_, output))
+    terminal.console.out(write(source, format_, output))
 
 
 @app.command()
@@ -354,7 +354,7 @@ def push(
     """
     from profiling_agent.exporting.pick import push as put
 
-    terminal.print_line(f"pushed to {put(source, repo_id, private=private, update=update)}")
+    terminal.console.out(f"pushed to {put(source, repo_id, private=private, update=update)}")
 
 
 @app.command()

@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markdown import Markdown, TableElement
-from rich.markup import escape
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError
@@ -49,13 +49,8 @@ class _CleanConsole(Console):
             yield segment if segment.control else segment._replace(text=clean(segment.text, layout=True))
 
 
-console = _CleanConsole()
-errors = _CleanConsole(stderr=True)
-
-
-def print_line(line: str, to: Console = console, style: str | None = None) -> None:
-    """Print a line as it is, unwrapped."""
-    to.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+console = _CleanConsole(highlight=False)
+errors = _CleanConsole(highlight=False, stderr=True)
 
 
 class _FoldedTable(TableElement):
@@ -112,14 +107,14 @@ def exit_on_stop(advice: str = "") -> Generator[None]:
     except (KeyboardInterrupt, EOFError) as stop:
         # After a hang-up there is no terminal to print to.
         with contextlib.suppress(OSError):
-            print_line(f"stopped{advice}", errors)
+            errors.out(f"stopped{advice}")
         number = stop.args[0] if isinstance(stop, KeyboardInterrupt) and stop.args else signal.SIGINT
         raise typer.Exit(SIGNALLED + number) from None
 
 
 def refusal(message: str) -> typer.Exit:
     """Print in one line what was wrong; return the exit of a bad request."""
-    print_line(f"profiling-agent: {clean(' '.join(message.split()))}", errors, "red")
+    errors.out(f"profiling-agent: {clean(' '.join(message.split()))}", style="red")
     return typer.Exit(EXIT_BAD_REQUEST)
 
 
@@ -132,7 +127,7 @@ class Commands(TyperGroup):
             with exit_on_stop():
                 return super().invoke(ctx)
         except ApprovalPendingError as error:
-            print_line(str(error), errors)
+            errors.out(str(error))
             raise typer.Exit(EXIT_WAITING) from None
         except ProfilingAgentError as error:
             raise refusal(str(error)) from None
@@ -153,7 +148,7 @@ class Commands(TyperGroup):
             sys.exit(refusal(f"{message} (`profiling-agent --help` lists all)").exit_code)
         except Exception:  # noqa: BLE001 - the boundary: an unexpected error is no verdict on a model
             traceback.print_exc()
-            print_line("profiling-agent: this is a bug of ours: please report it, with the lines above", errors)
+            errors.out("profiling-agent: this is a bug of ours: please report it, with the lines above")
             sys.exit(EXIT_CRASHED)
 
 
@@ -179,8 +174,10 @@ def _field_option(name: str) -> inspect.Parameter:
     text, default = field.description, field.default
     if name == "goal_text":
         flag = "--goal"
+    elif name == "confirm":
+        flag = "--confirm/--yes"
     elif kind is bool:
-        flag = f"{flag}/--{'yes' if name == 'confirm' else f'no-{name}'}"
+        flag = f"{flag}/--no-{name}"
     elif choices := [choice for choice in get_args(kind) if isinstance(choice, str)]:
         # A Literal: pydantic's error lists the choices, so the help lists them as well.
         kind, text = str, f"{text} [{'|'.join(choices)}]"
@@ -274,10 +271,10 @@ class Display:
             print(line, file=self._file, flush=True)
         if event.message == "started":
             status = status_text(event)
-            print_line(f"{event.stage}{f' ({status})' if status else ''}", self._console)
+            self._console.out(f"{event.stage}{f' ({status})' if status else ''}")
         elif (event.stage, event.message) != self._last:
-            print_line(f"  {event.message}", self._console)
+            self._console.out(f"  {event.message}")
         counted = f"{event.done}/{event.total}" if event.total else ""
-        self._counter.update(escape(clean(f"{event.stage}: {event.message} {counted}")))
+        self._counter.update(Text(clean(f"{event.stage}: {event.message} {counted}")))
         self._counter.start()
         self._last = (event.stage, event.message)

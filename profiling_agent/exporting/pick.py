@@ -124,7 +124,7 @@ def candidates(report: RunReport) -> tuple[RunCandidate, ...]:
 
 
 def _terms(row: VariantRow, report: RunReport) -> tuple[Term, ...]:
-    """Return the verdict's terms, or those that search images, file sizes and one race, if it took part, measure."""
+    """Return the verdict's terms for the returned model; for others accuracy on search images, size, and speed if it was raced."""
     evaluation, goal = row.evaluation, report.goal
     if evaluation.model == report.heldout.model and evaluation.variant is not Variant.BASELINE:
         return report.verdict.terms

@@ -30,7 +30,7 @@ class Records:
 
     @property
     def request(self) -> Request:
-        """Return the run's request; another run of it lies next to this one, wherever this one was made."""
+        """Return the run's request, with the folder that the run lies in now as its output."""
         return self.report.request.model_copy(update={"output": str(run_of(self._folder).resolve().parent)})
 
     @property
@@ -240,8 +240,8 @@ def changed_request(request: Request, changes: dict[str, Any]) -> Request:
     """
     if problem := unknown_field(changes, CHANGEABLE):
         raise FieldError(problem)
-    kept = request.model_dump(exclude={"run_id", "llm", "base_url", "planner", "plan", "approve", "goal_text"})
+    unchanged = request.model_dump(exclude={"run_id", "llm", "base_url", "planner", "plan", "approve", "goal_text"})
     try:
-        return Request.model_validate(kept | changes)
+        return Request.model_validate(unchanged | changes)
     except ValidationError as error:
         raise FieldError(first_problem(error)) from error

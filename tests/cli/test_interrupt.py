@@ -131,8 +131,8 @@ def test_a_signal_ends_any_command_without_a_traceback_and_a_hang_up_that_is_ign
 
 
 def test_no_text_moves_the_cursor():
-    ended = with_command("terminal.print_line('\\x1b[2J\\u202e'); raise terminal.refusal('\\x1b]0;title\\x07')")
+    ended = with_command("terminal.console.out('\\x1b[2J\\u202e:100:'); raise terminal.refusal('\\x1b]0;title\\x07')")
 
     assert ended.returncode == 2
-    assert ended.stdout.strip() == "\\x1b[2J\\u202e"
+    assert ended.stdout.strip() == "\\x1b[2J\\u202e:100:"
     assert ended.stderr.strip() == "profiling-agent: \\x1b]0;title\\x07"

@@ -26,7 +26,7 @@ STANDING = (
 
 def shown(*, is_terminal: bool = False, **asked: bool) -> str:
     file = io.StringIO()
-    with Display(Console(file=file, force_terminal=is_terminal, width=160), **asked) as display:
+    with Display(Console(file=file, highlight=False, force_terminal=is_terminal, width=160), **asked) as display:
         for event in EVENTS:
             display.show(event)
     return file.getvalue()
@@ -73,7 +73,7 @@ def test_a_terminal_gets_the_same_lines_and_counts_below_them():
 @pytest.mark.usefixtures("_terminal")
 def test_whoever_asks_something_has_the_terminal_to_themselves():
     file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=160)
+    console = Console(file=file, highlight=False, force_terminal=True, width=160)
     with Display(console) as display:
         display.show(EVENTS[0])
         display.stop()
