@@ -3,7 +3,7 @@
 Torch is imported only for its own runtimes.
 """
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from profiling_agent import schemas
 from profiling_agent.data.images import PreparedImages, SplitImages, iter_batches
 from profiling_agent.errors import PruningError
 from profiling_agent.jobs.base import HOUR, Find, JobContext, ResultT, Task, prepared
-from profiling_agent.lib.io import cache_folder, write_text
+from profiling_agent.lib.io import FileRefusedError, cache_folder, write_text
 from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads, environment
 from profiling_agent.measure import intervals, race, worker
