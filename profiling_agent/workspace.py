@@ -15,7 +15,6 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 from pydantic import Field
@@ -112,15 +111,6 @@ class Workspace:
             io.remove_partial_files(folder)
 
 
-def check_version(path: Path, version: Any, expected: int) -> None:
-    """Raise RunError if a run's folder or file has a schema version that this version can't read."""
-    if version != expected:
-        advice = "use the version that wrote it, or start a new run"
-        raise RunError(
-            f"{str(path)!r} was written with schema version {version!r}, this version reads {expected}: {advice}"
-        )
-
-
 def read_manifest(root: Path) -> Manifest:
     """Return a run folder's manifest; RunError if it is no run folder of this version."""
     path = root / MANIFEST
@@ -129,7 +119,11 @@ def read_manifest(root: Path) -> Manifest:
         raise RunError(f"{str(root)!r} is no run folder: {reason}; give a folder under the output folder")
     try:
         document = io.read_json(path)
-        check_version(root, document["schema_version"], RUN_VERSION)
+        if (version := document["schema_version"]) != RUN_VERSION:
+            advice = "use the version that wrote it, or start a new run"
+            raise RunError(
+                f"{str(root)!r} was written with schema version {version!r}, this version reads {RUN_VERSION}: {advice}"
+            )
         return Manifest.model_validate(document)
     # Neither JSON nor a manifest: DocumentError and ValidationError are ValueErrors.
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -3,6 +3,7 @@
 import errno
 import os
 import sqlite3
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from profiling_agent.lib.io import (
     FileRefusedError,
     appearing,
     append_line,
+    cache_folder,
     cached,
     clean,
     expanded,
@@ -166,3 +168,13 @@ def test_a_line_that_was_cut_off_does_not_take_the_next_one_with_it(tmp_path: Pa
     append_line(tmp_path / "log", "next")
 
     assert (tmp_path / "log").read_text() == '{"cut\nnext\n'
+
+
+def test_without_a_home_folder_the_error_names_the_variable_to_set(monkeypatch: pytest.MonkeyPatch):
+    for name in (CACHE_VARIABLE, "HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    # Nor does the system list the user.
+    monkeypatch.setitem(sys.modules, "pwd", None)
+
+    with pytest.raises(FileRefusedError, match=f"set {CACHE_VARIABLE} to an absolute path"):
+        cache_folder()

@@ -319,17 +319,17 @@ def verify(model: nn.Module, spec: InputSpec) -> None:
         raise ShapeUnresolvedError(f"the model answers one image of {shape!r}, but not with one row of logits")
 
 
-def resolve_input_shape(model: nn.Module, processor: Any) -> InputSpec:
+def check_processor(model: nn.Module, processor: Any) -> InputSpec | None:
     """Return the shape of the processor's images, or if they have several that of the config, verified by a forward pass.
 
+    None if neither gives one.
+
     Raises:
-        ShapeUnresolvedError: neither gives a shape, or the model refuses it.
+        ShapeUnresolvedError: the model refuses it.
     """
     problems = _proposals(model, processor)
     if not problems:
-        raise ShapeUnresolvedError(
-            "neither the image processor nor config.json gives an input shape: set image_size there"
-        )
+        return None
     spec, problem = next(iter(problems.items()))
     if problem:
         stated = ", ".join(f"{spec.source}: {_format_shape(spec)}" for spec in problems)
@@ -338,10 +338,13 @@ def resolve_input_shape(model: nn.Module, processor: Any) -> InputSpec:
     return spec
 
 
-def check_processor(model: nn.Module, processor: Any) -> None:
-    """Raise ShapeUnresolvedError if the model refuses the images of its processor; either may leave their size open."""
-    if _proposals(model, processor):
-        resolve_input_shape(model, processor)
+def resolve_input_shape(model: nn.Module, processor: Any) -> InputSpec:
+    """Return the shape of `check_processor`; ShapeUnresolvedError if there is none too."""
+    if (spec := check_processor(model, processor)) is None:
+        raise ShapeUnresolvedError(
+            "neither the image processor nor config.json gives an input shape: set image_size there"
+        )
+    return spec
 
 
 def survey(model: nn.Module, processor: Any) -> ShapeFacts:

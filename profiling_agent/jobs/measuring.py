@@ -3,7 +3,7 @@
 Torch is imported only for its own runtimes.
 """
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from profiling_agent import schemas
 from profiling_agent.data.images import PreparedImages, SplitImages, iter_batches
 from profiling_agent.errors import PruningError
 from profiling_agent.jobs.base import HOUR, Find, JobContext, ResultT, Task, prepared
-from profiling_agent.lib.io import cache_folder, write_text
+from profiling_agent.lib.io import FileRefusedError, cache_folder, write_text
 from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads, environment
 from profiling_agent.measure import intervals, race, worker
@@ -124,11 +124,13 @@ class ProfileTask(Task[Profiled]):
                 "requested": [self.batch_size, self.device, self.seed],
                 "environment": environment(self.device).model_dump(mode="json", exclude={"runtimes"}),
             }
-            cached_at = stored.evidence_path(cache_folder() / "evidence", depends_on)
-            if (cached := stored.read_evidence(cached_at)) is not None:
-                context.progress("evidence of an earlier run is used", 0, 0)
-                # Only its KLs: units were timed again, so that evidence from a busy machine can be cached too.
-                return stored.with_latencies(cached, profile.units, table), None
+            # A user without a home folder has no cache.
+            with suppress(FileRefusedError):
+                cached_at = stored.evidence_path(cache_folder() / "evidence", depends_on)
+        if cached_at is not None and (cached := stored.read_evidence(cached_at)) is not None:
+            context.progress("evidence of an earlier run is used", 0, 0)
+            # Only its KLs: units were timed again, so that evidence from a busy machine can be cached too.
+            return stored.with_latencies(cached, profile.units, table), None
         try:
             with quick_products():
                 evidence = stored.measure_sensitivity(
@@ -261,7 +263,9 @@ class RaceTask(RuntimeTask[schemas.Race]):
     batch_size: int
     device: str
     seed: int
-    pass_s: float = Field(default=0.0, ge=0, description="what the baseline takes for a batch: a hang takes far longer")
+    batch_s: float = Field(
+        default=0.0, ge=0, description="what the baseline takes for a batch: a hang takes far longer"
+    )
 
     def run(self, context: JobContext) -> schemas.Race:
         """Let the models take turns."""
@@ -273,7 +277,7 @@ class RaceTask(RuntimeTask[schemas.Race]):
             batch_size=self.batch_size,
             device=self.device,
             seed=self.seed,
-            pass_s=self.pass_s,
+            batch_s=self.batch_s,
             server=inherited(),
         )
 

@@ -19,14 +19,7 @@ from profiling_agent import errors
 from profiling_agent.data.images import PIXELS
 from profiling_agent.errors import AcquisitionError, JobError, KilledError, ProfilingAgentError, RunError
 from profiling_agent.jobs.base import PrepareTask, Task
-from profiling_agent.jobs.tasks import (
-    MODULES,
-    HeadlineTask,
-    MatchLabelsTask,
-    Profiled,
-    ProfileTask,
-    ResolveShapeTask,
-)
+from profiling_agent.jobs.tasks import MODULES, HeadlineTask, MatchLabelsTask, Profiled, ProfileTask, ResolveShapeTask
 from profiling_agent.jobs.worker import RESULT, JobRequest, Message
 from profiling_agent.lib.io import read_record, remove_partial_files
 from profiling_agent.lib.logs import Progress, silent

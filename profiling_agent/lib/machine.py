@@ -133,7 +133,7 @@ def nvml() -> tuple[Any, Any] | None:
 
 
 def query_nvml(read: Callable[[Any, Any], Any]) -> Any:
-    """Return what `read` gets from the NVML module and the GPU's handle; None without NVML, or if the GPU doesn't tell."""
+    """Return what `read` gets from the NVML module and the GPU's handle; None without NVML, or if the GPU doesn't report it."""
     if (library := nvml()) is None:
         return None
     module, handle = library
@@ -224,7 +224,7 @@ def _installed_versions(names: Sequence[str]) -> dict[str, str]:
 
 def peak_memory_bytes(pid: int | None = None) -> int:
     """Return a process's peak resident memory in bytes, by default this one's; JobError if it is gone."""
-    # Linux passes a parent's ru_maxrss on to its child; VmHWM starts anew with the program.
+    # Linux passes a parent's ru_maxrss on to its child; VmHWM is that of the program only.
     lines = _read(Path(f"/proc/{pid or 'self'}/status")).splitlines()
     if (line := next((line for line in lines if line.startswith("VmHWM:")), None)) is None:
         raise JobError(f"the memory of process {pid} can't be read: it is gone")
@@ -243,7 +243,8 @@ def own_memory_bytes(pid: int) -> int:
 def machine_lock(progress: Progress = silent, check: Callable[[], None] = raise_if_stopped) -> Generator[None]:
     """Wait until no other process of this user runs a job on this machine; a process that dies releases the lock.
 
-    `check` raises what ends the wait. Two runs at once wait for each other's threads: on two cores each took ten times as long instead of twice (LOG, 2026-11-22).
+    `check` raises what ends the wait. Two runs at once wait for each other's threads: on two cores each took ten times as
+    long instead of twice (docs/decisions/LOG.md, 2026-11-22).
     """
     try:
         folder = cache_folder()

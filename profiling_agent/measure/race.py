@@ -38,7 +38,7 @@ MEMORY_FRACTION, FREE_FRACTION, MAX_MEMORY, CONTEXT_BYTES = 0.5, 0.7, 4 * 2**30,
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Conditions of a race of saved models; paths are relative to `root`.
+    """Conditions of a race of saved models; paths are relative to `root`, and `batch_s` is the baseline's seconds for a batch.
 
     With a `server`, processes of torch are forks: ready seconds earlier and as fast. If `enqueued`, passes on a GPU follow each
     other without waiting. A session ends when its models were timed for `seconds_per_model` each, on average.
@@ -49,7 +49,7 @@ class Conditions:
     batch_size: int
     device: str = "cpu"
     seed: int = 0
-    pass_s: float = 0.0
+    batch_s: float = 0.0
     server: Supervisor | None = None
     enqueued: bool = False
     seconds_per_model: float = 1.0
@@ -63,7 +63,7 @@ class Conditions:
         with suppress(ArtifactError):
             if self.server is not None and runtime(load_recipe(folder).deployment.runtime).is_torch:
                 server = self.server
-        return TimedProcess(worker_command(folder), setup, server=server, pass_s=self.pass_s)
+        return TimedProcess(worker_command(folder), setup, server=server, batch_s=self.batch_s)
 
 
 @dataclass

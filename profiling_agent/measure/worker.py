@@ -229,7 +229,7 @@ def worker_command(folder: Path) -> list[str]:
 class TimedProcess:
     """One worker, which loads its model from its start; a context manager that leaves no process behind.
 
-    `pass_s` is the known duration of a batch. A `server` forks a process that has imported more than the model needs. The
+    `batch_s` is the known duration of a batch. A `server` forks a process that has imported more than the model needs. The
     allocator has the settings that the model is used with, though others would be steadier (docs/decisions/0016).
     """
 
@@ -239,11 +239,11 @@ class TimedProcess:
         setup: WorkerSetup,
         *,
         server: Supervisor | None = None,
-        pass_s: float = 0.0,
+        batch_s: float = 0.0,
         cool_s: float = COOL_S,
     ) -> None:
         self._on_gpu, self._is_fork = setup.device == "cuda", server is not None
-        self._sample_timeout_s, self._cool_s = max(SAMPLE_TIMEOUT_S, MAX_PASSES * pass_s), cool_s
+        self._sample_timeout_s, self._cool_s = max(SAMPLE_TIMEOUT_S, MAX_PASSES * batch_s), cool_s
         self.device_bytes: int | None = None
         # Disturbances of its samples, each once.
         self.notes: dict[str, None] = {}

@@ -151,6 +151,16 @@ def follow(operation: Callable[[Tensor], Any], source: Tensor, axis: Axis) -> Ax
     return Axis(part, dim)
 
 
+def _run_with(func: Callable[..., Any], args: Any, kwargs: Any, source: Tensor, other: Tensor) -> Any:
+    """Run an operation with another tensor in the place of `source`."""
+
+    def replaced(value: Any) -> Any:
+        return other if value is source else value
+
+    new_args, new_kwargs = tree_map(replaced, (args, kwargs))
+    return func(*new_args, **new_kwargs)
+
+
 def _has_along(result: Tensor, dim: int, numbers: Tensor) -> bool:
     if result.dim() < -dim or result.shape[dim] != len(numbers):
         return False
@@ -200,15 +210,7 @@ class Trace(TorchFunctionMode):
                 new_axis = combine(name, operands, results[0])
             elif traced and name in MOVES:
                 source, axis = traced[0]
-
-                def run_with(other: Tensor, source: Tensor = source) -> Any:
-                    def replaced(value: Any) -> Any:
-                        return other if value is source else value
-
-                    new_args, new_kwargs = tree_map(replaced, (args, kwargs))
-                    return func(*new_args, **new_kwargs)
-
-                new_axis = follow(run_with, source, axis)
+                new_axis = follow(partial(_run_with, func, args, kwargs, source), source, axis)
             if new_axis is None:
                 for _, lost_axis in traced:
                     lost_axis.space.block(name)

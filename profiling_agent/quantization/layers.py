@@ -72,10 +72,9 @@ class QuantizedModule(nn.Module):
     """A linear layer or convolution whose weights are stored once, in fewer bits, as buffers unless its kernels pack them.
 
     `tensors` are those of `export_tensors`, which `state_dict()` has as well, named as in the float layer if it has
-    them too; `load_state_dict`
-    loads nothing. It has the attributes of the float layer, including weight and bias, because third-party forward passes may read any of them:
-    widths are those of the tensors, and a convolution moves as `like`, the architecture's own module in its place.
-    `reduce_range` means that activations have 7 bits.
+    them too; `load_state_dict` loads nothing. It has the attributes of the float layer, including weight and bias,
+    because third-party forward passes may read any of them: widths are those of the tensors, and a convolution moves as
+    `like`, the architecture's own module in its place. `reduce_range` means that activations have 7 bits.
     """
 
     kind: ClassVar[Kind]

@@ -9,21 +9,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from profiling_agent.errors import ArtifactError, StorageError
 from profiling_agent.lib import io
 from profiling_agent.lib.machine import environment
-from profiling_agent.runtimes.registry import (
-    INPUT,
-    OUTPUT,
-    Batch,
-    ModelSession,
-    noise_batch,
-    runtime,
-)
+from profiling_agent.runtimes.registry import INPUT, OUTPUT, Batch, ModelSession, noise_batch, runtime
 from profiling_agent.schemas import Cut, Deployment, Footprint, InputSpec, Record
 
 RECIPE, PROCESSOR = "recipe.json", "preprocessor_config.json"
@@ -53,7 +46,7 @@ class Recipe(Record):
     deployment: Deployment = Field(default=Deployment(), description="the runtime that executes it, and the scheme")
     quantized: tuple[QuantizedLayer, ...] = ()
     footprint: Footprint | None = Field(
-        default=None, description="params and MACs of the float32 parent of a deployment"
+        default=None, description="of a deployment; params and MACs are those of its float32 parent"
     )
     folded: tuple[str, ...] = Field(default=(), description="batch norms that went into the convolutions before them")
     files: dict[str, str] = Field(default_factory=dict[str, str])
@@ -87,14 +80,13 @@ class Recipe(Record):
 def _read_recipe(folder: Path) -> Recipe:
     path = folder / RECIPE
     try:
-        return Recipe.model_validate(io.read_json(path))
+        return io.parse_record(Recipe, path.read_bytes(), quotes=True)
     except (FileNotFoundError, NotADirectoryError):
         reason = f"it has no {RECIPE!r}" if folder.is_dir() else "there is no such folder"
         advice = "give the `best` of a run, or a folder that `profiling-agent pick` wrote"
         raise ArtifactError(f"{str(folder)!r} is no saved model: {reason}; {advice}") from None
-    except (OSError, ValueError) as error:
-        reason = io.first_problem(error) if isinstance(error, ValidationError) else error
-        raise ArtifactError(f"{str(path)!r} is damaged and can't be read ({reason}): save the model again") from None
+    except (OSError, io.DocumentError) as error:
+        raise ArtifactError(f"{str(path)!r} is damaged and can't be read ({error}): save the model again") from None
 
 
 def load_recipe(path: str | Path, *, verify: bool = False) -> Recipe:
@@ -193,8 +185,8 @@ def write_artifact(
         processor.save_pretrained(temporary)
         if complexity is not None:
             sizes = {name: (temporary / name).stat().st_size for name in executor.files}
-            held = {"parameter_bytes": sum(sizes.values()) - sizes.get(IR, 0), "size_bytes": sum(sizes.values())}
-            changes["footprint"] = Footprint(params=complexity[0], macs=complexity[1], **held)
+            num_bytes = {"parameter_bytes": sum(sizes.values()) - sizes.get(IR, 0), "size_bytes": sum(sizes.values())}
+            changes["footprint"] = Footprint(params=complexity[0], macs=complexity[1], **num_bytes)
         changes["files"] = {path.name: io.file_sha256(path) for path in sorted(temporary.iterdir())}
         draft = Recipe.model_validate(dict(description) | changes)
         # The runtime opens the folder by it.

@@ -65,7 +65,7 @@ class Runtime(ABC):
     """The facts of one runtime; a subclass that sets `name` registers itself.
 
     One of the CPU flags `int8_instructions` lets its kernels add int8 products in 32 bits. Without them, 16-bit sums of
-    two products saturate unless one factor has only 7 bits.
+    two products saturate unless one factor has only 7 bits. Only layers of `saturating_kinds` can.
     """
 
     name: ClassVar[RuntimeName]
@@ -84,6 +84,7 @@ class Runtime(ABC):
     is_torch: ClassVar[bool] = False
     is_slow_to_convert: ClassVar[bool] = False
     int8_instructions: ClassVar[tuple[str, ...]] = ()
+    saturating_kinds: ClassVar[tuple[str, ...]] = ("dynamic", "static")
     # The scheme by which it executes a mixture of layer types, and the schemes that may be mixed.
     mixture: ClassVar[tuple[Scheme, frozenset[Scheme]] | None] = None
 
@@ -128,9 +129,11 @@ class Runtime(ABC):
 
     @classmethod
     def needed_instructions(cls, layers: Iterable["QuantizedLayer"]) -> tuple[str, ...]:
-        """Return the CPU flags of which one prevents saturated int8 sums in `layers`; none if all have 7 bits."""
-        has_eight_bits = any(layer.dtype == "qint8" and not layer.reduce_range for layer in layers)
-        return cls.int8_instructions if has_eight_bits else ()
+        """Return the CPU flags of which one prevents saturated int8 sums in `layers`; none if they can't saturate."""
+        can_saturate = any(
+            layer.dtype == "qint8" and not layer.reduce_range and layer.kind in cls.saturating_kinds for layer in layers
+        )
+        return cls.int8_instructions if can_saturate else ()
 
 
 _REGISTERED: dict[RuntimeName, type[Runtime]] = {}

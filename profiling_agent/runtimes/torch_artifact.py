@@ -237,13 +237,7 @@ def read_source(
     return Source(**saved, calibration=calibration, batch_size=batch_size, onnx=onnx, device=device)
 
 
-def save_deployed(
-    source: Source,
-    deployment: Deployment,
-    folder: Path,
-    *,
-    num_threads: int | None = None,
-) -> Recipe:
+def save_deployed(source: Source, deployment: Deployment, folder: Path, *, num_threads: int | None = None) -> Recipe:
     """Convert `source` for `deployment` and write it to `folder` with a model card; return its recipe.
 
     The opened model's logits of two images are stored with it, and params and MACs of the float32 model. Raises what
@@ -339,8 +333,9 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_thre
     `verify` compares every file with its sha256, and the logits of two images with those at saving. `num_threads` is
     the number of CPU threads, in torch of the whole process. By default ONNX Runtime and OpenVINO take one for each
     core that a container's quota has time for, and torch keeps those of the process. Warns if the model was made on
-    another type of CPU: another deployment may be faster here, or int8 sums saturate. ArtifactError if a file is missing or damaged, the model doesn't compute what it did, or its
-    runtime isn't installed; RequestError if `num_threads` isn't 1 or more.
+    another type of CPU: another deployment may be faster here, or int8 sums saturate. ArtifactError if a file is
+    missing or damaged, the model doesn't compute what it did, or its runtime isn't installed; RequestError if
+    `num_threads` isn't 1 or more.
     """
     if num_threads is not None and num_threads < 1:
         raise RequestError(f"num_threads is {num_threads}: give 1 or more, or None for as many as there are cores")

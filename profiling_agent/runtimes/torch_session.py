@@ -39,6 +39,8 @@ class TorchRuntime(Runtime):
 
     files = (WEIGHTS,)
     is_torch = True
+    # Dynamic layers use 7 bits where 8 would saturate, and static ones compute in float32 unless compiled.
+    saturating_kinds = ()
 
     @classmethod
     def convert(cls, source: Source, deployment: Deployment, folder: Path) -> dict[str, Any]:
@@ -112,6 +114,7 @@ class Inductor(TorchRuntime):
     on_cuda = ("float32", "bfloat16", "float16", "dynamic", "float8")
     is_slow_to_convert = True
     int8_instructions = TORCH_VNNI
+    saturating_kinds = ("static",)
     mixture = ("static", frozenset({"static", "bfloat16"}))
 
     @classmethod

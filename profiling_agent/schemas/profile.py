@@ -184,7 +184,7 @@ class Headline(Record):
 
     @property
     def pass_s(self) -> float:
-        """Return the seconds per image at the timed batch size."""
+        """Return the seconds of a pass of one image at the timed batch size."""
         return self.latency.median_ms / 1e3 / self.latency.batch_size
 
 

@@ -293,7 +293,7 @@ class Evaluator:
 
     @property
     def _timing(self) -> dict[str, Any]:
-        sizes = {"batch_size": self.settings.batch_size, "seed": self.settings.seed, "pass_s": self.batch_s}
+        sizes = {"batch_size": self.settings.batch_size, "seed": self.settings.seed, "batch_s": self.batch_s}
         return {"device": self.device, **sizes}
 
     def latency_ms(self, model: ArtifactRef) -> float:

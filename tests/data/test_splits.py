@@ -18,13 +18,7 @@ from datasets import DatasetDict
 
 from profiling_agent.data.dataset import DataQuery, choose_columns, open_data
 from profiling_agent.data.images import SplitImages
-from profiling_agent.data.splits import (
-    Pool,
-    StoredImage,
-    content_order,
-    evaluation_sizes,
-    stratified_order,
-)
+from profiling_agent.data.splits import Pool, StoredImage, content_order, evaluation_sizes, stratified_order
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.logs import silent
 

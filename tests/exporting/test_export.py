@@ -165,8 +165,10 @@ def test_the_folder_names_its_files_and_the_instructions_that_it_needs_and_holds
     [
         ("openvino", {}, ("avx512_vnni", "avx_vnni")),
         ("inductor", {}, ("avx512_vnni",)),
-        # Seven bits never saturate.
+        # Seven bits never saturate, and torch's dynamic layers use them where they have to.
         ("openvino", {"reduce_range": True}, ()),
+        *((name, {"kind": "dynamic"}, ()) for name in ("eager", "inductor")),
+        ("eager", {}, ()),
     ],
 )
 def test_models_of_eight_bits_name_the_instructions_that_their_runtime_needs(name: Any, layer: Any, needed: Any):

@@ -17,12 +17,7 @@ from torch.func import functional_call
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.modules import following_norms, random_batch
 from profiling_agent.profiling import evidence
-from profiling_agent.profiling.evidence import (
-    evidence_path,
-    measure_sensitivity,
-    read_evidence,
-    store_evidence,
-)
+from profiling_agent.profiling.evidence import evidence_path, measure_sensitivity, read_evidence, store_evidence
 from profiling_agent.profiling.profile import LatencyTable
 from profiling_agent.pruning.compensation import compensate_units_
 from profiling_agent.pruning.criteria import gather_moments, order_channels

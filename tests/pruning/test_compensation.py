@@ -12,13 +12,7 @@ from zoo import cuts_of, logits, units_of
 
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.modules import mean_kl, random_batch, watching
-from profiling_agent.pruning.compensation import (
-    Calibration,
-    compensate,
-    fit_,
-    recover,
-    reestimate_,
-)
+from profiling_agent.pruning.compensation import Calibration, compensate, fit_, recover, reestimate_
 from profiling_agent.pruning.criteria import RIDGE, features, gather_moments, matrix_of, outputs_of
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.schemas import UnitKind

@@ -17,12 +17,7 @@ from profiling_agent.errors import PlanError, QuantizationError
 from profiling_agent.jobs.tasks import DeployTask
 from profiling_agent.lib.inference import Folded
 from profiling_agent.lib.modules import logits_of, relative_distance
-from profiling_agent.quantization.layers import (
-    RowwiseLinear,
-    StaticLayer,
-    quantized_modules,
-    torch_has_vnni,
-)
+from profiling_agent.quantization.layers import RowwiseLinear, StaticLayer, quantized_modules, torch_has_vnni
 from profiling_agent.quantization.quantize import fold_norms_, quantize_model, quantize_rowwise
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import Deployment
