@@ -19,13 +19,13 @@ from checks import Check, finish, parser_of
 
 from profiling_agent import schemas
 from profiling_agent.errors import JobError
+from profiling_agent.graph.steps import choose_final
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask, RaceTask, SessionTask
 from profiling_agent.measure.intervals import Answers, share, write_predictions
 from profiling_agent.request import Request
-from profiling_agent.schemas import ArtifactRef, Attempt, SplitInfo
 from profiling_agent.search.attempt import SEARCH_SHARE
 from profiling_agent.search.evaluator import PRUNE_PASSES, Evaluator, evidence_passes
-from profiling_agent.search.finalize import FinalChoice, finalize
+from profiling_agent.search.finalize import FinalChoice
 from profiling_agent.search.selection import keeps_accuracy
 from profiling_agent.workspace import Timesheet
 
@@ -64,9 +64,9 @@ class Truth:
     speedup: float = 1.0
 
 
-def ref(name: str) -> ArtifactRef:
+def ref(name: str) -> schemas.ArtifactRef:
     """Return a reference to an artifact that exists in name only."""
-    return ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=1000)
+    return schemas.ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=1000)
 
 
 def latency(batch_ms: float) -> schemas.LatencyStats:
@@ -94,7 +94,7 @@ class World:
     wrong: dict[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     timesheet: Timesheet = field(default_factory=lambda: Timesheet(Path("nowhere")))
 
-    def path(self, artifact: ArtifactRef) -> Path:
+    def path(self, artifact: schemas.ArtifactRef) -> Path:
         """Return where an artifact lies."""
         return self.root / artifact.path.replace("/", "-")
 
@@ -119,11 +119,11 @@ class World:
         took_s = self.work * self.noise.uniform(0.9, 1.1) * (seconds + passes * self.pass_s)
         self.timesheet.resume_at(self.timesheet.spent_s + took_s)
 
-    def truth(self, model: ArtifactRef) -> Truth:
+    def truth(self, model: schemas.ArtifactRef) -> Truth:
         """Return what is true of a model; of the baseline nothing is changed."""
         return self.truths.get(model.path.removeprefix("jobs/"), Truth())
 
-    def is_wrong(self, model: ArtifactRef, split: SplitInfo) -> Any:
+    def is_wrong(self, model: schemas.ArtifactRef, split: schemas.SplitInfo) -> Any:
         """Return which images of a split a model gets wrong; the baseline errs on every fifth."""
         if (key := (model.path, split.name)) not in self.wrong:
             baseline = np.arange(split.num_images) % 5 == 0
@@ -180,8 +180,8 @@ def evaluator_in(
 ) -> Evaluator:
     """Return what a run in this world measures with."""
 
-    def split(name: Any, num_images: int) -> SplitInfo:
-        return SplitInfo(name=name, source_split="test", num_images=num_images, file=ref(name))
+    def split(name: Any, num_images: int) -> schemas.SplitInfo:
+        return schemas.SplitInfo(name=name, source_split="test", num_images=num_images, file=ref(name))
 
     jobs: Any = world
     headline = schemas.Headline(latency=latency(world.pass_s * 4e3), peak_memory_bytes=10**9)
@@ -218,11 +218,11 @@ def evaluator_in(
     )
 
 
-def searched(evaluator: Evaluator, number: int) -> Attempt:
+def searched(evaluator: Evaluator, number: int) -> schemas.Attempt:
     """Return attempt `number` as the search images judge it, on as many of them as the run looks at."""
     deployment = schemas.Deployment(runtime="onnxruntime", scheme="dynamic")
     seen = evaluator.search(schemas.Variant.BOTH, ref(f"both{number}"), deployment)
-    return Attempt(
+    return schemas.Attempt(
         number=number,
         plan=schemas.Plan(),
         pruned_model=ref(f"pruned{number}"),
@@ -242,7 +242,7 @@ def final_choice(evaluator: Evaluator, num_attempts: int) -> FinalChoice:
     """Return what a run returns that has made so many attempts."""
     attempts = tuple(searched(evaluator, number) for number in range(1, num_attempts + 1))
     baseline = evaluator.evaluate_baseline(evaluator.acquired.search, evaluator.searched)
-    return finalize(evaluator, schemas.Journal(baseline=baseline, attempts=attempts))
+    return choose_final(evaluator, schemas.Journal(baseline=baseline, attempts=attempts))
 
 
 def accuracy_row(root: Path, family: str, num_images: int, num_worlds: int) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def budget_row(root: Path, pass_s: float, minutes: int, num_worlds: int) -> dict
         stage = deadline.part(SEARCH_SHARE)
         while stage.allows(15 + 150 * pass_s):
             world.spend(15, 150)
-        attempts, longest_s = list[Attempt](), 0.0
+        attempts, longest_s = list[schemas.Attempt](), 0.0
         while len(attempts) < len(drops) and deadline.allows(longest_s):
             started_s = timesheet.spent_s
             world.spend(10, 150 + 128 * PRUNE_PASSES)
@@ -304,7 +304,7 @@ def budget_row(root: Path, pass_s: float, minutes: int, num_worlds: int) -> dict
         while deadline.allows(10):
             world.spend(10, 0)
         baseline = evaluator.evaluate_baseline(evaluator.acquired.search, range(512))
-        final = finalize(evaluator, schemas.Journal(baseline=baseline, attempts=tuple(attempts)))
+        final = choose_final(evaluator, schemas.Journal(baseline=baseline, attempts=tuple(attempts)))
         world.spend(8, 150)
         late.append(timesheet.spent_s / (60.0 * minutes) - 1)
         tests.append(world.num_opened)

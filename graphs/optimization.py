@@ -10,6 +10,7 @@
                                           |
                                       verdict -> advice -> report
 
+A rejected plan goes back to its planner, a single pass straight to the verdict, and advice back to the verdict if a fork has changed the contract.
 Every agent is a function in `nodes.py` or `intake.py` of `profiling_agent/graph/`; this file only connects them. With an LLM, `analysis` and
 `iterative_pruning` find their plan in the subgraph of `planner.py`; `deployment_search` and `verdict` go step by step in those of `steps.py`.
 """
@@ -108,13 +109,13 @@ def build_graph(
     graph.add_conditional_edges("advice", route_after_advice)
     graph.add_edge("report", END)
     compiled = vars(graph.compile(checkpointer=registered(checkpointer), name="profiling_agent"))
-    called = {
+    subgraphs = {
         "deployment_search": DEPLOYMENT_SEARCH,
         "analysis": PLANNER,
         "iterative_pruning": PLANNER,
         "verdict": VERDICT,
     }
-    for name, subgraph in called.items():
+    for name, subgraph in subgraphs.items():
         # The node calls it, which LangGraph sees in plain functions only; drawings and Studio show it then.
         compiled["nodes"][name].subgraphs = [subgraph]
     make_run = partial(Run, advisor=advisor, addresses=tuple(addresses), allowlist=allowlist)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from profiling_agent.errors import RequestError
 from profiling_agent.lib.io import first_problem
 from profiling_agent.schemas import Approval, ApprovalQuestion, Goal
-from profiling_agent.search.attempt import TIGHTER, read_answer
+from profiling_agent.search.attempt import LIMIT_SIGNS, read_answer
 
 ACTION, ANSWER = "apply_plan", "answer_question"
 
@@ -45,7 +45,7 @@ def human_request(question: ApprovalQuestion, goal: Goal) -> dict[str, Any]:
         pruning=goal.pins,
         caps=goal.caps,
         target=question.plan.target,
-        **{name: getattr(goal, name) for name in TIGHTER},
+        **{name: getattr(goal, name) for name in LIMIT_SIGNS},
     )
     schema = {name: field for name, field in Approval.model_json_schema().items() if name != "required"}
     names = Approval.model_fields.keys() - {"decision", "reason"}
@@ -58,6 +58,10 @@ def human_request(question: ApprovalQuestion, goal: Goal) -> dict[str, Any]:
     args = arguments.model_dump(mode="json", include=names)
     action = {"name": ACTION, "args": args, "description": "\n".join(filter(None, lines))}
     review = {"action_name": ACTION, "allowed_decisions": ["approve", "edit", "reject"], "args_schema": schema}
+    return _build_request(action, review, question)
+
+
+def _build_request(action: dict[str, Any], review: dict[str, Any], question: ApprovalQuestion) -> dict[str, Any]:
     return {"action_requests": [action], "review_configs": [review], "question": question.model_dump(mode="json")}
 
 
@@ -69,11 +73,7 @@ def ask_person(question: ApprovalQuestion, limits: Mapping[str, float]) -> Appro
         action = {"name": ANSWER, "args": dict(limits), "description": "\n".join(lines)}
         allowed = ["approve" if choice == "accept" else choice for choice in question.choices]
         review = {"action_name": ANSWER, "allowed_decisions": allowed}
-        request = {
-            "action_requests": [action],
-            "review_configs": [review],
-            "question": question.model_dump(mode="json"),
-        }
+        request = _build_request(action, review, question)
         response = interrupt(request, response_schema=RESPONSE_SCHEMA)
         try:
             answer = read_response(response, request)

@@ -1,6 +1,6 @@
 """Agent that answers questions about a finished run from its records, and may propose another run.
 
-think <-> tools -> confirm -> start_run -> think
+think <-> tools -> confirm -> think (after a no) or start_run -> think
 |
 check -> think (once, with the numbers that no record has) or the end
 """
@@ -35,7 +35,8 @@ MAX_ROUNDS = 8
 TIMEOUT_S = 120.0
 # Senders of complaints about numbers, and of what became of a proposed run.
 CHECK, RUN = "check", "run"
-PROPOSED = "proposed; the person is asked"
+# Answers to the first valid proposal of a reply, and to its others.
+PROPOSED, NOT_PROPOSED = "proposed; the person is asked", "not proposed: one run at a time"
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class AskState(MessagesState):
 
 def since_question(messages: list[AnyMessage]) -> list[AnyMessage]:
     """Return the messages from the person's last question on."""
-    asked = [place for place, message in enumerate(messages) if message.type == "human" and not message.name]
-    return messages[asked[-1] :] if asked else messages
+    questions = [place for place, message in enumerate(messages) if message.type == "human" and not message.name]
+    return messages[questions[-1] :] if questions else messages
 
 
 def check(state: AskState) -> dict[str, Any]:
@@ -124,9 +125,12 @@ def build_ask_graph(
         reply = with_all_calls(invoke(llm, messages, offered, name_of(llm), "ask"))
         return {"messages": [reply]}
 
-    def use_tools(state: AskState, runtime: Runtime[AskContext]) -> Any:
+    def use_tools(state: AskState, runtime: Runtime[AskContext]) -> dict[str, Any]:
         """Look up what the LLM asked for; a call that can't be made is answered with the reason."""
-        return ToolNode(tools(open_records(runtime.context, allowlist))).invoke(state)
+        results = ToolNode(tools(open_records(runtime.context, allowlist))).invoke(state)["messages"]
+        for result in [result for result in results if result.text == PROPOSED][1:]:
+            result.content = NOT_PROPOSED
+        return {"messages": results}
 
     def confirm(state: AskState, runtime: Runtime[AskContext]) -> dict[str, Any]:
         """Wait until a person says yes or no to the proposed run."""
@@ -135,11 +139,11 @@ def build_ask_graph(
         place = f"model {request.model}, data {request.dataset}, results in {request.output}"
         action = {"name": "propose_run", "args": changes, "description": f"{reason} ({place})"}
         review = {"action_name": "propose_run", "allowed_decisions": ["approve", "reject"]}
-        answer: Any = interrupt({"action_requests": [action], "review_configs": [review]})
-        decisions = answer.get("decisions", [{}]) if isinstance(answer, dict) else [{"type": answer}]
-        if decisions[0].get("type") in ("approve", "accept"):
-            return {"confirmed": changes}
-        return {"confirmed": None, "messages": [HumanMessage("No, don't start it.", name=RUN)]}
+        match interrupt({"action_requests": [action], "review_configs": [review]}):
+            case "approve" | "accept" | {"decisions": [{"type": "approve" | "accept"}]}:
+                return {"confirmed": changes}
+            case _:
+                return {"confirmed": None, "messages": [HumanMessage("No, don't start it.", name=RUN)]}
 
     def start_run(state: AskState, runtime: Runtime[AskContext]) -> dict[str, Any]:
         """Start the confirmed run; what came of it is a message."""
@@ -211,7 +215,7 @@ def tools(records: Records) -> list[StructuredTool]:
 
 
 def proposal_in(messages: list[AnyMessage]) -> tuple[dict[str, Any], str]:
-    """Return the changes and the reason of the first valid proposal in the last reply; no changes if there is none."""
+    """Return the changes and the reason of the valid proposal in the last reply; no changes if there is none."""
     (reply,) = [message for message in messages if message.type == "ai"][-1:]
     calls = {call["id"]: call["args"] for call in getattr(reply, "tool_calls", ()) if call["name"] == "propose_run"}
     for message in messages[messages.index(reply) :]:
@@ -226,7 +230,7 @@ def answer_question(
 ) -> tuple[str, Request | None]:
     """Return the answer to one question, and the request of the run that the LLM proposed, if `confirm` agreed to it.
 
-    `confirm` is called with the changed fields and the reason.
+    `confirm` is called with the changed fields and the reason. After it has agreed to one run, others are declined.
     """
     confirmed: list[Request] = []
 
@@ -234,13 +238,12 @@ def answer_question(
         confirmed.append(request)
         return "it starts after this answer"
 
-    graph, config = (
-        build_ask_graph(start, checkpointer=InMemorySaver()),
-        RunnableConfig(configurable={"thread_id": "ask"}),
-    )
+    graph = build_ask_graph(start, checkpointer=InMemorySaver())
+    config = RunnableConfig(configurable={"thread_id": "ask"})
     result = graph.invoke({"messages": [HumanMessage(question)]}, config, context=context)
     while waiting := result.get("__interrupt__"):
         proposed = waiting[0].value["action_requests"][0]
-        decision = "approve" if confirm(proposed["args"], proposed["description"]) else "reject"
+        is_confirmed = not confirmed and confirm(proposed["args"], proposed["description"])
+        decision = "approve" if is_confirmed else "reject"
         result = graph.invoke(Command(resume={"decisions": [{"type": decision}]}), config, context=context)
-    return result["messages"][-1].text, confirmed[-1] if confirmed else None
+    return result["messages"][-1].text, confirmed[0] if confirmed else None

@@ -22,8 +22,8 @@ from profiling_agent.errors import RunError
 from profiling_agent.graph.state import RunState
 from profiling_agent.lib.io import first_line
 from profiling_agent.request import RUN_ID, Request
-from profiling_agent.search.attempt import DeploymentTrials
-from profiling_agent.search.finalize import Finalists
+from profiling_agent.search.attempt import DeploymentSearchState
+from profiling_agent.search.finalize import FinalChoiceState
 from profiling_agent.workspace import Workspace, storage_errors
 
 # A graph's checkpointer in the configuration of the graphs that its nodes call; LangGraph has no public name for it.
@@ -48,7 +48,7 @@ def _records_in(*annotations: Any) -> set[tuple[str, str]]:
 @cache
 def _allowed() -> list[tuple[str, ...]]:
     """Return the records of a run's state and its subgraphs', which are all that a checkpoint rebuilds."""
-    return sorted(_records_in(Request, RunState, DeploymentTrials, Finalists))
+    return sorted(_records_in(Request, RunState, DeploymentSearchState, FinalChoiceState))
 
 
 def registered(saver: BaseCheckpointSaver[str] | None) -> BaseCheckpointSaver[str] | None:

@@ -22,7 +22,7 @@ from profiling_agent.prompts import render  # pyright: ignore[reportMissingImpor
 from profiling_agent.reporting.units import size
 from profiling_agent.request import Request
 from profiling_agent.schemas import ApprovalQuestion, Record
-from profiling_agent.search.attempt import TIGHTER
+from profiling_agent.search.attempt import LIMIT_SIGNS
 from profiling_agent.search.deployments import check_runtimes
 from profiling_agent.search.verdict import why_unproven
 
@@ -63,8 +63,8 @@ ROUNDED: dict[str, Callable[[float], Any]] = {
     "batch_size": round,
     "time_budget": lambda value: f"{value:.0f}s",
 }
-# Values that words have instead of digits, such as half, a quarter, twice, twenty.
-IN_WORDS = (0.1, 0.25, 0.5, 0.75, 1.5, 2.5, *range(11), 20, 25, 50, 75, 100)
+# Values of amounts without digits, such as half, a quarter, twice, twenty.
+SPELLED_OUT = (0.1, 0.25, 0.5, 0.75, 1.5, 2.5, *range(11), 20, 25, 50, 75, 100)
 
 
 class Amount(Record):
@@ -91,26 +91,26 @@ def intake(state: RunState, run: Run) -> Update:
     request, chat, acquired = state.request, require(run.advisor(state)), require(state.acquired)
     model, device = require(state.resolved).baseline, acquired.source.device
 
-    def timed(batch_size: int) -> BaselineSpeed:
+    def speed_at(batch_size: int) -> BaselineSpeed:
         headline = measure_headline(run.jobs, model, batch_size=batch_size, device=device)
         return BaselineSpeed(1 / headline.pass_s, headline.latency.median_ms, model.size_bytes)
 
     facts = {
         "model": f"{quoted(acquired.source.name)}, {size(model.size_bytes)} on disk",
-        "speed": f"{timed(request.batch_size).images_per_s:.3g} images a second in batches of {request.batch_size}",
+        "speed": f"{speed_at(request.batch_size).images_per_s:.3g} images a second in batches of {request.batch_size}",
         "machine": environment(device).machine,
         "data": f"{quoted(request.dataset)}, with {acquired.heldout.num_images} images for the verdict",
     }
     question = Question(agent="intake", instructions=render("intake", **facts), evidence=str(request.goal_text))
     try:
-        found = chat.fill_in(question, "submit_goal", GoalAnswer, lambda answer: read_goal(answer, request, timed))
+        reading = chat.fill_in(question, "submit_goal", GoalAnswer, lambda answer: read_goal(answer, request, speed_at))
     except AdvisorError as error:
         advice = "write its amounts in digits, or give the limits themselves"
         raise RequestError(f"the goal could not be read ({error}): {advice}") from error
-    changed = change_request(request, found.changes)
+    changed = change_request(request, reading.changes)
     check_runtimes(changed)
     doubt = why_unproven(acquired, changed.goal)
-    return {"intake": found.model_copy(update={"words": (*found.words, *filter(None, [doubt]))})}
+    return {"intake": reading.model_copy(update={"summary": (*reading.summary, *filter(None, [doubt]))})}
 
 
 def confirmation(state: RunState, run: Run) -> Update:
@@ -118,52 +118,52 @@ def confirmation(state: RunState, run: Run) -> Update:
 
     Without a person a question of the LLM is a RequestError. The node may run again, so nothing here has side effects.
     """
-    found, request = require(state.intake), state.request
-    changed = change_request(request, found.changes)
+    reading, request = require(state.intake), state.request
+    changed = change_request(request, reading.changes)
     if not request.confirm:
-        if found.problem:
-            raise RequestError(f"the goal was not taken: {found.problem}")
-        for line in found.words:
+        if reading.problem:
+            raise RequestError(f"the goal was not taken: {reading.problem}")
+        for line in reading.summary:
             run.jobs.progress(line, 0, 0)
         return {"request": changed}
     question = ApprovalQuestion(
         run_id=run.workspace.root.name,
         attempt=0,
         proposed_by=require(run.advisor(state)).name,
-        question=found.problem or "Are these the limits?",
-        notes=() if found.problem else found.words,
-        choices=("reject",) if found.problem else ("accept", "edit", "reject"),
+        question=reading.problem or "Are these the limits?",
+        notes=() if reading.problem else reading.summary,
+        choices=("reject",) if reading.problem else ("accept", "edit", "reject"),
     )
-    answer = ask_person(question, {} if found.problem else {name: getattr(changed, name) for name in TIGHTER})
+    answer = ask_person(question, {} if reading.problem else {name: getattr(changed, name) for name in LIMIT_SIGNS})
     if answer.decision == "reject":
         goal_text = f"{request.goal_text}\n{answer.reason}"
         return {"intake": None, "request": request.model_copy(update={"goal_text": goal_text})}
     return {"request": change_request(changed, answer.changes)}
 
 
-def read_goal(answer: GoalAnswer, request: Request, timed: Callable[[int], BaselineSpeed]) -> Intake:
-    """Return what an answer changes of a request, and all limits in words: what they are of the baseline, and the goal's words behind them.
+def read_goal(answer: GoalAnswer, request: Request, speed_at: Callable[[int], BaselineSpeed]) -> Intake:
+    """Return an answer's changes of a request and a summary: each limit, applied to the baseline, with the goal's words behind it.
 
-    `timed` returns the baseline at a batch size. FieldError for an amount that the goal doesn't have, ValidationError for an impossible value.
+    `speed_at` times the baseline at a batch size. FieldError for an amount that the goal doesn't have, ValidationError for an impossible value.
     """
     if answer.problem:
-        return Intake(changes={}, words=(), problem=clean(answer.problem))
+        return Intake(changes={}, summary=(), problem=clean(answer.problem))
     for amount in answer.amounts:
         check_amount(amount, str(request.goal_text))
-    changes, sources = answer.model_dump(exclude={"amounts", "problem"}, exclude_none=True), dict[str, str]()
+    changes, phrases = answer.model_dump(exclude={"amounts", "problem"}, exclude_none=True), dict[str, str]()
     # In the order of the fields' names: the batch size, which decides how fast the baseline is, comes first.
     for amount in sorted(answer.amounts, key=lambda amount: UNITS[amount.unit][0]):
         name, convert = UNITS[amount.unit]
-        number = convert(amount.value, timed(change_request(request, changes).batch_size))
-        if name == "time_budget" and name in sources:
+        number = convert(amount.value, speed_at(change_request(request, changes).batch_size))
+        if name == "time_budget" and name in phrases:
             # An hour and thirty minutes.
             number += float(changes[name].removesuffix("s"))
         value = ROUNDED[name](number)
         # Of several limits the strictest.
-        if name not in sources or name not in TIGHTER or (value - changes[name]) * TIGHTER[name] > 0:
-            changes[name], sources[name] = value, amount.words
+        if name not in phrases or name not in LIMIT_SIGNS or (value - changes[name]) * LIMIT_SIGNS[name] > 0:
+            changes[name], phrases[name] = value, amount.words
     changed = change_request(request, changes)
-    baseline, speedup, share = timed(changed.batch_size), changed.min_speedup, changed.max_size_ratio
+    baseline, speedup, share = speed_at(changed.batch_size), changed.min_speedup, changed.max_size_ratio
     rate, num_bytes = baseline.images_per_s, baseline.num_bytes
     limits = {
         "max_accuracy_drop": f"at most {changed.max_accuracy_drop * 100:g} points of top-1 lost",
@@ -171,13 +171,13 @@ def read_goal(answer: GoalAnswer, request: Request, timed: Callable[[int], Basel
         f"{changed.batch_size}, where the baseline does {rate:.3g}",
         "max_size_ratio": f"at most {share:.1%} of the bytes: {size(share * num_bytes)} of {size(num_bytes)}",
     }
-    words = [
-        f'{line} ("{sources[name]}")' if name in sources else f"{line} (not in the goal)"
+    summary = [
+        f'{line} ("{phrases[name]}")' if name in phrases else f"{line} (not in the goal)"
         for name, line in limits.items()
     ]
-    words += [f"{name} {value}" for name, value in changes.items() if name not in limits]
-    words += [] if sources else ["the goal has no amounts, so the limits stay as they are"]
-    return Intake(changes=changes, words=tuple(words))
+    summary += [f"{name} {value}" for name, value in changes.items() if name not in limits]
+    summary += [] if phrases else ["the goal has no amounts, so the limits stay as they are"]
+    return Intake(changes=changes, summary=tuple(summary))
 
 
 def check_amount(amount: Amount, goal: str) -> None:
@@ -190,7 +190,7 @@ def check_amount(amount: Amount, goal: str) -> None:
         raise FieldError(f"the goal doesn't say {amount.words!r}: copy its words unchanged")
     # German thousands have points.
     thousands = [float(each.replace(".", "")) for each in re.findall(r"\b\d{1,3}(?:\.\d{3})+\b", words)]
-    known = [value for _, value, _ in numbers_in(words)] + thousands or IN_WORDS
+    known = [value for _, value, _ in numbers_in(words)] + thousands or SPELLED_OUT
     if amount.value not in known or (amount.value == 0 and amount.unit != "points of accuracy"):
         raise FieldError(
             f"{amount.words!r} doesn't say {amount.value:g} {amount.unit}: take amounts from the goal only"

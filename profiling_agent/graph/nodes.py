@@ -13,7 +13,7 @@ from profiling_agent.graph.context import choose_advisor
 from profiling_agent.graph.planner import find_plan
 from profiling_agent.graph.run import Run, Update
 from profiling_agent.graph.state import RunState, require
-from profiling_agent.graph.steps import DEPLOYMENT_SEARCH, VERDICT, run_steps
+from profiling_agent.graph.steps import choose_final, search_deployments
 from profiling_agent.jobs.runner import Jobs, measure_headline, read_profile
 from profiling_agent.jobs.tasks import AcquireTask, ProfileTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
 from profiling_agent.lib.io import DocumentError, inside, read_record, write_text
@@ -31,7 +31,7 @@ from profiling_agent.search import attempt as attempts
 from profiling_agent.search.advice import AdviceAnswer, advice_question, advise, explained
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
 from profiling_agent.search.evaluator import EFFORTS, affordable_images
-from profiling_agent.search.finalize import FinalChoice, add_race_result, raced_headline, start, torch_model
+from profiling_agent.search.finalize import FinalChoice, add_race_result, raced_headline, torch_model
 from profiling_agent.search.planners import Advisor, first_proposal, milder, next_proposal, setting_of
 from profiling_agent.search.verdict import why_unproven
 
@@ -131,10 +131,10 @@ def deployment_search(state: RunState, run: Run) -> Update:
         # The paper's plans prune and quantize; its loop judges pruned models in float32.
         if reason and state.goal.selection != "paper":
             raise PlanError(reason)
-    trials = run_steps(DEPLOYMENT_SEARCH, attempts.DeploymentTrials(wish=plan.quantization), evaluator)
-    acquired, journal = evaluator.acquired, attempts.journal_of(evaluator, trials)
-    if trials.doubt:
-        acquired = acquired.model_copy(update={"notes": (*acquired.notes, trials.doubt), "doubt": trials.doubt})
+    result = search_deployments(evaluator, plan.quantization)
+    acquired, journal = evaluator.acquired, attempts.journal_of(evaluator, result)
+    if result.doubt:
+        acquired = acquired.model_copy(update={"notes": (*acquired.notes, result.doubt), "doubt": result.doubt})
     options = journal.deployment_search.options if journal.deployment_search else ()
     # A conversion that crashed or took too long is no evidence against the plan.
     if schemes_of(plan.quantization or ()) and options and all(option.is_unfit for option in options):
@@ -189,7 +189,7 @@ def approval(state: RunState, run: Run) -> Update:
             question = question.model_copy(update={"problem": str(error)})
             continue
         decided = Decided(attempt=question.attempt, plan=plan or proposal, answer=answer)
-        contract = state.request.model_copy(update={name: getattr(goal, name) for name in attempts.TIGHTER})
+        contract = state.request.model_copy(update={name: getattr(goal, name) for name in attempts.LIMIT_SIGNS})
         demands = {"request": contract, "pins": goal.pins, "caps": goal.caps}
         return {"proposal": plan, "decisions": (*state.decisions, decided)} | demands
 
@@ -246,8 +246,7 @@ def iterative_pruning(state: RunState, run: Run) -> Update:
 
 def verdict(state: RunState, run: Run) -> Update:
     """Choose the winner by the current contract."""
-    evaluator, journal = run.evaluator(state), state.judged_journal
-    final = require(run_steps(VERDICT, start(evaluator, journal), evaluator, journal).final)
+    final = choose_final(run.evaluator(state), state.judged_journal)
     text = final.model_dump_json()
     name = f"final-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
     write_text(run.workspace.root / name, text)
@@ -255,7 +254,7 @@ def verdict(state: RunState, run: Run) -> Update:
 
 
 def advice(state: RunState, run: Run) -> Update:
-    """Say after a miss which other limits the measured candidates meet; an LLM ranks and explains them."""
+    """Find, after a miss, the limits that measured candidates meet; an LLM ranks and explains them."""
     final = read_final(state, run)
     options = advise(final)
     if options and (chat := run.advisor(state)):

@@ -9,7 +9,7 @@
               plan
 
 `brief` writes the evidence, `think` asks the LLM, `tools` carries its calls out, `check` refuses what a dry run or a probe speaks against, and `plan`
-hands over. Every step is a checkpoint: a run that is killed in a probe repeats no request.
+hands over. Without a reply `think` leads to `plan`. Every step is a checkpoint: a run that is killed in a probe repeats no request.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from profiling_agent.llm.chat import Chat
 from profiling_agent.planning.llm_planner import MAX_ANSWER, Planning, Submission
 from profiling_agent.schemas import ApprovalQuestion
 
-# Replies of the LLM for one plan, and refusals after which the rules plan.
+# Replies of the LLM for one plan, and refusals that go back to it; after one more the rules plan.
 MAX_REPLIES, MAX_REFUSALS = 20, 2
 # Steps of the subgraph for as many replies, each with its tools and check.
 MAX_STEPS = 3 * MAX_REPLIES + 10
@@ -50,7 +50,7 @@ class Conversation(MessagesState, total=False):
 
 
 @dataclass(frozen=True)
-class Desk:
+class PlannerContext:
     """Context of the subgraph: the LLM, the plan to be found, and the jobs that its tools do.
 
     With `asks` a person may be asked, which needs a checkpointer.
@@ -86,44 +86,44 @@ class Desk:
 
 def find_plan(planning: Planning, chat: Chat, jobs: Jobs, *, asks: bool = False) -> Submission:
     """Return what the LLM hands over; raises AdvisorError if it fails, or submits nothing that may be measured."""
-    ended = call_subgraph(PLANNER, {"messages": []}, Desk(chat, planning, jobs, asks))
+    ended = call_subgraph(PLANNER, {"messages": []}, PlannerContext(chat, planning, jobs, asks))
     if "answer" not in ended:
         raise AdvisorError(ended["failure"])
     return Submission.model_validate(ended["answer"])
 
 
-def brief(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
+def brief(state: Conversation, runtime: Runtime[PlannerContext]) -> Conversation:
     """Write the instructions and the evidence."""
     del state
     question = runtime.context.planning.question()
     return {"messages": [SystemMessage(question.instructions), HumanMessage(question.evidence)]}
 
 
-def think(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
+def think(state: Conversation, runtime: Runtime[PlannerContext]) -> Conversation:
     """Ask the LLM for its next step."""
-    desk, messages = runtime.context, state["messages"]
-    chat, number = desk.chat, sum(isinstance(message, AIMessage) for message in messages) + 1
+    context, messages = runtime.context, state["messages"]
+    chat, number = context.chat, sum(isinstance(message, AIMessage) for message in messages) + 1
     if number > MAX_REPLIES:
         return {"messages": [], "failure": f"{chat.name} submitted no plan in {MAX_REPLIES} replies"}
-    desk.jobs.progress(f"{chat.name} thinks, reply {number} of {MAX_REPLIES} at most", 0, 0)
+    context.jobs.progress(f"{chat.name} thinks, reply {number} of {MAX_REPLIES} at most", 0, 0)
     try:
-        return {"messages": [chat.reply(desk.planning.agent, messages, desk.tools)]}
+        return {"messages": [chat.reply(context.planning.agent, messages, context.tools)]}
     except AdvisorError as error:
         return {"messages": [], "failure": str(error)}
 
 
-def use_tools(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
+def use_tools(state: Conversation, runtime: Runtime[PlannerContext]) -> Conversation:
     """Carry out the calls of the last reply, one after the other; probes are jobs, and take of the run's time."""
-    desk, reply = runtime.context, state["messages"][-1]
+    context, reply = runtime.context, state["messages"][-1]
     assert isinstance(reply, AIMessage), "only its calls lead here"
-    timesheet = desk.jobs.timesheet
+    timesheet = context.jobs.timesheet
     timesheet.resume_at(state.get("spent_s", 0.0))
-    desk.jobs.progress(f"{desk.chat.name} calls {', '.join(call['name'] for call in reply.tool_calls)}", 0, 0)
-    node: Any = ToolNode(desk.tools, handle_tool_errors=_describe)
+    context.jobs.progress(f"{context.chat.name} calls {', '.join(call['name'] for call in reply.tool_calls)}", 0, 0)
+    node: Any = ToolNode(context.tools, handle_tool_errors=_describe)
     answers: list[AnyMessage] = node.invoke({"messages": state["messages"]})["messages"]
     answers = [answer.model_copy(update={"content": answer.text[:MAX_ANSWER]}) for answer in answers]
     for call, answer in zip(reply.tool_calls, answers, strict=True):
-        desk.chat.transcript.add_call(desk.planning.attempt, call["name"], call["args"], answer.text)
+        context.chat.transcript.add_call(context.planning.attempt, call["name"], call["args"], answer.text)
     return {"messages": answers, "spent_s": timesheet.spent_s}
 
 
@@ -133,30 +133,29 @@ def _describe(error: ToolInvocationError | PlanError) -> str:
     return f"these arguments can't be used: {first_problem(error.source)}"
 
 
-def check(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
+def check(state: Conversation, runtime: Runtime[PlannerContext]) -> Conversation:
     """Refuse a plan that a dry run or a probe speaks against; the complaint goes back, at most twice."""
-    desk = runtime.context
+    context = runtime.context
     handed = handed_over(state["messages"])
     if handed is None:
-        tools = " or ".join(tool.name for tool in desk.tools if tool.name in HANDOVER)
+        tools = " or ".join(tool.name for tool in context.tools if tool.name in HANDOVER)
         is_mute = not any(isinstance(message, ToolMessage) for message in state["messages"])
-        problem = (
-            f"{'no tool was called, which planning needs' if is_mute else 'nothing was handed over'}: call {tools}"
-        )
-    elif handed.plan is None or (problem := desk.planning.objection(handed.plan)) is None:
+        omission = "no tool was called, which planning needs" if is_mute else "nothing was handed over"
+        problem = f"{omission}: call {tools}"
+    elif handed.plan is None or (problem := context.planning.objection(handed.plan)) is None:
         return {"messages": [], "is_accepted": True}
-    desk.chat.transcript.add("complaint", agent=desk.planning.agent, text=problem)
+    context.chat.transcript.add("complaint", agent=context.planning.agent, text=problem)
     number = state.get("num_refused", 0) + 1
     if number > MAX_REFUSALS:
-        return {"messages": [], "num_refused": number, "failure": f"{desk.chat.name}: {problem}"}
+        return {"messages": [], "num_refused": number, "failure": f"{context.chat.name}: {problem}"}
     return {"messages": [HumanMessage(f"Refused: {problem}")], "num_refused": number}
 
 
-def plan(state: Conversation, runtime: Runtime[Desk]) -> Conversation:
+def plan(state: Conversation, runtime: Runtime[PlannerContext]) -> Conversation:
     """Hand over the plan, or why there is none."""
-    desk, handed = runtime.context, handed_over(state["messages"])
+    context, handed = runtime.context, handed_over(state["messages"])
     if failure := state.get("failure"):
-        desk.chat.transcript.add("failure", agent=desk.planning.agent, reason=failure)
+        context.chat.transcript.add("failure", agent=context.planning.agent, reason=failure)
     if failure or handed is None:
         return {"messages": []}
     answer = handed.model_copy(update={"repairs": state.get("num_refused", 0)})
@@ -196,7 +195,7 @@ def route_after_check(state: Conversation) -> Literal["think", "plan"]:
 
 def build_planner() -> Any:
     """Return the compiled subgraph."""
-    graph = StateGraph(Conversation, context_schema=Desk)
+    graph = StateGraph(Conversation, context_schema=PlannerContext)
     graph.add_node("brief", brief)
     graph.add_node("think", think)
     graph.add_node("tools", use_tools)

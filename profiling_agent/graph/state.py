@@ -48,10 +48,10 @@ def change_request(request: Request, update: Any) -> Request:
 
 
 class Intake(BaseModel):
-    """What a goal in words changes of the request, that in words, and what keeps the LLM from reading the goal."""
+    """Reading of a goal in words: the changed fields of the request, all limits in words, and the LLM's question if it can't read the goal."""
 
     changes: dict[str, Any]
-    words: tuple[str, ...]
+    summary: tuple[str, ...]
     problem: str = ""
 
 

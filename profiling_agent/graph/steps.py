@@ -15,49 +15,51 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.runtime import Runtime
 
 from profiling_agent.graph.checkpoints import call_subgraph
+from profiling_agent.graph.state import require
 from profiling_agent.lib.logs import raise_if_stopped
+from profiling_agent.schemas import Journal, QuantizationRecommendation
 from profiling_agent.search import attempt, finalize
-from profiling_agent.search.attempt import DeploymentTrials
+from profiling_agent.search.attempt import DeploymentSearchState
 from profiling_agent.search.evaluator import Evaluator
-from profiling_agent.search.finalize import Finalists
+from profiling_agent.search.finalize import FinalChoice, FinalChoiceState
 
-Step = Callable[..., DeploymentTrials | Finalists]
-StateT = TypeVar("StateT", DeploymentTrials, Finalists)
+Step = Callable[..., DeploymentSearchState | FinalChoiceState]
+StateT = TypeVar("StateT", DeploymentSearchState, FinalChoiceState)
 # More than any run takes; LangGraph's limit is against loops without an end.
 MAX_STEPS = 1_000
 
 
-def _do(step: Step, state: Any, *, runtime: Runtime[Any]) -> dict[str, Any]:
-    """Do a step, with the arguments in the context before the state; return what it changed, of a dict the new entries."""
+def _run_step(step: Step, state: Any, *, runtime: Runtime[Any]) -> dict[str, Any]:
+    """Call a step with the context's values and the state; return the changed fields, of a dict the changed entries."""
     timesheet = runtime.context[0].jobs.timesheet
     timesheet.resume_at(state.spent_s)
-    after = step(*runtime.context, state)
+    new_state = step(*runtime.context, state)
     # An interrupted job may end as if done.
     raise_if_stopped()
-    changed = {name: value for name, value in after if value is not getattr(state, name)}
-    for name, value in changed.items():
+    update = {name: value for name, value in new_state if value is not getattr(state, name)}
+    for name, value in update.items():
         if isinstance(value, dict):
-            before = getattr(state, name)
-            changed[name] = {key: each for key, each in value.items() if each is not before.get(key)}
-    return changed | {"spent_s": timesheet.spent_s}
+            old_value = getattr(state, name)
+            update[name] = {key: entry for key, entry in value.items() if entry is not old_value.get(key)}
+    return update | {"spent_s": timesheet.spent_s}
 
 
-def _next(state: DeploymentTrials | Finalists) -> str:
+def _next_name(state: DeploymentSearchState | FinalChoiceState) -> str:
     return state.next_step.__name__ if state.next_step else END
 
 
 def _subgraph(schema: type[Any], first: Sequence[Step], edges: Mapping[Step, Sequence[Any]]) -> Any:
-    """Return the compiled graph of steps, which begins with one of `first`; `edges` has the steps that may follow each."""
+    """Return the compiled graph of steps, which begins with one of `first`; `edges` has the successors of each step."""
     graph = StateGraph(schema)
-    graph.add_conditional_edges(START, _next, [step.__name__ for step in first])
-    for step, following in edges.items():
-        graph.add_node(step.__name__, partial(_do, step))
-        graph.add_conditional_edges(step.__name__, _next, [getattr(each, "__name__", END) for each in following])
+    graph.add_conditional_edges(START, _next_name, [step.__name__ for step in first])
+    for step, successors in edges.items():
+        graph.add_node(step.__name__, partial(_run_step, step))
+        graph.add_conditional_edges(step.__name__, _next_name, [getattr(each, "__name__", END) for each in successors])
     return graph.compile().with_config(recursion_limit=MAX_STEPS)
 
 
 DEPLOYMENT_SEARCH = _subgraph(
-    DeploymentTrials,
+    DeploymentSearchState,
     [attempt.measure_baseline],
     {
         attempt.measure_baseline: [attempt.try_deployment, END],
@@ -67,7 +69,7 @@ DEPLOYMENT_SEARCH = _subgraph(
     },
 )
 VERDICT = _subgraph(
-    Finalists,
+    FinalChoiceState,
     [finalize.measure_candidate, finalize.race_candidates],
     {
         finalize.measure_candidate: [finalize.measure_candidate, finalize.race_candidates],
@@ -79,10 +81,22 @@ VERDICT = _subgraph(
 )
 
 
-def run_steps(graph: Any, start: StateT, evaluator: Evaluator, *given: Any) -> StateT:
-    """Return the state after the last step; a run that was killed in a step goes on with that step."""
+def _run_steps(graph: Any, initial_state: StateT, evaluator: Evaluator, *arguments: Any) -> StateT:
+    """Return the state after the last step, called with evaluator, arguments and state; a killed run goes on with its step."""
     timesheet = evaluator.jobs.timesheet
-    begun = dict(start) | {"spent_s": timesheet.spent_s}
-    ended = type(start).model_validate(call_subgraph(graph, begun, (evaluator, *given)))
-    timesheet.resume_at(ended.spent_s)
-    return ended
+    fields = dict(initial_state) | {"spent_s": timesheet.spent_s}
+    state = type(initial_state).model_validate(call_subgraph(graph, fields, (evaluator, *arguments)))
+    timesheet.resume_at(state.spent_s)
+    return state
+
+
+def search_deployments(
+    evaluator: Evaluator, quantization: tuple[QuantizationRecommendation, ...] | None
+) -> DeploymentSearchState:
+    """Return the state after the search for a deployment; `quantization` is what the user's own plan requests."""
+    return _run_steps(DEPLOYMENT_SEARCH, DeploymentSearchState(requested_quantization=quantization), evaluator)
+
+
+def choose_final(evaluator: Evaluator, journal: Journal) -> FinalChoice:
+    """Return the final choice and its verdict; opens the held-out images."""
+    return require(_run_steps(VERDICT, finalize.initial_state(evaluator, journal), evaluator, journal).final)

@@ -15,12 +15,12 @@ SCALES = (1.0, 100.0, 1e-3, 1e-6, 1 / 60)
 def numbers_in(text: str) -> list[tuple[str, float, float]]:
     """Return each number of a text without its sign: as written, its value, and the unit of its last digit."""
     plain = DECIMAL_COMMA.sub(".", unicodedata.normalize("NFKC", text))
-    found: list[tuple[str, float, float]] = []
+    numbers: list[tuple[str, float, float]] = []
     for match in NUMBER.finditer(plain):
         digits = match.group().replace(",", "")
         mantissa, _, exponent = digits.lower().partition("e")
-        found.append((digits, float(digits), 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))))
-    return found
+        numbers.append((digits, float(digits), 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))))
+    return numbers
 
 
 def unsupported_numbers(answer: str, sources: Iterable[str]) -> list[str]:

@@ -137,7 +137,7 @@ class Journal(Record):
 
     baseline: Evaluation
     baseline_latency_ms: float | None = None  # of a batch, as that of attempts
-    wish: tuple[QuantizationRecommendation, ...] | None = None  # quantization that the user's own plan fixes
+    requested_quantization: tuple[QuantizationRecommendation, ...] | None = None  # by the user's own plan
     deployment_search: DeploymentSearch | None = None  # the deployments that the baseline was tried in
     attempts: tuple[Attempt, ...] = ()
     rejected: tuple[Decided, ...] = ()  # plans that a person turned down before they cost anything

@@ -45,7 +45,7 @@ def advise(final: FinalChoice) -> tuple[Advice, ...]:
 
 def _options(final: FinalChoice) -> Iterator[tuple[float, Advice]]:
     """Yield what each candidate asks of the contract, with the sum of the relative changes."""
-    baseline, held = final.variants[0], {term.name: term.measured for term in final.verdict.terms}
+    baseline, measured = final.variants[0], {term.name: term.measured for term in final.verdict.terms}
     results = {result.model.sha256: result for race in (final.screening, final.race) if race for result in race.results}
     refused = final.kept_beside.evaluation.model if final.kept_beside else None
     winner = final.winner.evaluation
@@ -58,7 +58,7 @@ def _options(final: FinalChoice) -> Iterator[tuple[float, Advice]]:
         is_judged = row.model == tested
         if row.model in final.refused and not is_judged:
             continue
-        lost = max(held["accuracy"], 0.0) if is_judged else row.drop.drop
+        lost = max(measured["accuracy"], 0.0) if is_judged else row.drop.drop
         changes = dict(_changes(final.goal, lost, result.speedup, size_ratio(row, baseline)))
         if not changes:
             continue
@@ -92,8 +92,8 @@ def _evidence(
 def advice_question(goal: Goal, options: Sequence[Advice], goal_text: str | None) -> Question:
     """Return the question in which order an LLM advises the options, and why."""
     rows = [f"{number}. {_row(goal, option)}" for number, option in enumerate(options, 1)]
-    wish = [f"The user's goal: {goal_text}"] if goal_text else []
-    return Question(agent="advice", instructions=render("advice"), evidence="\n".join([*wish, *rows]))
+    goal_rows = [f"The user's goal: {goal_text}"] if goal_text else []
+    return Question(agent="advice", instructions=render("advice"), evidence="\n".join([*goal_rows, *rows]))
 
 
 def explained(goal: Goal, options: Sequence[Advice], answer: AdviceAnswer) -> tuple[Advice, ...]:

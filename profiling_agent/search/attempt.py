@@ -38,8 +38,8 @@ from profiling_agent.search.deployments import (
 from profiling_agent.search.evaluator import SLOW_CONVERSION_S, Deadline, Evaluator
 from profiling_agent.search.selection import choose_option, hopeless_kl, judge, option_key
 
-# Limits of the contract, each with the direction in which an edit may move it.
-TIGHTER = {"max_accuracy_drop": -1, "min_speedup": 1, "max_size_ratio": -1}
+# Limits of the contract, each with the sign of a change that tightens it.
+LIMIT_SIGNS = {"max_accuracy_drop": -1, "min_speedup": 1, "max_size_ratio": -1}
 
 
 def build_approval_question(
@@ -89,9 +89,9 @@ def apply_edit(answer: Approval, plan: Plan, goal: Goal, profile: schemas.ModelP
         PlanError: a pattern matches nothing, or the target is out of reach.
         RequestError: a limit would be loosened.
     """
-    limits = {name: value for name in TIGHTER if (value := getattr(answer, name)) is not None}
+    limits = {name: value for name in LIMIT_SIGNS if (value := getattr(answer, name)) is not None}
     for name, value in limits.items():
-        if (value - getattr(goal, name)) * TIGHTER[name] < 0:
+        if (value - getattr(goal, name)) * LIMIT_SIGNS[name] < 0:
             limit = f"the contract says {getattr(goal, name):g}"
             raise RequestError(f"{name} is {value:g} but {limit}: an edit can only tighten it")
     goal = with_demands(goal.model_copy(update=limits), answer.pruning, answer.caps)
@@ -111,42 +111,41 @@ COMPILE_SHARE = 0.25
 NO_TIME = "--effort thorough, a longer --time-budget or --runtimes asks for it"
 
 
-class DeploymentTrials(schemas.Record):
+class DeploymentSearchState(schemas.Record):
     """State of the search for a deployment, each of which is tried with the baseline.
 
-    `untried` are in the order of trial; `unmeasured` are the names of those that were raced, best first. `limit_s` ends the search's share of
-    the run's time, of which `spent_s` is used. `took_s` has what the last step of each kind took.
+    `untried` are in the order of trial; `unmeasured` are the names of those that were raced, best first, or None before the race. `limit_s` ends
+    the search's share of the run's time, of which `spent_s` is used. `took_s` has the seconds of the last step of each kind.
     """
 
-    wish: tuple[schemas.QuantizationRecommendation, ...] | None = None  # quantization that the user's own plan fixes
+    requested_quantization: tuple[schemas.QuantizationRecommendation, ...] | None = None  # by the user's own plan
     baseline: Evaluation | None = None
     doubt: str | None = None  # why its answers say nothing about accuracy
     spent_s: float = 0.0
     limit_s: float = Field(default=0.0, allow_inf_nan=True)
     untried: tuple[Deployment, ...] = ()
-    is_raced: bool = False
-    unmeasured: tuple[str, ...] = ()
+    unmeasured: tuple[str, ...] | None = None
     options: Annotated[dict[str, DeploymentOption], operator.or_] = Field(default_factory=dict)
     took_s: Annotated[dict[str, float], operator.or_] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
-    def next_step(self) -> "Callable[[Evaluator, DeploymentTrials], DeploymentTrials] | None":
+    def next_step(self) -> "Callable[[Evaluator, DeploymentSearchState], DeploymentSearchState] | None":
         """Return the function that does the next step, or None at the end."""
         if self.baseline is None:
             return measure_baseline
         if self.untried:
             return try_deployment
-        if not self.is_raced:
+        if self.unmeasured is None:
             return race_deployments
         return measure_deployment if self.unmeasured else None
 
     def with_option(self, name: str, option: DeploymentOption, **fields: Any) -> Self:
-        """Return a copy with what was found of a deployment."""
+        """Return a copy with the result of a deployment."""
         return self.model_copy(update={"options": self.options | {name: option}} | fields)
 
 
-def measure_baseline(evaluator: Evaluator, trials: DeploymentTrials) -> DeploymentTrials:
+def measure_baseline(evaluator: Evaluator, state: DeploymentSearchState) -> DeploymentSearchState:
     """Measure the baseline, and order its possible deployments by their promise; the paper's selection tries none.
 
     Raises:
@@ -160,35 +159,35 @@ def measure_baseline(evaluator: Evaluator, trials: DeploymentTrials) -> Deployme
     if evaluator.goal.selection == "paper":
         baseline = evaluator.evaluate_baseline(acquired.search)
     else:
-        untried = tuple(by_promise(possible_deployments(Plan(quantization=trials.wish), evaluator.choices)))
-    update = {"baseline": baseline, "doubt": doubt, "untried": untried, "is_raced": not untried}
-    return trials.model_copy(update=update | {"limit_s": evaluator.deadline.part(SEARCH_SHARE).limit_s})
+        untried = tuple(by_promise(possible_deployments(state.requested_quantization, evaluator.choices)))
+    update = {"baseline": baseline, "doubt": doubt, "untried": untried, "unmeasured": None if untried else ()}
+    return state.model_copy(update=update | {"limit_s": evaluator.deadline.part(SEARCH_SHARE).limit_s})
 
 
-def try_deployment(evaluator: Evaluator, trials: DeploymentTrials) -> DeploymentTrials:
+def try_deployment(evaluator: Evaluator, state: DeploymentSearchState) -> DeploymentSearchState:
     """Convert the baseline to the next deployment, if that fits the time.
 
     A failure of a conversion costs only that deployment. One that compiles is left out if the model is so fast that it would take more than
     COMPILE_SHARE of the run, unless nothing else can be made.
     """
-    deployment, untried = trials.untried[0], trials.untried[1:]
+    deployment, untried = state.untried[0], state.untried[1:]
     timesheet, is_named, settings = evaluator.jobs.timesheet, evaluator.choices.is_named, evaluator.settings
     is_slow = registry.runtime(deployment.runtime).is_slow_to_convert
     kind = "slow conversion" if is_slow else "conversion"
-    expected_s = trials.took_s.get(kind, SLOW_CONVERSION_S if is_slow else 0.0)
+    expected_s = state.took_s.get(kind, SLOW_CONVERSION_S if is_slow else 0.0)
     worth_s = settings.time_budget_s or evaluator.effort.search_passes * evaluator.pass_s
     is_left_out = is_slow and not is_named and expected_s > COMPILE_SHARE * worth_s
-    has_time = Deadline(timesheet, trials.limit_s).allows(expected_s) and not is_left_out
+    has_time = Deadline(timesheet, state.limit_s).allows(expected_s) and not is_left_out
     # Named runtimes take the time that they need, unless the time is named too.
     is_wanted = is_named and settings.time_budget_s is None
-    if not has_time and not is_wanted and any(option.deployed for option in trials.options.values()):
+    if not has_time and not is_wanted and any(option.deployed for option in state.options.values()):
         reason = f"not tried: no time left for its conversion; {NO_TIME}"
         option = DeploymentOption(deployment=deployment, reason=reason, wants_time=True)
-        return trials.with_option(deployment.name, option, untried=untried)
+        return state.with_option(deployment.name, option, untried=untried)
     began_s = timesheet.spent_s
     option = evaluator.deployer.make(evaluator.baseline, deployment, choose_layers=True)
     # A conversion that fails may end early.
-    took_s = trials.took_s | ({kind: timesheet.spent_s - began_s} if option.deployed else {})
+    took_s = state.took_s | ({kind: timesheet.spent_s - began_s} if option.deployed else {})
     deployed, hopeless, reason = option.deployed, hopeless_kl(evaluator.goal), ""
     if deployed is None:
         reason = f"could not be made: {option.reason}"
@@ -197,12 +196,12 @@ def try_deployment(evaluator: Evaluator, trials: DeploymentTrials) -> Deployment
     elif not deployed.kl <= hopeless:
         reason = f"the KL to the float32 model is {deployed.kl:.2g} nats, {hopeless:.2g} is hopeless"
     option = option.model_copy(update={"reason": reason})
-    return trials.with_option(deployment.name, option, untried=untried, took_s=took_s)
+    return state.with_option(deployment.name, option, untried=untried, took_s=took_s)
 
 
-def race_deployments(evaluator: Evaluator, trials: DeploymentTrials) -> DeploymentTrials:
+def race_deployments(evaluator: Evaluator, state: DeploymentSearchState) -> DeploymentSearchState:
     """Race the converted deployments; the others, best first, are to be measured."""
-    options, notes, baseline = dict(trials.options), [*evaluator.choices.notes], trials.baseline
+    options, notes, baseline = dict(state.options), [*evaluator.choices.notes], state.baseline
     assert baseline is not None, "the first step measures it"
     entrants = {name: row.deployed.model for name, row in options.items() if row.deployed and not row.reason}
     # Without a rival there is no choice to make; the race at the end of the run shows whether it is faster at all.
@@ -223,18 +222,20 @@ def race_deployments(evaluator: Evaluator, trials: DeploymentTrials) -> Deployme
                 options[name] = options[name].model_copy(update=update)
     unmeasured = [name for name in entrants if not options[name].reason]
     unmeasured.sort(key=lambda name: option_key(options[name], baseline, evaluator.goal))
-    update = {"options": options, "is_raced": True, "unmeasured": tuple(unmeasured), "notes": tuple(notes)}
-    return trials.model_copy(update=update)
+    update = {"options": options, "unmeasured": tuple(unmeasured), "notes": tuple(notes)}
+    return state.model_copy(update=update)
 
 
-def measure_deployment(evaluator: Evaluator, trials: DeploymentTrials) -> DeploymentTrials:
+def measure_deployment(evaluator: Evaluator, state: DeploymentSearchState) -> DeploymentSearchState:
     """Measure the next deployment on search images, on all until one is accepted, as effort and time allow."""
-    timesheet, took_s, began_s = evaluator.jobs.timesheet, trials.took_s, evaluator.jobs.timesheet.spent_s
-    name, option = trials.unmeasured[0], trials.options[trials.unmeasured[0]]
+    timesheet, took_s, began_s = evaluator.jobs.timesheet, state.took_s, evaluator.jobs.timesheet.spent_s
+    assert state.unmeasured, "the race fills it"
+    name, *unmeasured = state.unmeasured
+    option = state.options[name]
     assert option.deployed is not None, "only converted models are measured"
-    num_accepted = sum(each.status is Status.ACCEPTED for each in trials.options.values())
+    num_accepted = sum(each.status is Status.ACCEPTED for each in state.options.values())
     # Until one is accepted, the search may take the attempts' time as well.
-    deadline = Deadline(timesheet, trials.limit_s) if num_accepted else evaluator.deadline
+    deadline = Deadline(timesheet, state.limit_s) if num_accepted else evaluator.deadline
     if num_accepted >= evaluator.effort.num_deployments:
         update = {"reason": f"behind {num_accepted} others, so it was not measured"}
     elif "evaluation" in took_s and not deadline.allows(took_s["evaluation"]):
@@ -249,26 +250,23 @@ def measure_deployment(evaluator: Evaluator, trials: DeploymentTrials) -> Deploy
             update = {"reason": f"could not be run: {error}"}
         took_s = took_s | {"evaluation": timesheet.spent_s - began_s}
     option = option.model_copy(update=update)
-    return trials.with_option(name, option, unmeasured=trials.unmeasured[1:], took_s=took_s)
+    return state.with_option(name, option, unmeasured=tuple(unmeasured), took_s=took_s)
 
 
-def journal_of(evaluator: Evaluator, trials: DeploymentTrials) -> Journal:
+def journal_of(evaluator: Evaluator, state: DeploymentSearchState) -> Journal:
     """Return the journal of a search that has ended; the best deployment by status and contract is chosen."""
-    assert trials.baseline is not None, "the first step measures it"
-    options, search = tuple(trials.options.values()), None
+    assert state.baseline is not None, "the first step measures it"
+    options, search = tuple(state.options.values()), None
     if options:
-        best = choose_option(options, trials.baseline, evaluator.goal)
-        search = DeploymentSearch(options=options, chosen=best.deployment if best else None, notes=trials.notes)
+        best = choose_option(options, state.baseline, evaluator.goal)
+        search = DeploymentSearch(options=options, chosen=best.deployment if best else None, notes=state.notes)
     latency_ms = evaluator.profile.headline.latency.median_ms
-    return Journal(baseline=trials.baseline, baseline_latency_ms=latency_ms, wish=trials.wish, deployment_search=search)
-
-
-def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
-    """Do all steps of the search for a deployment, and return the journal."""
-    trials = DeploymentTrials(wish=plan.quantization)
-    while step := trials.next_step:
-        trials = step(evaluator, trials)
-    return journal_of(evaluator, trials)
+    return Journal(
+        baseline=state.baseline,
+        baseline_latency_ms=latency_ms,
+        requested_quantization=state.requested_quantization,
+        deployment_search=search,
+    )
 
 
 def prune_task(evaluator: Evaluator, dry: schemas.DryRun) -> PruneTask:
@@ -328,15 +326,16 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> Attempt:
 def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal: Goal) -> Deployment | None:
     """Choose the deployment of a plan's attempt; None is eager float32.
 
-    It is the leading one, or what the plan requests in the runtime that raced best with it.
+    It is the leading one, or what the plan requests in the runtime that raced best with it. A user's own plan is deployed in
+    float32 if the search chose nothing that it requests.
 
     Raises:
         PlanError: the attempt can't be deployed as the plan requests.
     """
-    search, wish = journal.deployment_search, plan.quantization
+    search, leading, requested = journal.deployment_search, journal.deployment, plan.quantization
     # The search tried only what the user's own plan requests, so its leader is the answer, with the layers that it left in float.
-    if wish is None or wish == journal.wish or (journal.deployment and wish == journal.deployment.recommendations):
-        return journal.deployment
+    if requested in (None, journal.requested_quantization, leading and leading.recommendations):
+        return leading
     if reason := why_undeployable(plan, choices, goal):
         raise PlanError(reason)
     # Deployments that failed for the unpruned model (-1) rank behind those not tried (0).
@@ -346,7 +345,7 @@ def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal
         else float(option.deployed is not None or option.wants_time) - 1
         for option in (search.options if search else ())
     }
-    possible = by_promise(possible_deployments(plan, choices))
+    possible = by_promise(possible_deployments(requested, choices))
     return max(possible, key=lambda deployment: scores.get((deployment.runtime, deployment.scheme), 0.0), default=None)
 
 

@@ -88,18 +88,20 @@ def schemes_of(recommendations: Iterable[schemas.QuantizationRecommendation]) ->
     )
 
 
-def possible_deployments(plan: Plan, choices: DeploymentChoices) -> tuple[Deployment, ...]:
+def possible_deployments(
+    quantization: tuple[schemas.QuantizationRecommendation, ...] | None, choices: DeploymentChoices
+) -> tuple[Deployment, ...]:
     """Return the deployments to try, in the order of the runtimes; eager float32 is the baseline and not among them.
 
-    A plan with quantization is followed; otherwise all requested schemes are tried. float32 and TF32 always are: another runtime may suffice.
+    A plan's quantization is followed; without any, all requested schemes are tried. float32 and TF32 always are: another runtime may suffice.
     """
-    wish, deployments = plan.quantization, list[Deployment]()
-    requested = choices.schemes if wish is None else schemes_of(wish)
+    deployments = list[Deployment]()
+    requested = choices.schemes if quantization is None else schemes_of(quantization)
     kinds = requested - {"static_nncf"}
     for runtime, available in choices.supported.items():
         schemes: list[Scheme]
         mixture, mixed = registry.runtime(runtime).mixture or (None, frozenset())
-        if wish is None or not requested:
+        if quantization is None or not requested:
             schemes = [scheme for scheme in available if scheme in requested | UNQUANTIZED]
         elif choices.on_cuda and requested & ROWWISE:
             widest: Scheme = "float8" if "float8" in requested else "dynamic"
@@ -109,7 +111,7 @@ def possible_deployments(plan: Plan, choices: DeploymentChoices) -> tuple[Deploy
         else:
             schemes = [mixture] if mixture and mixture in available and kinds <= mixed else []
         for scheme in schemes:
-            recommendations = registry.recommend(scheme, choices.layers) if wish is None else wish
+            recommendations = registry.recommend(scheme, choices.layers) if quantization is None else quantization
             if (runtime, scheme) != ("eager", "float32"):
                 deployments.append(Deployment(runtime=runtime, scheme=scheme, recommendations=recommendations))
     return tuple(deployments)
@@ -126,7 +128,7 @@ def why_undeployable(plan: Plan, choices: DeploymentChoices, goal: schemas.Goal)
     if choices.on_cuda and names_layers and not requested & ROWWISE:
         return "on CUDA half precision is the whole model's: quantization may name layers for int8 and float8 only"
     # Eager float32 is always available, and no deployment.
-    if not requested or possible_deployments(plan, choices):
+    if not requested or possible_deployments(plan.quantization, choices):
         return None
     available = ", ".join(f"{runtime} {scheme}" for runtime, schemes in choices.supported.items() for scheme in schemes)
     return f"no runtime that is installed can do what the plan asks of quantization: there are {available or 'none'}"

@@ -70,7 +70,7 @@ def raced_headline(evaluator: Evaluator, race: Race | None, model: ArtifactRef) 
     return schemas.Headline(latency=result.latency, peak_memory_bytes=evaluator.peak_memory(model))
 
 
-def made_from(candidate: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
+def float32_model(candidate: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
     """Return the float32 model that a candidate was converted from."""
     source = next((attempt for attempt in journal.attempts if attempt.number == candidate.attempt), None)
     return (source.pruned_model if source else None) or baseline
@@ -82,7 +82,7 @@ def torch_model(winner: Candidate, journal: Journal, baseline: ArtifactRef) -> A
     Only eager torch can profile single layers.
     """
     is_eager = winner.evaluation.deployment.runtime == "eager"
-    return winner.evaluation.model if is_eager else made_from(winner, journal, baseline)
+    return winner.evaluation.model if is_eager else float32_model(winner, journal, baseline)
 
 
 # A fourth test would have too little of the shared error to be worth its images.
@@ -90,7 +90,7 @@ MAX_TESTED = 3
 UNCERTAIN = "may keep the accuracy by its search images, which are too few to tell: the held-out images decide"
 
 
-class Tested(schemas.Record):
+class TestedCandidate(schemas.Record):
     """A candidate, the sessions that timed it, and its test."""
 
     candidate: Candidate
@@ -118,11 +118,12 @@ class FinalChoice(schemas.Record):
     verdict: schemas.Verdict
 
 
-class Finalists(schemas.Record):
-    """State of the final choice.
+class FinalChoiceState(schemas.Record):
+    """State of the final choice, which tests candidates in order until one keeps the accuracy: MAX_TESTED at most, each at the error that is left.
 
     `untried` are deployments in which the cheapest accepted attempt is yet to be measured, `added` those in which it was. `queue` may be
-    returned, best first; `timed` is tested next. `took_s` is what a step like the next one took, `spent_s` what the run has used of its time.
+    returned, best first; `timed` is tested next, and its timing began at `began_s`. `expected_s` is the forecast for the next step, `spent_s` what
+    the run has used of its time.
     """
 
     goal: schemas.Goal
@@ -132,15 +133,15 @@ class Finalists(schemas.Record):
     screening: Race | None = None
     queue: tuple[Candidate, ...] = ()
     timed: tuple[Candidate, Race] | None = None
-    tested: tuple[Tested, ...] = ()
+    tested: tuple[TestedCandidate, ...] = ()
     began_s: float = 0.0
-    took_s: float = 0.0
+    expected_s: float = 0.0
     spent_s: float = 0.0
     notes: tuple[str, ...] = ()
     final: FinalChoice | None = None
 
     @property
-    def next_step(self) -> "Callable[[Evaluator, Journal, Finalists], Finalists] | None":
+    def next_step(self) -> "Callable[[Evaluator, Journal, FinalChoiceState], FinalChoiceState] | None":
         """Return the function that does the next step, or None after the last."""
         if self.untried:
             return measure_candidate
@@ -153,7 +154,7 @@ class Finalists(schemas.Record):
         return decide if self.final is None else None
 
     @property
-    def chosen(self) -> Tested | None:
+    def chosen(self) -> TestedCandidate | None:
         """Return the tested candidate that keeps the accuracy, which is the last if there is one."""
         return next((each for each in self.tested if each.test.keeps_accuracy), None)
 
@@ -171,7 +172,7 @@ def _cheapest(journal: Journal, goal: schemas.Goal) -> Candidate | None:
     return next((c for c in selection.ranked(journal, goal) if c.attempt is not None), None)
 
 
-def start(evaluator: Evaluator, journal: Journal) -> Finalists:
+def initial_state(evaluator: Evaluator, journal: Journal) -> FinalChoiceState:
     """Return the state before the first step.
 
     The best deployment may differ after pruning: the cheapest accepted attempt is measured in eager float32 and in every accepted deployment.
@@ -182,50 +183,50 @@ def start(evaluator: Evaluator, journal: Journal) -> Finalists:
         accepted = [option.deployment for option in options if option.status is schemas.Status.ACCEPTED]
         known = [c.evaluation.deployment for c in selection.candidates(journal, goal) if c.attempt == best.attempt]
         untried = tuple(each for each in (Deployment(), *accepted) if each not in known)
-    return Finalists(goal=goal, untried=untried, took_s=schemas.SHARD * evaluator.pass_s)
+    return FinalChoiceState(goal=goal, untried=untried, expected_s=schemas.SHARD * evaluator.pass_s)
 
 
-def measure_candidate(evaluator: Evaluator, journal: Journal, finalists: Finalists) -> Finalists:
+def measure_candidate(evaluator: Evaluator, journal: Journal, state: FinalChoiceState) -> FinalChoiceState:
     """Measure the cheapest accepted attempt in the next deployment, if that fits the time and can be made."""
-    deployment, best = finalists.untried[0], _cheapest(journal, finalists.goal)
+    deployment, best = state.untried[0], _cheapest(journal, state.goal)
     assert best is not None, "nothing else is measured in other deployments"
-    finalists = finalists.model_copy(update={"untried": finalists.untried[1:]})
-    if not evaluator.deadline.allows(finalists.took_s):
-        return finalists
-    began_s, added = evaluator.jobs.timesheet.spent_s, finalists.added
-    model, variant = made_from(best, journal, evaluator.baseline), Variant.PRUNED
+    state = state.model_copy(update={"untried": state.untried[1:]})
+    if not evaluator.deadline.allows(state.expected_s):
+        return state
+    began_s, added = evaluator.jobs.timesheet.spent_s, state.added
+    model, variant = float32_model(best, journal, evaluator.baseline), Variant.PRUNED
     if deployment != Deployment():
         option = evaluator.deployer.make(model, deployment)
         if option.deployed is None:
-            return finalists
+            return state
         model, variant = option.deployed.model, Variant.BOTH
     with contextlib.suppress(*REFUSALS):
         evaluation = evaluator.search(variant, model, deployment, in_full=False)
-        added = (*added, selection.judge(evaluation, finalists.goal, best.attempt))
-    took_s = evaluator.jobs.timesheet.spent_s - began_s
-    return finalists.model_copy(update={"added": added, "took_s": took_s})
+        added = (*added, selection.judge(evaluation, state.goal, best.attempt))
+    expected_s = evaluator.jobs.timesheet.spent_s - began_s
+    return state.model_copy(update={"added": added, "expected_s": expected_s})
 
 
-def race_candidates(evaluator: Evaluator, journal: Journal, finalists: Finalists) -> Finalists:
+def race_candidates(evaluator: Evaluator, journal: Journal, state: FinalChoiceState) -> FinalChoiceState:
     """Race the candidates that may be returned, and line them up, best first.
 
     Among those that can't be told apart, the more accurate comes first, then the smaller. A single one needs no race.
     """
-    goal, baseline, pool = finalists.goal, journal.baseline, finalists.pool(journal)
+    goal, baseline, pool = state.goal, journal.baseline, state.pool(journal)
     # The baseline needs as many search images as any candidate.
     num_searched = max((c.evaluation.predictions.num_images for c in pool), default=0)
     if num_searched > baseline.predictions.num_images:
         baseline = evaluator.evaluate_baseline(evaluator.acquired.search, range(num_searched))
-    finalists = finalists.model_copy(update={"baseline": baseline, "took_s": 0.0})
+    state = state.model_copy(update={"baseline": baseline, "expected_s": 0.0})
     if goal.selection == "paper":
-        return finalists.model_copy(update={"queue": selection.ranked(journal, goal)})
+        return state.model_copy(update={"queue": selection.ranked(journal, goal)})
     remaining = [c for c in pool if selection.may_be_returned(c, baseline, goal)]
     if len(remaining) < 2:
-        return finalists.model_copy(update={"queue": tuple(remaining)})
+        return state.model_copy(update={"queue": tuple(remaining)})
     try:
         race = evaluator.race([each.evaluation.model for each in remaining])
     except JobError as error:
-        return finalists.with_note(f"the candidates could not be raced: {error}")
+        return state.with_note(f"the candidates could not be raced: {error}")
     lost = [c for c in remaining if c.evaluation.model.path in race.dropped]
     notes = tuple(f"{_format_name(c)} dropped out of the race: {race.dropped[c.evaluation.model.path]}" for c in lost)
     remaining = [c for c in remaining if c not in lost]
@@ -238,93 +239,81 @@ def race_candidates(evaluator: Evaluator, journal: Journal, finalists: Finalists
     while remaining:
         queue.append(min(selection.ties(remaining, baseline, goal, race), key=loss_and_size))
         remaining.remove(queue[-1])
-    return finalists.model_copy(update={"screening": race, "queue": tuple(queue), "notes": notes})
+    return state.model_copy(update={"screening": race, "queue": tuple(queue), "notes": notes})
 
 
-def time_finalist(evaluator: Evaluator, journal: Journal, finalists: Finalists) -> Finalists:
+def time_finalist(evaluator: Evaluator, journal: Journal, state: FinalChoiceState) -> FinalChoiceState:
     """Time the next candidate of the queue, which loses it; one that can't be timed or is slower goes no further."""
-    first, queue, timesheet = finalists.queue[0], list(finalists.queue), evaluator.jobs.timesheet
-    if finalists.took_s and not evaluator.closing.allows(finalists.took_s):
-        return finalists.with_note(f"the time budget has no room to test {_format_name(first)}", queue=())
+    first, queue, timesheet = state.queue[0], list(state.queue), evaluator.jobs.timesheet
+    if state.expected_s and not evaluator.closing.allows(state.expected_s):
+        return state.with_note(f"the time budget has no room to test {_format_name(first)}", queue=())
     began_s = timesheet.spent_s
     try:
-        winner, race = _time_candidates(evaluator, journal, queue, finalists.screening)
+        winner, race = _time_candidates(evaluator, journal, queue, state.screening)
         result = race.result_of(winner.evaluation.model)
         problem = f"is shown slower ({result.speedup:.2f}x) and was left out" if result.speedup_high < 1 else None
     except JobError as error:
         winner, race, problem = first, None, f"could not be timed: {error}"
     queue.remove(winner)
     if race is not None and problem is None:
-        return finalists.model_copy(update={"queue": tuple(queue), "timed": (winner, race), "began_s": began_s})
-    took_s = max(finalists.took_s, timesheet.spent_s - began_s)
-    return finalists.with_note(f"{_format_name(winner)} {problem}", queue=tuple(queue), took_s=took_s)
+        return state.model_copy(update={"queue": tuple(queue), "timed": (winner, race), "began_s": began_s})
+    expected_s = max(state.expected_s, timesheet.spent_s - began_s)
+    return state.with_note(f"{_format_name(winner)} {problem}", queue=tuple(queue), expected_s=expected_s)
 
 
-def test_finalist(evaluator: Evaluator, journal: Journal, finalists: Finalists) -> Finalists:  # noqa: ARG001 - a step has the journal
+def test_finalist(evaluator: Evaluator, journal: Journal, state: FinalChoiceState) -> FinalChoiceState:  # noqa: ARG001 - a step has the journal
     """Test the candidate that was timed on the held-out images."""
-    assert finalists.timed is not None, "a candidate is timed first"
-    (winner, race), goal, notes = finalists.timed, finalists.goal, [*finalists.notes]
+    assert state.timed is not None, "a candidate is timed first"
+    (winner, race), goal, notes = state.timed, state.goal, [*state.notes]
     name = _format_name(winner)
     if winner.status is not schemas.Status.ACCEPTED and goal.selection == "contract":
         notes.append(f"{name} {UNCERTAIN}")
     test = verdict.run_heldout_test(
         evaluator,
         winner.evaluation,
-        bias=selection_bias([c.evaluation.drop for c in (winner, *finalists.queue) if c.evaluation.drop]),
-        fresh=None if finalists.tested else evaluator.settings.fresh_ledger,
+        bias=selection_bias([c.evaluation.drop for c in (winner, *state.queue) if c.evaluation.drop]),
+        fresh=None if state.tested else evaluator.settings.fresh_ledger,
     )
     notes += verdict.opening_notes(test.opening)
     if not test.keeps_accuracy:
         notes.append(f"{name} {test.loss_text(goal)} and was refused")
     elif warning := noise_warning(race):
         notes.append(warning)
-    took_s = max(finalists.took_s, evaluator.jobs.timesheet.spent_s - finalists.began_s)
-    tested = (*finalists.tested, Tested(candidate=winner, race=race, test=test))
-    return finalists.model_copy(update={"timed": None, "tested": tested, "took_s": took_s, "notes": tuple(notes)})
+    expected_s = max(state.expected_s, evaluator.jobs.timesheet.spent_s - state.began_s)
+    tested = (*state.tested, TestedCandidate(candidate=winner, race=race, test=test))
+    return state.model_copy(update={"timed": None, "tested": tested, "expected_s": expected_s, "notes": tuple(notes)})
 
 
-def decide(evaluator: Evaluator, journal: Journal, finalists: Finalists) -> Finalists:
+def decide(evaluator: Evaluator, journal: Journal, state: FinalChoiceState) -> FinalChoiceState:
     """Decide the verdict on the candidate that keeps the accuracy, or else on the first that was tested."""
-    goal, chosen, baseline = finalists.goal, finalists.chosen, finalists.baseline
+    goal, chosen, baseline = state.goal, state.chosen, state.baseline
     assert baseline is not None, "it was measured for the race"
-    judged = chosen or next(iter(finalists.tested), None)
+    judged = chosen or next(iter(state.tested), None)
     test, race = (judged.test, judged.race) if judged else (None, None)
     if test:
         heldout_baseline = test.baseline
     else:
         first_look = next(verdict.look_ranges(evaluator.num_heldout))
         heldout_baseline = evaluator.evaluate_baseline(evaluator.acquired.heldout, first_look)
-    refused = [each.candidate for each in finalists.tested if each is not chosen]
+    refused = [each.candidate for each in state.tested if each is not chosen]
     result = verdict.decide_verdict(goal, evaluator.acquired, test, race)
     if result.binding in ("speed", "size") and verdict.is_out_of_reach(evaluator, journal, result.binding):
         result = verdict.decide_verdict(goal, evaluator.acquired, test, race, out_of_reach=result.binding)
     final = FinalChoice(
         goal=goal,
         winner=chosen.candidate if chosen else Candidate(evaluation=journal.baseline),
-        variants=(baseline, *(c.evaluation for c in finalists.pool(journal))),
-        screening=finalists.screening,
+        variants=(baseline, *(c.evaluation for c in state.pool(journal))),
+        screening=state.screening,
         race=race,
         heldout_baseline=heldout_baseline,
         heldout_winner=chosen.test.candidate if chosen else heldout_baseline,
         kept_beside=next(iter(refused), None),
         refused=tuple(candidate.evaluation.model for candidate in refused),
-        notes=finalists.notes,
+        notes=state.notes,
         verdict=result,
     )
     # It has what they had.
-    return finalists.model_copy(update={"final": final, "screening": None, "queue": (), "tested": ()})
-
-
-def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
-    """Do all steps of the final choice; opens the held-out images.
-
-    Candidates are tested in order until one keeps the accuracy: three at most, each at the error that is left.
-    """
-    finalists = start(evaluator, journal)
-    while step := finalists.next_step:
-        finalists = step(evaluator, journal, finalists)
-    assert finalists.final is not None, "the last step decides"
-    return finalists.final
+    return state.model_copy(update={"final": final, "screening": None, "queue": (), "tested": ()})
 
 
 def _format_name(candidate: Candidate) -> str:

@@ -9,14 +9,7 @@ from typing import Literal, NamedTuple
 from profiling_agent.errors import AdvisorError, PlanError
 from profiling_agent.lib.machine import environment
 from profiling_agent.planning import allocation
-from profiling_agent.planning.allocation import (
-    allowed_kl,
-    apply_demands,
-    dry_run,
-    dry_run_or_none,
-    saved_share,
-    scaled,
-)
+from profiling_agent.planning.allocation import allowed_kl, apply_demands, dry_run, dry_run_or_none, saved_share, scaled
 from profiling_agent.planning.digest import plan_text
 from profiling_agent.planning.llm_planner import UNKNOWN, Planning, Setting, Submission
 from profiling_agent.planning.rules import analyse
@@ -331,10 +324,10 @@ def _objection(plan: Plan, planning: Planning, planner: Planner, target: Target 
 
 
 def _deployed_alike(plan: Plan, journal: Journal) -> list[Attempt]:
-    wish, leading = plan.quantization, journal.deployment.recommendations if journal.deployment else ()
-    if wish is None or wish == leading:
+    quantization, leading = plan.quantization, journal.deployment.recommendations if journal.deployment else ()
+    if quantization is None or quantization == leading:
         return [row for row in journal.attempts if journal.applies_to_chosen_deployment(row)]
-    return [row for row in journal.attempts if row.plan.quantization == wish]
+    return [row for row in journal.attempts if row.plan.quantization == quantization]
 
 
 def _unknown_layers(plan: Plan, profile: ModelProfile) -> str | None:

@@ -130,11 +130,8 @@ def why_unproven(acquired: schemas.Acquired, goal: Goal) -> str | None:
 
     Assumed is a model that answers nothing differently: any other needs more.
     """
-    num_searched, num_heldout, error = (
-        acquired.search.num_images,
-        acquired.heldout.num_images,
-        ACCURACY_ERROR * share(1),
-    )
+    num_searched, num_heldout = acquired.search.num_images, acquired.heldout.num_images
+    error = ACCURACY_ERROR * share(1)
     heldout_bound = (
         intervals.upper_bound(intervals.Counts(0, 0, num_heldout), error)
         if num_heldout > MAX_AT_ONCE
@@ -271,7 +268,7 @@ def is_out_of_reach(evaluator: Evaluator, journal: schemas.Journal, term: Litera
         cheapest = [evaluator.jobs.run(task).model if cuts else baseline]
     except (PruningError, *REFUSALS):
         return False
-    for deployment in by_promise(possible_deployments(schemas.Plan(quantization=journal.wish), evaluator.choices)):
+    for deployment in by_promise(possible_deployments(journal.requested_quantization, evaluator.choices)):
         if term == "size" and is_small(cheapest):
             return False
         is_slow = registry.runtime(deployment.runtime).is_slow_to_convert

@@ -11,7 +11,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 
 from profiling_agent.errors import RequestError, RunError
-from profiling_agent.graph.ask import AskContext, build_ask_graph
+from profiling_agent.graph.ask import NOT_PROPOSED, PROPOSED, AskContext, answer_question, build_ask_graph
 from profiling_agent.graph.state import Allowlist
 from profiling_agent.llm.numbers import unsupported_numbers
 from profiling_agent.reporting.records import Records, changed_request
@@ -29,10 +29,13 @@ def started(request: Request) -> str:
     return f"it runs with a drop of {request.max_accuracy_drop}"
 
 
-def asked(run: Path, server: Server, question: str = "why?", **options: Any) -> dict[str, Any]:
-    graph = build_ask_graph(started, checkpointer=InMemorySaver(), **options)
+def asked(run: Path, server: Server, *answers: Any, start: Any = started) -> Any:
+    """Return the state after a question, or after each answer to its interrupts as well."""
+    graph = build_ask_graph(start, checkpointer=InMemorySaver())
     context = AskContext(str(run), "openai:scripted", server.url)
-    return graph.invoke({"messages": [("user", question)]}, CONFIG, context=context)
+    inputs = [{"messages": [("user", "why?")]}, *(Command(resume=answer) for answer in answers)]
+    states = [graph.invoke(each, CONFIG, context=context) for each in inputs]
+    return states if answers else states[0]
 
 
 def results_of(result: dict[str, Any]) -> list[str]:
@@ -91,44 +94,48 @@ def test_an_llm_that_calls_tools_for_ever_has_to_answer(finished: Path):
         assert asked(finished, server)["messages"][-1].text == "enough"
 
 
-def test_another_run_starts_only_after_a_persons_yes(finished: Path):
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [(["approve"], "it runs with a drop of 0.02"), (["reject"], "No, don't start it."), ([], "No, don't start it.")],
+)
+def test_another_run_starts_only_after_a_persons_yes(finished: Path, types: list[str], expected: str):
     proposal = call("propose_run", changes={"max_accuracy_drop": 0.02}, reason="two points allow a deeper cut")
-    for answer, expected in (("approve", "it runs with a drop of 0.02"), ("reject", "No, don't start it.")):
-        with chat_server(in_turn(proposal, Said(content="done"))) as server:
-            graph = build_ask_graph(started, checkpointer=InMemorySaver())
-            context = AskContext(str(finished), "openai:scripted", server.url)
-            waiting = graph.invoke({"messages": [("user", "try 2 points")]}, CONFIG, context=context)
-            result = graph.invoke(Command(resume={"decisions": [{"type": answer}]}), CONFIG, context=context)
+    with chat_server(in_turn(proposal, Said(content="done"))) as server:
+        waiting, result = asked(finished, server, {"decisions": [{"type": each} for each in types]})
 
-        assert waiting["__interrupt__"][0].value["action_requests"][0]["args"] == {"max_accuracy_drop": 0.02}
-        (said,) = [message.text for message in result["messages"] if message.name == "run"]
-        assert expected in said
+    assert waiting["__interrupt__"][0].value["action_requests"][0]["args"] == {"max_accuracy_drop": 0.02}
+    (said,) = [message.text for message in result["messages"] if message.name == "run"]
+    assert expected in said
+
+
+def proposal_of(*drops: float) -> Said:
+    """Return a reply that proposes a run for each drop."""
+    calls = [("propose_run", {"changes": {"max_accuracy_drop": drop}, "reason": "deeper"}) for drop in drops]
+    return Said(tool_calls=tuple(calls))
 
 
 def test_of_several_proposals_the_person_is_asked_about_the_first_and_only_that_one_starts(finished: Path):
-    both = Said(
-        tool_calls=tuple(
-            ("propose_run", {"changes": {"max_accuracy_drop": drop}, "reason": "deeper"}) for drop in (0.02, 0.03)
-        )
-    )
     runs: list[Request] = []
-
-    def start(request: Request) -> str:
-        runs.append(request)
-        return "MET"
-
-    with chat_server(in_turn(both, Said(content="done"))) as server:
-        graph = build_ask_graph(start, checkpointer=InMemorySaver())
-        context = AskContext(str(finished), "openai:scripted", server.url)
-        waiting = graph.invoke({"messages": [("user", "go on")]}, CONFIG, context=context)
-        graph.invoke(Command(resume="approve"), CONFIG, context=context)
+    with chat_server(in_turn(proposal_of(0.02, 0.03), Said(content="done"))) as server:
+        waiting, result = asked(finished, server, "approve", start=lambda request: str(runs.append(request)))
 
     assert waiting["__interrupt__"][0].value["action_requests"][0]["args"] == {"max_accuracy_drop": 0.02}
+    assert results_of(result) == [PROPOSED, NOT_PROPOSED]
     (run,) = runs
     assert run.max_accuracy_drop == 0.02
     # Nothing that leads elsewhere is taken over from the report, which may be somebody else's.
     assert (run.llm, run.base_url, run.plan, run.approve) == ("none", None, None, "never")
     assert run.output == str(finished.resolve().parent)
+
+
+def test_the_command_starts_one_confirmed_run_and_declines_others(finished: Path):
+    with chat_server(in_turn(proposal_of(0.02), proposal_of(0.03), Said(content="done"))) as server:
+        context = AskContext(str(finished), "openai:scripted", server.url)
+        _, run = answer_question(context, "go on", lambda *_: True)
+
+    assert run is not None
+    assert run.max_accuracy_drop == 0.02
+    assert server.asked[-1]["messages"][-1]["content"] == "No, don't start it."
 
 
 @pytest.mark.parametrize("field", ["base_url", "output", "plan", "llm", "model"])

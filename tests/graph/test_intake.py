@@ -51,7 +51,7 @@ def test_amounts_become_limits_that_imply_them_and_are_shown_with_what_they_are_
 
     # 30 of 12.5 images a second, and 40 MB of 310 rounded down.
     assert found.changes == LIMITS
-    assert found.words == (
+    assert found.summary == (
         'at most 0.5 points of top-1 lost ("half a point")',
         "at least 2.4x as fast: 30 images a second in batches of 32, where the baseline does 12.5"
         ' ("30 images a second")',
@@ -104,15 +104,15 @@ def test_settings_and_a_time_budget_are_taken_and_a_size_that_is_no_limit_is_all
         "quantize_dtype": "int8",
         "objective": "size",
     }
-    assert "objective size" in found.words
+    assert "objective size" in found.summary
 
 
 def test_a_goal_without_an_amount_leaves_the_limits_and_says_so():
     found = read("make it fast")
 
     assert found.changes == {}
-    assert found.words[0] == "at most 1 points of top-1 lost (not in the goal)"
-    assert found.words[-1] == "the goal has no amounts, so the limits stay as they are"
+    assert found.summary[0] == "at most 1 points of top-1 lost (not in the goal)"
+    assert found.summary[-1] == "the goal has no amounts, so the limits stay as they are"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from architecture import ROOT
 from conftest import World
 from interrupted import finished_jobs
 from sample_records import with_attempt
+from search.scripted import open_journal
 from transformers import ViTForImageClassification
 from world import write_data
 
@@ -33,7 +34,7 @@ from profiling_agent.planning.rules import analyse
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.runtimes.registry import recommend
 from profiling_agent.schemas import Deployment, Outcome, Plan
-from profiling_agent.search.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
+from profiling_agent.search.attempt import measure_attempt, prune_attempt, quantize_attempt
 from profiling_agent.search.planners import propose
 from profiling_agent.workspace import Workspace
 
@@ -91,7 +92,7 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
         plan, journal = analyse(evaluator.profile, evaluator.goal), None
         while isinstance(plan, Plan):
             candidate = prune_attempt(evaluator, plan)
-            journal = journal or open_journal(evaluator, plan)
+            journal = journal or open_journal(evaluator)
             candidate = quantize_attempt(evaluator, candidate, journal.deployment)
             journal = with_attempt(journal, measure_attempt(evaluator, candidate, journal))
             plan = propose(evaluator.goal, evaluator.profile, journal, max_iterations=state.request.max_iterations)

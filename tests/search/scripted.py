@@ -8,11 +8,13 @@ import numpy as np
 import sample_records
 
 from profiling_agent import schemas
+from profiling_agent.graph.steps import search_deployments
 from profiling_agent.jobs.tasks import Evaluated
 from profiling_agent.measure.intervals import Answers, write_predictions
 from profiling_agent.request import Request
 from profiling_agent.runtimes.registry import recommend
-from profiling_agent.schemas import Acquired, ArtifactRef, DeployedModel, Deployment, DeploymentOption
+from profiling_agent.schemas import Acquired, ArtifactRef, DeployedModel, Deployment, DeploymentOption, Journal
+from profiling_agent.search.attempt import journal_of
 from profiling_agent.search.deployments import DeploymentChoices
 from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.workspace import TIMESHEET_FILE, Timesheet
@@ -139,3 +141,8 @@ def evaluator(
         settings=Request(batch_size=4, time_budget=time_budget, **(settings or {})),
         choices=choices or DeploymentChoices(),
     )
+
+
+def open_journal(evaluator: Evaluator) -> Journal:
+    """Do all steps of the deployment search."""
+    return journal_of(evaluator, search_deployments(evaluator, None))

@@ -8,19 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import sample_records
-from search.scripted import Jobs, deployed, evaluator, name_of
+from search.scripted import Jobs, deployed, evaluator, name_of, open_journal
 
 from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.jobs import tasks
-from profiling_agent.schemas import (
-    DeploymentSearch,
-    LayerCost,
-    Plan,
-    Race,
-    Status,
-    Tuned,
-)
-from profiling_agent.search.attempt import open_journal
+from profiling_agent.schemas import DeploymentSearch, LayerCost, Race, Status, Tuned
 from profiling_agent.search.deployments import ASKED_SCHEMES, DeploymentChoices
 from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.search.selection import rejudged
@@ -113,7 +105,7 @@ def deployment_search(
         supported[runtime].append(scheme)
     choices = DeploymentChoices(supported, ASKED_SCHEMES["auto"], is_named=is_named)
     held, script = evaluator_of(root, deployments, choices=choices, **asked)
-    search = open_journal(held, Plan()).deployment_search
+    search = open_journal(held).deployment_search
     assert search is not None
     return search, script
 
@@ -170,10 +162,7 @@ def float_and_int8(size_bytes: int, lost: int) -> dict[str, Made]:
 
 
 def two_in_doubt(lost: int, other_lost: int) -> dict[str, Made]:
-    return {
-        "onnxruntime static": Made(speedup=12.0, lost=lost, size_bytes=900),
-        **float_and_int8(4000, other_lost),
-    }
+    return {"onnxruntime static": Made(speedup=12.0, lost=lost, size_bytes=900), **float_and_int8(4000, other_lost)}
 
 
 @pytest.mark.parametrize(
@@ -268,7 +257,7 @@ def test_a_contract_that_has_changed_chooses_again_and_keeps_the_attempts(tmp_pa
     choices = DeploymentChoices({"eager": ("dynamic",), "openvino": ("static",)}, ASKED_SCHEMES["auto"])
     deployments = {"openvino static": Made(speedup=4.0, lost=30), "eager dynamic": Made(speedup=2.0)}
     loose, script = evaluator_of(tmp_path, deployments, choices=choices, max_accuracy_drop=0.03)
-    opened = sample_records.with_attempt(open_journal(loose, Plan()), sample_records.attempt(1, 0.25, accepted=True))
+    opened = sample_records.with_attempt(open_journal(loose), sample_records.attempt(1, 0.25, accepted=True))
     assert getattr(opened.deployment, "name", None) == "openvino static"
     assert rejudged(opened, loose.goal) == opened
     num_jobs = len(script.asked)
@@ -299,13 +288,7 @@ INT8 = {"openvino static": Made(), "inductor static": Made()}
 def test_a_time_budget_ends_the_search_once_it_has_had_its_share(
     tmp_path: Path, tried: dict[str, Made], time_budget_s: float, converted: list[str], is_named: bool
 ):
-    held, script = deployment_search(
-        tmp_path,
-        tried,
-        scripted=Timed,
-        is_named=is_named,
-        time_budget_s=time_budget_s,
-    )
+    held, script = deployment_search(tmp_path, tried, scripted=Timed, is_named=is_named, time_budget_s=time_budget_s)
 
     assert script.converted == converted
     assert chosen(held)

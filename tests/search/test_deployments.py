@@ -40,7 +40,7 @@ def rec(layer: str, kind: str, dtype: str) -> QuantizationRecommendation:
 
 
 def names(plan: Plan, choices: DeploymentChoices) -> set[str]:
-    return {deployment.name for deployment in possible_deployments(plan, choices)}
+    return {deployment.name for deployment in possible_deployments(plan.quantization, choices)}
 
 
 FLOAT32 = {"inductor float32", "onnxruntime float32", "openvino float32"}
@@ -73,7 +73,7 @@ def test_a_plan_has_the_deployments_that_can_carry_it_out(plan: Plan, dtype: str
     choices = DeploymentChoices(EVERY, ASKED_SCHEMES[dtype])
 
     assert names(plan, choices) == expected
-    for found in possible_deployments(plan, choices):
+    for found in possible_deployments(plan.quantization, choices):
         assert plan.quantization in (None, found.recommendations)
     # A runtime that is not there has none.
     here = DeploymentChoices({"eager": EVERY["eager"]}, ASKED_SCHEMES[dtype])
@@ -95,7 +95,7 @@ def test_dtypes_that_do_not_go_with_their_type_are_refused():
 
 
 def test_on_cuda_nothing_is_offered_that_has_no_kernels_there():
-    found = possible_deployments(Plan(), deployment_choices(Request(), "cuda"))
+    found = possible_deployments(None, deployment_choices(Request(), "cuda"))
     named = {deployment.name for deployment in found}
     assert {deployment.runtime for deployment in found} <= {"eager", "graphed", "inductor"}
     assert not {deployment.scheme for deployment in found} & {"static", "static_nncf"}
@@ -110,7 +110,7 @@ def test_on_cuda_a_request_limits_the_schemes():
         (Request(quantize_dtype="none"), {"float32", "tf32"}),
         (Request(quantize_layers="mlp"), {"float32", "tf32", "dynamic", "float8"}),
     ):
-        found = possible_deployments(Plan(), deployment_choices(asked, "cuda"))
+        found = possible_deployments(None, deployment_choices(asked, "cuda"))
         assert {deployment.scheme for deployment in found} <= schemes
 
 
@@ -126,7 +126,7 @@ def test_on_cuda_a_request_limits_the_schemes():
 def test_on_cuda_a_plan_mixes_int8_float8_and_bfloat16(recommendations, expected: str | None):
     choices = deployment_choices(Request(runtimes="eager,graphed"), "cuda")
 
-    found = possible_deployments(Plan(quantization=recommendations), choices)
+    found = possible_deployments(recommendations, choices)
 
     assert [deployment.name for deployment in found] == ([expected] if expected else [])
 
@@ -199,7 +199,7 @@ def test_what_a_users_plan_asks_for_is_deployed_in_what_led_of_that():
     kept = (INT8, rec("classifier", "cast", "float32"))
     leads = Deployment(runtime="onnxruntime", scheme="dynamic", recommendations=kept)
     search = DeploymentSearch(options=(), chosen=leads)
-    opened = Journal(baseline=BASELINE, deployment_search=search, wish=(INT8,))
+    opened = Journal(baseline=BASELINE, deployment_search=search, requested_quantization=(INT8,))
 
     assert deployment_of(Plan(quantization=(INT8,)), opened, CHOICES, GOAL) == leads
 

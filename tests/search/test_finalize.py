@@ -11,10 +11,11 @@ from search.scripted import Jobs, deployed, evaluator, name_of, option
 
 from profiling_agent import schemas
 from profiling_agent.errors import JobError
+from profiling_agent.graph.steps import choose_final
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask
 from profiling_agent.measure.intervals import share
 from profiling_agent.schemas import NUM_SESSIONS, Deployment, DeploymentOption, Opening, Outcome, Race, Variant
-from profiling_agent.search.finalize import FinalChoice, finalize
+from profiling_agent.search.finalize import FinalChoice
 from profiling_agent.search.verdict import ACCURACY_ERROR
 
 
@@ -99,7 +100,7 @@ def chosen(
     asked: dict[str, Any] = {"max_accuracy_drop": 0.02, "max_size_ratio": 1.0} | (goal or {})
     search = schemas.DeploymentSearch(options=options, chosen=options[0].deployment) if options else None
     journal = schemas.Journal(baseline=sample_records.BASELINE, attempts=attempts, deployment_search=search)
-    return finalize(evaluator(jobs, settings=settings, time_budget_s=time_budget_s, **asked), journal), jobs
+    return choose_final(evaluator(jobs, settings=settings, time_budget_s=time_budget_s, **asked), journal), jobs
 
 
 def returned(final: FinalChoice) -> str:

@@ -12,7 +12,7 @@ from search.scripted import Jobs, deployed
 
 from profiling_agent.jobs import tasks
 from profiling_agent.schemas import DeployedModel, Deployment, Headline, Journal, Plan, PrunedModel, Tuned
-from profiling_agent.search.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
+from profiling_agent.search.attempt import measure_attempt, prune_attempt, quantize_attempt
 from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.search.selection import ranked
 
@@ -52,7 +52,7 @@ def evaluator(script: Script, **goal: Any) -> Evaluator:
 
 
 def attempted(asked: Evaluator, *ratios: float) -> Journal:
-    journal = open_journal(asked, sample_records.plan(ratios[0]))
+    journal = scripted.open_journal(asked)
     for ratio in ratios:
         prepared = quantize_attempt(asked, prune_attempt(asked, sample_records.plan(ratio)), None)
         journal = sample_records.with_attempt(journal, measure_attempt(asked, prepared, journal))

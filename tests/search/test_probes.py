@@ -46,7 +46,7 @@ class Jobs(scripted.Jobs):
 
 def lab(jobs: Any) -> Any:
     evaluator = scripted.evaluator(jobs, profile=FOUND, choices=CHOICES)
-    return lab_of(evaluator, Journal.model_construct(deployment_search=None, wish=None)), evaluator
+    return lab_of(evaluator, Journal.model_construct(deployment_search=None, requested_quantization=None)), evaluator
 
 
 def test_a_probe_prunes_and_counts_what_changes_on_calibration_images(tmp_path: Path):
