@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Generator, Mapping
+import re
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,15 +15,14 @@ import torch
 from huggingface_hub import constants, errors, snapshot_download
 from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage] - of the transport library
 from PIL import Image
-from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModelForImageClassification,
-    CLIPImageProcessorPil,
-    TimmWrapperConfig,
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoImageProcessor, CLIPImageProcessorPil, TimmWrapperConfig
+from transformers.models.auto.auto_factory import _get_model_class  # pyright: ignore[reportPrivateUsage]
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from profiling_agent.data import TIMM, is_local
 from profiling_agent.data.images import process, to_processor_channels
@@ -34,10 +34,26 @@ from profiling_agent.lib.modules import device_of, preserving_state
 from profiling_agent.schemas import InputSpec, ShapeFacts
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack"}
+# Beginnings of the names of a trainer's files that hold no weights.
+TRAINER_FILES = ("optimizer", "scheduler", "scaler", "rng_state", "random_states", "training_args")
+# What torch.nn.DataParallel, torch.compile and PEFT add to the names of tensors.
+WRAPPERS = re.compile(r"^(?:module\.|base_model\.model\.|base_model\.)+")
+# Ends of the names of tensors that change no logits: counters, and tables that are computed from the configuration.
+HARMLESS = ("num_batches_tracked", "position_ids", "relative_position_index", "attn_mask", "total_ops", "total_params")
+# Fields of a config.json that tell how a model is run, not what it computes.
+RUN_SETTINGS = {
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "fusion_config"),
+    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+    *("output_attentions", "_output_attentions", "output_hidden_states", "return_dict", "use_return_dict"),
+    *("torchscript", "dtype", "torch_dtype", "chunk_size_feed_forward", "gradient_checkpointing"),
+}
+MERGE = "PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(folder)"
 # Files of this package's saved and exported models, whose int8 weights transformers may read as floats.
 OUTPUT_FILES = ("recipe.json", "layers.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-MODEL_FILES = ["config.json", *PROCESSOR_FILES, WEIGHTS, INDEX, "model-*-of-*.safetensors"]
+MODEL_FILES = ["config.json", *PROCESSOR_FILES, WEIGHTS, INDEX, "model-*-of-*.safetensors", ADAPTER, ADAPTER_CONFIG]
 # Arguments of `timm.create_model` that load weights, some of them as pickles.
 LOADING_ARGUMENTS = {"checkpoint_path", "cache_dir", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 # Two aspect ratios: a processor that keeps the aspect ratio gives two shapes, and so does not fix one.
@@ -80,7 +96,7 @@ class LoadedModel:
     """A classifier in eval mode and float32 on its device.
 
     `source` is the requested name, or the absolute path of a folder; `revision` is the Hub commit, or None for a folder.
-    `note`, for readers of the results, is set if the weights are stored in half precision.
+    `notes`, for readers of the results, name weights that were converted, merged, renamed or not used.
     """
 
     model: nn.Module
@@ -88,7 +104,7 @@ class LoadedModel:
     source: str
     revision: str | None
     architecture: str
-    note: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def load_model(
@@ -96,7 +112,8 @@ def load_model(
 ) -> LoadedModel:
     """Load the image classifier `name`: a Hub id, a local folder, or reference:vit|deit|swin|resnet.
 
-    Weights come from safetensors only, Pillow processes the images, and no code from the model repository is run.
+    Weights come from safetensors only, Pillow processes the images, and no code from the model repository is run. What config.json tells
+    about how the model is run (attention kernels, outputs, dtype) is ignored. A LoRA adapter next to the weights is merged.
 
     Raises:
         AcquisitionError: the model can't be fetched, is no image classifier, or its weights are incomplete or not finite.
@@ -112,10 +129,7 @@ def load_model(
             commit = folder.name
         progress(f"loading {name}", 0, 0)
         config = _read_config(folder, name)
-        dtype, note = str(config.dtype or torch.float32).removeprefix("torch."), None
-        if dtype != "float32":
-            note = f"the weights are stored in {dtype}: the baseline that sizes and speeds are compared with is float32"
-        model: Any = _read_weights(folder, name, config)
+        model, notes = _read_weights(folder, name, config)
         processor = _read_processor(folder, name, config)
         model.config.name_or_path = model.name_or_path = str(folder)
     return LoadedModel(
@@ -124,7 +138,7 @@ def load_model(
         source=str(folder) if is_local(name) else name,
         revision=commit,
         architecture=type(model).__name__,
-        note=note,
+        notes=notes,
     )
 
 
@@ -137,6 +151,9 @@ def _read_config(folder: Path, name: str) -> Any:
     origin = "give the model that it was made from"
     if any((folder / file).exists() for file in OUTPUT_FILES):
         raise AcquisitionError(f"model {name!r} was written by profiling-agent: {origin}")
+    has_weights = any((folder / file).exists() for file in (WEIGHTS, INDEX))
+    if (folder / ADAPTER_CONFIG).exists() and not has_weights:
+        raise AcquisitionError(f"model {name!r} is an adapter without its model: merge it with PEFT ({MERGE})")
     refuse = partial(_refused, f"model {name!r} can't be read from its config.json: ")
     with third_party_errors(refuse):
         fields: dict[str, Any] = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
@@ -144,17 +161,25 @@ def _read_config(folder: Path, name: str) -> Any:
         is_supported = model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
         if fields.get("auto_map") and not is_supported:
             raise AcquisitionError(f"model {name!r} needs Python code of its own, which is never run: choose another")
+        if not is_supported:
+            built_for = ", ".join([*(fields.get("architectures") or []), f"model_type {model_type!r}"])
+            problem = f"is no image classifier that the installed transformers knows ({built_for})"
+            raise AcquisitionError(f"model {name!r} {problem}: choose one that is")
         if model_type == TIMM:
-            config: Any = TimmWrapperConfig.from_dict(check_timm(fields, refuse))
+            fields = check_timm(fields, refuse)
+            config: Any = TimmWrapperConfig.from_dict(_without_run_settings(fields))
         else:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            config = AutoConfig.for_model(**_without_run_settings(fields))
         labels: dict[int, Any] = dict(config.id2label)
-    built_for = ", ".join(config.architectures or [config.model_type])
+    count = fields.get("num_classes" if model_type == TIMM else "num_labels") or len(labels)
+    num_names = len(fields.get("id2label") or fields.get("label_names") or labels)
     kind = config.problem_type or "single_label_classification"
     is_numbered = set(labels) == set(range(len(labels))) and all(isinstance(label, str) for label in labels.values())
     problems = {
         f"is quantized already: {origin}": fields.get("quantization_config") is not None,
-        f"is no image classifier ({built_for}): choose one that is": not is_supported,
+        f"has weights elsewhere (transformers_weights): name them {WEIGHTS}": fields.get("transformers_weights")
+        is not None,
+        f"has {count} classes by its config.json, which names {num_names}: make them agree": count != num_names,
         "has one output: give a classifier with one for each class": len(labels) < 2,
         f"has problem_type {kind!r}: give one with a single label an image": kind != "single_label_classification",
         # Labels of a data set become these numbers, and are compared with the indices of logits.
@@ -165,37 +190,135 @@ def _read_config(folder: Path, name: str) -> Any:
     return config
 
 
-def _read_weights(folder: Path, name: str, config: Any) -> nn.Module:
-    """Return the model with all of its weights, which are in safetensors files of its folder."""
-    if not any((folder / file).exists() for file in (WEIGHTS, INDEX)):
-        raise AcquisitionError(f"model {name!r} has no {WEIGHTS}: save it as safetensors, as pickles are never loaded")
-    refuse = partial(_refused, f"model {name!r} can't be loaded from {WEIGHTS}: ")
+def _without_run_settings(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_run_settings(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name not in RUN_SETTINGS
+    }
+
+
+def _read_weights(folder: Path, name: str, config: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return the model with all of its weights, merged with a LoRA adapter if there is one, and notes on them."""
+    refuse = partial(_refused, f"model {name!r} can't be loaded from its weights: ")
     with third_party_errors(refuse):
-        if not (folder / WEIGHTS).exists():
-            for file in set(json.loads((folder / INDEX).read_text())["weight_map"].values()):
-                if (folder / file).parent != folder or not file.endswith(".safetensors"):
-                    raise refuse(f"{INDEX} names {file!r}, which is no safetensors file in its folder")
-        model, info = AutoModelForImageClassification.from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            # Reported below in one line, not as a table on the terminal.
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    if mismatched := sorted((key, tuple(stored), tuple(built)) for key, stored, built in info["mismatched_keys"]):
-        key, stored, built = mismatched[0]
-        classes = f"it names {len(config.id2label)} classes by id2label (2 if it has none) or label_names"
-        raise AcquisitionError(f"model {name!r} has {key!r} of {stored}, and by its config.json of {built}: {classes}")
-    if missing := sorted(info["missing_keys"]):
+        tensors, notes = _read_tensors(folder, refuse)
+        model, info = _build(config, tensors)
+        missing, mismatched = set(info["missing_keys"]), list(info["mismatched_keys"])
+        if any((folder / file).exists() for file in (ADAPTER, ADAPTER_CONFIG)):
+            replaced, note = _merge_adapter_(model, folder, refuse)
+            missing, mismatched = missing - replaced, [each for each in mismatched if each[0] not in replaced]
+            notes.append(note)
+    unused = sorted(key for key in info["unexpected_keys"] if not key.endswith(HARMLESS))
+    if mismatched:
+        key, stored, built = min(mismatched)
+        cause = "they are of different models"
+        if built[0] == config.num_labels:
+            cause = f"it names {built[0]} classes by id2label or num_labels (2 if it has neither) or label_names"
+        sizes = f"of {tuple(stored)}, and by its config.json of {tuple(built)}"
+        raise AcquisitionError(f"model {name!r} has {key!r} {sizes}: {cause}")
+    if missing := sorted(key for key in missing if not key.endswith(HARMLESS)):
         built_for = ", ".join(config.architectures or ["an unknown task"])
-        lacking = f"its weights ({built_for}) lack {missing[0]!r} and {len(missing) - 1} more"
-        raise AcquisitionError(f"model {name!r} is no complete image classifier: {lacking}")
+        lacking = f"its weights ({built_for}) lack {_first_of(missing)}"
+        having = f", and have {_first_of(unused)} instead" if unused else ""
+        raise AcquisitionError(f"model {name!r} is no complete image classifier: {lacking}{having}")
+    if any(not parameter.isfinite().all() for parameter in model.parameters()):
+        raise AcquisitionError(f"model {name!r} has weights that are not finite: train or convert it again")
+    if unused:
+        notes.append(f"a {type(model).__name__} does not use {_first_of(unused)} of the weights")
+    if getattr(config, "auto_map", None):
+        notes.append(f"the model's own Python code is not run: it is a {type(model).__name__} of transformers")
     make_plain_(model)
-    return model
+    return model, tuple(notes)
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _build(config: Any, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
+    """Return the config's classifier with these tensors in float32, which may have older names, and what didn't fit."""
+    return _get_model_class(config, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING).from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=torch.float32,
+        # Reported in one line, not as a table on the terminal.
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+
+
+def _read_tensors(folder: Path, refuse: Refuse) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the weights of a folder without wrappers' names, and notes on what was read otherwise than stored, or not read."""
+    present = [path.name for path in sorted(folder.iterdir()) if path.suffix in WEIGHT_SUFFIXES]
+    files = [WEIGHTS]
+    if WEIGHTS not in present and (folder / INDEX).exists():
+        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        for file in files:
+            if (folder / file).parent != folder or not file.endswith(".safetensors"):
+                raise refuse(f"{INDEX} names {file!r}, which is no safetensors file in its folder")
+            if file not in present:
+                raise refuse(f"{INDEX} names {file!r}, which is not there: copy it too")
+    unread = [file for file in present if file not in (*files, ADAPTER) and not file.startswith(TRAINER_FILES)]
+    unread += [f"{path.parent.name}/{path.name}" for path in sorted(folder.glob(f"*/{ADAPTER_CONFIG}"))]
+    if files == [WEIGHTS] and WEIGHTS not in present:
+        others = f", only {_first_of(unread)}" if unread else ""
+        raise refuse(f"it has no {WEIGHTS}{others}: save it as {WEIGHTS}, as pickles are never loaded")
+    notes = [f"the weights are those in {_first_of(files)}; {_first_of(unread)} is not read"] if unread else []
+    stored = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+    tensors = _unwrapped(stored, refuse)
+    if tensors.keys() != stored.keys():
+        notes.append(f"names of weights are read without what a wrapper added, such as {min(stored)!r}")
+    if any(".lora_" in name for name in tensors):
+        raise refuse(f"they hold an adapter that is not merged: merge it with PEFT ({MERGE})")
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()}
+    if any(tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool for tensor in tensors.values()):
+        raise refuse("they are quantized already: give the model that it was made from")
+    if dtypes - {"float32"}:
+        dtype = " and ".join(sorted(dtypes))
+        notes.append(
+            f"the weights are stored in {dtype}: the baseline that sizes and speeds are compared with is float32"
+        )
+    return tensors, notes
+
+
+def _unwrapped(stored: Mapping[str, Tensor], refuse: Refuse) -> dict[str, Tensor]:
+    tensors = {WRAPPERS.sub("", name.replace("_orig_mod.", "")): tensor for name, tensor in stored.items()}
+    if len(tensors) < len(stored):
+        raise refuse("they hold a tensor twice, once with the name that a wrapper gave it: save one of them")
+    return tensors
+
+
+def _merge_adapter_(model: Any, folder: Path, refuse: Refuse) -> tuple[set[str], str]:
+    """Add a folder's LoRA adapter to `model`; return the names of the tensors that it replaces, and a note.
+
+    A layer's weight W becomes W + scale B A, where `scale` is lora_alpha / r, or lora_alpha / sqrt(r) if rank-stabilized.
+    """
+    settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    if not (folder / ADAPTER).exists():
+        raise refuse(f"{ADAPTER_CONFIG} is there without {ADAPTER}: save the adapter as safetensors, or remove it")
+    replaced, added = _unwrapped(load_file(folder / ADAPTER), refuse), dict[str, Tensor]()
+    for layer in [name.removesuffix(".lora_A.weight") for name in replaced if name.endswith(".lora_A.weight")]:
+        down, up = (replaced.pop(f"{layer}.{part}.weight").float() for part in ("lora_A", "lora_B"))
+        scale = settings["lora_alpha"] / (math.sqrt(len(down)) if settings.get("use_rslora") else len(down))
+        added[f"{layer}.weight"] = scale * (up.flatten(1) @ down.flatten(1)).view(len(up), *down.shape[1:])
+    replaced = {name.replace("modules_to_save.", ""): tensor for name, tensor in replaced.items()}
+    # Some ways to initialise an adapter change the weights that it is added to.
+    is_added = settings.get("init_lora_weights") in (None, True, False, "gaussian", "orthogonal")
+    has_other = not added or any(".lora_" in name for name in replaced)
+    if settings.get("peft_type") != "LORA" or settings.get("alpha_pattern") or has_other or not is_added:
+        raise refuse(f"its adapter is more than low-rank matrices of one scale: merge it with PEFT ({MERGE})")
+    state = model.state_dict()
+    for tensors, apply_ in ((added, Tensor.add_), (replaced, Tensor.copy_)):
+        source, info = _build(model.config, tensors)
+        fitting = {name: each for name, each in source.state_dict().items() if name not in info["missing_keys"]}
+        if len(fitting) != len(tensors) or info["mismatched_keys"]:
+            raise refuse(f"its adapter is of another model, with {_first_of(sorted(tensors))}: give its own")
+        for name, tensor in fitting.items():
+            apply_(state[name], tensor)
+    changes = f"an adapter ({ADAPTER}) is merged into {len(added)} layers"
+    return {*fitting}, f"{changes} and replaces {len(replaced)} tensors" if replaced else changes
 
 
 def _read_processor(folder: Path, name: str, config: Any) -> Any:

@@ -100,7 +100,7 @@ class AcquireTask(SourceTask[schemas.Acquired]):
                 f"all {drawn.search.num_images} images to search on are of one class ({names[int(classes[0])]!r}), so that no loss of "
                 "accuracy would show: give a split of several classes; in folders of images, each class has its own"
             )
-        notes = tuple(filter(None, (*drawn.notes, loaded.note, note)))
+        notes = tuple(filter(None, (*drawn.notes, *loaded.notes, note)))
         for text in notes:
             context.progress(text, 0, 0)
 
