@@ -35,21 +35,19 @@ from profiling_agent.schemas import InputSpec, ShapeFacts
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack"}
-# Beginnings of the names of a trainer's files that hold no weights.
-TRAINER_FILES = ("optimizer", "scheduler", "scaler", "rng_state", "random_states", "training_args")
-# What torch.nn.DataParallel, torch.compile and PEFT add to the names of tensors.
-WRAPPERS = re.compile(r"^(?:module\.|base_model\.model\.|base_model\.)+")
+# Other files that hold weights, and folders of adapters; a trainer's own files are none of them.
+COPIES = ("*.safetensors", "*model*.bin", "*model*.pt*", "*.ckpt", "*.h5", "*.msgpack", f"*/{ADAPTER_CONFIG}")
+# What torch.nn.DataParallel and PEFT put before the names of tensors; torch.compile's part is anywhere in a name.
+WRAPPERS, COMPILED = re.compile(r"^(?:module\.|base_model\.model\.|base_model\.)+"), "_orig_mod."
 # Ends of the names of tensors that change no logits: counters, and tables that are computed from the configuration.
 HARMLESS = ("num_batches_tracked", "position_ids", "relative_position_index", "attn_mask", "total_ops", "total_params")
 # Fields of a config.json that tell how a model is run, not what it computes.
 RUN_SETTINGS = {
-    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "fusion_config"),
-    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+    *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
     *("output_attentions", "_output_attentions", "output_hidden_states", "return_dict", "use_return_dict"),
-    *("torchscript", "dtype", "torch_dtype", "chunk_size_feed_forward", "gradient_checkpointing"),
+    *("torchscript", "dtype", "torch_dtype", "chunk_size_feed_forward", "gradient_checkpointing", "fusion_config"),
 }
-MERGE = "PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(folder)"
+MERGE = "merge it with PEFT (PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(folder))"
 # Files of this package's saved and exported models, whose int8 weights transformers may read as floats.
 OUTPUT_FILES = ("recipe.json", "layers.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -151,12 +149,12 @@ def _read_config(folder: Path, name: str) -> Any:
     origin = "give the model that it was made from"
     if any((folder / file).exists() for file in OUTPUT_FILES):
         raise AcquisitionError(f"model {name!r} was written by profiling-agent: {origin}")
-    has_weights = any((folder / file).exists() for file in (WEIGHTS, INDEX))
-    if (folder / ADAPTER_CONFIG).exists() and not has_weights:
-        raise AcquisitionError(f"model {name!r} is an adapter without its model: merge it with PEFT ({MERGE})")
+    if (folder / ADAPTER_CONFIG).exists() and not any((folder / file).exists() for file in (WEIGHTS, INDEX)):
+        raise AcquisitionError(f"model {name!r} is an adapter without its model: {MERGE}")
     refuse = partial(_refused, f"model {name!r} can't be read from its config.json: ")
     with third_party_errors(refuse):
-        fields: dict[str, Any] = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        fields: dict[str, Any] = dict(json.loads(text, object_hook=_computing))
         model_type = fields.get("model_type", TIMM if "pretrained_cfg" in fields else None)
         is_supported = model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
         if fields.get("auto_map") and not is_supported:
@@ -167,9 +165,9 @@ def _read_config(folder: Path, name: str) -> Any:
             raise AcquisitionError(f"model {name!r} {problem}: choose one that is")
         if model_type == TIMM:
             fields = check_timm(fields, refuse)
-            config: Any = TimmWrapperConfig.from_dict(_without_run_settings(fields))
+            config: Any = TimmWrapperConfig.from_dict(fields)
         else:
-            config = AutoConfig.for_model(**_without_run_settings(fields))
+            config = AutoConfig.for_model(**fields)
         labels: dict[int, Any] = dict(config.id2label)
     count = fields.get("num_classes" if model_type == TIMM else "num_labels") or len(labels)
     num_names = len(fields.get("id2label") or fields.get("label_names") or labels)
@@ -177,8 +175,7 @@ def _read_config(folder: Path, name: str) -> Any:
     is_numbered = set(labels) == set(range(len(labels))) and all(isinstance(label, str) for label in labels.values())
     problems = {
         f"is quantized already: {origin}": fields.get("quantization_config") is not None,
-        f"has weights elsewhere (transformers_weights): name them {WEIGHTS}": fields.get("transformers_weights")
-        is not None,
+        f"has weights elsewhere (transformers_weights): name them {WEIGHTS}": "transformers_weights" in fields,
         f"has {count} classes by its config.json, which names {num_names}: make them agree": count != num_names,
         "has one output: give a classifier with one for each class": len(labels) < 2,
         f"has problem_type {kind!r}: give one with a single label an image": kind != "single_label_classification",
@@ -190,12 +187,8 @@ def _read_config(folder: Path, name: str) -> Any:
     return config
 
 
-def _without_run_settings(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_run_settings(value) if isinstance(value, dict) else value
-        for name, value in fields.items()
-        if name not in RUN_SETTINGS
-    }
+def _computing(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in RUN_SETTINGS}
 
 
 def _read_weights(folder: Path, name: str, config: Any) -> tuple[Any, tuple[str, ...]]:
@@ -212,18 +205,20 @@ def _read_weights(folder: Path, name: str, config: Any) -> tuple[Any, tuple[str,
     unused = sorted(key for key in info["unexpected_keys"] if not key.endswith(HARMLESS))
     if mismatched:
         key, stored, built = min(mismatched)
-        cause = "they are of different models"
+        cause = "these are of different models"
         if built[0] == config.num_labels:
             cause = f"it names {built[0]} classes by id2label or num_labels (2 if it has neither) or label_names"
         sizes = f"of {tuple(stored)}, and by its config.json of {tuple(built)}"
         raise AcquisitionError(f"model {name!r} has {key!r} {sizes}: {cause}")
-    if missing := sorted(key for key in missing if not key.endswith(HARMLESS)):
+    if missing := sorted(key for key in missing if not key.endswith("num_batches_tracked")):
         built_for = ", ".join(config.architectures or ["an unknown task"])
         lacking = f"its weights ({built_for}) lack {_first_of(missing)}"
         having = f", and have {_first_of(unused)} instead" if unused else ""
         raise AcquisitionError(f"model {name!r} is no complete image classifier: {lacking}{having}")
-    if any(not parameter.isfinite().all() for parameter in model.parameters()):
-        raise AcquisitionError(f"model {name!r} has weights that are not finite: train or convert it again")
+    if bad := [
+        key for key, each in model.state_dict().items() if not (each.isfinite().all() or key.endswith(HARMLESS))
+    ]:
+        raise AcquisitionError(f"model {name!r} has weights that are not finite: {_first_of(bad)}")
     if unused:
         notes.append(f"a {type(model).__name__} does not use {_first_of(unused)} of the weights")
     if getattr(config, "auto_map", None):
@@ -251,40 +246,37 @@ def _build(config: Any, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Any]
 
 def _read_tensors(folder: Path, refuse: Refuse) -> tuple[dict[str, Tensor], list[str]]:
     """Return the weights of a folder without wrappers' names, and notes on what was read otherwise than stored, or not read."""
-    present = [path.name for path in sorted(folder.iterdir()) if path.suffix in WEIGHT_SUFFIXES]
     files = [WEIGHTS]
-    if WEIGHTS not in present and (folder / INDEX).exists():
+    if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
         files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
         for file in files:
             if (folder / file).parent != folder or not file.endswith(".safetensors"):
                 raise refuse(f"{INDEX} names {file!r}, which is no safetensors file in its folder")
-            if file not in present:
-                raise refuse(f"{INDEX} names {file!r}, which is not there: copy it too")
-    unread = [file for file in present if file not in (*files, ADAPTER) and not file.startswith(TRAINER_FILES)]
-    unread += [f"{path.parent.name}/{path.name}" for path in sorted(folder.glob(f"*/{ADAPTER_CONFIG}"))]
-    if files == [WEIGHTS] and WEIGHTS not in present:
-        others = f", only {_first_of(unread)}" if unread else ""
-        raise refuse(f"it has no {WEIGHTS}{others}: save it as {WEIGHTS}, as pickles are never loaded")
-    notes = [f"the weights are those in {_first_of(files)}; {_first_of(unread)} is not read"] if unread else []
+    copies = {path.relative_to(folder).as_posix() for pattern in COPIES for path in folder.glob(pattern)}
+    unread = sorted(copies - {*files, ADAPTER})
+    others = f"; not read: {_first_of(unread)}" if unread else ""
+    if absent := [file for file in files if not (folder / file).exists()]:
+        raise refuse(
+            f"{_first_of(absent)} is not there{others}: save the weights as safetensors, as pickles are never loaded"
+        )
+    notes = [f"the weights are those in {_first_of(files)}{others}"] if unread else []
     stored = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
     tensors = _unwrapped(stored, refuse)
     if tensors.keys() != stored.keys():
         notes.append(f"names of weights are read without what a wrapper added, such as {min(stored)!r}")
     if any(".lora_" in name for name in tensors):
-        raise refuse(f"they hold an adapter that is not merged: merge it with PEFT ({MERGE})")
+        raise refuse(f"they hold an adapter that is not merged: {MERGE}")
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()}
     if any(tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool for tensor in tensors.values()):
         raise refuse("they are quantized already: give the model that it was made from")
-    if dtypes - {"float32"}:
-        dtype = " and ".join(sorted(dtypes))
-        notes.append(
-            f"the weights are stored in {dtype}: the baseline that sizes and speeds are compared with is float32"
-        )
+    if dtype := " and ".join(sorted(dtypes - {"float32"})):
+        baseline = "the baseline that sizes and speeds are compared with is float32"
+        notes.append(f"the weights are stored in {dtype}: {baseline}")
     return tensors, notes
 
 
 def _unwrapped(stored: Mapping[str, Tensor], refuse: Refuse) -> dict[str, Tensor]:
-    tensors = {WRAPPERS.sub("", name.replace("_orig_mod.", "")): tensor for name, tensor in stored.items()}
+    tensors = {WRAPPERS.sub("", name.replace(COMPILED, "")): tensor for name, tensor in stored.items()}
     if len(tensors) < len(stored):
         raise refuse("they hold a tensor twice, once with the name that a wrapper gave it: save one of them")
     return tensors
@@ -296,8 +288,6 @@ def _merge_adapter_(model: Any, folder: Path, refuse: Refuse) -> tuple[set[str],
     A layer's weight W becomes W + scale B A, where `scale` is lora_alpha / r, or lora_alpha / sqrt(r) if rank-stabilized.
     """
     settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    if not (folder / ADAPTER).exists():
-        raise refuse(f"{ADAPTER_CONFIG} is there without {ADAPTER}: save the adapter as safetensors, or remove it")
     replaced, added = _unwrapped(load_file(folder / ADAPTER), refuse), dict[str, Tensor]()
     for layer in [name.removesuffix(".lora_A.weight") for name in replaced if name.endswith(".lora_A.weight")]:
         down, up = (replaced.pop(f"{layer}.{part}.weight").float() for part in ("lora_A", "lora_B"))
@@ -306,14 +296,14 @@ def _merge_adapter_(model: Any, folder: Path, refuse: Refuse) -> tuple[set[str],
     replaced = {name.replace("modules_to_save.", ""): tensor for name, tensor in replaced.items()}
     # Some ways to initialise an adapter change the weights that it is added to.
     is_added = settings.get("init_lora_weights") in (None, True, False, "gaussian", "orthogonal")
-    has_other = not added or any(".lora_" in name for name in replaced)
-    if settings.get("peft_type") != "LORA" or settings.get("alpha_pattern") or has_other or not is_added:
-        raise refuse(f"its adapter is more than low-rank matrices of one scale: merge it with PEFT ({MERGE})")
+    is_plain = settings.get("peft_type") == "LORA" and not settings.get("alpha_pattern") and added
+    if not is_plain or not is_added or any(".lora_" in name for name in replaced):
+        raise refuse(f"its adapter is more than low-rank matrices of one scale: {MERGE}")
     state = model.state_dict()
     for tensors, apply_ in ((added, Tensor.add_), (replaced, Tensor.copy_)):
         source, info = _build(model.config, tensors)
         fitting = {name: each for name, each in source.state_dict().items() if name not in info["missing_keys"]}
-        if len(fitting) != len(tensors) or info["mismatched_keys"]:
+        if len(fitting) < len(tensors) or info["unexpected_keys"] or info["mismatched_keys"]:
             raise refuse(f"its adapter is of another model, with {_first_of(sorted(tensors))}: give its own")
         for name, tensor in fitting.items():
             apply_(state[name], tensor)

@@ -117,7 +117,7 @@ class TestHowToRun:
         [
             ({"num_labels": 7}, "has 7 classes by its config.json, which names 5"),
             ({"num_labels": 7, "id2label": None, "label2id": None}, "it names 7 classes by id2label or num_labels"),
-            ({"intermediate_size": 128}, "of (128,): they are of different models"),
+            ({"intermediate_size": 128}, "of (128,): these are of different models"),
         ],
     )
     def test_a_config_that_contradicts_itself_or_the_weights_is_refused_with_the_cause(self, folder, settings, cause):
@@ -186,7 +186,7 @@ class TestNames:
         [
             (lambda tensor: (tensor * 100).to(torch.int8), "quantized already"),
             (lambda tensor: tensor.to(torch.float8_e4m3fn), "quantized already"),
-            (lambda tensor: tensor / 0, "not finite"),
+            (lambda tensor: tensor / 0, "weights that are not finite: 'vit.layers.0.attention.q_proj.weight'"),
         ],
     )
     def test_weights_that_are_no_numbers_of_the_model_are_refused(self, folder, change, cause):
@@ -212,7 +212,7 @@ class TestFiles:
             (folder / name).write_bytes(b"")
 
         assert load_model(str(folder)).notes == (
-            "the weights are those in 'model.safetensors'; 'model.fp16.safetensors' and 1 more is not read",
+            "the weights are those in 'model.safetensors'; not read: 'model.fp16.safetensors' and 1 more",
         )
 
     def test_whole_weights_are_read_and_shards_next_to_them_named(self, folder):
@@ -225,7 +225,7 @@ class TestFiles:
         loaded = load_model(str(folder))
 
         assert torch.equal(logits(loaded.model), answers)
-        assert "'model.safetensors'; 'model-00001-of-00002.safetensors' and 1 more is not read" in loaded.notes[0]
+        assert "'model.safetensors'; not read: 'model-00001-of-00002.safetensors' and 1 more" in loaded.notes[0]
 
     def test_a_shard_that_the_index_lacks_is_named_and_one_that_is_not_there_refused(self, folder):
         answers = expected(folder)
@@ -233,18 +233,18 @@ class TestFiles:
         shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model-00003-of-00003.safetensors")
         loaded = load_model(str(folder))
         assert torch.equal(logits(loaded.model), answers)
-        assert "'model-00003-of-00003.safetensors' is not read" in loaded.notes[0]
+        assert "; not read: 'model-00003-of-00003.safetensors'" in loaded.notes[0]
 
         (folder / "model-00002-of-00002.safetensors").unlink()
 
-        assert "names 'model-00002-of-00002.safetensors', which is not there" in refusal(folder)
+        assert "'model-00002-of-00002.safetensors' is not there; not read: " in refusal(folder)
 
     @pytest.mark.parametrize(
-        ("name", "others"), [("model.fp16.safetensors", ", only 'model.fp16.safetensors'"), ("x.txt", "")]
+        ("name", "others"), [("model.fp16.safetensors", "; not read: 'model.fp16.safetensors'"), ("x.txt", "")]
     )
     def test_a_folder_without_the_expected_file_is_refused_with_what_is_there(self, folder, name, others):
         (folder / "model.safetensors").rename(folder / name)
-        assert f"it has no model.safetensors{others}: save it as model.safetensors" in refusal(folder)
+        assert f"model.safetensors' is not there{others}: save the weights as safetensors" in refusal(folder)
 
 
 class TestAdapters:
@@ -315,4 +315,4 @@ class TestAdapters:
     def test_an_adapter_in_a_folder_of_its_own_is_named(self, folder):
         (folder / "pets").mkdir()
         write_adapter(folder / "pets", low_rank(QUERY, 64))
-        assert "'pets/adapter_config.json' is not read" in load_model(str(folder)).notes[0]
+        assert "; not read: 'pets/adapter_config.json'" in load_model(str(folder)).notes[0]
