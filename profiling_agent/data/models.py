@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from huggingface_hub import constants, errors, snapshot_download
 from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage] - of the transport library
@@ -37,8 +38,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # Other files that hold weights, and folders of adapters; a trainer's own files are none of them.
 COPIES = ("*.safetensors", "*model*.bin", "*model*.pt*", "*.ckpt", "*.h5", "*.msgpack", f"*/{ADAPTER_CONFIG}")
-# What torch.nn.DataParallel and PEFT put before the names of tensors; torch.compile's part is anywhere in a name.
-WRAPPERS, COMPILED = re.compile(r"^(?:module\.|base_model\.model\.|base_model\.)+"), "_orig_mod."
+# What torch.nn.DataParallel, torch.compile (anywhere in a name) and PEFT add to the names of tensors.
+WRAPPERS = re.compile(r"^(?:module\.|base_model\.model\.|base_model\.|_orig_mod\.)+|\b_orig_mod\.")
 # Ends of the names of tensors that change no logits: counters, and tables that are computed from the configuration.
 HARMLESS = ("num_batches_tracked", "position_ids", "relative_position_index", "attn_mask", "total_ops", "total_params")
 # Fields of a config.json that tell how a model is run, not what it computes.
@@ -101,7 +102,6 @@ class LoadedModel:
     processor: Any
     source: str
     revision: str | None
-    architecture: str
     notes: tuple[str, ...] = ()
 
 
@@ -135,7 +135,6 @@ def load_model(
         processor=processor,
         source=str(folder) if is_local(name) else name,
         revision=commit,
-        architecture=type(model).__name__,
         notes=notes,
     )
 
@@ -156,13 +155,12 @@ def _read_config(folder: Path, name: str) -> Any:
         text = (folder / "config.json").read_text(encoding="utf-8")
         fields: dict[str, Any] = dict(json.loads(text, object_hook=_computing))
         model_type = fields.get("model_type", TIMM if "pretrained_cfg" in fields else None)
-        is_supported = model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-        if fields.get("auto_map") and not is_supported:
-            raise AcquisitionError(f"model {name!r} needs Python code of its own, which is never run: choose another")
-        if not is_supported:
+        if model_type not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
             built_for = ", ".join([*(fields.get("architectures") or []), f"model_type {model_type!r}"])
             problem = f"is no image classifier that the installed transformers knows ({built_for})"
-            raise AcquisitionError(f"model {name!r} {problem}: choose one that is")
+            if fields.get("auto_map"):
+                problem = "needs Python code of its own, which is never run"
+            raise AcquisitionError(f"model {name!r} {problem}: choose another")
         if model_type == TIMM:
             fields = check_timm(fields, refuse)
             config: Any = TimmWrapperConfig.from_dict(fields)
@@ -197,22 +195,19 @@ def _read_weights(folder: Path, name: str, config: Any) -> tuple[Any, tuple[str,
     with third_party_errors(refuse):
         tensors, notes = _read_tensors(folder, refuse)
         model, info = _build(config, tensors)
-        missing, mismatched = set(info["missing_keys"]), list(info["mismatched_keys"])
+        replaced = set[str]()
         if any((folder / file).exists() for file in (ADAPTER, ADAPTER_CONFIG)):
             replaced, note = _merge_adapter_(model, folder, refuse)
-            missing, mismatched = missing - replaced, [each for each in mismatched if each[0] not in replaced]
             notes.append(note)
-    unused = sorted(key for key in info["unexpected_keys"] if not key.endswith(HARMLESS))
-    if mismatched:
-        key, stored, built = min(mismatched)
-        cause = "these are of different models"
-        if built[0] == config.num_labels:
-            cause = f"it names {built[0]} classes by id2label or num_labels (2 if it has neither) or label_names"
+    if mismatched := sorted(each for each in info["mismatched_keys"] if each[0] not in replaced):
+        key, stored, built = mismatched[0]
+        classes = f"it names {built[0]} classes by id2label or num_labels (2 if it has neither) or label_names"
+        cause = classes if built[0] == config.num_labels else "these are of different models"
         sizes = f"of {tuple(stored)}, and by its config.json of {tuple(built)}"
         raise AcquisitionError(f"model {name!r} has {key!r} {sizes}: {cause}")
-    if missing := sorted(key for key in missing if not key.endswith("num_batches_tracked")):
-        built_for = ", ".join(config.architectures or ["an unknown task"])
-        lacking = f"its weights ({built_for}) lack {_first_of(missing)}"
+    unused = sorted(key for key in info["unexpected_keys"] if not key.endswith(HARMLESS))
+    if missing := sorted(key for key in info["missing_keys"] - replaced if not key.endswith("num_batches_tracked")):
+        lacking = f"its weights ({', '.join(config.architectures or ['an unknown task'])}) lack {_first_of(missing)}"
         having = f", and have {_first_of(unused)} instead" if unused else ""
         raise AcquisitionError(f"model {name!r} is no complete image classifier: {lacking}{having}")
     if bad := [
@@ -276,7 +271,7 @@ def _read_tensors(folder: Path, refuse: Refuse) -> tuple[dict[str, Tensor], list
 
 
 def _unwrapped(stored: Mapping[str, Tensor], refuse: Refuse) -> dict[str, Tensor]:
-    tensors = {WRAPPERS.sub("", name.replace(COMPILED, "")): tensor for name, tensor in stored.items()}
+    tensors = {WRAPPERS.sub("", name): tensor for name, tensor in stored.items()}
     if len(tensors) < len(stored):
         raise refuse("they hold a tensor twice, once with the name that a wrapper gave it: save one of them")
     return tensors
@@ -316,7 +311,7 @@ def _read_processor(folder: Path, name: str, config: Any) -> Any:
     with third_party_errors(partial(_refused, start)):
         if not any((folder / file).exists() for file in PROCESSOR_FILES) and config.model_type == TIMM:
             return processor_of_timm(config.pretrained_cfg)
-        return AutoImageProcessor.from_pretrained(
+        processor = AutoImageProcessor.from_pretrained(
             folder,
             # By default it first looks into a timm config.
             image_processor_filename=PROCESSOR_FILES[0],
@@ -324,6 +319,12 @@ def _read_processor(folder: Path, name: str, config: Any) -> Any:
             trust_remote_code=False,
             local_files_only=True,
         )
+    # A mean of one value tells that images are gray; a number, or equal ones, mean the same for a model of one channel.
+    neutral = {"image_mean": 0.0, "image_std": 1.0}
+    values = [np.unique(getattr(processor, name, None) or plain).tolist() for name, plain in neutral.items()]
+    if getattr(config, "num_channels", 3) == 1 and all(len(each) == 1 for each in values):
+        processor.image_mean, processor.image_std = values
+    return processor
 
 
 def check_timm(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:

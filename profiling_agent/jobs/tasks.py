@@ -111,7 +111,7 @@ class AcquireTask(SourceTask[schemas.Acquired]):
                 fields |= {"num_images": split.num_images, "num_skipped": split.num_skipped}
                 splits[name] = schemas.SplitInfo.model_validate(fields)
         source = schemas.ModelSource(
-            name=loaded.source, revision=loaded.revision, architecture=loaded.architecture, device=device
+            name=loaded.source, revision=loaded.revision, architecture=type(loaded.model).__name__, device=device
         )
         return schemas.Acquired(source=source, labels=drawn.matchings[0].matches, notes=notes, **splits)
 

@@ -3,13 +3,16 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 import zoo
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from profiling_agent.data.models import device_note, load_model
-from profiling_agent.errors import AcquisitionError
+from profiling_agent.data.images import process
+from profiling_agent.data.models import device_note, load_model, resolve_input_shape
+from profiling_agent.errors import AcquisitionError, ShapeUnresolvedError
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def test_each_family_loads_with_the_weights_it_was_saved_with_and_prints_nothing
     capfd.readouterr()
     loaded = load_model(str(folder))
     assert capfd.readouterr() == ("", "")
-    assert loaded.architecture == type(saved).__name__
+    assert type(loaded.model) is type(saved)
     assert loaded.revision is None
     assert loaded.notes == ()
     assert not loaded.model.training
@@ -156,13 +159,44 @@ def test_a_configuration_that_names_weights_elsewhere_is_refused(folder, tmp_pat
 
 
 def test_a_snapshot_in_the_hubs_cache_links_to_its_blobs(folder, tmp_path):
+    bias = load_file(folder / "model.safetensors")["classifier.bias"]
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for file in folder.iterdir():
         file.rename(blobs / file.name)
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
-    assert load_model(str(snapshot)).architecture == "ViTForImageClassification"
+    assert torch.equal(load_model(str(snapshot)).model.state_dict()["classifier.bias"], bias)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"image_mean": [0.25], "image_std": [0.5]},
+        {"image_mean": 0.25, "image_std": 0.5},
+        {"image_mean": [0.25] * 3, "image_std": [0.5] * 3},
+        {"do_normalize": False, "image_mean": None, "image_std": None},
+    ],
+)
+def test_a_model_of_one_channel_gets_gray_images_however_its_processor_tells_that(settings, tmp_path):
+    folder = zoo.save(zoo.vit(num_channels=1), tmp_path / "gray")
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    loaded = load_model(str(folder))
+    spec = resolve_input_shape(loaded.model, loaded.processor)
+    values = process([Image.new("L", (40, 40), 204)], loaded.processor)
+
+    assert spec.batch(1) == values.shape == (1, 1, 32, 32)
+    assert np.allclose(values, 0.8 if "do_normalize" in settings else (0.8 - 0.25) / 0.5, atol=1e-6)
+
+
+def test_three_means_of_colors_for_a_model_of_one_channel_are_refused(tmp_path):
+    folder = zoo.save(zoo.vit(num_channels=1), tmp_path / "gray")
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [0.485, 0.456, 0.406]}))
+    loaded = load_model(str(folder))
+    with pytest.raises(ShapeUnresolvedError, match="correct size, crop_size, image_mean"):
+        resolve_input_shape(loaded.model, loaded.processor)
 
 
 def test_cuda_that_was_left_alone_is_told():

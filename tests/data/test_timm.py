@@ -65,7 +65,7 @@ class TestRead:
     def test_a_checkpoint_is_read_with_its_names_and_its_size(self, folder):
         loaded = load_model(str(folder))
 
-        assert loaded.architecture == "TimmWrapperForImageClassification"
+        assert type(loaded.model) is hf.TimmWrapperForImageClassification
         assert zoo.inside(loaded.model).config.id2label == zoo.LABELS
         assert resolve_input_shape(loaded.model, loaded.processor).batch(1) == (1, 3, 32, 32)
 
