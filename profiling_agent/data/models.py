@@ -42,7 +42,7 @@ COPIES = ("*.safetensors", "*model*.bin", "*model*.pt*", "*.ckpt", "*.h5", "*.ms
 WRAPPERS = re.compile(r"^(?:module\.|base_model\.model\.|base_model\.|_orig_mod\.)+|\b_orig_mod\.")
 # Ends of the names of tensors that change no logits: counters, and tables that are computed from the configuration.
 HARMLESS = ("num_batches_tracked", "position_ids", "relative_position_index", "attn_mask", "total_ops", "total_params")
-# Fields of a config.json that tell how a model is run, not what it computes.
+# Fields of a config.json on how a model is run, not on what it computes.
 RUN_SETTINGS = {
     *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
     *("output_attentions", "_output_attentions", "output_hidden_states", "return_dict", "use_return_dict"),
@@ -110,8 +110,8 @@ def load_model(
 ) -> LoadedModel:
     """Load the image classifier `name`: a Hub id, a local folder, or reference:vit|deit|swin|resnet.
 
-    Weights come from safetensors only, Pillow processes the images, and no code from the model repository is run. What config.json tells
-    about how the model is run (attention kernels, outputs, dtype) is ignored. A LoRA adapter next to the weights is merged.
+    Weights come from safetensors only, Pillow processes the images, and no code from the model repository is run. A LoRA adapter next to
+    the weights is merged. Settings of config.json on how a model is run (attention kernels, outputs, dtype) are ignored.
 
     Raises:
         AcquisitionError: the model can't be fetched, is no image classifier, or its weights are incomplete or not finite.
@@ -258,7 +258,9 @@ def _read_tensors(folder: Path, refuse: Refuse) -> tuple[dict[str, Tensor], list
     stored = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
     tensors = _unwrapped(stored, refuse)
     if tensors.keys() != stored.keys():
-        notes.append(f"names of weights are read without what a wrapper added, such as {min(stored)!r}")
+        notes.append(
+            f"a wrapper's prefixes are left out of the names of weights, as in {min({*stored} - {*tensors})!r}"
+        )
     if any(".lora_" in name for name in tensors):
         raise refuse(f"they hold an adapter that is not merged: {MERGE}")
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()}
@@ -288,7 +290,7 @@ def _merge_adapter_(model: Any, folder: Path, refuse: Refuse) -> tuple[set[str],
         down, up = (replaced.pop(f"{layer}.{part}.weight").float() for part in ("lora_A", "lora_B"))
         scale = settings["lora_alpha"] / (math.sqrt(len(down)) if settings.get("use_rslora") else len(down))
         added[f"{layer}.weight"] = scale * (up.flatten(1) @ down.flatten(1)).view(len(up), *down.shape[1:])
-    replaced = {name.replace("modules_to_save.", ""): tensor for name, tensor in replaced.items()}
+    replaced = {re.sub(r"\b(modules_to_save|base_layer)\.", "", name): tensor for name, tensor in replaced.items()}
     # Some ways to initialise an adapter change the weights that it is added to.
     is_added = settings.get("init_lora_weights") in (None, True, False, "gaussian", "orthogonal")
     is_plain = settings.get("peft_type") == "LORA" and not settings.get("alpha_pattern") and added
@@ -319,7 +321,7 @@ def _read_processor(folder: Path, name: str, config: Any) -> Any:
             trust_remote_code=False,
             local_files_only=True,
         )
-    # A mean of one value tells that images are gray; a number, or equal ones, mean the same for a model of one channel.
+    # A list of one mean marks gray images; a number, or equal means, are the same for a model of one channel.
     neutral = {"image_mean": 0.0, "image_std": 1.0}
     values = [np.unique(getattr(processor, name, None) or plain).tolist() for name, plain in neutral.items()]
     if getattr(config, "num_channels", 3) == 1 and all(len(each) == 1 for each in values):

@@ -1,4 +1,4 @@
-"""Every part of a model's folder is read, named in a note, or refused: prefixes, shards, copies, adapters; what tells how to run is ignored."""
+"""Every part of a model's folder is read, named in a note, or refused: prefixes, shards, copies, adapters; settings of how to run are ignored."""
 
 import json
 import shutil
@@ -136,16 +136,17 @@ class TestNames:
         loaded = load_model(str(folder))
 
         assert torch.equal(logits(loaded.model), answers)
-        assert loaded.notes == (
-            f"names of weights are read without what a wrapper added, such as '{prefix}classifier.bias'",
-        )
+        note = f"a wrapper's prefixes are left out of the names of weights, as in '{prefix}classifier.bias'"
+        assert loaded.notes == (note,)
 
     def test_a_part_that_was_compiled_alone_is_read(self, folder):
         answers = expected(folder)
         change_weights(
             folder, lambda weights: {name.replace("vit.", "vit._orig_mod."): each for name, each in weights.items()}
         )
-        assert torch.equal(logits(load_model(str(folder)).model), answers)
+        loaded = load_model(str(folder))
+        assert torch.equal(logits(loaded.model), answers)
+        assert "as in 'vit._orig_mod.embeddings.cls_token'" in loaded.notes[0]
 
     def test_a_tensor_with_and_without_a_prefix_is_refused(self, folder):
         change_weights(folder, lambda weights: weights | {"module.classifier.bias": torch.zeros(5)})
