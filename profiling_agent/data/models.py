@@ -255,12 +255,9 @@ def _read_tensors(folder: Path, refuse: Refuse) -> tuple[dict[str, Tensor], list
             f"{_first_of(absent)} is not there{others}: save the weights as safetensors, as pickles are never loaded"
         )
     notes = [f"the weights are those in {_first_of(files)}{others}"] if unread else []
-    stored = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
-    tensors = _unwrapped(stored, refuse)
-    if tensors.keys() != stored.keys():
-        notes.append(
-            f"a wrapper's prefixes are left out of the names of weights, as in {min({*stored} - {*tensors})!r}"
-        )
+    tensors, wrapped = _load_files(folder, files, refuse)
+    if wrapped:
+        notes.append(f"a wrapper's prefixes are left out of the names of weights, as in {wrapped[0]!r}")
     if any(".lora_" in name for name in tensors):
         raise refuse(f"they hold an adapter that is not merged: {MERGE}")
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()}
@@ -272,11 +269,14 @@ def _read_tensors(folder: Path, refuse: Refuse) -> tuple[dict[str, Tensor], list
     return tensors, notes
 
 
-def _unwrapped(stored: Mapping[str, Tensor], refuse: Refuse) -> dict[str, Tensor]:
+def _load_files(folder: Path, files: Sequence[str], refuse: Refuse) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors in these files by their names without wrappers' prefixes, and the names that had one."""
+    with third_party_errors(lambda text: refuse(f"{_first_of(files)} is missing, damaged or not copied whole: {text}")):
+        stored = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in stored.items()}
     if len(tensors) < len(stored):
         raise refuse("they hold a tensor twice, once with the name that a wrapper gave it: save one of them")
-    return tensors
+    return tensors, sorted({*stored} - {*tensors})
 
 
 def _merge_adapter_(model: Any, folder: Path, refuse: Refuse) -> tuple[set[str], str]:
@@ -285,7 +285,7 @@ def _merge_adapter_(model: Any, folder: Path, refuse: Refuse) -> tuple[set[str],
     A layer's weight W becomes W + scale B A, where `scale` is lora_alpha / r, or lora_alpha / sqrt(r) if rank-stabilized.
     """
     settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    replaced, added = _unwrapped(load_file(folder / ADAPTER), refuse), dict[str, Tensor]()
+    (replaced, _), added = _load_files(folder, [ADAPTER], refuse), dict[str, Tensor]()
     for layer in [name.removesuffix(".lora_A.weight") for name in replaced if name.endswith(".lora_A.weight")]:
         down, up = (replaced.pop(f"{layer}.{part}.weight").float() for part in ("lora_A", "lora_B"))
         scale = settings["lora_alpha"] / (math.sqrt(len(down)) if settings.get("use_rslora") else len(down))
