@@ -210,9 +210,7 @@ def _read_weights(folder: Path, name: str, config: Any) -> tuple[Any, tuple[str,
         lacking = f"its weights ({', '.join(config.architectures or ['an unknown task'])}) lack {_first_of(missing)}"
         having = f", and have {_first_of(unused)} instead" if unused else ""
         raise AcquisitionError(f"model {name!r} is no complete image classifier: {lacking}{having}")
-    if bad := [
-        key for key, each in model.state_dict().items() if not (each.isfinite().all() or key.endswith(HARMLESS))
-    ]:
+    if bad := [key for key, each in model.state_dict().items() if not each.isfinite().all()]:
         raise AcquisitionError(f"model {name!r} has weights that are not finite: {_first_of(bad)}")
     if unused:
         notes.append(f"a {type(model).__name__} does not use {_first_of(unused)} of the weights")
@@ -251,9 +249,7 @@ def _read_tensors(folder: Path, refuse: Refuse) -> tuple[dict[str, Tensor], list
     unread = sorted(copies - {*files, ADAPTER})
     others = f"; not read: {_first_of(unread)}" if unread else ""
     if absent := [file for file in files if not (folder / file).exists()]:
-        raise refuse(
-            f"{_first_of(absent)} is not there{others}: save the weights as safetensors, as pickles are never loaded"
-        )
+        raise refuse(f"{_first_of(absent)} is not there{others}: save it as safetensors, as pickles are never loaded")
     notes = [f"the weights are those in {_first_of(files)}{others}"] if unread else []
     tensors, wrapped = _load_files(folder, files, refuse)
     if wrapped:

@@ -245,7 +245,7 @@ class TestFiles:
     )
     def test_a_folder_without_the_expected_file_is_refused_with_what_is_there(self, folder, name, others):
         (folder / "model.safetensors").rename(folder / name)
-        assert f"model.safetensors' is not there{others}: save the weights as safetensors" in refusal(folder)
+        assert f"model.safetensors' is not there{others}: save it as safetensors" in refusal(folder)
 
 
 class TestAdapters:
