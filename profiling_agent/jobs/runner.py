@@ -132,7 +132,7 @@ class Jobs:
         free_s = WAIT_SHARE * max(sheet.spent_s, self.time_budget_s or 0.0) - sheet.by_kind().get(WAIT, (0, 0.0))[1]
         if free_s < MIN_WAIT_S:
             return
-        while waited_s < free_s and (missing := cores_missing(min(0.2, free_s - waited_s))) > MAX_CORES_MISSING:
+        while waited_s < free_s and (missing := cores_missing(min(0.1, free_s - waited_s))) > MAX_CORES_MISSING:
             self._check_open()
             raise_if_stopped()
             if not waited_s:

@@ -259,7 +259,14 @@ def machine_lock(
     took ten times as long instead of twice (docs/decisions/LOG.md, 2026-11-22).
     """
     try:
-        ticket, ahead = _take_ticket(cache_folder() / QUEUE, f"{name}, process {os.getpid()}")
+        queue = cache_folder() / QUEUE
+        queue.mkdir(parents=True, exist_ok=True)
+        with FileLock(queue / "lock"):
+            ahead = sorted(queue.glob("*-*"))
+            number = int(ahead[-1].name.partition("-")[0]) + 1 if ahead else 0
+            # Locked as long as its process lives.
+            ticket = FileLock(queue / f"{number:012}-{name}, process {os.getpid()}")
+            ticket.acquire()
     except OSError:
         # A user who can't write a cache can't wait for others either; acquisition reports it if a cache is needed.
         yield
@@ -278,27 +285,11 @@ def machine_lock(
         ticket.release()
 
 
-def _take_ticket(queue: Path, name: str) -> tuple[FileLock, list[Path]]:
-    """Return a new ticket of a queue, locked as long as its process lives, and the tickets before it, the oldest first."""
-    queue.mkdir(parents=True, exist_ok=True)
-    with FileLock(queue / "lock"):
-        ahead = sorted(queue.glob("*-*"), key=_number)
-        ticket = FileLock(queue / f"{_number(ahead[-1]) + 1 if ahead else 1}-{name}")
-        ticket.acquire()
-    return ticket, ahead
-
-
-def _number(ticket: Path) -> int:
-    return int(ticket.name.partition("-")[0])
-
-
 def _is_held(ticket: Path) -> bool:
     """Return whether a ticket's process lives and still has it; delete that of a killed one."""
-    lock = FileLock(ticket)
     try:
-        lock.acquire(timeout=0)
+        with FileLock(ticket, timeout=0):
+            ticket.unlink(missing_ok=True)
     except Timeout:
         return True
-    ticket.unlink(missing_ok=True)
-    lock.release()
     return False
