@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import fold, scaled_dot_product_attention, unfold
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from profiling_agent.errors import ArtifactError
@@ -40,7 +39,7 @@ TOLERANCE = 1e-4
 # A trace of one image would fix the batch dimension at one.
 TRACED_IMAGES = 2
 CHECKED_BATCHES = (1, 3)
-# Name in transformers of its fused attention with our mask.
+# Name of our attention in transformers.
 PLAIN_ATTENTION = "profiling_agent_plain"
 
 
@@ -211,6 +210,19 @@ def _attention(
     return scores.softmax(dim=-1) @ value
 
 
+def _attend(
+    module: nn.Module,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return plain attention, (batch, tokens, heads, width), for inputs (batch, heads, tokens, width)."""
+    return _attention(query, key, value, attention_mask, scale=scaling).transpose(1, 2).contiguous(), None
+
+
 def _mask(
     *,
     mask_function: Any,
@@ -224,5 +236,5 @@ def _mask(
     return sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **options)
 
 
-AttentionInterface.register(PLAIN_ATTENTION, sdpa_attention_forward)
+AttentionInterface.register(PLAIN_ATTENTION, _attend)
 AttentionMaskInterface.register(PLAIN_ATTENTION, _mask)

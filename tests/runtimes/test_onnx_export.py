@@ -19,7 +19,7 @@ from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersForImageC
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
 from profiling_agent.runtimes.artifact import ONNX, load_recipe
-from profiling_agent.runtimes.onnx_export import PlainOperators, export_onnx
+from profiling_agent.runtimes.onnx_export import PlainOperators, _attend, export_onnx
 from profiling_agent.runtimes.onnx_runtime import DOMAIN, fuse_attention
 from profiling_agent.runtimes.registry import noise_batch
 from profiling_agent.runtimes.torch_artifact import save_deployed
@@ -154,11 +154,10 @@ def test_a_mask_of_either_kind_does_what_torchs_attention_does_with_it():
     query, key, value = (torch.randn(2, 3, 5, 4) for _ in range(3))
     hidden = torch.rand(2, 1, 5, 5) < 0.7
     hidden[..., 0] = True
-    for mask in (hidden, torch.randn(2, 3, 5, 5)):
-        expected = scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        with PlainOperators():
-            found = scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        assert torch.allclose(found, expected, atol=1e-6)
+    for mask in (None, hidden, torch.randn(2, 3, 5, 5)):
+        found, _ = _attend(torch.nn.Identity(), query, key, value, mask)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        assert torch.allclose(found, expected.transpose(1, 2), atol=1e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"is_causal": True}, {"enable_gqa": True}], ids=str)
