@@ -57,6 +57,12 @@ class SpawnedTask(DoubleTask):
     spawned = True
 
 
+class TimedTask(DoubleTask):
+    """Double a number while no other program uses the cores, if possible."""
+
+    is_timed = True
+
+
 class LaterTask(DoubleTask):
     """Double a number after all smaller ones are doubled."""
 

@@ -341,6 +341,7 @@ def run_agent(agent: Callable[[Any, Run], Update], state: Request | RunState, *,
             changes = run.changes_by_context(state, request)
             state = state.model_copy(update=changes)
             run.jobs.timesheet.resume_at(state.spent_s)
+            run.jobs.time_budget_s = state.request.time_budget_s
             event = _first_event(state, stage)
         else:
             # It has the context's fields already, so that a run that is cut here goes on without a context.

@@ -33,7 +33,8 @@ class Task(Record, Generic[ResultT]):
 
     Its class variables say how it is run. The time limit is at least that of `passes` of the baseline over one image, several
     times what the job should need. With `sets_torch` the process sets torch's threads and seed first. A `spawned` job
-    measures its own process, to which a fork's imports would add. Installing another runtime changes the keys of jobs that
+    measures its own process, to which a fork's imports would add. A run waits a little for other programs before one that
+    `is_timed`. Installing another runtime changes the keys of jobs that
     use them. `reads` has the fields of splits whose prepared images the job reads, each with the field of the model that they
     are prepared for.
     """
@@ -42,6 +43,7 @@ class Task(Record, Generic[ResultT]):
     passes: ClassVar[int] = 10_000
     sets_torch: ClassVar[bool] = True
     spawned: ClassVar[bool] = False
+    is_timed: ClassVar[bool] = False
     uses_runtimes: ClassVar[bool] = False
     reads: ClassVar[tuple[tuple[str, str], ...]] = ()
 

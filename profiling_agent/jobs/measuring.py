@@ -37,6 +37,7 @@ class HeadlineTask(RuntimeTask[schemas.Headline]):
     """Measure the latency and memory of a model in a process that does nothing else."""
 
     spawned = True
+    is_timed = True
     isolated: bool = True
     model: schemas.ArtifactRef
     batch_size: int
@@ -64,6 +65,7 @@ class ProfileTask(Task[Profiled]):
     """Time a model and its layers; with `calibration` images also each unit at each width, and the KL divergence after pruning it."""
 
     passes = 100_000
+    is_timed = True
     reads = (("calibration", "model"),)
     model: schemas.ArtifactRef
     batch_size: int
@@ -258,6 +260,7 @@ class OpenHeldoutTask(Task[schemas.Opening]):
 class RaceTask(RuntimeTask[schemas.Race]):
     """Time models in turns in one session, to choose among them; the first is the baseline."""
 
+    is_timed = True
     isolated: bool = True
     models: tuple[schemas.ArtifactRef, ...]
     batch_size: int

@@ -22,8 +22,8 @@ from profiling_agent.jobs.base import PrepareTask, Task
 from profiling_agent.jobs.tasks import MODULES, HeadlineTask, MatchLabelsTask, Profiled, ProfileTask, ResolveShapeTask
 from profiling_agent.jobs.worker import RESULT, JobRequest, Message
 from profiling_agent.lib.io import read_record, remove_partial_files
-from profiling_agent.lib.logs import Progress, silent
-from profiling_agent.lib.machine import environment, machine_lock
+from profiling_agent.lib.logs import Progress, raise_if_stopped, silent
+from profiling_agent.lib.machine import available_threads, cores_missing, environment, machine_lock
 from profiling_agent.processes.child import Child, can_fork, fork_server
 from profiling_agent.request import Request
 from profiling_agent.schemas import ArtifactRef, Environment, Headline, ModelProfile, Record
@@ -35,6 +35,9 @@ JOB_LOG = "worker.log"
 # Bytes that the idle worker may hold, where another one is forked within moments: imports take 0.5 GB, a full-size model and its job another
 # 0.5. A profile with gradients never frees several GB, and a race of a ViT-B/16 in six deployments needs them.
 MAX_RESIDENT = 3 * 2**29
+# Share of a run's time that it may wait for other programs before it times models, the least that is worth it, and the cores they may use.
+WAIT_SHARE, MIN_WAIT_S, MAX_CORES_MISSING = 0.1, 1.0, 0.25
+WAIT = "wait"
 
 
 def job_key(task: Task[ResultT], describe: Callable[[str], Environment] = environment) -> str:
@@ -62,6 +65,7 @@ class Jobs:
         self.pass_s: float | None = None
         # A limit on all time limits of jobs.
         self.max_limit_s = math.inf
+        self.time_budget_s: float | None = None
         # The process of isolated jobs, and the worker, which does the others.
         self._processes: dict[bool, Child[Message]] = {}
         self._running: Child[Message] | None = None
@@ -116,9 +120,27 @@ class Jobs:
             }
             if batch:
                 # Locked by batch, so that another run waits for one batch at most.
-                with machine_lock(self.progress, self._check_open):
+                with machine_lock(self.progress, self._check_open, name=f"run {self.workspace.root.name}"):
                     self._check_open()
+                    if kind[0].is_timed:
+                        self._await_quiet(next(iter(batch)))
                     self._run_batch(batch)
+
+    def _await_quiet(self, key: str) -> None:
+        """Wait while other programs use the cores, up to a tenth of the run's time in all: its budget's, or what it has spent."""
+        sheet, started, waited_s = self.timesheet, time.monotonic(), 0.0
+        free_s = WAIT_SHARE * max(sheet.spent_s, self.time_budget_s or 0.0) - sheet.by_kind().get(WAIT, (0, 0.0))[1]
+        if free_s < MIN_WAIT_S:
+            return
+        while waited_s < free_s and (missing := cores_missing(min(0.1, free_s - waited_s))) > MAX_CORES_MISSING:
+            self._check_open()
+            raise_if_stopped()
+            if not waited_s:
+                cores = f"{missing:.1f} of the {available_threads()} cores"
+                self.progress(f"waiting up to {free_s:.0f} s for other programs, which use {cores}", 0, 0)
+            waited_s = time.monotonic() - started
+        if waited_s:
+            sheet.note(f"{WAIT}-{key}", waited_s)
 
     def _run_batch(self, tasks: Mapping[str, Task[Any]]) -> None:
         """Do tasks of one kind in one process; one whose process was killed is done once more. Raises the first error."""

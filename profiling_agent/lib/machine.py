@@ -8,6 +8,7 @@ import platform
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -36,6 +37,8 @@ import json, torch
 gpu = torch.cuda.get_device_properties(0)
 print(json.dumps([gpu.name, gpu.major, gpu.minor, gpu.total_memory]))
 """
+# How often a job that waits looks whether its turn has come.
+POLL_S = 0.1
 # What models of timm need.
 TIMM_PACKAGES = ("timm", "torchvision")
 LIBRARIES = (
@@ -53,8 +56,8 @@ def _read(path: Path) -> str:
     return ""
 
 
-# One lock per machine, as several machines may share the folder: by the id of this boot, which the machine's containers share.
-LOCK = f"machine-{_read(Path('/proc/sys/kernel/random/boot_id'))[:8] or platform.node()}.lock"
+# One queue per machine, as several machines may share the folder: by the id of this boot, which the machine's containers share.
+QUEUE = f"machine-{_read(Path('/proc/sys/kernel/random/boot_id'))[:8] or platform.node()}"
 
 
 def total_bytes(groups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
@@ -114,6 +117,13 @@ def available_threads(cpus: Path = CPU_FOLDER, groups: Path = CGROUPS, own: Path
     """
     cores, quota = available_cores(cpus), cpu_quota(groups, own)
     return cores if quota is None else min(cores, math.ceil(quota))
+
+
+def cores_missing(seconds: float) -> float:
+    """Return how many of the cores that a model's threads need other programs use; the caller's jobs rest for these `seconds`."""
+    used, allowed = psutil.cpu_percent(seconds, percpu=True), os.sched_getaffinity(0)
+    idle = sum(1 - percent / 100 for cpu, percent in enumerate(used) if cpu in allowed)
+    return max(available_threads() - idle, 0.0)
 
 
 @cache
@@ -240,30 +250,46 @@ def own_memory_bytes(pid: int) -> int:
 
 
 @contextmanager
-def machine_lock(progress: Progress = silent, check: Callable[[], None] = raise_if_stopped) -> Generator[None]:
-    """Wait until no other process of this user runs a job on this machine; a process that dies releases the lock.
+def machine_lock(
+    progress: Progress = silent, check: Callable[[], None] = raise_if_stopped, *, name: str = "profiling-agent"
+) -> Generator[None]:
+    """Wait until no other process of this user runs a job on this machine: first come, first served.
 
-    `check` raises what ends the wait. Two runs at once wait for each other's threads: on two cores each took ten times as
-    long instead of twice (docs/decisions/LOG.md, 2026-11-22).
+    The others are told `name`. `check` raises what ends the wait. Two runs at once wait for each other's threads: on two cores each
+    took ten times as long instead of twice (docs/decisions/LOG.md, 2026-11-22).
     """
     try:
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK)
-        with suppress(Timeout):
-            lock.acquire(timeout=0)
+        queue = cache_folder() / QUEUE
+        queue.mkdir(parents=True, exist_ok=True)
+        with FileLock(queue / "lock"):
+            ahead = sorted(queue.glob("*-*"))
+            number = int(ahead[-1].name.partition("-")[0]) + 1 if ahead else 0
+            # Locked as long as its process lives.
+            ticket = FileLock(queue / f"{number:012}-{name}, process {os.getpid()}")
+            ticket.acquire()
     except OSError:
         # A user who can't write a cache can't wait for others either; acquisition reports it if a cache is needed.
         yield
         return
-    if not lock.is_locked:
-        progress("waiting for another run's job to end on this machine", 0, 0)
-    while not lock.is_locked:
-        raise_if_stopped()
-        check()
-        with suppress(Timeout):
-            lock.acquire(timeout=1, poll_interval=0.2)
     try:
+        if ahead := [path for path in ahead if _is_held(path)]:
+            progress(f"waiting for another job on this machine to end: {ahead[0].name.partition('-')[2]}", 0, 0)
+        while ahead:
+            raise_if_stopped()
+            check()
+            time.sleep(POLL_S)
+            ahead = [path for path in ahead if _is_held(path)]
         yield
     finally:
-        lock.release()
+        Path(ticket.lock_file).unlink(missing_ok=True)
+        ticket.release()
+
+
+def _is_held(ticket: Path) -> bool:
+    """Return whether a ticket's process lives and still has it; delete that of a killed one."""
+    try:
+        with FileLock(ticket, timeout=0):
+            ticket.unlink(missing_ok=True)
+    except Timeout:
+        return True
+    return False

@@ -197,6 +197,7 @@ TIMM_FAMILIES: dict[str, Callable[[], Any]] = {
     "timm_regnety": timm("regnety_002", depth=4, w0=32, wa=64, wm=1.5, group_size=16),
     "timm_convnext": timm("convnext_atto", depths=[1] * 4, dims=[32, 64, 64, 64]),
     "timm_convnextv2": timm("convnextv2_atto", depths=[1] * 4, dims=[32, 64, 64, 64]),
+    "timm_hiera": timm("hiera_tiny_224", img_size=[32, 32], embed_dim=32, stages=[1, 1, 1, 1], num_heads=1),
     "timm_fastvit": timm("fastvit_t8", layers=[1] * 4, embed_dims=[32, 32, 64, 64]),
 }
 FAMILIES.update(TIMM_FAMILIES)

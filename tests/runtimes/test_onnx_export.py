@@ -13,13 +13,13 @@ import openvino
 import pytest
 import torch
 import zoo
-from torch.nn.functional import fold, unfold
+from torch.nn.functional import fold, scaled_dot_product_attention, unfold
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersForImageClassification
 
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib.modules import logits_of, random_batch, relative_distance
 from profiling_agent.runtimes.artifact import ONNX, load_recipe
-from profiling_agent.runtimes.onnx_export import PlainPatches, _attend, export_onnx
+from profiling_agent.runtimes.onnx_export import PlainOperators, _attend, export_onnx
 from profiling_agent.runtimes.onnx_runtime import DOMAIN, fuse_attention
 from profiling_agent.runtimes.registry import noise_batch
 from profiling_agent.runtimes.torch_artifact import save_deployed
@@ -160,6 +160,34 @@ def test_a_mask_of_either_kind_does_what_torchs_attention_does_with_it():
         assert torch.allclose(found, expected.transpose(1, 2), atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"is_causal": True}, {"enable_gqa": True}], ids=str)
+def test_plain_attention_is_torchs_in_any_number_of_dimensions(options: dict[str, Any]):
+    torch.manual_seed(0)
+    query, value = torch.randn(2, 3, 4, 6, 8), torch.randn(2, 3, 2 if "enable_gqa" in options else 4, 5, 8)
+    expected = scaled_dot_product_attention(query, value + 1, value, **options)
+
+    with torch.profiler.profile() as seen, PlainOperators():
+        found = scaled_dot_product_attention(query, value + 1, value, **options)
+
+    assert "aten::scaled_dot_product_attention" not in {event.name for event in seen.events() or ()}
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+class Windows(torch.nn.Module):
+    """A head that attends within windows: torch's fused attention in five dimensions, as Hiera's of timm."""
+
+    def forward(self, features):
+        windows = features.reshape(len(features), 2, 2, 4, -1)
+        return scaled_dot_product_attention(windows, windows, windows).reshape(len(features), -1)[:, :5]
+
+
+def test_attention_within_windows_is_exported(tmp_path: Path):
+    model: Any = zoo.vit(num_hidden_layers=1)
+    model.classifier = Windows()
+
+    assert export_onnx(model, tmp_path / "model.onnx", spec=zoo.SPEC) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("window", "has_gather"),
     [
@@ -171,7 +199,7 @@ def test_a_mask_of_either_kind_does_what_torchs_attention_does_with_it():
 def test_patches_are_cut_and_joined_as_torch_does_those_that_fill_the_image_without_a_gather(window, has_gather: bool):
     images = torch.arange(2 * 3 * 4 * 6, dtype=torch.float32).reshape(2, 3, 4, 6)
     expected = unfold(images, **window)
-    with torch.profiler.profile() as seen, PlainPatches():
+    with torch.profiler.profile() as seen, PlainOperators():
         found = unfold(images, **window)
         joined = fold(found, (4, 6), **window)
     names = {event.name for event in seen.events() or ()}
