@@ -136,11 +136,15 @@ class OpenedData:
 
     def view(self, split: str, **options: Any) -> Any:
         """Return a stream of a split with its own columns and names of classes: `datasets` reads all splits as the first."""
-        builder = deepcopy(self.builder)
-        builder.config = replace(
-            builder.config, data_files=DataFilesDict({split: builder.config.data_files[split]}), **options
+        builder, files = deepcopy(self.builder), self.builder.config.data_files[split]
+        table = next((file for file in files if PurePosixPath(file).name in ImageFolder.METADATA_FILENAMES), files[0])
+        problem, advice = (
+            f"split {split!r} of {self.query.dataset!r} can't be read",
+            f"look at {table.removeprefix(self.root)}",
         )
-        return builder.as_streaming_dataset(split)
+        with third_party_errors(lambda text: AcquisitionError(f"{problem}, {text}: {advice}")):
+            builder.config = replace(builder.config, data_files=DataFilesDict({split: files}), **options)
+            return builder.as_streaming_dataset(split)
 
     def cells(self, split: str, column: str, batch_rows: int = BATCH_ROWS) -> Iterator[Any]:
         """Yield a column's cells in file order, as Arrow scalars; parquet reads no other column."""
@@ -155,7 +159,12 @@ class OpenedData:
 
     def labels(self, split: str, column: str, limit: int | None = None) -> Iterator[Any]:
         """Yield the raw labels of a split's rows in file order, at most `limit` of them."""
-        return (cell.as_py() for cell in islice(self.cells(split, column), limit))
+        if self.kind is not ImageFolder:
+            yield from (cell.as_py() for cell in islice(self.cells(split, column), limit))
+            return
+        # Of rows without a label `datasets` makes Arrow tables of another type.
+        with read_errors(self.query.dataset):
+            yield from (row[column] for row in islice(self.splits[split].select_columns([column]), limit))
 
     def stream(self, split: str, image: str, label: str | None) -> Iterator[tuple[Any, Any]]:
         """Yield (image cell, raw label or None), shuffled by shards and in a buffer; images are not decoded."""
@@ -278,7 +287,7 @@ def _choose_config(data: OpenedData, build: Callable[..., Any]) -> OpenedData:
     data = replace(data, builder=builder, kind=kind)
     # Otherwise `datasets` gives no labels to a split with images of one class.
     options: dict[str, Any] = {"drop_labels": False} if kind is ImageFolder else {}
-    return replace(data, splits={str(split): data.view(split, **options) for split in builder.config.data_files})
+    return replace(data, splits={str(split): data.view(str(split), **options) for split in builder.config.data_files})
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +345,7 @@ def train_columns(data: OpenedData, train: str, measured: Columns, id2label: Map
 
 
 def _kind_of(feature: Any) -> str:
-    """Return what a column holds: image, class, text or number, or other."""
+    """Return what a column holds: image, class, text or number, or another type."""
     dtype = str(feature.dtype) if isinstance(feature, datasets.Value) else ""
     if isinstance(feature, datasets.Image) or (isinstance(feature, dict) and "bytes" in feature) or dtype in BINARY:
         return "image"
@@ -344,7 +353,7 @@ def _kind_of(feature: Any) -> str:
         return "class"
     if dtype in STRINGS:
         return "text"
-    return "number" if dtype.startswith(("int", "uint", "bool")) else "other"
+    return "number" if dtype.startswith(("int", "uint", "bool")) else dtype or "other"
 
 
 def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Columns:
@@ -368,7 +377,7 @@ def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Co
     labels = labels or [name for name, kind in kinds.items() if kind == "class"]
     labels = labels or [name for name in LABEL_NAMES if kinds.get(name) in ("text", "number")]
     if not labels:
-        raise AcquisitionError(f"no label column: {described}; name label_column, or add a column label")
+        raise AcquisitionError(f"no label column of classes, texts or whole numbers: {described}; name label_column")
     refusals: list[AcquisitionError] = []
     matched: list[Columns] = []
     for column in labels:
@@ -414,7 +423,9 @@ def match_column(
         # Classes of a model without names are matched by their order in all splits, of which one may lack some.
         labels = data.every_class(column)
         if len(labels) <= len(raw_of):
-            raise AcquisitionError(f"{error}{data.layout() if names and data.kind is ImageFolder else ''}") from error
+            raise AcquisitionError(
+                f"{error}{data.layout() if data.kind is ImageFolder and len(names) == 1 else ''}"
+            ) from error
         matchings = match_labels(labels, id2label, by=by)
     class_of = {
         raw_of[labels[place]]: index for place, index in matchings[0].class_of.items() if labels[place] in raw_of

@@ -301,6 +301,11 @@ def evaluation_sizes(num_search: int, num_heldout: int, num_samples: int | None,
     num_usable, smaller_half = num_search + num_heldout, min(num_search, num_heldout)
     if smaller_half < 1 or (num_samples is not None and num_usable < 2 * num_samples):
         problem = f"split {split!r} has {num_usable} usable images, too few to search on {num_samples or 1} and hold out as many"
-        raise AcquisitionError(f"{problem}: set num_samples to at most {num_usable // 2}")
+        advice = (
+            "name a larger split or data set"
+            if num_samples is None
+            else f"set num_samples to at most {num_usable // 2}"
+        )
+        raise AcquisitionError(f"{problem}: {advice}")
     num_wanted = min(MAX_SEARCH if num_samples is None else num_samples, smaller_half)
     return num_wanted, min(HELDOUT_RATIO * num_wanted, num_heldout)

@@ -220,6 +220,37 @@ def test_a_test_split_without_classes_gives_way_to_a_validation_split(photograph
     assert draw(folder).search.source_split == "validation"
 
 
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (b"", "look at test/metadata.csv"),
+        (b"file_name,label\n", "IndexError ('list index out of range'): look at test/metadata.csv"),
+        (b"file_name;label\n0.png;cat\n", "look at test/metadata.csv"),
+        (
+            b"file_name,caption\n0.png,a cat\n",
+            "no label column of classes, texts or whole numbers: its columns are image",
+        ),
+        (b"file_name,label\n0.png,0\n1.png,\n", "label (float64)"),
+        (b"file_name,label\n0.png,cat\n9.png,dog\n99.png,cat\n", "test/99.png"),
+    ],
+)
+def test_a_wrong_table_of_labels_is_told_by_its_name_or_its_columns(photographs, refusal, table, said):
+    assert said in refusal(photographs(pictures("test") | {"test/metadata.csv": table}))
+
+
+def test_rows_of_a_table_without_a_label_are_left_out(photographs, draw):
+    rows = "".join(f"{row}.png,{('cat', '', 'dog')[row % 3]}\n" for row in range(60))
+    drawn = draw(photographs(pictures("test") | {"test/metadata.csv": f"file_name,label\n{rows}".encode()}))
+    assert "20 images of split 'test' have no label that the model knows" in drawn.notes
+
+
+@pytest.mark.parametrize(
+    ("names", "query"), [(("cats", "dogs"), {}), (("cat", "dog"), {"label_match": "number"}), (("a", "b", "c"), {})]
+)
+def test_a_sound_layout_is_not_blamed_for_other_names(photographs, cats_and_dogs, refusal, names, query):
+    assert "lay images out" not in refusal(photographs(cats_and_dogs), names, **query)
+
+
 def test_each_split_has_its_own_table_of_labels_or_folders(photographs, draw, cats_and_dogs):
     rows = "".join(f"{row}.png,{'cat' if row % 2 else 'dog'}\n" for row in range(60))
     test = {path: image for path, image in cats_and_dogs.items() if path.startswith("test")}
