@@ -22,15 +22,7 @@ from profiling_agent.jobs.base import JobContext, Task
 from profiling_agent.jobs.runner import Jobs, read_profile, scratch_jobs
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask, HeadlineTask, ProfileTask, PruneTask
 from profiling_agent.lib.logs import Progress, silent
-from profiling_agent.lib.machine import (
-    TIMM_PACKAGES,
-    available_bytes,
-    available_cores,
-    cpu_quota,
-    environment,
-    find_gpu,
-    total_bytes,
-)
+from profiling_agent.lib.machine import available_bytes, available_cores, cpu_quota, environment, find_gpu, total_bytes
 from profiling_agent.pruning.widths import snap
 from profiling_agent.reporting.units import percent, size
 from profiling_agent.request import Request
@@ -176,8 +168,8 @@ class TinyTask(Task[Tiny]):
 
         from profiling_agent.runtimes.torch_artifact import save_model
 
-        if all(map(find_spec, TIMM_PACKAGES)):
-            # Only timm's models need it, which are not tried.
+        if find_spec("timm") and find_spec("torchvision"):
+            # Only timm's models need them, which are not tried.
             import_module("timm")
         side, folder, noise = 32, context.folder / "model", context.folder / "noise.arrow"
         sizes: dict[str, Any] = {"image_size": side, "patch_size": 8, "hidden_size": 64, "intermediate_size": 256}

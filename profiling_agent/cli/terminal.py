@@ -27,7 +27,7 @@ from typer.core import TyperGroup
 
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError
 from profiling_agent.lib.io import FileRefusedError, clean, expanded, first_problem, storage_problem
-from profiling_agent.lib.logs import Progress, import_problem, request_stop
+from profiling_agent.lib.logs import Progress, request_stop
 from profiling_agent.request import Request
 
 if TYPE_CHECKING:
@@ -146,9 +146,7 @@ class Commands(TyperGroup):
         except USAGE_ERROR as error:
             message = getattr(error, "format_message", error.__str__)()
             sys.exit(refusal(f"{message} (`profiling-agent --help` lists all)").exit_code)
-        except Exception as error:  # noqa: BLE001 - the boundary: an unexpected error is no verdict on a model
-            if problem := import_problem(error):
-                sys.exit(refusal(problem).exit_code)
+        except Exception:  # noqa: BLE001 - the boundary: an unexpected error is no verdict on a model
             traceback.print_exc()
             errors.out("profiling-agent: this is a bug of ours: please report it, with the lines above")
             sys.exit(EXIT_CRASHED)

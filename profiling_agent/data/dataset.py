@@ -111,11 +111,10 @@ class OpenedData:
 
     def every_class(self, column: str) -> list[str]:
         """Return the names of all splits' classes, in their order; empty if no split has all and they lie in no folders."""
-        columns = {split: self.features(split).get(column) for split in self.splits}
-        named = [split for split, feature in columns.items() if isinstance(feature, datasets.ClassLabel)]
         lists: list[list[str]] = []
-        for split in named:
-            with suppress(AcquisitionError):
+        for split in self.splits:
+            # A split may lack the column, have other labels in it, or have no classes.
+            with suppress(KeyError, AttributeError, AcquisitionError):
                 lists.append(self.class_names(split, column))
         names = set[str]().union(*lists)
         sorted_names = sorted(names) if self.kind is ImageFolder else []
@@ -138,22 +137,16 @@ class OpenedData:
         """Return a stream of a split with its own columns and names of classes: `datasets` reads all splits as the first."""
         builder, files = deepcopy(self.builder), self.builder.config.data_files[split]
         table = next((file for file in files if PurePosixPath(file).name in ImageFolder.METADATA_FILENAMES), files[0])
-        problem, advice = (
-            f"split {split!r} of {self.query.dataset!r} can't be read",
-            f"look at {table.removeprefix(self.root)}",
-        )
-        with third_party_errors(lambda text: AcquisitionError(f"{problem}, {text}: {advice}")):
+        problem, place = f"split {split!r} of {self.query.dataset!r} can't be read", table.removeprefix(self.root)
+        with third_party_errors(lambda text: AcquisitionError(f"{problem}, {text}: look at {place}")):
             builder.config = replace(builder.config, data_files=DataFilesDict({split: files}), **options)
             return builder.as_streaming_dataset(split)
 
     def cells(self, split: str, column: str, batch_rows: int = BATCH_ROWS) -> Iterator[Any]:
         """Yield a column's cells in file order, as Arrow scalars; parquet reads no other column."""
         with read_errors(self.query.dataset):
-            view = (
-                self.view(split, columns=[column])
-                if self.kind is Parquet
-                else self.splits[split].select_columns([column])
-            )
+            rows = self.view(split, columns=[column]) if self.kind is Parquet else self.splits[split]
+            view = rows.select_columns([column])
             for table in view.with_format("arrow").iter(batch_size=batch_rows):
                 yield from table[column]
 
@@ -168,12 +161,12 @@ class OpenedData:
 
     def stream(self, split: str, image: str, label: str | None) -> Iterator[tuple[Any, Any]]:
         """Yield (image cell, raw label or None), shuffled by shards and in a buffer; images are not decoded."""
-        view = self.splits[split].select_columns([image] if label is None else [image, label])
+        view = self.splits[split].select_columns([name for name in (image, label) if name])
         if isinstance(self.features(split)[image], datasets.Image):
             view = view.cast_column(image, datasets.Image(decode=False))
         with read_errors(self.query.dataset):
             for row in view.shuffle(seed=self.query.seed, buffer_size=SHUFFLE_BUFFER):
-                yield row[image], None if label is None else row[label]
+                yield row[image], row.get(label)
 
     def image(self, cell: Any) -> bytes:
         """Return the encoded image that a cell holds or names, or b""; AcquisitionError if its file can't be read."""
@@ -299,7 +292,7 @@ class Columns:
 
     split: str
     image: str
-    label: str | None
+    label: str
     matchings: tuple[Matching, ...]
     class_of: Mapping[Any, int]
     notes: tuple[str, ...] = ()
@@ -332,16 +325,14 @@ def choose_columns(data: OpenedData, id2label: Mapping[int, str]) -> Columns:
 
 def train_columns(data: OpenedData, train: str, measured: Columns, id2label: Mapping[int, str]) -> Columns:
     """Return the columns of the train split, with its own names of classes; no label is needed to calibrate."""
-    columns, features = replace(measured, split=train), data.features(train)
-    if measured.label not in features:
-        return replace(columns, label=None, class_of={})
-    if data.kind is not ImageFolder and features[measured.label] == data.features(measured.split)[measured.label]:
-        return columns
-    try:
+    feature = data.features(train).get(measured.label)
+    if feature == data.features(measured.split)[measured.label]:
+        return replace(measured, split=train)
+    if feature is not None:
         # If there are several matchings, the model's predictions choose one for all splits.
-        return match_column(data, train, measured.image, measured.label, id2label, measured.matchings[0].by)
-    except AcquisitionError:
-        return replace(columns, class_of={})
+        with suppress(AcquisitionError):
+            return match_column(data, train, measured.image, measured.label, id2label, measured.matchings[0].by)
+    return replace(measured, split=train, class_of={})
 
 
 def _kind_of(feature: Any) -> str:
@@ -423,13 +414,11 @@ def match_column(
         # Classes of a model without names are matched by their order in all splits, of which one may lack some.
         labels = data.every_class(column)
         if len(labels) <= len(raw_of):
-            raise AcquisitionError(
-                f"{error}{data.layout() if data.kind is ImageFolder and len(names) == 1 else ''}"
-            ) from error
+            advice = data.layout() if data.kind is ImageFolder and len(names) == 1 else ""
+            raise AcquisitionError(f"{error}{advice}") from error
         matchings = match_labels(labels, id2label, by=by)
-    class_of = {
-        raw_of[labels[place]]: index for place, index in matchings[0].class_of.items() if labels[place] in raw_of
-    }
+    named = {labels[place]: index for place, index in matchings[0].class_of.items()}
+    class_of = {raw: named[name] for name, raw in raw_of.items() if name in named}
     if kind == "text" and limit:
         notes = (
             f"the first {limit} rows of split {split!r}, a stream, have {len(labels)} labels: the verdict is about no others; "

@@ -170,7 +170,7 @@ class Pool:
         Without classes, images are of class UNMAPPED and drawn as of a stream.
         """
         pool, split = cls(data, columns.split, spool), columns.split
-        if data.folder is None or not columns.class_of or columns.label is None:
+        if data.folder is None or not columns.class_of:
             pool.images = stratified(pool._draw_from_stream(columns, num_rows, progress), data.query.seed)
             return pool
         progress(f"reading labels of {split}", 0, 0)
@@ -192,15 +192,15 @@ class Pool:
 
     def _draw_from_stream(self, columns: Columns, target: int, progress: Progress) -> list[StoredImage]:
         """Store equal shares per class, `target` images; spare images fill the shares that stay incomplete."""
-        # Integer labels have a class each, whether they occur or not, and splits may lack classes of others.
-        matched = {match.model_id for match in columns.matchings[0].matches} if columns.class_of else {UNMAPPED}
-        classes = matched & {*columns.class_of.values(), UNMAPPED}
-        quota, counts = -(-target // len(classes)), Counter[int]()
+        # A split may lack classes of others. Every whole number has a class, whether it occurs or not.
+        classes = {match.model_id for match in columns.matchings[0].matches} & set(columns.class_of.values())
+        quota, counts = -(-target // max(len(classes), 1)), Counter[int]()
         taken, spare = list[StoredImage](), list[StoredImage]()
-        for row, (cell, raw) in enumerate(self.data.stream(self.split, columns.image, columns.label)):
+        read = self.data.stream(self.split, columns.image, columns.label if columns.class_of else None)
+        for row, (cell, raw) in enumerate(read):
             label = columns.class_of.get(raw, UNMAPPED)
             is_due = counts[label] < quota
-            if label in classes and (is_due or len(taken) + len(spare) < target):
+            if (label != UNMAPPED or not columns.class_of) and (is_due or len(taken) + len(spare) < target):
                 counts[label] += 1
                 (taken if is_due else spare).append(self._store(row, cell, label))
                 del spare[target - len(taken) :]
@@ -301,11 +301,7 @@ def evaluation_sizes(num_search: int, num_heldout: int, num_samples: int | None,
     num_usable, smaller_half = num_search + num_heldout, min(num_search, num_heldout)
     if smaller_half < 1 or (num_samples is not None and num_usable < 2 * num_samples):
         problem = f"split {split!r} has {num_usable} usable images, too few to search on {num_samples or 1} and hold out as many"
-        advice = (
-            "name a larger split or data set"
-            if num_samples is None
-            else f"set num_samples to at most {num_usable // 2}"
-        )
+        advice = f"set num_samples to at most {num_usable // 2}" if num_samples else "name a larger split or data set"
         raise AcquisitionError(f"{problem}: {advice}")
     num_wanted = min(MAX_SEARCH if num_samples is None else num_samples, smaller_half)
     return num_wanted, min(HELDOUT_RATIO * num_wanted, num_heldout)

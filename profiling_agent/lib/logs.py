@@ -127,20 +127,22 @@ def third_party_errors(refuse: Refuse) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        cause: Any = error
         # Torch's compiler wraps an error several times; a lazy import's names only the module.
-        while isinstance(cause, ImportError) or type(cause).__module__.startswith("torch."):
-            if (inner := _inner_error(cause)) is None:
-                break
-            cause = inner
+        causes = _causes(error)
+        is_wrapper = [isinstance(each, ImportError) or type(each).__module__.startswith("torch.") for each in causes]
+        cause: Any = causes[is_wrapper.index(False) if False in is_wrapper else -1]
         is_disk = isinstance(cause, OSError) and cause.errno in DISK_FAILURES
         if is_disk or is_out_of_memory(cause) or isinstance(cause, ProfilingAgentError):
             raise cause from cause.__cause__
         raise refuse(import_problem(error) or _described(cause)) from error
 
 
-def _inner_error(error: BaseException) -> BaseException | None:
-    return getattr(error, "inner_exception", None) or error.__cause__
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return an exception, the one that it was raised from, and so on."""
+    chain = [error]
+    while (inner := getattr(chain[-1], "inner_exception", None) or chain[-1].__cause__) is not None:
+        chain.append(inner)
+    return chain
 
 
 def _described(error: BaseException) -> str:
@@ -152,10 +154,7 @@ def import_problem(error: BaseException) -> str | None:
 
     It is that of the innermost module whose import raised: lazy imports, as transformers has them, name only their own.
     """
-    chain = [error]
-    while (inner := _inner_error(chain[-1])) is not None:
-        chain.append(inner)
-    for cause in reversed(chain):
+    for cause in reversed(_causes(error)):
         frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__) if frame.f_code.co_name == "<module>"]
         modules = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
         package = next((name for name in reversed(modules) if name not in ("__main__", "profiling_agent")), None)
