@@ -250,21 +250,20 @@ def _open_repository(query: DataQuery, cache: Path) -> OpenedData:
 def _choose_config(data: OpenedData, build: Callable[..., Any]) -> OpenedData:
     """Return the data set opened with the requested config, which is one of its card's or a folder."""
     requested = data.query.dataset_config
-    chosen = partial(build, name=requested)
     try:
-        builder = chosen()
-    except (ValueError, FileNotFoundError) as error:
-        if isinstance(error, EmptyDatasetError | DataFilesNotFoundError):
-            raise AcquisitionError(f"dataset {data.query.dataset!r} can't be read, {error}{data.layout()}") from error
+        builder = build(name=requested)
+    except (EmptyDatasetError, DataFilesNotFoundError) as error:
+        raise AcquisitionError(f"dataset {data.query.dataset!r} can't be read, {error}{data.layout()}") from error
+    except ValueError as error:
         if requested is None:
             raise
-        chosen = partial(build, data_dir=requested)
         try:
-            builder = chosen()
+            builder = build(data_dir=requested)
         except FileNotFoundError:
             raise error from None
+    data_files: Mapping[str, Any] = builder.config.data_files or {}
     num_splits = Counter[str]()
-    for names in (builder.config.data_files or {}).values():
+    for names in data_files.values():
         files = list(map(str, names))
         for file in files:
             data.inside(file)
@@ -280,7 +279,7 @@ def _choose_config(data: OpenedData, build: Callable[..., Any]) -> OpenedData:
     data = replace(data, builder=builder, kind=kind)
     # Otherwise `datasets` gives no labels to a split with images of one class.
     options: dict[str, Any] = {"drop_labels": False} if kind is ImageFolder else {}
-    return replace(data, splits={str(split): data.view(str(split), **options) for split in builder.config.data_files})
+    return replace(data, splits={str(split): data.view(str(split), **options) for split in data_files})
 
 
 @dataclass(frozen=True, slots=True)
