@@ -57,6 +57,10 @@ class JobError(ProfilingAgentError):
     """A child process crashed, hung, or exceeded its memory limit."""
 
 
+class LibraryError(JobError, RequestError):
+    """A library can't be imported: the message names it and the command that installs it again."""
+
+
 class KilledError(JobError):
     """A child process was killed from outside, which is no evidence on its work."""
 

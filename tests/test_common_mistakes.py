@@ -89,6 +89,14 @@ def one_class(place: Place) -> tuple[str, ...]:
     return ("--dataset", str(place.scratch / "data"))
 
 
+def no_classes(place: Place) -> tuple[str, ...]:
+    for split in ("train", "test"):
+        (place.scratch / "data" / split).mkdir(parents=True)
+        for row, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (9, 8, 8, 3), dtype=np.uint8)):
+            Pillow.fromarray(pixels).save(place.scratch / "data" / split / f"{row}.png")
+    return ("--dataset", str(place.scratch / "data"))
+
+
 RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     # Options and terms of the contract.
     "unknown option": (lambda _: ("--modle", "x"), "--modle"),
@@ -112,6 +120,7 @@ RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "wrong image column": (lambda _: ("--image-column", "img"), "img"),
     "wrong label column": (lambda _: ("--label-column", "target"), "target"),
     "one class": (one_class, "class"),
+    "splits without classes": (no_classes, "(found 9 .png in test, 9 .png in train): lay images out as"),
     # The machine.
     "unknown user's folder": (lambda _: ("--output", "~nobody-of-that-name/x"), "home folder"),
     "output that is a file": (lambda place: ("--output", place.file("runs.txt", "x")), "runs.txt"),

@@ -9,13 +9,15 @@ import statistics
 import tempfile
 import timeit
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from profiling_agent.data.images import write_rows
-from profiling_agent.errors import ArtifactError, ProfilingAgentError, RequestError
+from profiling_agent.errors import ArtifactError, LibraryError, ProfilingAgentError, RequestError
 from profiling_agent.jobs.base import JobContext, Task
 from profiling_agent.jobs.runner import Jobs, read_profile, scratch_jobs
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask, HeadlineTask, ProfileTask, PruneTask
@@ -60,6 +62,12 @@ def _finding(name: str, seen: str, advice: str = "", *, is_problem: bool = False
     return Finding(name=name, state="problem" if is_problem else "note" if advice else "ok", seen=seen, advice=advice)
 
 
+def _failed(name: str, error: ProfilingAgentError, advice: str, *, is_problem: bool = True) -> Finding:
+    """Return the finding of an error: its own advice, if a library can't be imported, or else `advice`."""
+    problem, separator, command = str(error).partition("; run: ")
+    return _finding(name, problem, f"run: {command}" if separator else advice, is_problem=is_problem)
+
+
 def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     """Yield the result of each check as soon as it ends; nothing is raised."""
     with scratch_jobs(progress) as jobs:
@@ -70,6 +78,12 @@ def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
         yield _check_disk(request.output_dir.absolute())
         yield _measure_noise()
         yield _check_language_model(request)
+        try:
+            jobs.run(TinyTask())
+        except LibraryError as error:
+            # Nothing is known of runtimes and devices then.
+            yield _failed("libraries", error, "")
+            return
         for name in RUNTIMES:
             if registry.runtime(name).schemes("cpu"):
                 progress(f"trying {name}", 0, 0)
@@ -154,6 +168,9 @@ class TinyTask(Task[Tiny]):
 
         from profiling_agent.runtimes.torch_artifact import save_model
 
+        if find_spec("timm") and find_spec("torchvision"):
+            # Only timm's models need them, which are not tried.
+            import_module("timm")
         side, folder, noise = 32, context.folder / "model", context.folder / "noise.arrow"
         sizes: dict[str, Any] = {"image_size": side, "patch_size": 8, "hidden_size": 64, "intermediate_size": 256}
         model = ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)).eval()
@@ -177,7 +194,7 @@ def _check_runtime(jobs: Jobs, name: RuntimeName) -> Finding:
         model = jobs.run(DeployTask(**inputs, deployment=deployment, batch_size=1, isolated=True)).model
         latency_ms = jobs.run(HeadlineTask(model=model, batch_size=1, device="cpu")).latency.median_ms
     except ProfilingAgentError as error:
-        return _finding(name, str(error), "install it again, or leave it out with --runtimes", is_problem=True)
+        return _failed(name, error, "install it again, or leave it out with --runtimes")
     return _finding(name, f"runs a tiny model in {latency_ms:.2f} ms")
 
 
@@ -200,7 +217,7 @@ def check_device(jobs: Jobs, name: str) -> Finding:
             # Compares logits with those that the CPU gave when the model was saved.
             jobs.run(EvaluateTask(model=model, split=tiny.images, shard=0, batch_size=BATCH_SIZE, device=device))
     except ProfilingAgentError as error:
-        return _finding("device", f"{device}: {error}", "use --device cpu", is_problem=not is_auto)
+        return _failed("device", error, "use --device cpu", is_problem=not is_auto)
     seen = (
         f"{device}: {headline.latency.median_ms:.2f} ms a batch of {BATCH_SIZE}, {size(headline.peak_memory_bytes)} at most; "
         f"{len(cuts)} units pruned, KL {pruned.kl_uncompensated:.2g} nats, {pruned.kl:.2g} after compensation"

@@ -1,16 +1,21 @@
 """Labelled image data sets in a local folder or on the Hugging Face Hub: their splits, and their image and label columns."""
 
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import datasets
 import fsspec
+from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS, DataFilesDict, EmptyDatasetError
+from datasets.exceptions import DataFilesNotFoundError
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.parquet.parquet import Parquet
 from huggingface_hub import HfApi
@@ -32,6 +37,11 @@ BINARY = ("binary", "large_binary", "binary_view")
 TABLE_ADVICE = (
     "a table that names images has to be called metadata.csv, its column of paths file_name, and lie next to the images"
 )
+LAYOUT = (
+    "lay images out as SPLIT/CLASS/IMAGE, such as test/cat/1.png, unpacked, in splits called train, validation or test"
+)
+# The folders that a message on a layout looks into, and those that it names.
+MAX_FOLDERS, MAX_NAMED = 1000, 4
 # The revision of the Hub's parquet copy of a data set: CONFIG/SPLIT/*.parquet.
 PARQUET_COPY = "refs/convert/parquet"
 BATCH_ROWS = 2048
@@ -64,49 +74,99 @@ class DataQuery(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedData:
-    """A data set whose splits can be read; nothing has been copied or downloaded yet.
+    """A data set whose splits can be read, each with its own columns; nothing has been copied or downloaded yet.
 
-    `folder` is None for a Hub repository; `root` starts the absolute names of its files. `build` returns a builder, and is None
-    for a data set written by `save_to_disk`. `kind` is set if labels can be read without downloading images.
+    `folder` is None for a Hub repository; `root` starts the absolute names of its files. `builder` is None for a data set
+    written by `save_to_disk`. `kind` is set if labels can be read without downloading images.
     """
 
     query: DataQuery
     folder: Path | None
     root: str
     splits: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    build: Callable[..., Any] | None = None
+    builder: Any = None
     kind: type | None = None
 
     def features(self, split: str) -> Mapping[str, Any]:
         """Return the columns of a split and their types."""
         return self.splits[split].features or {}
 
+    def class_names(self, split: str, column: str) -> list[str]:
+        """Return the names of a split's classes, in order; of images in folders, those of the folders below the split's."""
+        names = list[str](self.features(split)[column].names)
+        if self.kind is not ImageFolder:
+            return names
+        files = [PurePosixPath(file.removeprefix(self.root)) for file in self.builder.config.data_files[split]]
+        if any(file.name in ImageFolder.METADATA_FILENAMES for file in files):
+            return names
+        words = "|".join(map(re.escape, chain([split], *SPLIT_KEYWORDS.values())))
+        is_split = re.compile(f"(.*[{NON_WORDS_CHARS}])?({words})([{NON_WORDS_CHARS}].*)?").fullmatch
+        # `datasets` reads no folders inside of archives.
+        folders = {file.parent.parts for file in files if file.suffix.lower() != ".zip"} - {()}
+        classes = {parts[-1] for parts in folders if any(map(is_split, parts[:-1])) or not is_split(parts[-1])}
+        if not classes:
+            problem = f"split {split!r} of {self.query.dataset!r} has no folders of classes"
+            raise AcquisitionError(f"{problem}{self.layout()}; {TABLE_ADVICE}")
+        return [name for name in names if name in classes]
+
+    def every_class(self, column: str) -> list[str]:
+        """Return the names of all splits' classes, in their order; empty if no split has all and they lie in no folders."""
+        lists: list[list[str]] = []
+        for split in self.splits:
+            # A split may lack the column, have other labels in it, or have no classes.
+            with suppress(KeyError, AttributeError, AcquisitionError):
+                lists.append(self.class_names(split, column))
+        names = set[str]().union(*lists)
+        sorted_names = sorted(names) if self.kind is ImageFolder else []
+        return next((each for each in lists if len(each) == len(names)), sorted_names)
+
+    def layout(self) -> str:
+        """Return how images have to be laid out, after the files that a local data set has; empty for a Hub repository."""
+        if self.folder is None:
+            return ""
+        found: list[str] = []
+        for parent, folders, files in islice(os.walk(self.folder), MAX_FOLDERS):
+            folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+            kinds = Counter(Path(name).suffix or "other" for name in files if not name.startswith("."))
+            place = f"in {Path(parent).relative_to(self.folder)}" if Path(parent) != self.folder else "at the top"
+            found += [f"{count} {kind} {place}" for kind, count in kinds.most_common(2)]
+        rest = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        return f" (found {', '.join(found[:MAX_NAMED]) or 'no files'}{rest}): {LAYOUT}"
+
+    def view(self, split: str, **options: Any) -> Any:
+        """Return a stream of a split with its own columns and names of classes: `datasets` reads all splits as the first."""
+        builder, files = deepcopy(self.builder), self.builder.config.data_files[split]
+        table = next((file for file in files if PurePosixPath(file).name in ImageFolder.METADATA_FILENAMES), files[0])
+        problem, place = f"split {split!r} of {self.query.dataset!r} can't be read", table.removeprefix(self.root)
+        with third_party_errors(lambda text: AcquisitionError(f"{problem}, {text}: look at {place}")):
+            builder.config = replace(builder.config, data_files=DataFilesDict({split: files}), **options)
+            return builder.as_streaming_dataset(split)
+
     def cells(self, split: str, column: str, batch_rows: int = BATCH_ROWS) -> Iterator[Any]:
         """Yield a column's cells in file order, as Arrow scalars; parquet reads no other column."""
         with read_errors(self.query.dataset):
-            if self.build is not None and self.kind is Parquet:
-                view: Any = self.build(columns=[column]).as_streaming_dataset(split)
-            else:
-                view = self.splits[split].select_columns([column])
-            try:
-                for table in view.with_format("arrow").iter(batch_size=batch_rows):
-                    yield from table[column]
-            except KeyError as error:
-                # `datasets` gives no labels to such a split.
-                raise no_class_folders(self.query.dataset, split) from error
+            rows = self.view(split, columns=[column]) if self.kind is Parquet else self.splits[split]
+            view = rows.select_columns([column])
+            for table in view.with_format("arrow").iter(batch_size=batch_rows):
+                yield from table[column]
 
     def labels(self, split: str, column: str, limit: int | None = None) -> Iterator[Any]:
         """Yield the raw labels of a split's rows in file order, at most `limit` of them."""
-        return (cell.as_py() for cell in islice(self.cells(split, column), limit))
+        if self.kind is not ImageFolder:
+            yield from (cell.as_py() for cell in islice(self.cells(split, column), limit))
+            return
+        # Of rows without a label `datasets` makes Arrow tables of another type.
+        with read_errors(self.query.dataset):
+            yield from (row[column] for row in islice(self.splits[split].select_columns([column]), limit))
 
-    def stream(self, split: str, image: str, label: str) -> Iterator[tuple[Any, Any]]:
-        """Yield (image cell, raw label), shuffled by shards and in a buffer; images are not decoded."""
-        view = self.splits[split].select_columns([image, label])
+    def stream(self, split: str, image: str, label: str | None) -> Iterator[tuple[Any, Any]]:
+        """Yield (image cell, raw label or None), shuffled by shards and in a buffer; images are not decoded."""
+        view = self.splits[split].select_columns([name for name in (image, label) if name])
         if isinstance(self.features(split)[image], datasets.Image):
             view = view.cast_column(image, datasets.Image(decode=False))
         with read_errors(self.query.dataset):
             for row in view.shuffle(seed=self.query.seed, buffer_size=SHUFFLE_BUFFER):
-                yield row[image], row[label]
+                yield row[image], row.get(label)
 
     def image(self, cell: Any) -> bytes:
         """Return the encoded image that a cell holds or names, or b""; AcquisitionError if its file can't be read."""
@@ -161,21 +221,15 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
     with read_errors(name):
         if not any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
             return _choose_config(data, partial(datasets.load_dataset_builder, str(folder), cache_dir=str(cache)))
-        loaded: Any = datasets.load_from_disk(str(folder))
-        is_dict = isinstance(loaded, datasets.DatasetDict)
-        splits: Any = dict(loaded) if is_dict else {str(loaded.split or "train"): loaded}
+        advice = "save it again with save_to_disk, with rows in every split"
+        with third_party_errors(lambda text: AcquisitionError(f"dataset {name!r} can't be loaded, {text}: {advice}")):
+            loaded: Any = datasets.load_from_disk(str(folder))
+        splits: Any = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
         for split in splits.values():
             for file in split.cache_files:
                 data.inside(file["filename"])
-        return replace(data, splits=splits)
-
-
-def no_class_folders(dataset: str, split: str) -> AcquisitionError:
-    """Return the error for a split of images that lie in no folders of classes, or in a single one."""
-    problem = f"split {split!r} of {dataset!r} has no folders of several classes"
-    return AcquisitionError(
-        f"{problem}: put its images into {split}/CLASS/, as {split}/cat/1.png and {split}/dog/1.png"
-    )
+        # `datasets` can't read a table without rows.
+        return replace(data, splits={key: split.to_iterable_dataset() for key, split in splits.items() if len(split)})
 
 
 def _open_repository(query: DataQuery, cache: Path) -> OpenedData:
@@ -196,19 +250,20 @@ def _open_repository(query: DataQuery, cache: Path) -> OpenedData:
 def _choose_config(data: OpenedData, build: Callable[..., Any]) -> OpenedData:
     """Return the data set opened with the requested config, which is one of its card's or a folder."""
     requested = data.query.dataset_config
-    chosen = partial(build, name=requested)
     try:
-        builder = chosen()
+        builder = build(name=requested)
+    except (EmptyDatasetError, DataFilesNotFoundError) as error:
+        raise AcquisitionError(f"dataset {data.query.dataset!r} can't be read, {error}{data.layout()}") from error
     except ValueError as error:
         if requested is None:
             raise
-        chosen = partial(build, data_dir=requested)
         try:
-            builder = chosen()
+            builder = build(data_dir=requested)
         except FileNotFoundError:
             raise error from None
+    data_files: Mapping[str, Any] = builder.config.data_files or {}
     num_splits = Counter[str]()
-    for names in (builder.config.data_files or {}).values():
+    for names in data_files.values():
         files = list(map(str, names))
         for file in files:
             data.inside(file)
@@ -216,17 +271,23 @@ def _choose_config(data: OpenedData, build: Callable[..., Any]) -> OpenedData:
     # `datasets` would read several data sets as one: each image of one in three sizes would be there three times.
     shared = sorted(top for top, count in num_splits.items() if count > 1)
     if requested is None and len(shared) > 1:
-        problem = f"holds several data sets, {', '.join(shared)}: name one with dataset_config"
+        problem = f"holds several data sets, {', '.join(shared)}: name one with dataset_config, or if these are classes, {LAYOUT}"
         raise AcquisitionError(f"dataset {data.query.dataset!r} {problem}")
     # Threads would decode every image of a Hub data set, not only the drawn ones.
     builder.config.decode_num_threads = 0
     kind = next((kind for kind in (ImageFolder, Parquet) if isinstance(builder, kind)), None)
-    return replace(data, splits=builder.as_streaming_dataset(), build=chosen, kind=kind)
+    data = replace(data, builder=builder, kind=kind)
+    # Otherwise `datasets` gives no labels to a split with images of one class.
+    options: dict[str, Any] = {"drop_labels": False} if kind is ImageFolder else {}
+    return replace(data, splits={str(split): data.view(str(split), **options) for split in data_files})
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The image column, the label column, and `class_of`: the model's class of each raw label by the first of `matchings`."""
+    """The image column, the label column, and `class_of`: the model's class of each raw label by the first of `matchings`.
+
+    `class_of` is empty for a train split without labels that are classes, whose images are used without.
+    """
 
     split: str
     image: str
@@ -256,11 +317,25 @@ def choose_columns(data: OpenedData, id2label: Mapping[int, str]) -> Columns:
     if refusals:
         raise refusals[0]
     advice = f"name one of {available} with split, of images that the model wasn't trained on"
+    if data.kind is ImageFolder:
+        advice += f", or change its folders{data.layout()}"
     raise AcquisitionError(f"dataset {name!r} has no test or validation split: {advice}")
 
 
+def train_columns(data: OpenedData, train: str, measured: Columns, id2label: Mapping[int, str]) -> Columns:
+    """Return the columns of the train split, with its own names of classes; no label is needed to calibrate."""
+    feature = data.features(train).get(measured.label)
+    if feature == data.features(measured.split)[measured.label]:
+        return replace(measured, split=train)
+    if feature is not None:
+        # If there are several matchings, the model's predictions choose one for all splits.
+        with suppress(AcquisitionError):
+            return match_column(data, train, measured.image, measured.label, id2label, measured.matchings[0].by)
+    return replace(measured, split=train, class_of={})
+
+
 def _kind_of(feature: Any) -> str:
-    """Return what a column holds: image, class, text or number, or other."""
+    """Return what a column holds: image, class, text or number, or another type."""
     dtype = str(feature.dtype) if isinstance(feature, datasets.Value) else ""
     if isinstance(feature, datasets.Image) or (isinstance(feature, dict) and "bytes" in feature) or dtype in BINARY:
         return "image"
@@ -268,7 +343,7 @@ def _kind_of(feature: Any) -> str:
         return "class"
     if dtype in STRINGS:
         return "text"
-    return "number" if dtype.startswith(("int", "uint", "bool")) else "other"
+    return "number" if dtype.startswith(("int", "uint", "bool")) else dtype or "other"
 
 
 def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Columns:
@@ -291,15 +366,13 @@ def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Co
     labels = [data.query.label_column] if data.query.label_column else []
     labels = labels or [name for name, kind in kinds.items() if kind == "class"]
     labels = labels or [name for name in LABEL_NAMES if kinds.get(name) in ("text", "number")]
-    if not labels and data.kind is ImageFolder:
-        raise no_class_folders(data.query.dataset, split)
     if not labels:
-        raise AcquisitionError(f"no label column: {described}; name label_column")
+        raise AcquisitionError(f"no label column of classes, texts or whole numbers: {described}; name label_column")
     refusals: list[AcquisitionError] = []
     matched: list[Columns] = []
     for column in labels:
         try:
-            matched.append(match_column(data, split, image, column, id2label))
+            matched.append(match_column(data, split, image, column, id2label, data.query.label_match))
         except AcquisitionError as error:
             refusals.append(error)
     if not matched:
@@ -315,31 +388,39 @@ def _matched_share(columns: Columns) -> tuple[float, int]:
     return sum(is_matched) / len(is_matched), sum(is_matched)
 
 
-def match_column(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
+def match_column(
+    data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str], by: MatchBy
+) -> Columns:
     """Match the labels of a column to the model's classes; AcquisitionError if none matches."""
-    feature, by, notes = data.features(split)[column], data.query.label_match, ()
+    feature, notes = data.features(split)[column], ()
     kind = _kind_of(feature)
+    names = data.class_names(split, column) if kind == "class" else []
     limit = None if data.folder or data.kind else MAX_STREAMED_LABELS
     # -1 marks unlabelled test images.
     cells = data.labels(split, column, NUM_LABELS_CHECKED if kind == "class" else limit)
     labels: list[Any] = sorted({cell for cell in cells if cell not in (None, -1, "")})
     if not labels:
         raise AcquisitionError(f"column {column!r} of split {split!r} has no labels: name another column or split")
-    if kind == "class":
-        # Of images without folders of classes, `datasets` takes the folders of splits for classes.
-        if data.kind is ImageFolder and set(feature.names) <= set(data.splits):
-            raise no_class_folders(data.query.dataset, split)
-        matchings = match_labels(list[str](feature.names), id2label, by=by)
-    elif kind == "text":
-        matchings = match_labels(labels, id2label, ordered=False, by=by)
-    else:
+    if kind == "number":
         matchings = match_numbers(labels, id2label, by=by)
-    class_of: Mapping[Any, int] = matchings[0].class_of
-    if kind == "text":
-        class_of = {labels[place]: index for place, index in class_of.items()}
-        if limit:
-            notes = (
-                f"the first {limit} rows of split {split!r}, a stream, have {len(labels)} labels: the verdict is about no others; "
-                "if rows are sorted by class, download the data set and give its folder",
-            )
+        return Columns(split, image, column, matchings, matchings[0].class_of)
+    raw_of: Mapping[str, Any] = {name: name for name in labels}
+    if kind == "class":
+        raw_of, labels = {name: feature.names.index(name) for name in names}, names
+    try:
+        matchings = match_labels(labels, id2label, ordered=kind == "class", by=by)
+    except AcquisitionError as error:
+        # Classes of a model without names are matched by their order in all splits, of which one may lack some.
+        labels = data.every_class(column)
+        if len(labels) <= len(raw_of):
+            advice = data.layout() if data.kind is ImageFolder and len(names) == 1 else ""
+            raise AcquisitionError(f"{error}{advice}") from error
+        matchings = match_labels(labels, id2label, by=by)
+    named = {labels[place]: index for place, index in matchings[0].class_of.items()}
+    class_of = {raw: named[name] for name, raw in raw_of.items() if name in named}
+    if kind == "text" and limit:
+        notes = (
+            f"the first {limit} rows of split {split!r}, a stream, have {len(labels)} labels: the verdict is about no others; "
+            "if rows are sorted by class, download the data set and give its folder",
+        )
     return Columns(split, image, column, matchings, class_of, notes)

@@ -50,7 +50,8 @@ def decode_rgb(data: bytes) -> Image.Image:
                 return upright_rgb(opened)
         # Pillow's message names an object in memory.
         except UnidentifiedImageError as error:
-            raise CorruptImageError("its beginning is damaged, or of no format that is read") from error
+            problem = "its beginning is damaged, or of no format that is read" if data else "it is empty"
+            raise CorruptImageError(problem) from error
         except (*METADATA_ERRORS, Image.DecompressionBombError, RuntimeError, MemoryError, zlib.error) as error:
             raise CorruptImageError(f"{type(error).__name__} ({str(error)!r})") from error
 

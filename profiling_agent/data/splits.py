@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.data.dataset import Columns, DataQuery, OpenedData, choose_columns, match_column, open_data
+from profiling_agent.data.dataset import Columns, DataQuery, OpenedData, choose_columns, open_data, train_columns
 from profiling_agent.data.images import FORMATS, decode_rgb, write_rows
 from profiling_agent.data.labels import Matching, format_names, order_match_note
 from profiling_agent.errors import AcquisitionError, CorruptImageError
@@ -68,7 +68,8 @@ def draw_splits(
         data = open_data(query, cache=Path(cache), progress=progress)
         columns = choose_columns(data, id2label)
         evaluation, notes = columns.split, list(columns.notes)
-        train = next((split for split in TRAIN if split in data.splits and split != evaluation), None)
+        others = [split for split in TRAIN if split in data.splits and split != evaluation]
+        train = next((split for split in others if columns.image in data.features(split)), None)
         if query.num_recovery and train is None:
             raise AcquisitionError(f"there is no train split besides {evaluation!r}: set recover_epochs to 0")
         num_wanted = MAX_SEARCH if query.num_samples is None else query.num_samples
@@ -89,12 +90,7 @@ def draw_splits(
         if train is None:
             notes.append(f"calibration images come from split {evaluation!r} too, disjoint from the others")
         else:
-            train_columns, train_type = replace(columns, split=train), data.features(train).get(columns.label)
-            # Splits that were made separately may number their classes differently. If there are several matchings, the model's
-            # predictions choose one for all splits.
-            if train_type not in (None, data.features(evaluation)[columns.label]) and len(columns.matchings) == 1:
-                train_columns = match_column(data, train, columns.image, columns.label, id2label)
-            drawn |= _draw_train_splits(pool, train_columns, folder, notes, progress)
+            drawn |= _draw_train_splits(pool, train_columns(data, train, columns, id2label), folder, notes, progress)
         notes += _notes(columns, pool, drawn)
         return DrawnSplits(**drawn, matchings=columns.matchings, notes=tuple(notes))
 
@@ -105,7 +101,17 @@ def _draw_train_splits(
     """Write images of the train split for calibration and, if requested, for recovery, without those that are `measured` on."""
     train, num_recovery = columns.split, measured.data.query.num_recovery
     num_wanted = NUM_CALIBRATION + num_recovery
-    pool = Pool.read(measured.data, columns, num_wanted + num_wanted // 100 + 1, measured.spool, progress)
+    num_rows = num_wanted + num_wanted // 100 + 1
+    pool = Pool.read(measured.data, columns, num_rows, measured.spool, progress)
+    if not pool.images:
+        columns = replace(columns, class_of={})
+        pool = Pool.read(measured.data, columns, num_rows, measured.spool, progress)
+    if not columns.class_of and len(columns.matchings) > 1:
+        ways = " or ".join(matching.by for matching in columns.matchings)
+        problem = f"labels fit in several ways, and split {train!r} has none to choose by"
+        raise AcquisitionError(f"{problem}: set label_match to {ways}")
+    if not columns.class_of:
+        notes.append(f"split {train!r} has no labels that the model knows, and calibrates without")
     images, measured_digests = pool.distinct_images(), {image.digest for image in measured.images}
     usable = [image for image in images if image.digest not in measured_digests]
     if num_shared := len(images) - len(usable):
@@ -159,9 +165,12 @@ class Pool:
 
     @classmethod
     def read(cls, data: OpenedData, columns: Columns, num_rows: int, spool: IO[bytes], progress: Progress) -> "Pool":
-        """Read `num_rows` images, or all there are: stratified of a local split, the same number per class of a stream."""
+        """Read `num_rows` images, or all there are: stratified of a local split, the same number per class of a stream.
+
+        Without classes, images are of class UNMAPPED and drawn as of a stream.
+        """
         pool, split = cls(data, columns.split, spool), columns.split
-        if data.folder is None:
+        if data.folder is None or not columns.class_of:
             pool.images = stratified(pool._draw_from_stream(columns, num_rows, progress), data.query.seed)
             return pool
         progress(f"reading labels of {split}", 0, 0)
@@ -183,13 +192,15 @@ class Pool:
 
     def _draw_from_stream(self, columns: Columns, target: int, progress: Progress) -> list[StoredImage]:
         """Store equal shares per class, `target` images; spare images fill the shares that stay incomplete."""
-        classes = {match.model_id for match in columns.matchings[0].matches} - {None}
-        quota, counts = -(-target // len(classes)), Counter[int]()
+        # A split may lack classes of others. Every whole number has a class, whether it occurs or not.
+        classes = {match.model_id for match in columns.matchings[0].matches} & set(columns.class_of.values())
+        quota, counts = -(-target // max(len(classes), 1)), Counter[int]()
         taken, spare = list[StoredImage](), list[StoredImage]()
-        for row, (cell, raw) in enumerate(self.data.stream(self.split, columns.image, columns.label)):
+        read = self.data.stream(self.split, columns.image, columns.label if columns.class_of else None)
+        for row, (cell, raw) in enumerate(read):
             label = columns.class_of.get(raw, UNMAPPED)
             is_due = counts[label] < quota
-            if label != UNMAPPED and (is_due or len(taken) + len(spare) < target):
+            if (label != UNMAPPED or not columns.class_of) and (is_due or len(taken) + len(spare) < target):
                 counts[label] += 1
                 (taken if is_due else spare).append(self._store(row, cell, label))
                 del spare[target - len(taken) :]
@@ -264,7 +275,7 @@ def stratified_order(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
     """Return all indices in an order whose every prefix holds each class in proportion, within one image."""
     positions = np.empty(len(labels))
     for label in np.unique(labels):
-        rng, members = np.random.default_rng([seed, int(label)]), np.flatnonzero(labels == label)
+        rng, members = np.random.default_rng([seed, int(label) % 2**32]), np.flatnonzero(labels == label)
         offset = rng.random()
         positions[rng.permutation(members)] = (np.arange(len(members)) + offset) / len(members)
     return np.argsort(positions, kind="stable")
@@ -290,6 +301,7 @@ def evaluation_sizes(num_search: int, num_heldout: int, num_samples: int | None,
     num_usable, smaller_half = num_search + num_heldout, min(num_search, num_heldout)
     if smaller_half < 1 or (num_samples is not None and num_usable < 2 * num_samples):
         problem = f"split {split!r} has {num_usable} usable images, too few to search on {num_samples or 1} and hold out as many"
-        raise AcquisitionError(f"{problem}: set num_samples to at most {num_usable // 2}")
+        advice = f"set num_samples to at most {num_usable // 2}" if num_samples else "name a larger split or data set"
+        raise AcquisitionError(f"{problem}: {advice}")
     num_wanted = min(MAX_SEARCH if num_samples is None else num_samples, smaller_half)
     return num_wanted, min(HELDOUT_RATIO * num_wanted, num_heldout)

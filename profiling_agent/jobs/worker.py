@@ -12,7 +12,7 @@ from pydantic import Field
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.jobs.base import JobContext, Task
 from profiling_agent.lib.io import DISK_FAILURES, appearing, first_line, write_text
-from profiling_agent.lib.logs import is_out_of_memory
+from profiling_agent.lib.logs import import_problem, is_out_of_memory
 from profiling_agent.processes.child import Parent
 from profiling_agent.schemas import Record
 from profiling_agent.workspace import storage_error
@@ -91,4 +91,6 @@ def _failure(error: Exception, root: Path) -> Message:
     # A failing disk ends the run, which can be resumed; it rejects no candidate.
     if isinstance(error, OSError) and error.errno in DISK_FAILURES:
         return Message(is_end=True, error="StorageError", text=str(storage_error(root, str(error.strerror))))
+    if problem := import_problem(error):
+        return Message(is_end=True, error="LibraryError", text=problem)
     return Message(is_end=True, error="JobError", text=f"{type(error).__name__}: {first_line(error)}")

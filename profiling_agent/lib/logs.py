@@ -11,9 +11,11 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ProfilingAgentError
@@ -30,6 +32,8 @@ Refuse = Callable[[str], ProfilingAgentError]
 # Held while process-wide settings are changed temporarily: of two threads that overlap, the second would save the first's change and
 # restore it for good. A supervisor has no other thread, so its forks find it free.
 SETTINGS_LOCK = threading.RLock()
+# Libraries that are built for one version of torch, and where that of each build of torch lies.
+TORCH_LIBRARIES, TORCH_INDEX = ("torchvision", "torchaudio"), "https://download.pytorch.org/whl"
 
 
 def silent(message: str, done: int, total: int) -> None:
@@ -123,16 +127,49 @@ def third_party_errors(refuse: Refuse) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        cause: Any = error
         # Torch's compiler wraps an error several times; a lazy import's names only the module.
-        while isinstance(cause, ImportError) or type(cause).__module__.startswith("torch."):
-            if (inner := getattr(cause, "inner_exception", None) or cause.__cause__) is None:
-                break
-            cause = inner
+        causes = _causes(error)
+        is_wrapper = [isinstance(each, ImportError) or type(each).__module__.startswith("torch.") for each in causes]
+        cause: Any = causes[is_wrapper.index(False) if False in is_wrapper else -1]
         is_disk = isinstance(cause, OSError) and cause.errno in DISK_FAILURES
         if is_disk or is_out_of_memory(cause) or isinstance(cause, ProfilingAgentError):
             raise cause from cause.__cause__
-        raise refuse(f"{type(cause).__name__} ({' '.join(str(cause).split())[:200]!r})") from error
+        raise refuse(import_problem(error) or _described(cause)) from error
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return an exception, the one that it was raised from, and so on."""
+    chain = [error]
+    while (inner := getattr(chain[-1], "inner_exception", None) or chain[-1].__cause__) is not None:
+        chain.append(inner)
+    return chain
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__} ({' '.join(str(error).split())[:200]!r})"
+
+
+def import_problem(error: BaseException) -> str | None:
+    """Return which library can't be imported, why, and the command that installs it again; None if no import failed.
+
+    It is that of the innermost module whose import raised: lazy imports, as transformers has them, name only their own.
+    """
+    for cause in reversed(_causes(error)):
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__) if frame.f_code.co_name == "<module>"]
+        modules = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
+        package = next((name for name in reversed(modules) if name not in ("__main__", "profiling_agent")), None)
+        if isinstance(cause, ImportError) and cause.name and (isinstance(cause, ModuleNotFoundError) or not package):
+            package = cause.name.partition(".")[0]
+        if package:
+            name = metadata.packages_distributions().get(package, [package])[0]
+            command = f"pip install --upgrade --force-reinstall {name}"
+            if name in TORCH_LIBRARIES:
+                version = metadata.version("torch")
+                build = version.partition("+")[2]
+                index = f" --index-url {TORCH_INDEX}/{build}" if build else ""
+                command = f"pip uninstall -y {name} && pip install {name} torch=={version}{index}"
+            return f"{package} can't be imported, {_described(cause)}; run: {command}"
+    return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

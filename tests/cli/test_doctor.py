@@ -1,6 +1,8 @@
 """`doctor` on this machine, with what may be wrong on another."""
 
 import json
+import os
+import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 from chat_server import Said, chat_server, error, in_turn
 from commands import call
+from conftest import World
 from crashing_library import break_library
 
 from profiling_agent.cli.doctor import Finding, check_cpu, check_device, examine
@@ -94,6 +97,35 @@ def test_without_a_cuda_device_auto_is_the_cpu():
         finding = check_device(jobs, "auto")
 
     assert (finding.state, finding.seen) == ("ok", "the CPU: there is no CUDA device")
+
+
+@pytest.mark.slow
+def test_a_library_built_for_another_torch_is_told_and_no_runtime_or_model_is_blamed(tmp_path: Path, world: World):
+    (tmp_path / "site" / "torchvision").mkdir(parents=True)
+    (tmp_path / "site" / "torchvision" / "__init__.py").write_text(
+        '__version__ = "0.28.0"\nraise RuntimeError("operator torchvision::nms does not exist")\n'
+    )
+    information = tmp_path / "site" / "torchvision-0.28.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    problem = "torchvision can't be imported, RuntimeError ('operator torchvision::nms does not exist')"
+    command = "pip uninstall -y torchvision && pip install torchvision torch=="
+    settings = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+
+    def end(*arguments: object) -> subprocess.CompletedProcess[str]:
+        start = [sys.executable, "-c", "from profiling_agent.cli.main import main; main()"]
+        line = [*start, *map(str, arguments), "--output", str(tmp_path / "runs")]
+        return subprocess.run(line, env=settings, capture_output=True, text=True, check=False)
+
+    doctor = end("doctor", "--json")
+    assert doctor.returncode == 1
+    *_, last = [Finding.model_validate(one) for one in json.loads(doctor.stdout)]
+    assert (last.name, last.state, last.seen) == ("libraries", "problem", problem)
+    assert last.advice.startswith(f"run: {command}")
+    run = end("run", "--model", world.model, "--dataset", world.data)
+    assert run.returncode == 2
+    assert f"profiling-agent: {problem}; run: {command}" in run.stderr
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Data sets in the shapes of the paper's, which of several is read, and the one line each kind of wrong data set gets."""
 
 import re
+import zipfile
 from typing import Any
 
 import datasets
@@ -143,22 +144,117 @@ def test_a_table_without_images_is_told_and_what_one_that_names_images_is_to_be_
     assert re.search(said, refusal(tmp_path))
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_images_without_folders_of_classes_are_refused_with_how_to_lay_them(photographs, cats_and_dogs, refusal, split):
-    """In `test` no folder of a class, or in `train` a single one."""
-    pictures = {
-        path.replace("test/cat/", "test/").replace("test/dog/", "test/1") if split == "test" else path: image
-        for path, image in cats_and_dogs.items()
-        if split == "test" or not path.startswith("train/dog")
+LAYOUT = "lay images out as SPLIT/CLASS/IMAGE, such as test/cat/1.png"
+
+
+def pictures(*folders, suffix="png"):
+    """Return 60 pictures in each of these folders, by their paths."""
+    return {
+        f"{folder}/{row}.{suffix}": png(1000 * index + row) for index, folder in enumerate(folders) for row in range(60)
     }
-    folder = photographs(pictures)
-    said = f"split '{split}' of '{folder}' has no folders of several classes: put its images into {split}/CLASS/"
-    assert said in refusal(folder)
 
 
 @pytest.mark.parametrize("names", [("cat", "dog"), ("LABEL_0", "LABEL_1")])
-def test_folders_of_splits_are_no_classes(photographs, refusal, names):
+@pytest.mark.parametrize(
+    ("folders", "found"),
+    [
+        (["train", "test"], "60 .png in test, 60 .png in train"),
+        (["train", "test", "validation"], "60 .png in test, 60 .png in train, 60 .png in validation"),
+        (["photos/my-train", "photos/my-test"], "60 .png in photos/my-test, 60 .png in photos/my-train"),
+        (["train/images", "test/images"], "60 .png in test/images, 60 .png in train/images"),
+        (["train/cat/a", "train/dog/a", "test/cat/a", "test/dog/a"], "60 .png in test/cat/a, 60 .png in test/dog/a"),
+        (["."], "60 .png at the top"),
+        (["Train/cat", "Train/dog", "Test/cat", "Test/dog"], "60 .png in Test/cat, 60 .png in Test/dog"),
+        (["cat", "dog"], "60 .png in cat, 60 .png in dog"),
+    ],
+)
+def test_folders_that_are_no_classes_or_no_splits_are_told_with_a_layout(photographs, refusal, folders, found, names):
+    message = refusal(photographs(pictures(*folders)), names)
+    assert f"(found {found}" in message
+    assert LAYOUT in message
+
+
+def test_files_of_no_known_kind_and_archives_of_images_are_told_with_a_layout(photographs, refusal, tmp_path):
+    folder = photographs(pictures("test/cat", "test/dog", suffix="heic"))
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden" / "1.png").write_bytes(png(0))
+    message = refusal(folder)
+    assert "(found 60 .heic in test/cat, 60 .heic in test/dog): " + LAYOUT in message
+    (tmp_path / "packed").mkdir()
+    for split in ("train", "test"):
+        with zipfile.ZipFile(tmp_path / "packed" / f"{split}.zip", "w") as packed:
+            for path, image in pictures("cat", "dog").items():
+                packed.writestr(path, image)
+    assert "'test' of " in (message := refusal(tmp_path / "packed"))
+    assert "has no folders of classes (found 2 .zip at the top): " + LAYOUT in message
+
+
+ODD = {
+    "__MACOSX/train/cat/._0.png": b"x",
+    "test/Thumbs.db": b"x",
+    "test/.DS_Store": b"x",
+    "labels.csv": b"a,b",
+    "1.png": b"x",
+}
+
+
+@pytest.mark.parametrize("names", [("crack", "good"), ("LABEL_0", "LABEL_1")])
+@pytest.mark.parametrize(
+    ("train", "label"), [("train/good", 1), ("train", -1), ("train/unlabelled", -1), ("my_training/x/good", 1)]
+)
+def test_a_train_split_of_one_class_or_of_none_calibrates(photographs, draw, train, label, names):
+    folder = photographs(pictures(train, "test/crack", "test/good", "ground_truth/crack") | ODD)
+    drawn = draw(folder, names)
+    images = {image: index for index, image in enumerate(pngs(60, 1000) + pngs(60, 2000))}
+    assert sorted(images_of(drawn.calibration)) == sorted(pngs(60))
+    assert set(SplitImages(drawn.calibration.path).labels) == {label}
+    for split in map(SplitImages, (drawn.search.path, drawn.heldout.path)):
+        assert [images[split.encoded(row)] // 60 for row in range(len(split))] == split.labels.tolist()
+    assert any("'train' has no labels that the model knows" in note for note in drawn.notes) == (label < 0)
+
+
+def test_a_test_split_without_classes_gives_way_to_a_validation_split(photographs, draw, cats_and_dogs):
     folder = photographs(
-        {f"{split}/{row}.png": png(TEST * (split == "test") + row) for split in ("train", "test") for row in range(60)}
+        {path.replace("test/", "valid/"): image for path, image in cats_and_dogs.items()} | pictures("test")
     )
-    assert "has no folders of several classes" in refusal(folder, names)
+    assert draw(folder).search.source_split == "validation"
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (b"", "look at test/metadata.csv"),
+        (b"file_name,label\n", "IndexError ('list index out of range'): look at test/metadata.csv"),
+        (b"file_name;label\n0.png;cat\n", "look at test/metadata.csv"),
+        (
+            b"file_name,caption\n0.png,a cat\n",
+            "no label column of classes, texts or whole numbers: its columns are image",
+        ),
+        (b"file_name,label\n0.png,0\n1.png,\n", "label (float64)"),
+        (b"file_name,label\n0.png,cat\n9.png,dog\n99.png,cat\n", "test/99.png"),
+    ],
+)
+def test_a_wrong_table_of_labels_is_told_by_its_name_or_its_columns(photographs, refusal, table, said):
+    assert said in refusal(photographs(pictures("test") | {"test/metadata.csv": table}))
+
+
+def test_rows_of_a_table_without_a_label_are_left_out(photographs, draw):
+    rows = "".join(f"{row}.png,{('cat', '', 'dog')[row % 3]}\n" for row in range(60))
+    drawn = draw(photographs(pictures("test") | {"test/metadata.csv": f"file_name,label\n{rows}".encode()}))
+    assert "20 images of split 'test' have no label that the model knows" in drawn.notes
+
+
+@pytest.mark.parametrize(
+    ("names", "query"), [(("cats", "dogs"), {}), (("cat", "dog"), {"label_match": "number"}), (("a", "b", "c"), {})]
+)
+def test_a_sound_layout_is_not_blamed_for_other_names(photographs, cats_and_dogs, refusal, names, query):
+    assert "lay images out" not in refusal(photographs(cats_and_dogs), names, **query)
+
+
+def test_each_split_has_its_own_table_of_labels_or_folders(photographs, draw, cats_and_dogs):
+    rows = "".join(f"{row}.png,{'cat' if row % 2 else 'dog'}\n" for row in range(60))
+    test = {path: image for path, image in cats_and_dogs.items() if path.startswith("test")}
+    folder = photographs(test | pictures("train") | {"train/metadata.csv": f"file_name,label\n{rows}".encode()})
+    drawn = draw(folder)
+    assert sorted(set(SplitImages(drawn.calibration.path).labels)) == [0, 1]
+    assert set(images_of(drawn.search, drawn.heldout)) <= set(test.values())

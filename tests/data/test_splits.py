@@ -99,15 +99,53 @@ def test_a_test_split_without_the_label_column_is_passed_over(draw, refusal, tmp
     assert "no split 'devv': use one of train, dev, test" in refusal(tmp_path / "held", NAMES, split="devv")
 
 
-def test_splits_that_number_their_classes_differently_are_read_by_their_names(tmp_path, draw):
-    # The test split has no cow: what is number 1 there is number 2 in the train split.
+@pytest.mark.parametrize("names", [NAMES, ["LABEL_0", "LABEL_1", "LABEL_2"]])
+@pytest.mark.parametrize("saved", ["together", "apart", "parquet", "text"])
+def test_splits_that_number_their_classes_differently_are_read_by_their_names(tmp_path, draw, parquet, names, saved):
+    # The test split has no bee: what is number 1 there is number 2 in the train split.
     rows: dict[Any, Any] = {"train": table(cycle(90), NAMES), "test": table([0, 1] * 60, ["ant", "cow"], first=TEST)}
-    DatasetDict(rows).save_to_disk(tmp_path / "set")
-    drawn = draw(tmp_path / "set", NAMES)
-    names = {png(row): row % 3 for row in range(90)} | {png(TEST + row): 2 * (row % 2) for row in range(120)}
+    if saved == "text":
+        rows["test"] = table(["ant", "cow"] * 60, datasets.Value("string"), first=TEST)
+    folder = tmp_path / "saved"
+    if saved == "together":
+        DatasetDict(rows).save_to_disk(folder)
+    elif saved == "apart":
+        for split, held in rows.items():
+            held.save_to_disk(folder / split)
+    else:
+        folder = parquet(**rows)
+    drawn = draw(folder, names)
+    expected = {png(row): row % 3 for row in range(90)} | {png(TEST + row): 2 * (row % 2) for row in range(120)}
     for split in (drawn.calibration, drawn.search, drawn.heldout):
-        assert labels(split).tolist() == [names[image] for image in images_of(split)]
+        assert labels(split).tolist() == [expected[image] for image in images_of(split)]
     assert drawn.calibration.num_images == 90
+
+
+def test_a_train_split_without_the_labels_of_the_test_split_calibrates(tmp_path, draw, parquet, refusal):
+    test = table([0, 1] * 60, ["ant", "bee"], first=TEST)
+    others = {
+        "unlabelled": table([-1] * 90, ["ant", "bee"]),
+        "without": table(cycle(90), NAMES).remove_columns("label"),
+        "of others": table(cycle(90), ["elk", "fox", "gnu"]),
+    }
+    for name, train in others.items():
+        drawn = draw(parquet(name, train=train, test=test), ["ant", "bee"])
+        assert drawn.notes[0] == "split 'train' has no labels that the model knows, and calibrates without"
+        assert sorted(images_of(drawn.calibration)) == sorted(pngs(90))
+        assert sizes(drawn) == expected_sizes(pngs(120, TEST), 90)
+    folder = parquet("numbered", train=others["without"], test=table([0, 1] * 60, ["1", "0"], first=TEST))
+    assert "'train' has none to choose by: set label_match to number or place" in refusal(folder, ["0", "1"])
+    assert draw(folder, ["0", "1"], label_match="number").calibration.num_images == 90
+    renamed = parquet("renamed", train=table(cycle(90), NAMES, image="photo"), test=test)
+    assert "calibration images come from split 'test' too" in draw(renamed, NAMES).notes[0]
+
+
+def test_saved_tables_that_were_damaged_or_have_no_rows_are_told(tmp_path, refusal):
+    DatasetDict({"train": table(cycle(90), NAMES), "test": table([], NAMES)}).save_to_disk(tmp_path / "empty")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "dataset_dict.json").write_text("{}")
+    for name in ("empty", "damaged"):
+        assert "save it again with save_to_disk, with rows in every split" in refusal(tmp_path / name, NAMES)
 
 
 def test_train_alone_is_an_error_unless_it_was_named(parquet, draw, refusal):
@@ -192,7 +230,7 @@ def test_every_prefix_holds_each_class_in_its_share(order):
     [((5040, 4960), None, (2000, 4960)), ((490, 510), None, (490, 510)), ((510, 490), None, (490, 490)),
      ((25_000, 25_000), None, (2000, 8000)), ((500, 500), 100, (100, 400)), ((95, 105), 100, (95, 105)),
      ((3, 4), None, (3, 4)), ((64, 56), 100, "'test' has 120 usable images.*at most 60"),
-     ((1, 0), None, "has 1 usable images"), ((0, 5), None, "has 5 usable images")],
+     ((1, 0), None, "has 1 usable images.*name a larger split or data set"), ((0, 5), None, "has 5 usable images")],
 )  # fmt: skip
 def test_as_many_are_held_out_as_are_searched_on_and_at_most_four_times_as_many(
     there: tuple[int, int], asked, expected
