@@ -185,7 +185,9 @@ def _fold_pads_(graph: Any) -> None:
         if is_zero and not any([*begins[:2], *ends[:2]]) and min([*begins, *ends]) >= 0:
             attributes = layer.get_attributes()
             for name, sides in (("pads_begin", begins), ("pads_end", ends)):
-                layer.set_attribute(name, [int(old + more) for old, more in zip(attributes[name], sides[2:], strict=True)])
+                layer.set_attribute(
+                    name, [int(old + more) for old, more in zip(attributes[name], sides[2:], strict=True)]
+                )
             reader.input(0).replace_source_output(node.input_value(0))
     graph.validate_nodes_and_infer_types()
 
