@@ -4,7 +4,7 @@ import importlib
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -192,13 +192,17 @@ def _fold_pads_(graph: Any) -> None:
     graph.validate_nodes_and_infer_types()
 
 
-def _write_nncf(source: Source, layers: Collection[str], path: Path) -> dict[str, Any]:
+def _write_nncf(source: Source, layers: Mapping[str, Any], path: Path) -> dict[str, Any]:
     import onnx
     import torch
 
+    from profiling_agent.quantization.quantize import chosen_layers
+
     model, graph = _read_onnx(source.onnx), onnx.load(source.onnx, load_external_data=False)
     layer_by_node = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()])
-    excluded = {node for node, layer in layer_by_node.items() if layer not in layers}
+    # Of the whole model NNCF quantizes products of attention too; of some layers only these.
+    is_whole = layers.keys() == chosen_layers(source.module, registry.recommend("static_nncf")).keys()
+    excluded = {node for node, layer in layer_by_node.items() if layer not in layers and not is_whole}
     names = [op.get_friendly_name() for op in model.get_ops() if op.get_type_name() in LAYER_TYPES]
     ignored = [name for name in names if name.split("/")[0] in excluded]
     random_state = torch.get_rng_state()
