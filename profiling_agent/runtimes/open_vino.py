@@ -57,9 +57,10 @@ class OpenVinoSession(registry.ModelSession):
 
     @cached_property
     def _is_for_any_size(self) -> bool:
-        # Compiling for each size is a few per cent faster, and a quarter for convnets. Not for transformers in int8:
-        # with all shapes known OpenVINO (2026.4.1) splits up our quantization, which makes a ViT 1.6 to 1.9 times
-        # slower, and computes NNCF's smoothed activations wrongly (a DINOv2's KL is 0.37 instead of 0.014).
+        # Compiling for each size is a few per cent faster (a quarter for a small convnet at batch 1). Not for
+        # transformers in int8: with all shapes known OpenVINO (2026.4.1) splits up our quantization, a ViT is 1.6 to
+        # 1.9 times slower for it, and it computes NNCF's smoothed activations wrongly (a DINOv2's KL is 0.37 instead of
+        # 0.014).
         types = Counter(op.get_type_name() for op in self._core.read_model(self._path).get_ops())
         return self._is_int8 and types["MatMul"] >= types["Convolution"] + types["GroupConvolution"]
 
@@ -205,27 +206,26 @@ def _write_nncf(source: Source, layers: Mapping[str, Any], path: Path) -> dict[s
     excluded = {node for node, layer in layer_by_node.items() if layer not in layers and not is_whole}
     names = [op.get_friendly_name() for op in model.get_ops() if op.get_type_name() in LAYER_TYPES]
     ignored = [name for name in names if name.split("/")[0] in excluded]
-    random_state = torch.get_rng_state()
-    with muted("nncf", "torch.utils._pytree"), _conversion_errors("NNCF can't quantize the model"):
+    is_reduced = OpenVino.saturates()
+    with (
+        muted("nncf", "torch.utils._pytree"),
+        _conversion_errors("NNCF can't quantize the model"),
+        torch.random.fork_rng(devices=[]),
+    ):
         nncf: Any = importlib.import_module("nncf")
-        try:
-            quantized = nncf.quantize(
-                model,
-                nncf.Dataset([{INPUT: image[None]} for image in source.calibration]),
-                subset_size=len(source.calibration),
-                fast_bias_correction=True,
-                # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the
-                # first layer.
-                advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
-                if OpenVino.saturates()
-                else None,
-                # For attention: leaves softmax and norms in float, and smooths activations (SmoothQuant).
-                model_type=None if is_convnet(graph) else nncf.ModelType.TRANSFORMER,
-                ignored_scope=nncf.IgnoredScope(names=ignored) if ignored else None,
-            )
-        finally:
-            torch.set_rng_state(random_state)
+        quantized = nncf.quantize(
+            model,
+            nncf.Dataset([{INPUT: image[None]} for image in source.calibration]),
+            # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the first
+            # layer.
+            advanced_parameters=nncf.AdvancedQuantizationParameters(
+                overflow_fix=nncf.OverflowFix.ENABLE if is_reduced else None
+            ),
+            # For attention: leaves softmax and norms in float, and smooths activations (SmoothQuant).
+            model_type=None if is_convnet(graph) else nncf.ModelType.TRANSFORMER,
+            ignored_scope=nncf.IgnoredScope(names=ignored) if ignored else None,
+        )
     _save(quantized, path)
-    options: Any = {"kind": "static", "dtype": "qint8", "reduce_range": OpenVino.saturates()}
+    options: Any = {"kind": "static", "dtype": "qint8", "reduce_range": is_reduced}
     names = [name for name in layers if name in layer_by_node.values()]
     return {"quantized": tuple(QuantizedLayer(name=name, **options) for name in names)}
