@@ -175,12 +175,16 @@ def _fold_pads_(graph: Any) -> None:
         if layer.get_type_name() not in CONVOLUTIONS:
             continue
         reader, node = layer, layer.input_value(0).get_node()
-        while node.get_type_name() in QUANTIZING and len(node.output(0).get_target_inputs()) == 1:
+        # Back to where the input is rounded; zero is rounded to itself.
+        while reader.get_type_name() != "FakeQuantize" and node.get_type_name() in QUANTIZING:
+            if len(node.output(0).get_target_inputs()) > 1:
+                break
             reader, node = node, node.input_value(0).get_node()
         inputs = [value.get_node() for value in node.input_values()]
-        # Begins, ends and value; without a value it is zero.
-        if node.get_type_name() != "Pad" or any(each.get_type_name() != "Constant" for each in inputs[1:]):
+        is_padded = node.get_type_name() == "Pad" and reader.get_type_name() == "FakeQuantize"
+        if not is_padded or any(each.get_type_name() != "Constant" for each in inputs[1:]):
             continue
+        # Without a value it is zero.
         begins, ends, *values = (each.get_data() for each in inputs[1:])
         is_zero = node.get_attributes()["pad_mode"] == "constant" and not any(value.any() for value in values)
         if is_zero and not any([*begins[:2], *ends[:2]]) and min([*begins, *ends]) >= 0:
@@ -204,8 +208,8 @@ def _write_nncf(source: Source, layers: Mapping[str, Any], path: Path) -> dict[s
     # Of the whole model NNCF quantizes products of attention too; of some layers only these.
     is_whole = layers.keys() == chosen_layers(source.module, registry.recommend("static_nncf")).keys()
     excluded = {node for node, layer in layer_by_node.items() if layer not in layers and not is_whole}
-    names = [op.get_friendly_name() for op in model.get_ops() if op.get_type_name() in LAYER_TYPES]
-    ignored = [name for name in names if name.split("/")[0] in excluded]
+    products = [op.get_friendly_name() for op in model.get_ops() if op.get_type_name() in LAYER_TYPES]
+    ignored = [name for name in products if name.split("/")[0] in excluded]
     is_reduced = OpenVino.saturates()
     with (
         muted("nncf", "torch.utils._pytree"),
