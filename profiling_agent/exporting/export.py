@@ -163,8 +163,6 @@ def _write_graph(folder: Path, recipe: artifact.Recipe, format_: str, temporary:
         is_prepared=preprocessing is not None,
         mode="L" if spec.channels == 1 else "RGB",
         precision="bf16" if recipe.deployment.scheme == "bfloat16" else "f32",
-        # With fixed shapes OpenVINO decomposes our int8 layers and is slower; all else is faster.
-        is_reshaped=format_ == "openvino" and recipe.deployment.scheme != "static",
     )
     write_text(temporary / SCRIPT, script)
     return summary

@@ -3,9 +3,10 @@
 import importlib
 import tempfile
 import threading
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from profiling_agent.schemas import Deployment, Scheme
 # images.
 MAX_SIZES = 3
 # Layers in its graphs.
-LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
+CONVOLUTIONS = ("Convolution", "GroupConvolution")
+LAYER_TYPES = ("MatMul", *CONVOLUTIONS)
+# Operators of an input's quantization in our int8 graphs.
+QUANTIZING = ("FakeQuantize", "Convert", "Subtract", "Multiply")
 # Images on which OpenVINO's logits are compared with torch's: both round alike, but sum in another order, and values
 # near a rounding edge differ (by 0.13 at most on families that it computes right). Further apart than the distance and
 # that many times the rounding's effect is wrong.
@@ -34,10 +38,7 @@ class OpenVinoSession(registry.ModelSession):
 
     def __init__(self, path: Path, *, scheme: Scheme, num_threads: int | None) -> None:
         """Use the graph at `path`, which is read and compiled when it first runs."""
-        # Compiling for each size is a few per cent faster (a quarter for a small convnet at batch 1). Not for the graphs
-        # of our int8 layers: with all shapes known OpenVINO splits up their quantization, and a ViT is 1.6 to 1.9 times
-        # slower for it (2026.4.1).
-        self._is_for_any_size = scheme == "static"
+        self._is_int8 = scheme in ("static", "static_nncf")
         self._core, self._path = importlib.import_module("openvino").Core(), path
         self._properties: dict[str, Any] = {
             # Of the parts that aren't int8. Without a hint OpenVINO takes bfloat16 wherever the CPU has it.
@@ -52,11 +53,20 @@ class OpenVinoSession(registry.ModelSession):
 
     def request(self, pixel_values: Batch) -> Any:
         """Return an infer request for batches of this shape; threads hold the lock."""
-        return self._request_of(None if self._is_for_any_size else pixel_values.shape)
+        return self._request_of(pixel_values.shape[1:] if self._is_for_any_size else pixel_values.shape)
 
-    def _compiled(self, shape: tuple[int, ...] | None) -> Any:
+    @cached_property
+    def _is_for_any_size(self) -> bool:
+        # Compiling for each size is a few per cent faster (a quarter for a small convnet at batch 1). Not for
+        # transformers in int8: with all shapes known OpenVINO (2026.4.1) splits up our quantization, a ViT is 1.6 to
+        # 1.9 times slower for it, and it computes NNCF's smoothed activations wrongly (a DINOv2's KL is 0.37 instead of
+        # 0.014).
+        types = Counter(op.get_type_name() for op in self._core.read_model(self._path).get_ops())
+        return self._is_int8 and types["MatMul"] >= types["Convolution"] + types["GroupConvolution"]
+
+    def _compiled(self, shape: tuple[int, ...]) -> Any:
         model = self._core.read_model(self._path)
-        if shape:
+        if not self._is_for_any_size:
             model.reshape(list(shape))
         return self._core.compile_model(model, "CPU", self._properties).create_infer_request()
 
@@ -141,7 +151,9 @@ def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[st
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         exported = Path(scratch) / "static.onnx"
         write_graph(quantized.model, exported, spec=source.recipe.input)
-        _save(_read_onnx(exported), path)
+        graph = _read_onnx(exported)
+    _fold_pads_(graph)
+    _save(graph, path)
     batch = torch.from_numpy(source.calibration[:NUM_COMPARED])
     float_logits, int8_logits = logits_of(source.module, batch), logits_of(quantized.model, batch)
     logits = torch.from_numpy(OpenVinoSession(path, scheme="static", num_threads=None).run(batch.numpy()))
@@ -157,36 +169,67 @@ def _write_static(source: Source, deployment: Deployment, path: Path) -> dict[st
     return {"quantized": quantized_rows(quantized.model)}
 
 
-def _write_nncf(source: Source, layers: Collection[str], path: Path) -> dict[str, Any]:
+def _fold_pads_(graph: Any) -> None:
+    """Move zero padding from before the quantization of an input into the convolution: a padded copy is slow in float."""
+    for layer in graph.get_ops():
+        if layer.get_type_name() not in CONVOLUTIONS:
+            continue
+        reader, node = layer, layer.input_value(0).get_node()
+        # Back to where the input is rounded; zero is rounded to itself.
+        while reader.get_type_name() != "FakeQuantize" and node.get_type_name() in QUANTIZING:
+            if len(node.output(0).get_target_inputs()) > 1:
+                break
+            reader, node = node, node.input_value(0).get_node()
+        inputs = [value.get_node() for value in node.input_values()]
+        is_padded = node.get_type_name() == "Pad" and reader.get_type_name() == "FakeQuantize"
+        if not is_padded or any(each.get_type_name() != "Constant" for each in inputs[1:]):
+            continue
+        # Without a value it is zero.
+        begins, ends, *values = (each.get_data() for each in inputs[1:])
+        is_zero = node.get_attributes()["pad_mode"] == "constant" and not any(value.any() for value in values)
+        if is_zero and not any([*begins[:2], *ends[:2]]) and min([*begins, *ends]) >= 0:
+            attributes = layer.get_attributes()
+            for name, sides in (("pads_begin", begins), ("pads_end", ends)):
+                layer.set_attribute(
+                    name, [int(old + more) for old, more in zip(attributes[name], sides[2:], strict=True)]
+                )
+            reader.input(0).replace_source_output(node.input_value(0))
+    graph.validate_nodes_and_infer_types()
+
+
+def _write_nncf(source: Source, layers: Mapping[str, Any], path: Path) -> dict[str, Any]:
     import onnx
     import torch
 
+    from profiling_agent.quantization.quantize import chosen_layers
+
     model, graph = _read_onnx(source.onnx), onnx.load(source.onnx, load_external_data=False)
     layer_by_node = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()])
-    excluded = {node for node, layer in layer_by_node.items() if layer not in layers}
-    names = [op.get_friendly_name() for op in model.get_ops() if op.get_type_name() in LAYER_TYPES]
-    ignored = [name for name in names if name.split("/")[0] in excluded]
-    random_state = torch.get_rng_state()
-    with muted("nncf", "torch.utils._pytree"), _conversion_errors("NNCF can't quantize the model"):
+    # Of the whole model NNCF quantizes products of attention too; of some layers only these.
+    is_whole = layers.keys() == chosen_layers(source.module, registry.recommend("static_nncf")).keys()
+    excluded = {node for node, layer in layer_by_node.items() if layer not in layers and not is_whole}
+    products = [op.get_friendly_name() for op in model.get_ops() if op.get_type_name() in LAYER_TYPES]
+    ignored = [name for name in products if name.split("/")[0] in excluded]
+    is_reduced = OpenVino.saturates()
+    with (
+        muted("nncf", "torch.utils._pytree"),
+        _conversion_errors("NNCF can't quantize the model"),
+        torch.random.fork_rng(devices=[]),
+    ):
         nncf: Any = importlib.import_module("nncf")
-        try:
-            quantized = nncf.quantize(
-                model,
-                nncf.Dataset([{INPUT: image[None]} for image in source.calibration]),
-                subset_size=len(source.calibration),
-                fast_bias_correction=True,
-                # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the
-                # first layer.
-                advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
-                if OpenVino.saturates()
-                else None,
-                # For attention: leaves softmax and norms in float, and smooths activations (SmoothQuant).
-                model_type=None if is_convnet(graph) else nncf.ModelType.TRANSFORMER,
-                ignored_scope=nncf.IgnoredScope(names=ignored) if ignored else None,
-            )
-        finally:
-            torch.set_rng_state(random_state)
+        quantized = nncf.quantize(
+            model,
+            nncf.Dataset([{INPUT: image[None]} for image in source.calibration]),
+            # Sums of two products saturate in 16 bits unless added in 32; by default NNCF avoids it only in the first
+            # layer.
+            advanced_parameters=nncf.AdvancedQuantizationParameters(
+                overflow_fix=nncf.OverflowFix.ENABLE if is_reduced else None
+            ),
+            # For attention: leaves softmax and norms in float, and smooths activations (SmoothQuant).
+            model_type=None if is_convnet(graph) else nncf.ModelType.TRANSFORMER,
+            ignored_scope=nncf.IgnoredScope(names=ignored) if ignored else None,
+        )
     _save(quantized, path)
-    options: Any = {"kind": "static", "dtype": "qint8", "reduce_range": OpenVino.saturates()}
+    options: Any = {"kind": "static", "dtype": "qint8", "reduce_range": is_reduced}
     names = [name for name in layers if name in layer_by_node.values()]
     return {"quantized": tuple(QuantizedLayer(name=name, **options) for name in names)}
