@@ -33,7 +33,7 @@ from profiling_agent.search.deployments import check_runtimes, schemes_of, why_u
 from profiling_agent.search.evaluator import EFFORTS, affordable_images
 from profiling_agent.search.finalize import FinalChoice, add_race_result, raced_headline, torch_model
 from profiling_agent.search.planners import Advisor, first_proposal, milder, next_proposal, setting_of
-from profiling_agent.search.verdict import why_unproven
+from profiling_agent.search.verdict import few_images_note
 
 # Recovery's settings were chosen with 1,000 images an epoch. Five times as many suffice for a thousand classes, and limit what a stream has to
 # download one by one.
@@ -61,8 +61,10 @@ def acquisition(request: Request, run: Run) -> Update:
     task_fields["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
     run.jobs.progress(advisor_fields["advisor_note"], 0, 0)
     acquired = run.jobs.run(AcquireTask.model_validate(task_fields))
-    if not request.goal_text and (line := why_unproven(acquired, request.goal)):
+    # A goal in words is read first.
+    if not request.goal_text and (line := few_images_note(acquired, request.goal)):
         run.jobs.progress(line, 0, 0)
+        acquired = acquired.model_copy(update={"notes": (*acquired.notes, line)})
     root = run.workspace.root
     request = request.model_copy(update={"run_id": root.name})
     prompts = run.context.prompts

@@ -33,6 +33,7 @@ from profiling_agent.search.deployments import (
     DeploymentChoices,
     by_promise,
     possible_deployments,
+    schemes_of,
     why_undeployable,
 )
 from profiling_agent.search.evaluator import SLOW_CONVERSION_S, Deadline, Evaluator
@@ -177,11 +178,12 @@ def try_deployment(evaluator: Evaluator, state: DeploymentSearchState) -> Deploy
     expected_s = state.took_s.get(kind, SLOW_CONVERSION_S if is_slow else 0.0)
     worth_s = settings.time_budget_s or evaluator.effort.search_passes * evaluator.pass_s
     is_left_out = is_slow and not is_named and expected_s > COMPILE_SHARE * worth_s
-    has_time = Deadline(timesheet, state.limit_s).allows(expected_s) and not is_left_out
+    has_time = Deadline(timesheet, state.limit_s).allows(expected_s)
     # Named runtimes take the time that they need, unless the time is named too.
     is_wanted = is_named and settings.time_budget_s is None
-    if not has_time and not is_wanted and any(option.deployed for option in state.options.values()):
-        reason = f"not tried: no time left for its conversion; {NO_TIME}"
+    if (is_left_out or not has_time) and not is_wanted and any(option.deployed for option in state.options.values()):
+        slow = f"its compilation, of about {expected_s:.0f} s, is more than it could gain on so fast a model"
+        reason = f"not tried: {slow if is_left_out else 'no time left for its conversion'}; {NO_TIME}"
         option = DeploymentOption(deployment=deployment, reason=reason, wants_time=True)
         return state.with_option(deployment.name, option, untried=untried)
     began_s = timesheet.spent_s
@@ -326,15 +328,16 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> Attempt:
 def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal: Goal) -> Deployment | None:
     """Choose the deployment of a plan's attempt; None is eager float32.
 
-    It is the leading one, or what the plan requests in the runtime that raced best with it. A user's own plan is deployed in
-    float32 if the search chose nothing that it requests.
+    It is the leading one, or what the plan requests in the runtime that raced best with it, even if it was rejected for the unpruned model.
 
     Raises:
         PlanError: the attempt can't be deployed as the plan requests.
     """
     search, leading, requested = journal.deployment_search, journal.deployment, plan.quantization
     # The search tried only what the user's own plan requests, so its leader is the answer, with the layers that it left in float.
-    if requested in (None, journal.requested_quantization, leading and leading.recommendations):
+    has_leader = leading is not None or goal.selection == "paper" or not schemes_of(requested or ())
+    is_searched = requested == journal.requested_quantization and has_leader
+    if requested is None or is_searched or (leading and requested == leading.recommendations):
         return leading
     if reason := why_undeployable(plan, choices, goal):
         raise PlanError(reason)

@@ -317,6 +317,7 @@ def test_a_conversion_of_minutes_is_left_out_for_a_fast_model_unless_it_is_named
 
     assert ("inductor static" in script.converted) == is_made
     assert ("--effort thorough" in reasons(held)["inductor static"]) != is_made
+    assert ("its compilation, of about 90 s, is more than" in reasons(held)["inductor static"]) != is_made
 
 
 @pytest.mark.parametrize(("effort", "num_measured"), [("quick", 1), ("default", 3), ("thorough", 4)])
