@@ -297,6 +297,25 @@ def allowed_kl(goal: Goal) -> float:
     return max(goal.max_accuracy_drop * MAX_NATS_PER_ACCURACY, MIN_NATS)
 
 
+# A cut whose predicted KL is higher loses more than a point, by the upper end of NATS_A_POINT.
+PAYING_NATS_PER_ACCURACY = 2.0
+NUM_HALVINGS = 8
+
+
+def affordable_saving(profile: ModelProfile, goal: Goal, metric: str) -> float:
+    """Return the largest share of the metric that pruning is predicted to save for the accuracy drop that the contract allows."""
+
+    def is_affordable(saving: float) -> bool:
+        dry = dry_run_or_none(Plan(caps=goal.caps, target=Target(metric=metric, saving=saving)), profile)
+        return dry is not None and dry.kl is not None and dry.kl <= goal.max_accuracy_drop * PAYING_NATS_PER_ACCURACY
+
+    low, high = 0.0, MAX_SAVING
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_affordable(middle) else (low, middle)
+    return low
+
+
 Metric = Literal["params", "macs", "latency"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 # Shares of the largest saving. Half of it costs one model nothing, and a tenth is too much for another: the frontier has the strongest within the

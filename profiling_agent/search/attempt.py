@@ -32,6 +32,7 @@ from profiling_agent.search.deployments import (
     REFUSALS,
     DeploymentChoices,
     by_promise,
+    is_promising,
     possible_deployments,
     schemes_of,
     why_undeployable,
@@ -115,7 +116,7 @@ NO_TIME = "--effort thorough, a longer --time-budget or --runtimes asks for it"
 class DeploymentSearchState(schemas.Record):
     """State of the search for a deployment, each of which is tried with the baseline.
 
-    `untried` are in the order of trial; `unmeasured` are the names of those that were raced, best first, or None before the race. `limit_s` ends
+    `untried` are in the order of trial, and `later` follow if none of them keeps the contract; `unmeasured` are the names of those that were raced, best first, or None before the race. `limit_s` ends
     the search's share of the run's time, of which `spent_s` is used. `took_s` has the seconds of the last step of each kind.
     """
 
@@ -125,6 +126,7 @@ class DeploymentSearchState(schemas.Record):
     spent_s: float = 0.0
     limit_s: float = Field(default=0.0, allow_inf_nan=True)
     untried: tuple[Deployment, ...] = ()
+    later: tuple[Deployment, ...] = ()
     unmeasured: tuple[str, ...] | None = None
     options: Annotated[dict[str, DeploymentOption], operator.or_] = Field(default_factory=dict)
     took_s: Annotated[dict[str, float], operator.or_] = Field(default_factory=dict)
@@ -152,7 +154,7 @@ def measure_baseline(evaluator: Evaluator, state: DeploymentSearchState) -> Depl
     Raises:
         AcquisitionError: its answers contradict labels that were matched by place or number only.
     """
-    acquired, untried = evaluator.acquired, ()
+    acquired, untried, later = evaluator.acquired, (), ()
     baseline = evaluator.evaluate_baseline(acquired.search, range(SHARD))
     answers = evaluator.answers(baseline)
     if doubt := why_doubtful(answers.predicted, answers.true, acquired.labels):
@@ -161,7 +163,11 @@ def measure_baseline(evaluator: Evaluator, state: DeploymentSearchState) -> Depl
         baseline = evaluator.evaluate_baseline(acquired.search)
     else:
         untried = tuple(by_promise(possible_deployments(state.requested_quantization, evaluator.choices)))
-    update = {"baseline": baseline, "doubt": doubt, "untried": untried, "unmeasured": None if untried else ()}
+        promising = tuple(each for each in untried if is_promising(each, evaluator.profile))
+        if promising and evaluator.settings.effort != "thorough" and not evaluator.choices.is_named:
+            untried, later = promising, tuple(each for each in untried if each not in promising)
+    update = {"baseline": baseline, "doubt": doubt, "untried": untried, "later": later}
+    update["unmeasured"] = None if untried else ()
     return state.model_copy(update=update | {"limit_s": evaluator.deadline.part(SEARCH_SHARE).limit_s})
 
 
@@ -205,7 +211,9 @@ def race_deployments(evaluator: Evaluator, state: DeploymentSearchState) -> Depl
     """Race the converted deployments; the others, best first, are to be measured."""
     options, notes, baseline = dict(state.options), [*evaluator.choices.notes], state.baseline
     assert baseline is not None, "the first step measures it"
-    entrants = {name: row.deployed.model for name, row in options.items() if row.deployed and not row.reason}
+    # Those of an earlier race as well: only times of one race are compared.
+    is_in = {name: not row.reason or row.status is not Status.REJECTED for name, row in options.items()}
+    entrants = {name: row.deployed.model for name, row in options.items() if row.deployed and is_in[name]}
     # Without a rival there is no choice to make; the race at the end of the run shows whether it is faster at all.
     if len(entrants) > 1:
         try:
@@ -215,27 +223,45 @@ def race_deployments(evaluator: Evaluator, state: DeploymentSearchState) -> Depl
         else:
             notes += [warning] if (warning := noise_warning(race)) else []
             for name, model in entrants.items():
+                rejected: dict[str, Any] = {"status": Status.REJECTED}
                 if (reason := race.dropped.get(model.path)) is not None:
-                    update = {"reason": f"dropped out of the race: {reason}"}
+                    update = rejected | {"reason": f"dropped out of the race: {reason}"}
                 else:
                     result = race.result_of(model)
-                    slower = f"shown slower than the baseline ({result.speedup:.2f}x)"
-                    update = {"race_result": result, "reason": slower if result.speedup_high < 1 else ""}
+                    slower = {"reason": f"shown slower than the baseline ({result.speedup:.2f}x)"}
+                    update = {"race_result": result} | (rejected | slower if result.speedup_high < 1 else {})
                 options[name] = options[name].model_copy(update=update)
     unmeasured = [name for name in entrants if not options[name].reason]
     unmeasured.sort(key=lambda name: option_key(options[name], baseline, evaluator.goal))
     update = {"options": options, "unmeasured": tuple(unmeasured), "notes": tuple(notes)}
-    return state.model_copy(update=update)
+    return _continued(evaluator, state.model_copy(update=update))
+
+
+def _continued(evaluator: Evaluator, state: DeploymentSearchState) -> DeploymentSearchState:
+    """Go on with the later deployments once the first are measured, unless one of these keeps the contract."""
+    if state.unmeasured or not state.later or state.baseline is None:
+        return state
+    best = choose_option(tuple(state.options.values()), state.baseline, evaluator.goal)
+    if best is None or best.status is not Status.ACCEPTED or option_key(best, state.baseline, evaluator.goal)[0]:
+        return state.model_copy(update={"untried": state.later, "later": (), "unmeasured": None})
+    reason = (
+        f"not tried: {best.deployment.name} keeps the contract with 8 bits; --effort thorough or --runtimes asks for it"
+    )
+    left_out = {each.name: DeploymentOption(deployment=each, reason=reason) for each in state.later}
+    return state.model_copy(update={"options": state.options | left_out, "later": ()})
 
 
 def measure_deployment(evaluator: Evaluator, state: DeploymentSearchState) -> DeploymentSearchState:
     """Measure the next deployment on search images, on all until one is accepted, as effort and time allow."""
     timesheet, took_s, began_s = evaluator.jobs.timesheet, state.took_s, evaluator.jobs.timesheet.spent_s
     assert state.unmeasured, "the race fills it"
+    assert state.baseline is not None, "the first step measures it"
     name, *unmeasured = state.unmeasured
-    option = state.options[name]
+    option, accepted = state.options[name], [each for each in state.options.values() if each.status is Status.ACCEPTED]
     assert option.deployed is not None, "only converted models are measured"
-    num_accepted = sum(each.status is Status.ACCEPTED for each in state.options.values())
+    # Those that miss a term that this one keeps don't count.
+    misses = [option_key(each, state.baseline, evaluator.goal)[0] for each in (option, *accepted)]
+    num_accepted = sum(each <= misses[0] for each in misses[1:])
     # Until one is accepted, the search may take the attempts' time as well.
     deadline = Deadline(timesheet, state.limit_s) if num_accepted else evaluator.deadline
     if num_accepted >= evaluator.effort.num_deployments:
@@ -252,7 +278,7 @@ def measure_deployment(evaluator: Evaluator, state: DeploymentSearchState) -> De
             update = {"reason": f"could not be run: {error}"}
         took_s = took_s | {"evaluation": timesheet.spent_s - began_s}
     option = option.model_copy(update=update)
-    return state.with_option(name, option, unmeasured=tuple(unmeasured), took_s=took_s)
+    return _continued(evaluator, state.with_option(name, option, unmeasured=tuple(unmeasured), took_s=took_s))
 
 
 def journal_of(evaluator: Evaluator, state: DeploymentSearchState) -> Journal:

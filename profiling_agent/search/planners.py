@@ -9,7 +9,15 @@ from typing import Literal, NamedTuple
 from profiling_agent.errors import AdvisorError, PlanError
 from profiling_agent.lib.machine import environment
 from profiling_agent.planning import allocation
-from profiling_agent.planning.allocation import allowed_kl, apply_demands, dry_run, dry_run_or_none, saved_share, scaled
+from profiling_agent.planning.allocation import (
+    affordable_saving,
+    allowed_kl,
+    apply_demands,
+    dry_run,
+    dry_run_or_none,
+    saved_share,
+    scaled,
+)
 from profiling_agent.planning.digest import plan_text
 from profiling_agent.planning.llm_planner import UNKNOWN, Planning, Setting, Submission
 from profiling_agent.planning.rules import analyse
@@ -23,19 +31,52 @@ from profiling_agent.schemas import (
     ModelProfile,
     Origin,
     Plan,
+    Status,
     StopReason,
     Target,
 )
 from profiling_agent.search.deployments import why_undeployable
 from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.search.probes import lab_of
-from profiling_agent.search.selection import rule_text
+from profiling_agent.search.selection import option_key, rule_text
 
 # Steps of the paper's loop, which depends on the last evaluation only.
 MILDER, STRONGER = 0.5, 1.5
 # Until a target is refused, the next may cost this many times the KL of the last, searched in twentieths of the way: twice the saving may cost a
 # hundred times the KL, and an attempt that is refused outright shows little.
 MORE_KL, NUM_SAVINGS, MIN_NATS = 4.0, 20, 1e-4
+
+
+# A smaller share of the time isn't worth the minutes that plans take.
+PAYING_SAVING = 0.05
+
+
+def why_pruning_cannot_pay(profile: ModelProfile, goal: Goal, journal: Journal) -> str | None:
+    """Return why no plan is worth its time: an unpruned deployment meets the contract, and pruning would make it hardly faster; else None."""
+    search, leading = journal.deployment_search, journal.deployment
+    if (
+        goal.selection == "paper"
+        or goal.objective == "size"
+        or goal.pins
+        or not profile.evidence
+        or not search
+        or not leading
+    ):
+        return None
+    option = search.of(leading)
+    if (
+        option.status is not Status.ACCEPTED
+        or option.race_result is None
+        or option_key(option, journal.baseline, goal)[0]
+    ):
+        return None
+    saving = affordable_saving(profile, goal, "macs")
+    if saving >= PAYING_SAVING:
+        return None
+    return (
+        f"pruning can't pay here: for the accuracy allowed about {saving:.0%} of the multiply-accumulates would go; "
+        f"{leading.name} is {option.race_result.speedup:.1f} times as fast without it"
+    )
 
 
 def milder(plan: Plan, times: int) -> Plan:
