@@ -189,16 +189,21 @@ def analysis(state: RunState, run: Run) -> Update:
         return {"origin": Origin(by="user")}
     if state.request.time_budget_s is not None and not run.evaluator(state).has_time_to_prune:
         return {"stopped": StopReason.TIME_SPENT}
-    profiled = with_evidence(state, run)
-    state = state.model_copy(update={"profiled": profiled})
-    evaluator, advisor = run.evaluator(state), advisor_of(state, run)
-    profile, journal = evaluator.profile, state.judged_journal
-    is_wanted = advisor is not None or state.request.recover_epochs > 0
-    if not is_wanted and (reason := why_pruning_cannot_pay(profile, state.goal, journal)):
+    advisor, journal, evaluator = advisor_of(state, run), state.judged_journal, run.evaluator(state)
+    # An LLM's plans, or training, were asked for.
+    is_optional = advisor is None and not state.request.recover_epochs
+    cannot_pay = partial(why_pruning_cannot_pay, goal=state.goal, journal=journal, effort=state.request.effort)
+    reason, profiled = cannot_pay(evaluator.profile) if is_optional else None, require(state.profiled)
+    if reason is None:
+        profiled = with_evidence(state, run)
+        evaluator = run.evaluator(state.model_copy(update={"profiled": profiled}))
+        reason = cannot_pay(evaluator.profile) if is_optional else None
+    if reason is not None:
         run.jobs.progress(reason, 0, 0)
         acquired = evaluator.acquired
         acquired = acquired.model_copy(update={"notes": (*acquired.notes, reason)})
         return {"profiled": profiled, "acquired": acquired, "stopped": StopReason.CANNOT_PAY}
+    profile = evaluator.profile
     setting = setting_of(evaluator, journal) if advisor else UNKNOWN
     rules = apply_demands(milder(analyse(profile, state.goal), len(journal.rejected)), state.goal)
     plan, origin = first_proposal(advisor, state.request.planner, profile, state.goal, rules, journal, setting=setting)

@@ -298,22 +298,20 @@ def allowed_kl(goal: Goal) -> float:
 
 
 # A cut whose predicted KL is higher loses more than a point, by the upper end of NATS_A_POINT.
-PAYING_NATS_PER_ACCURACY = 2.0
-NUM_HALVINGS = 8
+PAYING_NATS_PER_ACCURACY, NUM_HALVINGS = 2.0, 8
 
 
-def affordable_saving(profile: ModelProfile, goal: Goal, metric: str) -> float:
-    """Return the largest share of the metric that pruning is predicted to save for the accuracy drop that the contract allows."""
-
-    def is_affordable(saving: float) -> bool:
-        dry = dry_run_or_none(Plan(caps=goal.caps, target=Target(metric=metric, saving=saving)), profile)
-        return dry is not None and dry.kl is not None and dry.kl <= goal.max_accuracy_drop * PAYING_NATS_PER_ACCURACY
-
-    low, high = 0.0, MAX_SAVING
+def affordable_cuts(profile: ModelProfile, goal: Goal) -> DryRun:
+    """Return the dry run that saves the most MACs among those predicted to cost no more than the accuracy drop that the contract allows."""
+    best, low, high = dry_run(Plan(), profile), 0.0, MAX_SAVING
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if is_affordable(middle) else (low, middle)
-    return low
+        dry = dry_run_or_none(Plan(caps=goal.caps, target=Target(metric="macs", saving=middle)), profile)
+        if dry is None or dry.kl is None or dry.kl > goal.max_accuracy_drop * PAYING_NATS_PER_ACCURACY:
+            high = middle
+        else:
+            best, low = dry, middle
+    return best
 
 
 Metric = Literal["params", "macs", "latency"]

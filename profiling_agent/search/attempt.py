@@ -164,6 +164,10 @@ def measure_baseline(evaluator: Evaluator, state: DeploymentSearchState) -> Depl
     else:
         untried = tuple(by_promise(possible_deployments(state.requested_quantization, evaluator.choices)))
         promising = tuple(each for each in untried if is_promising(each, evaluator.profile))
+        if evaluator.settings.effort == "quick":
+            # One static int8 of each runtime: NNCF's takes a third of the time.
+            with_nncf = {each.runtime for each in promising if each.scheme == "static_nncf"}
+            promising = tuple(each for each in promising if each.scheme != "static" or each.runtime not in with_nncf)
         if promising and evaluator.settings.effort != "thorough" and not evaluator.choices.is_named:
             untried, later = promising, tuple(each for each in untried if each not in promising)
     update = {"baseline": baseline, "doubt": doubt, "untried": untried, "later": later}
@@ -211,8 +215,8 @@ def race_deployments(evaluator: Evaluator, state: DeploymentSearchState) -> Depl
     """Race the converted deployments; the others, best first, are to be measured."""
     options, notes, baseline = dict(state.options), [*evaluator.choices.notes], state.baseline
     assert baseline is not None, "the first step measures it"
-    # Those of an earlier race as well: only times of one race are compared.
-    is_in = {name: not row.reason or row.status is not Status.REJECTED for name, row in options.items()}
+    # Those measured after an earlier race as well: only times of one race are compared.
+    is_in = {name: not row.reason or row.evaluation is not None for name, row in options.items()}
     entrants = {name: row.deployed.model for name, row in options.items() if row.deployed and is_in[name]}
     # Without a rival there is no choice to make; the race at the end of the run shows whether it is faster at all.
     if len(entrants) > 1:
@@ -242,7 +246,9 @@ def _continued(evaluator: Evaluator, state: DeploymentSearchState) -> Deployment
     if state.unmeasured or not state.later or state.baseline is None:
         return state
     best = choose_option(tuple(state.options.values()), state.baseline, evaluator.goal)
-    if best is None or best.status is not Status.ACCEPTED or option_key(best, state.baseline, evaluator.goal)[0]:
+    # A quick run leaves what too few images show to the held-out ones.
+    is_kept = best is not None and (best.status is Status.ACCEPTED or evaluator.settings.effort == "quick")
+    if best is None or not is_kept or option_key(best, state.baseline, evaluator.goal)[0]:
         return state.model_copy(update={"untried": state.later, "later": (), "unmeasured": None})
     reason = (
         f"not tried: {best.deployment.name} keeps the contract with 8 bits; --effort thorough or --runtimes asks for it"

@@ -145,6 +145,11 @@ def by_promise(deployments: Iterable[Deployment]) -> list[Deployment]:
     return sorted(deployments, key=place)
 
 
+def is_convolutional(profile: ModelProfile) -> bool:
+    """Return whether convolutions do most of the model's multiply-accumulates."""
+    return 2 * sum(row.macs for row in profile.layers if "Conv" in row.kind) > profile.macs
+
+
 def is_promising(deployment: Deployment, profile: ModelProfile) -> bool:
     """Return whether a deployment has 8 bits in kernels that are fast here, for the layers that do most of the model's work.
 
@@ -152,8 +157,7 @@ def is_promising(deployment: Deployment, profile: ModelProfile) -> bool:
     """
     if profile.device != "cpu" or deployment.scheme not in INT8 or registry.runtime(deployment.runtime).saturates():
         return False
-    convolutions = sum(row.macs for row in profile.layers if "Conv" in row.kind)
-    return deployment.scheme != "dynamic" or 2 * convolutions < profile.macs
+    return deployment.scheme != "dynamic" or not is_convolutional(profile)
 
 
 def check_runtimes(request: Request) -> None:

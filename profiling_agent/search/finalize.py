@@ -218,7 +218,12 @@ def race_candidates(evaluator: Evaluator, journal: Journal, state: FinalChoiceSt
     if goal.selection == "paper":
         return state.model_copy(update={"queue": selection.ranked(journal, goal)})
     remaining, race, notes = [c for c in pool if selection.may_be_returned(c, baseline, goal)], None, list[str]()
-    if len(remaining) > 1:
+    options = journal.deployment_search.options if journal.deployment_search else ()
+    raced = tuple(option.race_result for option in options if option.race_result and option.evaluation)
+    if {c.evaluation.model.sha256 for c in remaining} <= {result.model.sha256 for result in raced}:
+        # The search for a deployment has raced them, and nothing has been added.
+        race = Race(results=raced, num_sessions=1)
+    elif len(remaining) > 1:
         try:
             race = evaluator.race([each.evaluation.model for each in remaining])
         except JobError as error:

@@ -203,9 +203,13 @@ class Large(Script):
 def among(
     root: Path, options: tuple[DeploymentOption, ...], lost: dict[str, int], raced: dict[str, float], **goal: Any
 ) -> tuple[FinalChoice, Script]:
-    """Let deployments of the baseline, raced again, be all that there is; half of the bytes are allowed."""
-    alone = {made.model.sha256: made.speedup for each in options if (made := each.race_result)}
-    return chosen(root, (), lost, alone | raced, options=options, goal={"max_size_ratio": 0.5} | goal, script=Large)
+    """Let deployments of the baseline be all that there is; half of the bytes are allowed. `raced` are other speeds than the options'."""
+    alone = {made.model.sha256: made.speedup for each in options if (made := each.race_result)} | raced
+    options = tuple(
+        each.model_copy(update={"race_result": sample_records.race_result(name, fast, fast * 0.95, fast * 1.05)})
+        for each, (name, fast) in zip(options, alone.items(), strict=True)
+    )
+    return chosen(root, (), lost, alone, options=options, goal={"max_size_ratio": 0.5} | goal, script=Large)
 
 
 def doubtful(scheme: Any, name: str, seen: tuple[int, ...], speedup: float = 10.0) -> DeploymentOption:
@@ -328,6 +332,16 @@ def test_of_equally_fast_models_the_one_that_changes_the_fewest_answers_is_retur
     speedups = {"both1": pruned_speedup, "int8": 12.0}
     final, _ = chosen(tmp_path, (mild(1, 8, 17),), {}, speedups, options=(static,), goal=asked, script=Large)
     assert returned(final) == expected
+
+
+def test_deployments_that_were_raced_already_are_not_raced_again_unless_an_attempt_is_added(tmp_path: Path):
+    options = tuple(
+        option("openvino", scheme, scheme, seen=(0, 1), speedup=5.0) for scheme in ("static", "static_nncf")
+    )
+    _, script = chosen(tmp_path / "alone", (), {}, {}, options=options)
+    assert (script.screened, len(script.timed)) == ([], NUM_SESSIONS)
+    _, script = chosen(tmp_path / "added", (BOLD,), {}, {}, options=options, script=Converting)
+    assert len(script.screened) == 1
 
 
 def test_candidates_that_can_not_be_raced_together_are_timed_one_by_one(tmp_path: Path):
