@@ -197,7 +197,7 @@ def try_deployment(evaluator: Evaluator, state: DeploymentSearchState) -> Deploy
         option = DeploymentOption(deployment=deployment, reason=reason, wants_time=True)
         return state.with_option(deployment.name, option, untried=untried)
     began_s = timesheet.spent_s
-    option = evaluator.deployer.make(evaluator.baseline, deployment, choose_layers=True)
+    option = evaluator.deployer.make(evaluator.baseline, deployment, choose_layers=settings.effort != "quick")
     # A conversion that fails may end early.
     took_s = state.took_s | ({kind: timesheet.spent_s - began_s} if option.deployed else {})
     deployed, hopeless, reason = option.deployed, hopeless_kl(evaluator.goal), ""
@@ -218,8 +218,7 @@ def race_deployments(evaluator: Evaluator, state: DeploymentSearchState) -> Depl
     # Those measured after an earlier race as well: only times of one race are compared.
     is_in = {name: not row.reason or row.evaluation is not None for name, row in options.items()}
     entrants = {name: row.deployed.model for name, row in options.items() if row.deployed and is_in[name]}
-    # Without a rival there is no choice to make; the race at the end of the run shows whether it is faster at all.
-    if len(entrants) > 1:
+    if entrants:
         try:
             race = evaluator.race(entrants.values())
         except JobError as error:

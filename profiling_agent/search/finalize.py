@@ -29,7 +29,7 @@ def estimate(evaluator: Evaluator, candidates: Sequence[Candidate], screening: R
     race = run_steady_sessions(
         lambda number: evaluator.hold_session(models, number),
         evaluator.num_sessions,
-        lambda: evaluator.closing.allows(heldout_s),
+        lambda: evaluator.settings.effort != "quick" and evaluator.closing.allows(heldout_s),
     )
     return race.model_copy(update={"unsteady": race.unsteady or _disagreement(evaluator, race, screening)})
 
