@@ -297,21 +297,20 @@ def allowed_kl(goal: Goal) -> float:
     return max(goal.max_accuracy_drop * MAX_NATS_PER_ACCURACY, MIN_NATS)
 
 
-# A cut whose predicted KL is higher loses more than a point, by the upper end of NATS_A_POINT.
-PAYING_NATS_PER_ACCURACY, NUM_HALVINGS = 2.0, 8
+NUM_SAVINGS = 5
 
 
-def affordable_cuts(profile: ModelProfile, goal: Goal) -> DryRun:
-    """Return the dry run that saves the most MACs among those predicted to cost no more than the accuracy drop that the contract allows."""
-    best, low, high = dry_run(Plan(), profile), 0.0, MAX_SAVING
-    for _ in range(NUM_HALVINGS):
-        middle = (low + high) / 2
-        dry = dry_run_or_none(Plan(caps=goal.caps, target=Target(metric="macs", saving=middle)), profile)
-        if dry is None or dry.kl is None or dry.kl > goal.max_accuracy_drop * PAYING_NATS_PER_ACCURACY:
-            high = middle
-        else:
-            best, low = dry, middle
-    return best
+def affordable_saving(profile: ModelProfile, goal: Goal, most: float) -> float | None:
+    """Return a share that the MACs saved for the accuracy drop allowed are less than, in fifths of `most`; None if that can be saved.
+
+    A point is taken for the lower end of NATS_A_POINT.
+    """
+    for part in range(1, NUM_SAVINGS + 1):
+        saving = most * part / NUM_SAVINGS
+        dry = dry_run_or_none(Plan(caps=goal.caps, target=Target(metric="macs", saving=saving)), profile)
+        if dry is None or dry.kl is None or dry.kl > goal.max_accuracy_drop * 100 * NATS_A_POINT[0]:
+            return saving
+    return None
 
 
 Metric = Literal["params", "macs", "latency"]
