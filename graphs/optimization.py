@@ -2,7 +2,7 @@
 
     acquisition -> input_shape_resolver -> (intake <-> confirmation) -> profiling -> deployment_search
                                                                                          |
-                       +------------------------------------------------------------ analysis
+                       +------------------------------------------------------------ analysis -> verdict
                        v
                  (approval) -> pruning -> quantization -> evaluation
                        ^                                      |
@@ -10,7 +10,7 @@
                                           |
                                       verdict -> advice -> report
 
-A rejected plan goes back to its planner, a single pass straight to the verdict, and advice back to the verdict if a fork has changed the contract.
+A rejected plan goes back to its planner, a single pass and no plan straight to the verdict, and advice back to the verdict if a fork has changed the contract.
 Every agent is a function in `nodes.py` or `intake.py` of `profiling_agent/graph/`; this file only connects them. With an LLM, `analysis` and
 `iterative_pruning` find their plan in the subgraph of `planner.py`; `deployment_search` and `verdict` go step by step in those of `steps.py`.
 """
@@ -39,8 +39,10 @@ def route_to_intake(state: RunState) -> Literal["intake", "profiling"]:
     return "intake" if state.request.goal_text and state.intake is None else "profiling"
 
 
-def route_after_analysis(state: RunState) -> Literal["approval", "pruning"]:
-    """Ask a person about the plan if that was requested."""
+def route_after_planning(state: RunState) -> Literal["approval", "pruning", "verdict"]:
+    """Finish without another plan; ask a person about it if that was requested."""
+    if state.stopped is not None:
+        return "verdict"
     is_asked = state.request.approve == "each" or (state.request.approve == "plan" and not state.attempts)
     return "approval" if is_asked else "pruning"
 
@@ -48,11 +50,6 @@ def route_after_analysis(state: RunState) -> Literal["approval", "pruning"]:
 def route_after_evaluation(state: RunState) -> Literal["iterative_pruning", "verdict"]:
     """Iterate, unless a single pass was requested."""
     return "iterative_pruning" if state.stopped is None else "verdict"
-
-
-def route_after_iterative_pruning(state: RunState) -> Literal["approval", "pruning", "verdict"]:
-    """Continue with the next plan, or finish."""
-    return route_after_analysis(state) if state.stopped is None else "verdict"
 
 
 def route_after_approval(state: RunState) -> Literal["pruning", "analysis", "iterative_pruning"]:
@@ -99,12 +96,12 @@ def build_graph(
     graph.add_conditional_edges("confirmation", route_to_intake)
     graph.add_edge("profiling", "deployment_search")
     graph.add_edge("deployment_search", "analysis")
-    graph.add_conditional_edges("analysis", route_after_analysis)
+    graph.add_conditional_edges("analysis", route_after_planning)
     graph.add_conditional_edges("approval", route_after_approval)
     graph.add_edge("pruning", "quantization")
     graph.add_edge("quantization", "evaluation")
     graph.add_conditional_edges("evaluation", route_after_evaluation)
-    graph.add_conditional_edges("iterative_pruning", route_after_iterative_pruning)
+    graph.add_conditional_edges("iterative_pruning", route_after_planning)
     graph.add_edge("verdict", "advice")
     graph.add_conditional_edges("advice", route_after_advice)
     graph.add_edge("report", END)

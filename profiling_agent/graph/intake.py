@@ -24,7 +24,7 @@ from profiling_agent.request import Request
 from profiling_agent.schemas import ApprovalQuestion, Record
 from profiling_agent.search.attempt import LIMIT_SIGNS
 from profiling_agent.search.deployments import check_runtimes
-from profiling_agent.search.verdict import why_unproven
+from profiling_agent.search.verdict import few_images_note
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def intake(state: RunState, run: Run) -> Update:
         raise RequestError(f"the goal could not be read ({error}): {advice}") from error
     changed = change_request(request, reading.changes)
     check_runtimes(changed)
-    doubt = why_unproven(acquired, changed.goal)
+    doubt = few_images_note(acquired, changed.goal)
     return {"intake": reading.model_copy(update={"summary": (*reading.summary, *filter(None, [doubt]))})}
 
 

@@ -15,7 +15,14 @@ from profiling_agent.graph.run import Run, Update
 from profiling_agent.graph.state import RunState, require
 from profiling_agent.graph.steps import choose_final, search_deployments
 from profiling_agent.jobs.runner import Jobs, measure_headline, read_profile
-from profiling_agent.jobs.tasks import AcquireTask, ProfileTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
+from profiling_agent.jobs.tasks import (
+    AcquireTask,
+    Profiled,
+    ProfileTask,
+    ResolvedShape,
+    ResolveShapeTask,
+    SurveyShapeTask,
+)
 from profiling_agent.lib.io import DocumentError, inside, read_record, write_text
 from profiling_agent.llm.chat import Chat
 from profiling_agent.llm.transcript import FILE, Transcript
@@ -32,8 +39,15 @@ from profiling_agent.search.advice import AdviceAnswer, advice_question, advise,
 from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
 from profiling_agent.search.evaluator import EFFORTS, affordable_images
 from profiling_agent.search.finalize import FinalChoice, add_race_result, raced_headline, torch_model
-from profiling_agent.search.planners import Advisor, first_proposal, milder, next_proposal, setting_of
-from profiling_agent.search.verdict import why_unproven
+from profiling_agent.search.planners import (
+    Advisor,
+    first_proposal,
+    milder,
+    next_proposal,
+    setting_of,
+    why_pruning_cannot_pay,
+)
+from profiling_agent.search.verdict import few_images_note
 
 # Recovery's settings were chosen with 1,000 images an epoch. Five times as many suffice for a thousand classes, and limit what a stream has to
 # download one by one.
@@ -61,8 +75,10 @@ def acquisition(request: Request, run: Run) -> Update:
     task_fields["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
     run.jobs.progress(advisor_fields["advisor_note"], 0, 0)
     acquired = run.jobs.run(AcquireTask.model_validate(task_fields))
-    if not request.goal_text and (line := why_unproven(acquired, request.goal)):
+    # A goal in words is read first.
+    if not request.goal_text and (line := few_images_note(acquired, request.goal)):
         run.jobs.progress(line, 0, 0)
+        acquired = acquired.model_copy(update={"notes": (*acquired.notes, line)})
     root = run.workspace.root
     request = request.model_copy(update={"run_id": root.name})
     prompts = run.context.prompts
@@ -98,22 +114,40 @@ def resolve_with(advisor: Chat, task: ResolveShapeTask, jobs: Jobs) -> ResolvedS
 def profiling(state: RunState, run: Run) -> Update:
     """Profile the baseline, headline numbers in a fresh process; they decide how many calibration images fit the time."""
     acquired, baseline = require(state.acquired), require(state.resolved).baseline
-    split = acquired.calibration
-    request = state.request
+    split, request = acquired.calibration, state.request
     settings: dict[str, Any] = {"batch_size": request.batch_size, "device": acquired.source.device}
     headline = measure_headline(run.jobs, baseline, **settings)
     most = min(split.num_images, EFFORTS[request.effort].num_calibration)
     num_affordable = affordable_images(request.time_budget_s, headline.pass_s, most)
     calibration = split.model_copy(update={"num_images": num_affordable})
-    # Without calibration, widths depend on the weights and the plan only.
-    images = calibration if request.calibrate else None
-    inputs: dict[str, Any] = {"calibration": images, "seed": request.seed, "cache": request.cache}
-    profiled = run.jobs.run(ProfileTask(model=baseline, headline=headline, **settings, **inputs))
-    if calibration == split:
-        return {"profiled": profiled}
-    note = f"calibrated on {num_affordable} of {split.num_images} images: the effort or the time budget allows no more"
-    noted = acquired.model_copy(update={"calibration": calibration, "notes": (*acquired.notes, note)})
-    return {"acquired": noted, "profiled": profiled}
+    update: Update = {"profiled": run.jobs.run(ProfileTask(model=baseline, headline=headline, **settings))}
+    if calibration != split:
+        note = (
+            f"calibrated on {num_affordable} of {split.num_images} images: the effort or the time budget allows no more"
+        )
+        update["acquired"] = acquired.model_copy(update={"calibration": calibration, "notes": (*acquired.notes, note)})
+    # A plan is checked by the evidence before anything expensive; otherwise the deployments show first whether pruning can pay.
+    if state.proposal is not None:
+        update["profiled"] = with_evidence(state.model_copy(update=update), run)
+    return update
+
+
+def with_evidence(state: RunState, run: Run) -> Profiled:
+    """Return the baseline's profile with the evidence on its units; without calibration, widths depend on the weights and the plan only."""
+    evaluator, profiled, request = run.evaluator(state), require(state.profiled), state.request
+    if not request.calibrate:
+        return profiled
+    task = ProfileTask(
+        model=evaluator.baseline,
+        headline=evaluator.profile.headline,
+        profile=profiled.profile,
+        calibration=evaluator.acquired.calibration,
+        batch_size=request.batch_size,
+        device=evaluator.device,
+        seed=request.seed,
+        cache=request.cache,
+    )
+    return run.jobs.run(task)
 
 
 def deployment_search(state: RunState, run: Run) -> Update:
@@ -150,15 +184,30 @@ def advisor_of(state: RunState, run: Run) -> Advisor | None:
 
 
 def analysis(state: RunState, run: Run) -> Update:
-    """Plan by the built-in rules or a language model, or take the user's own plan."""
+    """Plan by the built-in rules or a language model, or take the user's own plan; no plan if pruning can't pay, or has no time."""
     if state.proposal is not None:
         return {"origin": Origin(by="user")}
-    evaluator, advisor = run.evaluator(state), advisor_of(state, run)
-    profile, journal = evaluator.profile, state.judged_journal
+    if state.request.time_budget_s is not None and not run.evaluator(state).has_time_to_prune:
+        return {"stopped": StopReason.TIME_SPENT}
+    advisor, journal, evaluator = advisor_of(state, run), state.judged_journal, run.evaluator(state)
+    # An LLM's plans, or training, were asked for.
+    is_optional = advisor is None and not state.request.recover_epochs
+    cannot_pay = partial(why_pruning_cannot_pay, goal=state.goal, journal=journal, effort=state.request.effort)
+    reason, profiled = cannot_pay(evaluator.profile) if is_optional else None, require(state.profiled)
+    if reason is None:
+        profiled = with_evidence(state, run)
+        evaluator = run.evaluator(state.model_copy(update={"profiled": profiled}))
+        reason = cannot_pay(evaluator.profile) if is_optional else None
+    if reason is not None:
+        run.jobs.progress(reason, 0, 0)
+        acquired = evaluator.acquired
+        acquired = acquired.model_copy(update={"notes": (*acquired.notes, reason)})
+        return {"profiled": profiled, "acquired": acquired, "stopped": StopReason.CANNOT_PAY}
+    profile = evaluator.profile
     setting = setting_of(evaluator, journal) if advisor else UNKNOWN
     rules = apply_demands(milder(analyse(profile, state.goal), len(journal.rejected)), state.goal)
     plan, origin = first_proposal(advisor, state.request.planner, profile, state.goal, rules, journal, setting=setting)
-    return {"proposal": plan, "origin": origin}
+    return {"profiled": profiled, "proposal": plan, "origin": origin}
 
 
 def pending_question(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:

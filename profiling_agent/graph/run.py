@@ -51,8 +51,9 @@ Update = dict[str, Any]
 # Cost of each stage: seconds, passes, and passes for each calibration, search and held-out image. The deployment search, which runs once,
 # tries ten deployments; the verdict has five sessions.
 COSTS = {
-    "profiling": (0.0, 864, 3.5, 0.0, 0.0),
+    "profiling": (0.0, 300, 0.0, 0.0, 0.0),
     "deployment_search": (60.0, 1800, 0.0, 2.0, 0.0),
+    "analysis": (0.0, 564, 3.5, 0.0, 0.0),
     "pruning": (0.0, 0, 3.7, 0.0, 0.0),
     "quantization": (2.5, 150, 0.0, 0.0, 0.0),
     "evaluation": (0.0, 0, 0.0, 0.5, 0.0),

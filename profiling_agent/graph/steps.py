@@ -1,6 +1,6 @@
 """Subgraphs of the deployment search and of the verdict: one deployment or one finalist a step, each shown and checkpointed as it ends.
 
-    measure_baseline -> try_deployment* -> race_deployments -> measure_deployment*
+    measure_baseline -> (try_deployment* -> race_deployments -> measure_deployment*), twice if no deployment with 8 bits suffices
 
     measure_candidate* -> race_candidates -> (time_finalist -> test_finalist)* -> decide
 
@@ -64,8 +64,8 @@ DEPLOYMENT_SEARCH = _subgraph(
     {
         attempt.measure_baseline: [attempt.try_deployment, END],
         attempt.try_deployment: [attempt.try_deployment, attempt.race_deployments],
-        attempt.race_deployments: [attempt.measure_deployment, END],
-        attempt.measure_deployment: [attempt.measure_deployment, END],
+        attempt.race_deployments: [attempt.measure_deployment, attempt.try_deployment, END],
+        attempt.measure_deployment: [attempt.measure_deployment, attempt.try_deployment, END],
     },
 )
 VERDICT = _subgraph(

@@ -14,7 +14,7 @@ from profiling_agent import schemas
 from profiling_agent.data.images import PreparedImages, SplitImages, iter_batches
 from profiling_agent.errors import PruningError
 from profiling_agent.jobs.base import HOUR, Find, JobContext, ResultT, Task, prepared
-from profiling_agent.lib.io import FileRefusedError, cache_folder, write_text
+from profiling_agent.lib.io import FileRefusedError, cache_folder, read_record, write_text
 from profiling_agent.lib.logs import Progress
 from profiling_agent.lib.machine import available_threads, environment
 from profiling_agent.measure import intervals, race, worker
@@ -62,7 +62,10 @@ class Profiled(schemas.Record):
 
 
 class ProfileTask(Task[Profiled]):
-    """Time a model and its layers; with `calibration` images also each unit at each width, and the KL divergence after pruning it."""
+    """Time a model and its layers; with `calibration` images also each unit at each width, and the KL divergence after pruning it.
+
+    An earlier `profile` of the model is only added to.
+    """
 
     passes = 100_000
     is_timed = True
@@ -71,6 +74,7 @@ class ProfileTask(Task[Profiled]):
     batch_size: int
     device: str
     headline: schemas.Headline
+    profile: schemas.ArtifactRef | None = None
     calibration: schemas.SplitInfo | None = None
     seed: int = 0
     cache: bool = True
@@ -83,19 +87,22 @@ class ProfileTask(Task[Profiled]):
 
         path, trace = context.path(self.model), context.folder / "trace.json.gz"
         model, recipe = context.load(self.model, self.device), context.recipe(self.model)
-        profile = profile_model(
-            model,
-            recipe.input,
-            batch_size=self.batch_size,
-            device=self.device,
-            headline=self.headline,
-            size_bytes=artifact.model_bytes(path),
-            architecture=recipe.architecture,
-            skeleton=load_dequantized(path),
-            trace_path=trace,
-            progress=context.progress,
-        )
-        profile = profile.model_copy(update={"trace": context.ref(trace)})
+        if self.profile is not None:
+            profile = read_record(schemas.ModelProfile, context.path(self.profile))
+        else:
+            profile = profile_model(
+                model,
+                recipe.input,
+                batch_size=self.batch_size,
+                device=self.device,
+                headline=self.headline,
+                size_bytes=artifact.model_bytes(path),
+                architecture=recipe.architecture,
+                skeleton=load_dequantized(path),
+                trace_path=trace,
+                progress=context.progress,
+            )
+            profile = profile.model_copy(update={"trace": context.ref(trace)})
         if self.calibration is not None:
             batch = random_batch(profile.input, self.batch_size).to(self.device)
             table = time_units(model, profile.units, batch, progress=context.progress)

@@ -297,6 +297,22 @@ def allowed_kl(goal: Goal) -> float:
     return max(goal.max_accuracy_drop * MAX_NATS_PER_ACCURACY, MIN_NATS)
 
 
+NUM_SAVINGS = 5
+
+
+def affordable_saving(profile: ModelProfile, goal: Goal, most: float) -> float | None:
+    """Return a share that the MACs saved for the accuracy drop allowed are less than, in fifths of `most`; None if that can be saved.
+
+    A point is taken for the lower end of NATS_A_POINT.
+    """
+    for part in range(1, NUM_SAVINGS + 1):
+        saving = most * part / NUM_SAVINGS
+        dry = dry_run_or_none(Plan(caps=goal.caps, target=Target(metric="macs", saving=saving)), profile)
+        if dry is None or dry.kl is None or dry.kl > goal.max_accuracy_drop * 100 * NATS_A_POINT[0]:
+            return saving
+    return None
+
+
 Metric = Literal["params", "macs", "latency"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 # Shares of the largest saving. Half of it costs one model nothing, and a tenth is too much for another: the frontier has the strongest within the

@@ -128,6 +128,7 @@ class StopReason(StrEnum):
     BUDGET_SPENT = "every iteration that was asked for has been used"
     TIME_SPENT = "another plan would take longer than the run has, by its time budget or for so fast a model"
     CONVERGED = "no further aligned width lies between the best accepted and the mildest refused plan"
+    CANNOT_PAY = "no plan is worth its time on this model: the notes have the numbers"
     ADVISED = "the language model advises against another plan"
     NOTHING_TO_PRUNE = "the first plan prunes nothing, so there is nothing to do more or less of"
 

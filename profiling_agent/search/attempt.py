@@ -32,7 +32,9 @@ from profiling_agent.search.deployments import (
     REFUSALS,
     DeploymentChoices,
     by_promise,
+    is_promising,
     possible_deployments,
+    schemes_of,
     why_undeployable,
 )
 from profiling_agent.search.evaluator import SLOW_CONVERSION_S, Deadline, Evaluator
@@ -114,7 +116,7 @@ NO_TIME = "--effort thorough, a longer --time-budget or --runtimes asks for it"
 class DeploymentSearchState(schemas.Record):
     """State of the search for a deployment, each of which is tried with the baseline.
 
-    `untried` are in the order of trial; `unmeasured` are the names of those that were raced, best first, or None before the race. `limit_s` ends
+    `untried` are in the order of trial, and `later` follow if none of them keeps the contract; `unmeasured` are the names of those that were raced, best first, or None before the race. `limit_s` ends
     the search's share of the run's time, of which `spent_s` is used. `took_s` has the seconds of the last step of each kind.
     """
 
@@ -124,6 +126,7 @@ class DeploymentSearchState(schemas.Record):
     spent_s: float = 0.0
     limit_s: float = Field(default=0.0, allow_inf_nan=True)
     untried: tuple[Deployment, ...] = ()
+    later: tuple[Deployment, ...] = ()
     unmeasured: tuple[str, ...] | None = None
     options: Annotated[dict[str, DeploymentOption], operator.or_] = Field(default_factory=dict)
     took_s: Annotated[dict[str, float], operator.or_] = Field(default_factory=dict)
@@ -151,7 +154,7 @@ def measure_baseline(evaluator: Evaluator, state: DeploymentSearchState) -> Depl
     Raises:
         AcquisitionError: its answers contradict labels that were matched by place or number only.
     """
-    acquired, untried = evaluator.acquired, ()
+    acquired, untried, later = evaluator.acquired, (), ()
     baseline = evaluator.evaluate_baseline(acquired.search, range(SHARD))
     answers = evaluator.answers(baseline)
     if doubt := why_doubtful(answers.predicted, answers.true, acquired.labels):
@@ -160,7 +163,15 @@ def measure_baseline(evaluator: Evaluator, state: DeploymentSearchState) -> Depl
         baseline = evaluator.evaluate_baseline(acquired.search)
     else:
         untried = tuple(by_promise(possible_deployments(state.requested_quantization, evaluator.choices)))
-    update = {"baseline": baseline, "doubt": doubt, "untried": untried, "unmeasured": None if untried else ()}
+        promising = tuple(each for each in untried if is_promising(each, evaluator.profile))
+        if evaluator.settings.effort == "quick":
+            # One static int8 of each runtime: NNCF's takes a third of the time.
+            with_nncf = {each.runtime for each in promising if each.scheme == "static_nncf"}
+            promising = tuple(each for each in promising if each.scheme != "static" or each.runtime not in with_nncf)
+        if promising and evaluator.settings.effort != "thorough" and not evaluator.choices.is_named:
+            untried, later = promising, tuple(each for each in untried if each not in promising)
+    update = {"baseline": baseline, "doubt": doubt, "untried": untried, "later": later}
+    update["unmeasured"] = None if untried else ()
     return state.model_copy(update=update | {"limit_s": evaluator.deadline.part(SEARCH_SHARE).limit_s})
 
 
@@ -177,15 +188,16 @@ def try_deployment(evaluator: Evaluator, state: DeploymentSearchState) -> Deploy
     expected_s = state.took_s.get(kind, SLOW_CONVERSION_S if is_slow else 0.0)
     worth_s = settings.time_budget_s or evaluator.effort.search_passes * evaluator.pass_s
     is_left_out = is_slow and not is_named and expected_s > COMPILE_SHARE * worth_s
-    has_time = Deadline(timesheet, state.limit_s).allows(expected_s) and not is_left_out
+    has_time = Deadline(timesheet, state.limit_s).allows(expected_s)
     # Named runtimes take the time that they need, unless the time is named too.
     is_wanted = is_named and settings.time_budget_s is None
-    if not has_time and not is_wanted and any(option.deployed for option in state.options.values()):
-        reason = f"not tried: no time left for its conversion; {NO_TIME}"
+    if (is_left_out or not has_time) and not is_wanted and any(option.deployed for option in state.options.values()):
+        slow = f"its compilation, of about {expected_s:.0f} s, is more than it could gain on so fast a model"
+        reason = f"not tried: {slow if is_left_out else 'no time left for its conversion'}; {NO_TIME}"
         option = DeploymentOption(deployment=deployment, reason=reason, wants_time=True)
         return state.with_option(deployment.name, option, untried=untried)
     began_s = timesheet.spent_s
-    option = evaluator.deployer.make(evaluator.baseline, deployment, choose_layers=True)
+    option = evaluator.deployer.make(evaluator.baseline, deployment, choose_layers=settings.effort != "quick")
     # A conversion that fails may end early.
     took_s = state.took_s | ({kind: timesheet.spent_s - began_s} if option.deployed else {})
     deployed, hopeless, reason = option.deployed, hopeless_kl(evaluator.goal), ""
@@ -203,9 +215,10 @@ def race_deployments(evaluator: Evaluator, state: DeploymentSearchState) -> Depl
     """Race the converted deployments; the others, best first, are to be measured."""
     options, notes, baseline = dict(state.options), [*evaluator.choices.notes], state.baseline
     assert baseline is not None, "the first step measures it"
-    entrants = {name: row.deployed.model for name, row in options.items() if row.deployed and not row.reason}
-    # Without a rival there is no choice to make; the race at the end of the run shows whether it is faster at all.
-    if len(entrants) > 1:
+    # Those measured after an earlier race as well: only times of one race are compared.
+    is_in = {name: not row.reason or row.evaluation is not None for name, row in options.items()}
+    entrants = {name: row.deployed.model for name, row in options.items() if row.deployed and is_in[name]}
+    if entrants:
         try:
             race = evaluator.race(entrants.values())
         except JobError as error:
@@ -213,27 +226,47 @@ def race_deployments(evaluator: Evaluator, state: DeploymentSearchState) -> Depl
         else:
             notes += [warning] if (warning := noise_warning(race)) else []
             for name, model in entrants.items():
+                rejected: dict[str, Any] = {"status": Status.REJECTED}
                 if (reason := race.dropped.get(model.path)) is not None:
-                    update = {"reason": f"dropped out of the race: {reason}"}
+                    update = rejected | {"reason": f"dropped out of the race: {reason}"}
                 else:
                     result = race.result_of(model)
-                    slower = f"shown slower than the baseline ({result.speedup:.2f}x)"
-                    update = {"race_result": result, "reason": slower if result.speedup_high < 1 else ""}
+                    slower = {"reason": f"shown slower than the baseline ({result.speedup:.2f}x)"}
+                    update = {"race_result": result} | (rejected | slower if result.speedup_high < 1 else {})
                 options[name] = options[name].model_copy(update=update)
     unmeasured = [name for name in entrants if not options[name].reason]
     unmeasured.sort(key=lambda name: option_key(options[name], baseline, evaluator.goal))
     update = {"options": options, "unmeasured": tuple(unmeasured), "notes": tuple(notes)}
-    return state.model_copy(update=update)
+    return _continued(evaluator, state.model_copy(update=update))
+
+
+def _continued(evaluator: Evaluator, state: DeploymentSearchState) -> DeploymentSearchState:
+    """Go on with the later deployments once the first are measured, unless one of these keeps the contract."""
+    if state.unmeasured or not state.later or state.baseline is None:
+        return state
+    best = choose_option(tuple(state.options.values()), state.baseline, evaluator.goal)
+    # A quick run leaves what too few images show to the held-out ones.
+    is_kept = best is not None and (best.status is Status.ACCEPTED or evaluator.settings.effort == "quick")
+    if best is None or not is_kept or option_key(best, state.baseline, evaluator.goal)[0]:
+        return state.model_copy(update={"untried": state.later, "later": (), "unmeasured": None})
+    reason = (
+        f"not tried: {best.deployment.name} keeps the contract with 8 bits; --effort thorough or --runtimes asks for it"
+    )
+    left_out = {each.name: DeploymentOption(deployment=each, reason=reason) for each in state.later}
+    return state.model_copy(update={"options": state.options | left_out, "later": ()})
 
 
 def measure_deployment(evaluator: Evaluator, state: DeploymentSearchState) -> DeploymentSearchState:
     """Measure the next deployment on search images, on all until one is accepted, as effort and time allow."""
     timesheet, took_s, began_s = evaluator.jobs.timesheet, state.took_s, evaluator.jobs.timesheet.spent_s
     assert state.unmeasured, "the race fills it"
+    assert state.baseline is not None, "the first step measures it"
     name, *unmeasured = state.unmeasured
-    option = state.options[name]
+    option, accepted = state.options[name], [each for each in state.options.values() if each.status is Status.ACCEPTED]
     assert option.deployed is not None, "only converted models are measured"
-    num_accepted = sum(each.status is Status.ACCEPTED for each in state.options.values())
+    # Those that miss a term that this one keeps don't count.
+    misses = [option_key(each, state.baseline, evaluator.goal)[0] for each in (option, *accepted)]
+    num_accepted = sum(each <= misses[0] for each in misses[1:])
     # Until one is accepted, the search may take the attempts' time as well.
     deadline = Deadline(timesheet, state.limit_s) if num_accepted else evaluator.deadline
     if num_accepted >= evaluator.effort.num_deployments:
@@ -250,7 +283,7 @@ def measure_deployment(evaluator: Evaluator, state: DeploymentSearchState) -> De
             update = {"reason": f"could not be run: {error}"}
         took_s = took_s | {"evaluation": timesheet.spent_s - began_s}
     option = option.model_copy(update=update)
-    return state.with_option(name, option, unmeasured=tuple(unmeasured), took_s=took_s)
+    return _continued(evaluator, state.with_option(name, option, unmeasured=tuple(unmeasured), took_s=took_s))
 
 
 def journal_of(evaluator: Evaluator, state: DeploymentSearchState) -> Journal:
@@ -326,15 +359,16 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> Attempt:
 def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal: Goal) -> Deployment | None:
     """Choose the deployment of a plan's attempt; None is eager float32.
 
-    It is the leading one, or what the plan requests in the runtime that raced best with it. A user's own plan is deployed in
-    float32 if the search chose nothing that it requests.
+    It is the leading one, or what the plan requests in the runtime that raced best with it, even if it was rejected for the unpruned model.
 
     Raises:
         PlanError: the attempt can't be deployed as the plan requests.
     """
     search, leading, requested = journal.deployment_search, journal.deployment, plan.quantization
     # The search tried only what the user's own plan requests, so its leader is the answer, with the layers that it left in float.
-    if requested in (None, journal.requested_quantization, leading and leading.recommendations):
+    has_leader = leading is not None or goal.selection == "paper" or not schemes_of(requested or ())
+    is_searched = requested == journal.requested_quantization and has_leader
+    if requested is None or is_searched or (leading and requested == leading.recommendations):
         return leading
     if reason := why_undeployable(plan, choices, goal):
         raise PlanError(reason)

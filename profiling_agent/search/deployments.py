@@ -19,6 +19,7 @@ from profiling_agent.schemas import (
     ArtifactRef,
     Deployment,
     DeploymentOption,
+    ModelProfile,
     Plan,
     RuntimeName,
     Scheme,
@@ -142,6 +143,21 @@ def by_promise(deployments: Iterable[Deployment]) -> list[Deployment]:
         return is_slow, deployment.scheme not in INT8 | ROWWISE, -RUNTIMES.index(deployment.runtime)
 
     return sorted(deployments, key=place)
+
+
+def is_convolutional(profile: ModelProfile) -> bool:
+    """Return whether convolutions do most of the model's multiply-accumulates."""
+    return 2 * sum(row.macs for row in profile.layers if "Conv" in row.kind) > profile.macs
+
+
+def is_promising(deployment: Deployment, profile: ModelProfile) -> bool:
+    """Return whether a deployment has 8 bits in kernels that are fast here, for the layers that do most of the model's work.
+
+    Dynamic int8 is that of linear layers: convolutions have no fast kernels for it.
+    """
+    if profile.device != "cpu" or deployment.scheme not in INT8 or registry.runtime(deployment.runtime).saturates():
+        return False
+    return deployment.scheme != "dynamic" or not is_convolutional(profile)
 
 
 def check_runtimes(request: Request) -> None:

@@ -37,6 +37,8 @@ END_S, END_PASSES = 80.0, 3_100
 REPORT_S, REPORT_PASSES = 15.0, 300
 # The smallest run that ends with a result.
 LEAST_S, LEAST_PASSES = 170.0, 3_200
+# What an attempt takes besides passes: a conversion, and starts of processes.
+ATTEMPT_S = 15.0
 # Another candidate's test or conversion, a conversion that compiles, and a race among many candidates.
 TEST_S, SLOW_CONVERSION_S, RACE_S, RACE_PASSES = 30.0, 90.0, 20.0, 300
 # Evidence costs, per image, a forward and a backward pass of three quarters of the images with their moments; and per unit two widths on 16 images. An
@@ -170,6 +172,15 @@ class Evaluator:
         """Return the deadline of the search; a request for training accepts long attempts."""
         effort = EFFORTS["thorough"] if self.settings.recover_epochs else self.effort
         return search_deadline(self.jobs.timesheet, effort, self.pass_s, self.settings.time_budget_s)
+
+    @property
+    def has_time_to_prune(self) -> bool:
+        """Return whether evidence and a first attempt fit the time."""
+        num_images = self.acquired.calibration.num_images
+        passes = (
+            evidence_passes(num_images, len(self.profile.units)) + PRUNE_PASSES * num_images + len(self.searched) / 2
+        )
+        return self.deadline.allows(ATTEMPT_S + passes * self.pass_s)
 
     @property
     def closing(self) -> Deadline:

@@ -29,7 +29,7 @@ def estimate(evaluator: Evaluator, candidates: Sequence[Candidate], screening: R
     race = run_steady_sessions(
         lambda number: evaluator.hold_session(models, number),
         evaluator.num_sessions,
-        lambda: evaluator.closing.allows(heldout_s),
+        lambda: evaluator.settings.effort != "quick" and evaluator.closing.allows(heldout_s),
     )
     return race.model_copy(update={"unsteady": race.unsteady or _disagreement(evaluator, race, screening)})
 
@@ -85,8 +85,8 @@ def torch_model(winner: Candidate, journal: Journal, baseline: ArtifactRef) -> A
     return winner.evaluation.model if is_eager else float32_model(winner, journal, baseline)
 
 
-# A fourth test would have too little of the shared error to be worth its images.
-MAX_TESTED = 3
+# Candidates that are tested whatever the time, and at most: a fourth test would have too little of the shared error to be worth its images.
+MIN_TESTED, MAX_TESTED = 2, 3
 UNCERTAIN = "may keep the accuracy by its search images, which are too few to tell: the held-out images decide"
 
 
@@ -208,10 +208,7 @@ def measure_candidate(evaluator: Evaluator, journal: Journal, state: FinalChoice
 
 
 def race_candidates(evaluator: Evaluator, journal: Journal, state: FinalChoiceState) -> FinalChoiceState:
-    """Race the candidates that may be returned, and line them up, best first.
-
-    Among those that can't be told apart, the more accurate comes first, then the smaller. A single one needs no race.
-    """
+    """Race the candidates that may be returned, and line them up, best first; a single one needs no race."""
     goal, baseline, pool = state.goal, journal.baseline, state.pool(journal)
     # The baseline needs as many search images as any candidate.
     num_searched = max((c.evaluation.predictions.num_images for c in pool), default=0)
@@ -220,45 +217,52 @@ def race_candidates(evaluator: Evaluator, journal: Journal, state: FinalChoiceSt
     state = state.model_copy(update={"baseline": baseline, "expected_s": 0.0})
     if goal.selection == "paper":
         return state.model_copy(update={"queue": selection.ranked(journal, goal)})
-    remaining = [c for c in pool if selection.may_be_returned(c, baseline, goal)]
-    if len(remaining) < 2:
-        return state.model_copy(update={"queue": tuple(remaining)})
-    try:
-        race = evaluator.race([each.evaluation.model for each in remaining])
-    except JobError as error:
-        return state.with_note(f"the candidates could not be raced: {error}")
-    lost = [c for c in remaining if c.evaluation.model.path in race.dropped]
-    notes = tuple(f"{_format_name(c)} dropped out of the race: {race.dropped[c.evaluation.model.path]}" for c in lost)
-    remaining = [c for c in remaining if c not in lost]
-
-    def loss_and_size(candidate: Candidate) -> tuple[float, int]:
-        drop = candidate.evaluation.drop
-        return drop.drop if drop else 0.0, candidate.evaluation.footprint.size_bytes
-
-    queue: list[Candidate] = []
+    remaining, race, notes = [c for c in pool if selection.may_be_returned(c, baseline, goal)], None, list[str]()
+    options = journal.deployment_search.options if journal.deployment_search else ()
+    raced = tuple(option.race_result for option in options if option.race_result and option.evaluation)
+    if {c.evaluation.model.sha256 for c in remaining} <= {result.model.sha256 for result in raced}:
+        # The search for a deployment has raced them, and nothing has been added.
+        race = Race(results=raced, num_sessions=1)
+    elif len(remaining) > 1:
+        try:
+            race = evaluator.race([each.evaluation.model for each in remaining])
+        except JobError as error:
+            notes.append(f"the candidates could not be raced, and are timed one by one: {error}")
+    for candidate in list(remaining):
+        if race and (reason := race.dropped.get(candidate.evaluation.model.path)) is not None:
+            notes.append(f"{_format_name(candidate)} dropped out of the race: {reason}")
+            remaining.remove(candidate)
+    ranking, queue = selection.Ranking(baseline, goal, race.results if race else ()), list[Candidate]()
     while remaining:
-        queue.append(min(selection.ties(remaining, baseline, goal, race), key=loss_and_size))
+        queue.append(ranking.best(remaining))
         remaining.remove(queue[-1])
-    return state.model_copy(update={"screening": race, "queue": tuple(queue), "notes": notes})
+    return state.model_copy(update={"screening": race, "queue": tuple(queue), "notes": tuple(notes)})
 
 
 def time_finalist(evaluator: Evaluator, journal: Journal, state: FinalChoiceState) -> FinalChoiceState:
-    """Time the next candidate of the queue, which loses it; one that can't be timed or is slower goes no further."""
-    first, queue, timesheet = state.queue[0], list(state.queue), evaluator.jobs.timesheet
-    if state.expected_s and not evaluator.closing.allows(state.expected_s):
-        return state.with_note(f"the time budget has no room to test {_format_name(first)}", queue=())
+    """Time the next candidate of the queue, which loses it; one that can't be timed or is slower goes no further.
+
+    The last test that there is room for is of the accepted candidate that changes the fewest answers.
+    """
+    queue, timesheet, num_tested = state.queue, evaluator.jobs.timesheet, len(state.tested)
+    if num_tested >= MIN_TESTED and not evaluator.closing.allows(state.expected_s):
+        return state.with_note(f"the time budget has no room to test {_format_name(queue[0])}", queue=())
+    is_last = num_tested == MAX_TESTED - 1 or not evaluator.closing.allows(2 * state.expected_s)
+    accepted = [candidate for candidate in queue if candidate.status is schemas.Status.ACCEPTED]
+    if num_tested and is_last and accepted and state.goal.selection == "contract":
+        queue = (min(accepted, key=selection.changed_share),)
     began_s = timesheet.spent_s
     try:
         winner, race = _time_candidates(evaluator, journal, queue, state.screening)
         result = race.result_of(winner.evaluation.model)
         problem = f"is shown slower ({result.speedup:.2f}x) and was left out" if result.speedup_high < 1 else None
     except JobError as error:
-        winner, race, problem = first, None, f"could not be timed: {error}"
-    queue.remove(winner)
+        winner, race, problem = queue[0], None, f"could not be timed: {error}"
+    queue = tuple(candidate for candidate in state.queue if candidate != winner)
     if race is not None and problem is None:
-        return state.model_copy(update={"queue": tuple(queue), "timed": (winner, race), "began_s": began_s})
+        return state.model_copy(update={"queue": queue, "timed": (winner, race), "began_s": began_s})
     expected_s = max(state.expected_s, timesheet.spent_s - began_s)
-    return state.with_note(f"{_format_name(winner)} {problem}", queue=tuple(queue), expected_s=expected_s)
+    return state.with_note(f"{_format_name(winner)} {problem}", queue=queue, expected_s=expected_s)
 
 
 def test_finalist(evaluator: Evaluator, journal: Journal, state: FinalChoiceState) -> FinalChoiceState:  # noqa: ARG001 - a step has the journal
@@ -330,8 +334,9 @@ def _time_candidates(
     """
     first, goal = queue[0], evaluator.goal
     if screening is not None and goal.objective == "speed":
-        equals = [c for c in selection.ties(queue, journal.baseline, goal, screening) if c != first]
-        second = max(equals, key=lambda c: screening.result_of(c.evaluation.model).speedup, default=None)
+        ranking = selection.Ranking(journal.baseline, goal, screening.results)
+        equals = [c for c in ranking.leaders(queue) if c != first and not ranking.shows_faster(first, c)]
+        second = min(equals, key=ranking.key, default=None)
         # A process that dies voids them; the next sessions, of the first only, show whether it is that one.
         with contextlib.suppress(JobError):
             if second is not None:

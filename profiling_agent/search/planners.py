@@ -9,7 +9,15 @@ from typing import Literal, NamedTuple
 from profiling_agent.errors import AdvisorError, PlanError
 from profiling_agent.lib.machine import environment
 from profiling_agent.planning import allocation
-from profiling_agent.planning.allocation import allowed_kl, apply_demands, dry_run, dry_run_or_none, saved_share, scaled
+from profiling_agent.planning.allocation import (
+    affordable_saving,
+    allowed_kl,
+    apply_demands,
+    dry_run,
+    dry_run_or_none,
+    saved_share,
+    scaled,
+)
 from profiling_agent.planning.digest import plan_text
 from profiling_agent.planning.llm_planner import UNKNOWN, Planning, Setting, Submission
 from profiling_agent.planning.rules import analyse
@@ -26,16 +34,42 @@ from profiling_agent.schemas import (
     StopReason,
     Target,
 )
-from profiling_agent.search.deployments import why_undeployable
+from profiling_agent.search.deployments import is_convolutional, why_undeployable
 from profiling_agent.search.evaluator import Evaluator
 from profiling_agent.search.probes import lab_of
-from profiling_agent.search.selection import rule_text
+from profiling_agent.search.selection import option_key, rule_text
 
 # Steps of the paper's loop, which depends on the last evaluation only.
 MILDER, STRONGER = 0.5, 1.5
 # Until a target is refused, the next may cost this many times the KL of the last, searched in twentieths of the way: twice the saving may cost a
 # hundred times the KL, and an attempt that is refused outright shows little.
 MORE_KL, NUM_SAVINGS, MIN_NATS = 4.0, 20, 1e-4
+
+
+# Share of the multiply-accumulates that has to go for plans to be worth their minutes. At 0.01 nats for a point it is 1% on a MobileNetV1, 5% on an
+# EfficientNet-Lite0, 13% on a small ResNet, 49% on a small ViT and 84% on an LCNet with four classes (docs/decisions/LOG.md).
+PAYING_SAVING = 0.08
+
+
+def why_pruning_cannot_pay(profile: ModelProfile, goal: Goal, journal: Journal, effort: str) -> str | None:
+    """Return why no plan is worth its time; None if one may be, or if no unpruned deployment is fast and small enough.
+
+    A quick run prunes no convolutional network, and needs no evidence for that: int8 made the ResNet 7.1 times as fast, and pruning 7.3 times.
+    """
+    search, leading = journal.deployment_search, journal.deployment
+    if goal.selection == "paper" or goal.objective == "size" or goal.pins or not search or not leading:
+        return None
+    option = search.of(leading)
+    if option.race_result is None or option_key(option, journal.baseline, goal)[0]:
+        return None
+    speed = f"{leading.name} is {option.race_result.speedup:.1f} times as fast without it"
+    if profile.evidence is None:
+        is_left_out = effort == "quick" and is_convolutional(profile)
+        return f"--effort quick leaves pruning of convolutional networks out: {speed}" if is_left_out else None
+    saving = affordable_saving(profile, goal, PAYING_SAVING)
+    if saving is None:
+        return None
+    return f"pruning can't pay here: for the accuracy allowed less than {saving:.0%} of the multiply-accumulates would go; {speed}"
 
 
 def milder(plan: Plan, times: int) -> Plan:

@@ -2,11 +2,21 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from profiling_agent import schemas
 from profiling_agent.measure.intervals import largest_passing_drop, likelihood, one_sided_bound, paired_bound
 from profiling_agent.measure.race import compare
-from profiling_agent.schemas import Attempt, Candidate, DeploymentOption, Evaluation, Goal, Journal, Status, Variant
+from profiling_agent.schemas import (
+    Attempt,
+    Candidate,
+    DeploymentOption,
+    Evaluation,
+    Goal,
+    Journal,
+    RaceResult,
+    Status,
+    Variant,
+)
 
 # A point of top-1 corresponds to 0.01 to 0.02 nats (docs/decisions/LOG.md): ten times that is hopeless, whatever the limit.
 HOPELESS_KL, KL_PER_ACCURACY = 0.2, 20.0
@@ -100,10 +110,59 @@ def option_key(option: DeploymentOption, baseline: Evaluation, goal: Goal) -> So
     return preference(goal, size=size, speedup=speedup, status=option.status)
 
 
+def changed_share(candidate: Candidate) -> float:
+    """Return the share of the search images that only one of candidate and baseline classifies correctly."""
+    drop = candidate.evaluation.drop
+    return (drop.num_lost + drop.num_gained) / drop.num_images if drop else 0.0
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Order of candidates that one race timed, by its results."""
+
+    baseline: Evaluation
+    goal: Goal
+    results: Sequence[RaceResult] = ()
+
+    def result_of(self, candidate: Candidate) -> RaceResult | None:
+        """Return a candidate's race result, or None if it was in no race."""
+        sha256 = candidate.evaluation.model.sha256
+        return next((result for result in self.results if result.model.sha256 == sha256), None)
+
+    def key(self, candidate: Candidate) -> SortKey:
+        """Return a candidate's sort key; without a race it counts as too slow."""
+        result, size = self.result_of(candidate), size_ratio(candidate.evaluation, self.baseline)
+        return preference(self.goal, size=size, speedup=result.speedup if result else 0.0, status=candidate.status)
+
+    def shows_faster(self, candidate: Candidate, other: Candidate) -> bool:
+        """Return whether the race shows one candidate faster than another, by more than its noise."""
+        own, its = self.result_of(candidate), self.result_of(other)
+        return own is not None and its is not None and compare(own, its).low > 1
+
+    def leaders(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return those that miss the fewest terms and have the best status of them, the ones that change the fewest answers first."""
+        best = min(self.key(candidate)[:-1] for candidate in candidates)
+        leaders = [candidate for candidate in candidates if self.key(candidate)[:-1] == best]
+        return sorted(leaders, key=lambda each: (changed_share(each), each.evaluation.footprint.size_bytes))
+
+    def best(self, candidates: Sequence[Candidate]) -> Candidate:
+        """Return the best candidate: of the leaders the one that changes the fewest answers, unless another is shown faster, or is smaller."""
+        first, *others = self.leaders(candidates)
+        if self.goal.objective == "size":
+            return min((first, *others), key=self.key)
+        for other in others:
+            first = other if self.shows_faster(other, first) else first
+        return first
+
+
 def choose_option(options: Sequence[DeploymentOption], baseline: Evaluation, goal: Goal) -> DeploymentOption | None:
     """Return the best deployment that isn't rejected."""
-    possible = [option for option in options if option.status is not Status.REJECTED]
-    return min(possible, key=lambda option: option_key(option, baseline, goal), default=None)
+    possible = [option for option in options if option.evaluation and option.status is not Status.REJECTED]
+    rivals = [Candidate(evaluation=each.evaluation, status=each.status) for each in possible if each.evaluation]
+    if not rivals:
+        return None
+    ranking = Ranking(baseline, goal, [option.race_result for option in possible if option.race_result])
+    return possible[rivals.index(ranking.best(rivals))]
 
 
 def rejudged(journal: Journal, goal: Goal) -> Journal:
@@ -172,22 +231,3 @@ def ranked(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
 
     accepted = [c for c in measured if c.status is Status.ACCEPTED and may_be_returned(c, baseline, goal)]
     return tuple(sorted(accepted, key=key))
-
-
-def ties(remaining: Sequence[Candidate], baseline: Evaluation, goal: Goal, race: schemas.Race) -> list[Candidate]:
-    """Return the best candidates after a race: those that can't be told from the leader, which is one of them."""
-
-    def key(candidate: Candidate) -> SortKey:
-        speedup = race.result_of(candidate.evaluation.model).speedup
-        size = size_ratio(candidate.evaluation, baseline)
-        return preference(goal, size=size, speedup=speedup, status=candidate.status)
-
-    leader = min(remaining, key=key)
-    first, best = race.result_of(leader.evaluation.model), key(leader)
-
-    def is_tied(candidate: Candidate) -> bool:
-        if goal.objective == "speed":
-            return compare(race.result_of(candidate.evaluation.model), first).high >= 1
-        return key(candidate) == best
-
-    return [c for c in remaining if key(c)[:-1] == best[:-1] and is_tied(c)]

@@ -15,7 +15,7 @@ from profiling_agent.runtimes import registry
 from profiling_agent.schemas import SHARD, AccuracyDrop, ArtifactRef, Evaluation, Goal, Opening, Race, Term
 from profiling_agent.search.deployments import REFUSALS, by_promise, possible_deployments
 from profiling_agent.search.evaluator import MAX_AT_ONCE, MIN_LOOK, SLOW_CONVERSION_S, TEST_S, Evaluator
-from profiling_agent.search.selection import SEARCH_CONFIDENCE, size_ratio
+from profiling_agent.search.selection import CHANGED, SEARCH_CONFIDENCE, size_ratio
 
 # `certified` may be wrong in 5%: half of it for the accuracy, over all openings, and half for the speed.
 ACCURACY_ERROR = SPEED_ERROR = 0.025
@@ -125,10 +125,10 @@ def opening_notes(opening: Opening) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def why_unproven(acquired: schemas.Acquired, goal: Goal) -> str | None:
-    """Return why so few images can't show the accuracy kept, and what they could show; None if they can.
+def few_images_note(acquired: schemas.Acquired, goal: Goal) -> str | None:
+    """Return what so few images can show of the accuracy and what they can't; None if they are enough.
 
-    Assumed is a model that answers nothing differently: any other needs more.
+    They are if a model can be shown to keep the contract that answers as many of them differently as most candidates do (CHANGED).
     """
     num_searched, num_heldout = acquired.search.num_images, acquired.heldout.num_images
     error = ACCURACY_ERROR * share(1)
@@ -138,12 +138,25 @@ def why_unproven(acquired: schemas.Acquired, goal: Goal) -> str | None:
         else intervals.score_bound(0, 0, num_heldout, 1 - error)
     )
     search_bound = intervals.paired_bound(0, 0, num_searched, SEARCH_CONFIDENCE)
-    reasons = [
-        f"{images} images show a drop of {bound * 100:.2g} points at best"
-        for images, bound in ((f"{num_searched} search", search_bound), (f"{num_heldout} held-out", heldout_bound))
-        if bound > goal.max_accuracy_drop
-    ]
-    return f"whatever is returned will be unproven: {'; '.join(reasons)}" if reasons else None
+    allowed, lines = goal.max_accuracy_drop, list[str]()
+    for name, num_images, bound in (("search", num_searched, search_bound), ("held-out", num_heldout, heldout_bound)):
+        if bound > allowed:
+            best = f"{bound * 100:.2g} points at best, where {allowed * 100:g} is allowed"
+            lines.append(f"{num_images} {name} images show a drop of {best}: whatever is returned will be unproven")
+    if not lines and intervals.largest_passing_drop(allowed, CHANGED, num_searched, SEARCH_CONFIDENCE) < 0:
+        passing = (
+            number
+            for number in range(num_searched)
+            if intervals.paired_bound(number / 2, number / 2, num_searched, SEARCH_CONFIDENCE) <= allowed
+        )
+        lines.append(
+            f"{num_searched} search images show a drop of at most {allowed * 100:g} points only for a model that loses none of them on balance "
+            f"and answers at most {max(passing) / num_searched:.1%} differently: of others, held-out images decide"
+        )
+    num_classes = sum(match.model_id is not None for match in acquired.labels)
+    if lines and num_searched < num_classes:
+        lines.append(f"with {num_searched} images of {num_classes:,} classes nothing is shown of a single class")
+    return "; ".join(lines) or None
 
 
 def _terms(goal: Goal, test: HeldoutTest | None, race: Race | None) -> tuple[Term, ...]:
@@ -205,10 +218,8 @@ def decide_verdict(
                 num_needed = intervals.images_until_kept(test.drop, goal.max_accuracy_drop, error)
         if test is not None and terms[0].measured != test.drop.drop:
             images = f"search and {images} together ({test.drop.drop * 100:+.2f} points on held-out images alone)"
-        if not all(are_certain) and (unproven := why_unproven(acquired, goal)):
-            notes = f"; {unproven}"
         if race is not None and race.unsteady:
-            notes += f"; the speed is unproven, as the machine was too noisy: {race.unsteady}"
+            notes = f"; the speed is unproven, as the machine was too noisy: {race.unsteady}"
         certainty = "meet it too" if all(are_certain) else "do not"
         explanation = f"the contract is met on {images}; its bounds, together at 95%, {certainty}{notes}"
     elif out_of_reach is not None:

@@ -25,7 +25,7 @@ from profiling_agent.data.images import PIXELS
 from profiling_agent.errors import AcquisitionError, PlanError
 from profiling_agent.graph.checkpoints import RunSaver, open_saver
 from profiling_agent.graph.context import PLANNING
-from profiling_agent.graph.nodes import deployment_search
+from profiling_agent.graph.nodes import deployment_search, with_evidence
 from profiling_agent.graph.run import FORM, Run
 from profiling_agent.graph.state import RunState
 from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
@@ -88,7 +88,7 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
     report, before = report_of(finished), finished_jobs(finished)
 
     with opened(finished) as (state, run):
-        evaluator = run.evaluator(state)
+        evaluator = run.evaluator(state.model_copy(update={"profiled": with_evidence(state, run)}))
         plan, journal = analyse(evaluator.profile, evaluator.goal), None
         while isinstance(plan, Plan):
             candidate = prune_attempt(evaluator, plan)

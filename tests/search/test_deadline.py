@@ -97,3 +97,11 @@ def test_a_budget_for_nothing_says_what_would_do():
     ):
         affordable_images(300.0, 1.0, 256)
     assert affordable_images(57 * 60.0, 1.0, 256) == 128
+
+
+def test_a_time_budget_has_room_for_evidence_and_a_first_plan_or_makes_none(tmp_path: Path):
+    # 3.5 passes for each of 256 images and 36 for each of two units, 3.7 for each image, and half of 1,000: 2,415. Another 15 s, and the end.
+    needed_s = 2415.2 * PASS_S + 15 + END
+    for budget_s, has_time in ((needed_s + 1, True), (needed_s - 1, False)):
+        held = evaluator(Jobs(tmp_path), profile=sample_records.profile(pass_s=PASS_S), time_budget_s=budget_s)
+        assert held.has_time_to_prune is has_time

@@ -1,6 +1,7 @@
 """Which deployments may be made, and that of a plan: a wish is carried out, or refused with a reason."""
 
 import re
+from typing import Any
 
 import pytest
 from sample_records import BASELINE, GOAL, journal
@@ -204,6 +205,23 @@ def test_what_a_users_plan_asks_for_is_deployed_in_what_led_of_that():
     assert deployment_of(Plan(quantization=(INT8,)), opened, CHOICES, GOAL) == leads
 
 
+def test_what_a_users_plan_asks_for_is_measured_even_if_all_of_it_was_rejected_for_the_unpruned_model():
+    rejected = seen().model_copy(update={"requested_quantization": (INT8,)})
+    assert rejected.deployment_search is not None
+    search = rejected.deployment_search.model_copy(update={"chosen": None})
+    rejected = rejected.model_copy(update={"deployment_search": search})
+
+    found = deployment_of(Plan(quantization=(INT8,)), rejected, CHOICES, GOAL)
+
+    assert found is not None
+    assert found.name == "onnxruntime dynamic"
+    # float32 was asked for, or the paper's selection, which judges nothing else.
+    assert deployment_of(Plan(quantization=(INT8,)), rejected, CHOICES, GOAL.model_copy(update=PAPER)) is None
+    rejected = rejected.model_copy(update={"requested_quantization": ()})
+    assert deployment_of(Plan(quantization=()), rejected, CHOICES, GOAL) is None
+
+
+PAPER: dict[str, Any] = {"selection": "paper"}
 EAGER = DeploymentChoices({"eager": ("float32", "dynamic")}, ASKED_SCHEMES["auto"])
 CUDA = DeploymentChoices({"eager": ("float32", "bfloat16")}, ASKED_SCHEMES["auto"], on_cuda=True)
 HALF, NO_RUNTIME = rec("all", "cast", "bfloat16"), "no runtime that is installed"

@@ -9,6 +9,7 @@ from advisors import Scripted, advisor_of
 from chat_server import Said
 from llm_personas import stops, submits
 from sample_records import BASELINE, GOAL, attempt, evaluation, profile
+from search.scripted import option
 
 from profiling_agent import schemas
 from profiling_agent.errors import AdvisorError
@@ -16,7 +17,15 @@ from profiling_agent.planning.allocation import MAX_RATIO, allowed_kl, dry_run
 from profiling_agent.planning.llm_planner import UNKNOWN, Lab
 from profiling_agent.planning.rules import analyse
 from profiling_agent.schemas import Attempt, Cap, Deployment, Goal, Journal, ModelProfile, Origin, Plan, StopReason
-from profiling_agent.search.planners import Advisor, Planner, Proposal, first_proposal, next_proposal, propose
+from profiling_agent.search.planners import (
+    Advisor,
+    Planner,
+    Proposal,
+    first_proposal,
+    next_proposal,
+    propose,
+    why_pruning_cannot_pay,
+)
 
 # MLPs of which the first costs ten times as much as the others.
 FOUND = sample_records.judged(4, {0: [10 * kl for kl in sample_records.DOUBLING]})
@@ -378,3 +387,60 @@ def test_a_first_plan_that_prunes_nothing_ends_the_loop():
     empty = Attempt(number=1, plan=Plan(), accepted=True, reason="made")
 
     assert propose(GOAL, PROFILE, after(empty), max_iterations=5) is StopReason.NOTHING_TO_PRUNE
+
+
+# MLPs of which each width costs a hundred times as much: a tenth of a nat goes with the first.
+COMPACT = sample_records.judged(4, {unit: [100 * kl for kl in sample_records.DOUBLING] for unit in range(4)})
+
+
+def deployed_as(**stated: Any) -> Journal:
+    """Return a journal in which OpenVINO's static int8 leads."""
+    leading = option("openvino", "static", **({"speedup": 8.1, "seen": (2, 1)} | stated))
+    search = schemas.DeploymentSearch(options=(leading,), chosen=leading.deployment)
+    return Journal(baseline=BASELINE, deployment_search=search)
+
+
+@pytest.mark.parametrize(
+    ("found", "journal", "goal", "cannot"),
+    [
+        (COMPACT, deployed_as(), {}, True),
+        # Half of the model goes for next to nothing.
+        (FOUND, deployed_as(), {}, False),
+        # What is allowed pays for it.
+        (COMPACT, deployed_as(), {"max_accuracy_drop": 0.2}, False),
+        # The contract needs a smaller or a faster model, or one that keeps the accuracy.
+        (COMPACT, deployed_as(), {"max_size_ratio": 0.2}, False),
+        (COMPACT, deployed_as(), {"min_speedup": 9.0}, False),
+        (COMPACT, deployed_as(speedup=None), {}, False),
+        (COMPACT, Journal(baseline=BASELINE), {}, False),
+        # Too few images to tell: a pruned model changes more answers than an unpruned one.
+        (COMPACT, deployed_as(status=schemas.Status.UNCERTAIN), {}, True),
+        # Fewer bytes are asked for, or the paper's method.
+        (COMPACT, deployed_as(), {"objective": "size"}, False),
+        (COMPACT, deployed_as(), {"selection": "paper"}, False),
+        (COMPACT.model_copy(update={"evidence": None}), deployed_as(), {}, False),
+    ],
+)
+def test_no_plan_is_worth_its_time_where_int8_meets_the_contract_and_hardly_any_work_goes_for_the_accuracy_allowed(
+    found: ModelProfile, journal: Journal, goal: dict[str, Any], cannot: bool
+):
+    reason = why_pruning_cannot_pay(found, GOAL.model_copy(update=goal), journal, "default")
+    assert (reason is not None) is cannot
+    assert reason is None or reason == (
+        "pruning can't pay here: for the accuracy allowed less than 2% of the multiply-accumulates would go; "
+        "openvino static is 8.1 times as fast without it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "effort", "is_left_out"),
+    [("Conv2d", "quick", True), ("Conv2d", "default", False), ("Linear", "quick", False)],
+)
+def test_a_quick_run_prunes_no_convolutional_network_and_needs_no_evidence_for_that(
+    kind: str, effort: str, is_left_out: bool
+):
+    rows = [row.model_copy(update={"kind": kind}) for row in FOUND.layers]
+    found = FOUND.model_copy(update={"layers": tuple(rows), "evidence": None})
+    reason = why_pruning_cannot_pay(found, GOAL, deployed_as(), effort)
+    assert (reason is not None) is is_left_out
+    assert why_pruning_cannot_pay(found, GOAL, deployed_as(size_bytes=3000), effort) is None
