@@ -5,29 +5,31 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import datasets
 import fsspec
+import numpy as np
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.parquet.parquet import Parquet
 from huggingface_hub import HfApi
 from pydantic import Field
 
 from profiling_agent.data import is_local
-from profiling_agent.data.labels import Matching, match_labels, match_numbers
+from profiling_agent.data.labels import UNMAPPED, Matching, label_set_id, match_labels, match_numbers
 from profiling_agent.data.models import hub_errors, local_folder
 from profiling_agent.data.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.io import files_root
 from profiling_agent.lib.logs import Progress, third_party_errors
-from profiling_agent.schemas import MatchBy, Record
+from profiling_agent.schemas import MULTI_LABEL, MatchBy, Record
 
 IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")
 LABEL_NAMES = ("label", "labels", "fine_label", "class", "class_label", "target", "category", "cls", "y")
 STRINGS = ("string", "large_string", "string_view")
+LISTS = (datasets.List, datasets.LargeList)
 BINARY = ("binary", "large_binary", "binary_view")
 TABLE_ADVICE = (
     "a table that names images has to be called metadata.csv, its column of paths file_name, and lie next to the images"
@@ -47,7 +49,7 @@ class DataQuery(Record):
     """A labelled image data set (Hub id, local folder, or reference:digits), the requested split and columns, and sizes.
 
     `num_samples` images are searched on, by default half of the split and at most 2000; `num_recovery` are the most images of the
-    train split to recover with.
+    train split to recover with. A `multi_label` model has any number of labels an image.
     """
 
     dataset: str = Field(min_length=1)
@@ -57,6 +59,7 @@ class DataQuery(Record):
     image_column: str | None = None
     label_column: str | None = None
     label_match: MatchBy = "auto"
+    multi_label: bool = False
     num_samples: int | None = Field(default=None, ge=1)
     num_recovery: int = Field(default=0, ge=0)
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -226,7 +229,10 @@ def _choose_config(data: OpenedData, build: Callable[..., Any]) -> OpenedData:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The image column, the label column, and `class_of`: the model's class of each raw label by the first of `matchings`."""
+    """The image column, the label column, and `class_of`: the model's class of each raw label by the first of `matchings`.
+
+    With `multi_label` a cell has one label, a list of them or, with `num_flags`, so many numbers, each 0 or 1 for a class.
+    """
 
     split: str
     image: str
@@ -234,6 +240,18 @@ class Columns:
     matchings: tuple[Matching, ...]
     class_of: Mapping[Any, int]
     notes: tuple[str, ...] = ()
+    multi_label: bool = False
+    num_flags: int = 0
+
+    def class_id(self, cell: Any) -> int:
+        """Return the model's class of a cell, or the id of its set of classes; UNMAPPED if a label is none of them."""
+        if not self.multi_label:
+            return self.class_of.get(cell, UNMAPPED)
+        labels = cell if isinstance(cell, list) else [cell]
+        if self.num_flags:
+            labels = np.flatnonzero(labels).tolist() if _are_flags(cell, self.num_flags) else [None]
+        classes = [self.class_of.get(label, UNMAPPED) for label in labels]
+        return UNMAPPED if UNMAPPED in classes else label_set_id(classes)
 
 
 def choose_columns(data: OpenedData, id2label: Mapping[int, str]) -> Columns:
@@ -259,8 +277,14 @@ def choose_columns(data: OpenedData, id2label: Mapping[int, str]) -> Columns:
     raise AcquisitionError(f"dataset {name!r} has no test or validation split: {advice}")
 
 
+def _are_flags(cell: Any, num_classes: int) -> bool:
+    return isinstance(cell, list) and len(cell) == num_classes and set(cell) <= {0, 1}
+
+
 def _kind_of(feature: Any) -> str:
-    """Return what a column holds: image, class, text or number, or other."""
+    """Return what a column holds: image, class, text, number, a list of one of these, float or other."""
+    if isinstance(feature, LISTS):
+        return f"list of {_kind_of(feature.feature)}"
     dtype = str(feature.dtype) if isinstance(feature, datasets.Value) else ""
     if isinstance(feature, datasets.Image) or (isinstance(feature, dict) and "bytes" in feature) or dtype in BINARY:
         return "image"
@@ -268,7 +292,7 @@ def _kind_of(feature: Any) -> str:
         return "class"
     if dtype in STRINGS:
         return "text"
-    return "number" if dtype.startswith(("int", "uint", "bool")) else "other"
+    return "number" if dtype.startswith(("int", "uint", "bool")) else "float" if dtype.startswith("float") else "other"
 
 
 def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Columns:
@@ -277,7 +301,9 @@ def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Co
     if not kinds:
         raise AcquisitionError(f"split {split!r} of {data.query.dataset!r} holds no images: {TABLE_ADVICE}")
     described = f"its columns are {', '.join(f'{name} ({kind})' for name, kind in kinds.items())}"
-    for option, allowed in (("image_column", ["image"]), ("label_column", ["class", "text", "number"])):
+    lists = [f"list of {kind}" for kind in ("class", "text", "number", "float")] if data.query.multi_label else []
+    classes, others = [*lists[:1], "class"], ["text", "number", *lists[1:]]
+    for option, allowed in (("image_column", ["image"]), ("label_column", [*classes, *others])):
         column = getattr(data.query, option)
         if column is not None and kinds.get(column) not in allowed:
             raise AcquisitionError(f"{option} {column!r} is no {' or '.join(allowed)}: {described}")
@@ -289,12 +315,16 @@ def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Co
     if image is None:
         raise AcquisitionError(f"no image column: {described}; name image_column, or {TABLE_ADVICE}")
     labels = [data.query.label_column] if data.query.label_column else []
-    labels = labels or [name for name, kind in kinds.items() if kind == "class"]
-    labels = labels or [name for name in LABEL_NAMES if kinds.get(name) in ("text", "number")]
+    labels = labels or [name for kind in classes for name in kinds if kinds[name] == kind]
+    labels = labels or [name for name in LABEL_NAMES if kinds.get(name) in others]
     if not labels and data.kind is ImageFolder:
         raise no_class_folders(data.query.dataset, split)
     if not labels:
-        raise AcquisitionError(f"no label column: {described}; name label_column")
+        advice = "name label_column"
+        if "(list of" in described and not data.query.multi_label:
+            several = f"if it answers with several, set problem_type to {MULTI_LABEL!r} in its config.json"
+            advice = f"name a label_column of one label an image, as the model answers with one; {several}"
+        raise AcquisitionError(f"no label column: {described}; {advice}")
     refusals: list[AcquisitionError] = []
     matched: list[Columns] = []
     for column in labels:
@@ -318,10 +348,17 @@ def _matched_share(columns: Columns) -> tuple[float, int]:
 def match_column(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
     """Match the labels of a column to the model's classes; AcquisitionError if none matches."""
     feature, by, notes = data.features(split)[column], data.query.label_match, ()
-    kind = _kind_of(feature)
+    kind, num_classes, num_flags = _kind_of(feature), len(id2label), 0
     limit = None if data.folder or data.kind else MAX_STREAMED_LABELS
-    # -1 marks unlabelled test images.
     cells = data.labels(split, column, NUM_LABELS_CHECKED if kind == "class" else limit)
+    if isinstance(feature, LISTS):
+        feature, first = feature.feature, list(islice(cells, NUM_LABELS_CHECKED))
+        kind, are_flags = _kind_of(feature), [_are_flags(cell, num_classes) for cell in first]
+        # Of two classes [0, 1] may be both; longer rows name no class twice.
+        if kind != "class" and (any(are_flags) if num_classes > 2 else all(are_flags)):
+            num_flags = num_classes
+        cells = chain.from_iterable(cell or () for cell in chain(first, cells))
+    # -1 marks unlabelled test images.
     labels: list[Any] = sorted({cell for cell in cells if cell not in (None, -1, "")})
     if not labels:
         raise AcquisitionError(f"column {column!r} of split {split!r} has no labels: name another column or split")
@@ -332,14 +369,27 @@ def match_column(data: OpenedData, split: str, image: str, column: str, id2label
         matchings = match_labels(list[str](feature.names), id2label, by=by)
     elif kind == "text":
         matchings = match_labels(labels, id2label, ordered=False, by=by)
-    else:
+    elif num_flags:
+        matchings = match_numbers(range(num_flags), id2label, by="number")
+    elif kind == "number":
         matchings = match_numbers(labels, id2label, by=by)
+    else:
+        problem = f"column {column!r} has lists of numbers, but not {num_classes} of 0 or 1 each, one for a class"
+        raise AcquisitionError(f"{problem} of the model: give such, or lists of the image's labels")
+    if data.query.multi_label:
+        notes = (
+            f"problem_type is {MULTI_LABEL!r}: an image is right if exactly its labels have a sigmoid of at least 0.5",
+        )
+        if matchings[1:]:
+            kinds = " or ".join(way.by for way in matchings)
+            raise AcquisitionError(f"labels of column {column!r} fit in several ways: set label_match to {kinds}")
     class_of: Mapping[Any, int] = matchings[0].class_of
     if kind == "text":
         class_of = {labels[place]: index for place, index in class_of.items()}
         if limit:
             notes = (
+                *notes,
                 f"the first {limit} rows of split {split!r}, a stream, have {len(labels)} labels: the verdict is about no others; "
                 "if rows are sorted by class, download the data set and give its folder",
             )
-    return Columns(split, image, column, matchings, class_of, notes)
+    return Columns(split, image, column, matchings, class_of, notes, data.query.multi_label, num_flags)

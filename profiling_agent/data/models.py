@@ -133,7 +133,7 @@ def _refused(start: str, problem: str) -> AcquisitionError:
 
 
 def _read_config(folder: Path, name: str) -> Any:
-    """Return the config of a classifier of one label an image that transformers itself implements, with a name for every class."""
+    """Return the config of a classifier that transformers itself implements, with a name for every class."""
     origin = "give the model that it was made from"
     if any((folder / file).exists() for file in OUTPUT_FILES):
         raise AcquisitionError(f"model {name!r} was written by profiling-agent: {origin}")
@@ -150,13 +150,18 @@ def _read_config(folder: Path, name: str) -> Any:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         labels: dict[int, Any] = dict(config.id2label)
     built_for = ", ".join(config.architectures or [config.model_type])
-    kind = config.problem_type or "single_label_classification"
     is_numbered = set(labels) == set(range(len(labels))) and all(isinstance(label, str) for label in labels.values())
     problems = {
         f"is quantized already: {origin}": fields.get("quantization_config") is not None,
         f"is no image classifier ({built_for}): choose one that is": not is_supported,
-        "has one output: give a classifier with one for each class": len(labels) < 2,
-        f"has problem_type {kind!r}: give one with a single label an image": kind != "single_label_classification",
+        f"has problem_type 'regression', whose {len(labels)} outputs are no classes: give a classifier": len(labels) > 1
+        and config.problem_type == "regression",
+        # The softmax of 0 and a logit is its sigmoid.
+        "has one output, a score (regression) or a yes-or-no logit: give a classifier of two or more classes; a yes-or-no logit becomes "
+        "two by a row of zeros before the classifier's weight and bias, two names in id2label, and no problem_type": len(
+            labels
+        )
+        < 2,
         # Labels of a data set become these numbers, and are compared with the indices of logits.
         f"has names of classes (id2label) that aren't numbered from 0 to {len(labels) - 1}": not is_numbered,
     }
