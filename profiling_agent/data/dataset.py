@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,6 +30,7 @@ IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")
 LABEL_NAMES = ("label", "labels", "fine_label", "class", "class_label", "target", "category", "cls", "y")
 STRINGS = ("string", "large_string", "string_view")
 LISTS = (datasets.List, datasets.LargeList)
+FLAGS = ("list of number", "list of float")
 BINARY = ("binary", "large_binary", "binary_view")
 TABLE_ADVICE = (
     "a table that names images has to be called metadata.csv, its column of paths file_name, and lie next to the images"
@@ -247,7 +248,7 @@ class Columns:
         """Return the model's class of a cell, or the id of its set of classes; UNMAPPED if a label is none of them."""
         if not self.multi_label:
             return self.class_of.get(cell, UNMAPPED)
-        labels = cell if isinstance(cell, list) else [cell]
+        labels = _labels_in(cell)
         if self.num_flags:
             labels = np.flatnonzero(labels).tolist() if _are_flags(cell, self.num_flags) else [None]
         classes = [self.class_of.get(label, UNMAPPED) for label in labels]
@@ -277,6 +278,10 @@ def choose_columns(data: OpenedData, id2label: Mapping[int, str]) -> Columns:
     raise AcquisitionError(f"dataset {name!r} has no test or validation split: {advice}")
 
 
+def _labels_in(cell: Any) -> list[Any]:
+    return cell if isinstance(cell, list) else [cell]
+
+
 def _are_flags(cell: Any, num_classes: int) -> bool:
     return isinstance(cell, list) and len(cell) == num_classes and set(cell) <= {0, 1}
 
@@ -301,8 +306,9 @@ def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Co
     if not kinds:
         raise AcquisitionError(f"split {split!r} of {data.query.dataset!r} holds no images: {TABLE_ADVICE}")
     described = f"its columns are {', '.join(f'{name} ({kind})' for name, kind in kinds.items())}"
-    lists = [f"list of {kind}" for kind in ("class", "text", "number", "float")] if data.query.multi_label else []
-    classes, others = [*lists[:1], "class"], ["text", "number", *lists[1:]]
+    classes, others = ["class"], ["text", "number"]
+    if data.query.multi_label:
+        classes, others = ["list of class", "class"], ["list of text", *FLAGS, "text", "number"]
     for option, allowed in (("image_column", ["image"]), ("label_column", [*classes, *others])):
         column = getattr(data.query, option)
         if column is not None and kinds.get(column) not in allowed:
@@ -346,20 +352,39 @@ def _matched_share(columns: Columns) -> tuple[float, int]:
 
 
 def match_column(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
+    """Match the labels of a column to the model's classes; AcquisitionError if none matches.
+
+    For a multi-label model a cell has one label, a list of them, or 0 or 1 for each class.
+    """
+    if not data.query.multi_label:
+        return _match_labels(data, split, image, column, id2label)
+    kind, num_classes = _kind_of(data.features(split)[column]), len(id2label)
+    first = list(data.labels(split, column, NUM_LABELS_CHECKED)) if kind in FLAGS else []
+    # Of two classes [0, 1] may be both; longer rows of classes have none twice.
+    if (any if num_classes > 2 else all)([_are_flags(cell, num_classes) for cell in first] or [False]):
+        matchings = match_numbers(range(num_classes), id2label, by="number")
+        columns = Columns(split, image, column, matchings, matchings[0].class_of, num_flags=num_classes)
+    elif kind == FLAGS[-1]:
+        problem = f"column {column!r} has lists of numbers, but not {num_classes} of 0 or 1 each, one for a class of the model"
+        raise AcquisitionError(f"{problem}: give such, or lists of the image's labels")
+    else:
+        columns = _match_labels(data, split, image, column, id2label)
+    if columns.matchings[1:]:
+        kinds = " or ".join(way.by for way in columns.matchings)
+        raise AcquisitionError(f"labels of column {column!r} fit in several ways: set label_match to {kinds}")
+    note = f"problem_type is {MULTI_LABEL!r}: an image is right if exactly its labels have a sigmoid of at least 0.5"
+    return replace(columns, multi_label=True, notes=(note, *columns.notes))
+
+
+def _match_labels(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
     """Match the labels of a column to the model's classes; AcquisitionError if none matches."""
     feature, by, notes = data.features(split)[column], data.query.label_match, ()
-    kind, num_classes, num_flags = _kind_of(feature), len(id2label), 0
+    feature = feature.feature if isinstance(feature, LISTS) else feature
+    kind = _kind_of(feature)
     limit = None if data.folder or data.kind else MAX_STREAMED_LABELS
-    cells = data.labels(split, column, NUM_LABELS_CHECKED if kind == "class" else limit)
-    if isinstance(feature, LISTS):
-        feature, first = feature.feature, list(islice(cells, NUM_LABELS_CHECKED))
-        kind, are_flags = _kind_of(feature), [_are_flags(cell, num_classes) for cell in first]
-        # Of two classes [0, 1] may be both; longer rows name no class twice.
-        if kind != "class" and (any(are_flags) if num_classes > 2 else all(are_flags)):
-            num_flags = num_classes
-        cells = chain.from_iterable(cell or () for cell in chain(first, cells))
     # -1 marks unlabelled test images.
-    labels: list[Any] = sorted({cell for cell in cells if cell not in (None, -1, "")})
+    cells = data.labels(split, column, NUM_LABELS_CHECKED if kind == "class" else limit)
+    labels: list[Any] = sorted({label for cell in cells for label in _labels_in(cell) if label not in (None, -1, "")})
     if not labels:
         raise AcquisitionError(f"column {column!r} of split {split!r} has no labels: name another column or split")
     if kind == "class":
@@ -369,27 +394,14 @@ def match_column(data: OpenedData, split: str, image: str, column: str, id2label
         matchings = match_labels(list[str](feature.names), id2label, by=by)
     elif kind == "text":
         matchings = match_labels(labels, id2label, ordered=False, by=by)
-    elif num_flags:
-        matchings = match_numbers(range(num_flags), id2label, by="number")
-    elif kind == "number":
-        matchings = match_numbers(labels, id2label, by=by)
     else:
-        problem = f"column {column!r} has lists of numbers, but not {num_classes} of 0 or 1 each, one for a class"
-        raise AcquisitionError(f"{problem} of the model: give such, or lists of the image's labels")
-    if data.query.multi_label:
-        notes = (
-            f"problem_type is {MULTI_LABEL!r}: an image is right if exactly its labels have a sigmoid of at least 0.5",
-        )
-        if matchings[1:]:
-            kinds = " or ".join(way.by for way in matchings)
-            raise AcquisitionError(f"labels of column {column!r} fit in several ways: set label_match to {kinds}")
+        matchings = match_numbers(labels, id2label, by=by)
     class_of: Mapping[Any, int] = matchings[0].class_of
     if kind == "text":
         class_of = {labels[place]: index for place, index in class_of.items()}
         if limit:
             notes = (
-                *notes,
                 f"the first {limit} rows of split {split!r}, a stream, have {len(labels)} labels: the verdict is about no others; "
                 "if rows are sorted by class, download the data set and give its folder",
             )
-    return Columns(split, image, column, matchings, class_of, notes, data.query.multi_label, num_flags)
+    return Columns(split, image, column, matchings, class_of, notes)

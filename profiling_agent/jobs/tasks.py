@@ -103,9 +103,10 @@ class AcquireTask(SourceTask[schemas.Acquired]):
         drawn = draw_splits(self.query(loaded), id2label=names, folder=context.folder, progress=context.progress)
         drawn = _choose_labels(drawn, loaded, context)
         if len(classes := np.unique(SplitImages(drawn.search.path).labels)) < 2:
-            only = names.get(int(classes[0]), "the same labels")
+            only = names.get(int(classes[0]))
+            shared = "have the same labels" if only is None else f"are of one class ({only!r})"
             raise AcquisitionError(
-                f"all {drawn.search.num_images} images to search on are of one class ({only!r}), so that no loss of "
+                f"all {drawn.search.num_images} images to search on {shared}, so that no loss of "
                 "accuracy would show: give a split of several classes; in folders of images, each class has its own"
             )
         notes = tuple(filter(None, (*drawn.notes, loaded.note, note)))
