@@ -19,7 +19,7 @@ from profiling_agent.data.images import (
     shuffled_batches,
     write_prepared,
 )
-from profiling_agent.data.labels import choose_matching
+from profiling_agent.data.labels import choose_matching, format_names
 from profiling_agent.errors import AcquisitionError, QuantizationError
 from profiling_agent.jobs.base import HOUR, Device, JobContext, ResultT, Task
 from profiling_agent.jobs.measuring import *  # noqa: F403 - re-exported
@@ -105,6 +105,8 @@ class AcquireTask(SourceTask[schemas.Acquired]):
         if len(classes := np.unique(SplitImages(drawn.search.path).labels)) < 2:
             only = names.get(int(classes[0]))
             shared = "have the same labels" if only is None else f"are of one class ({only!r})"
+            if unmapped := [match.dataset_label for match in drawn.matchings[0].matches if match.model_id is None]:
+                shared += f", as {format_names(unmapped)} match none of the model's"
             raise AcquisitionError(
                 f"all {drawn.search.num_images} images to search on {shared}, so that no loss of "
                 "accuracy would show: give a split of several classes; in folders of images, each class has its own"

@@ -412,9 +412,8 @@ def measure_quantization_sensitivity(
     judged = sample[: max(MIN_JUDGED, int(JUDGED_MACS / max(macs, 1)))]
     models = (copy.deepcopy(model).eval(), quantized.model)
     with torch.no_grad():
-        kl = modules.mean_kl(
-            *(torch.cat([run(each, chunk) for chunk in judged.split(CHUNK)]) for each in models), model
-        )
+        expected, logits = (torch.cat([run(each, chunk) for chunk in judged.split(CHUNK)]) for each in models)
+        kl = modules.mean_kl(expected, logits, model)
     if kl < SMALL_KL:
         return kl, (), len(judged)
     rows = tuple(

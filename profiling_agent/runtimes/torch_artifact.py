@@ -327,12 +327,14 @@ class Deployed:
 
         They add up to 1, except those of a multi-label model, each of which is the sigmoid of a logit.
         """
+        logits = self(self._prepared(images)).logits
+        return logits.sigmoid() if self.recipe.is_multi_label else logits.softmax(dim=-1)
+
+    def _prepared(self, images: Sequence[Image.Image]) -> NDArray[Any]:
         processor = self._processor = self._processor or load_processor(self.folder)
         with third_party_errors(lambda message: CorruptImageError(f"an image can't be read: {message}")):
             pictures = [to_processor_channels(upright_rgb(image), processor) for image in images]
-        pixel_values = processor(images=pictures, return_tensors="np")["pixel_values"]
-        logits = self(pixel_values).logits
-        return logits.sigmoid() if self.recipe.is_multi_label else logits.softmax(dim=-1)
+        return processor(images=pictures, return_tensors="np")["pixel_values"]
 
 
 def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_threads: int | None = None) -> Deployed:

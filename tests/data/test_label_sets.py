@@ -1,6 +1,7 @@
 """Several labels an image: lists, 0 or 1 for each class, or one; and what a model with one label an image makes of them."""
 
 import re
+from typing import Any
 
 import datasets
 import numpy as np
@@ -159,7 +160,7 @@ def multi_label_model(folder, **changes):
 
 def test_the_problem_type_of_the_config_decides(parquet, tmp_path):
     rows = table(SETS, INTEGERS, label="labels")
-    asked = {"model": str(multi_label_model(tmp_path / "model")), "dataset": str(parquet(test=rows))}
+    asked: dict[str, Any] = {"model": str(multi_label_model(tmp_path / "model")), "dataset": str(parquet(test=rows))}
 
     acquired = run(AcquireTask(**asked, device="cpu"), tmp_path, "acquire")
 
@@ -176,6 +177,15 @@ def test_images_that_all_have_the_same_labels_show_no_loss(parquet, tmp_path):
         AcquisitionError, match=r"images to search on have the same labels, so that no loss of accuracy"
     ):
         run(task, tmp_path, "acquire")
+
+
+def test_where_only_one_class_is_matched_the_labels_that_are_none_are_named(parquet, tmp_path):
+    model = zoo.save(zoo.vit(id2label=dict(enumerate(["mask", "no mask"]))), tmp_path / "model")
+    folder = parquet(test=table(np.arange(120) % 2, ["with_mask", "without_mask"]))
+    with pytest.raises(
+        AcquisitionError, match=r"one class \('no mask'\), as 'with_mask' match none of the model's, so"
+    ):
+        run(AcquireTask(model=str(model), dataset=str(folder), device="cpu"), tmp_path, "acquire")
 
 
 def test_sets_of_classes_are_judged_by_chance_only():
