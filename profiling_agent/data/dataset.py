@@ -14,6 +14,7 @@ from typing import Any
 
 import datasets
 import fsspec
+import numpy as np
 from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS, DataFilesDict, EmptyDatasetError
 from datasets.exceptions import DataFilesNotFoundError
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
@@ -22,17 +23,19 @@ from huggingface_hub import HfApi
 from pydantic import Field
 
 from profiling_agent.data import is_local
-from profiling_agent.data.labels import Matching, match_labels, match_numbers
+from profiling_agent.data.labels import UNMAPPED, Matching, label_set_id, match_labels, match_numbers
 from profiling_agent.data.models import hub_errors, local_folder
 from profiling_agent.data.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.lib.io import files_root
 from profiling_agent.lib.logs import Progress, third_party_errors
-from profiling_agent.schemas import MatchBy, Record
+from profiling_agent.schemas import MULTI_LABEL, MatchBy, Record
 
 IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")
 LABEL_NAMES = ("label", "labels", "fine_label", "class", "class_label", "target", "category", "cls", "y")
 STRINGS = ("string", "large_string", "string_view")
+LISTS = (datasets.List, datasets.LargeList)
+FLAGS = ("list of number", "list of float")
 BINARY = ("binary", "large_binary", "binary_view")
 TABLE_ADVICE = (
     "a table that names images has to be called metadata.csv, its column of paths file_name, and lie next to the images"
@@ -57,7 +60,7 @@ class DataQuery(Record):
     """A labelled image data set (Hub id, local folder, or reference:digits), the requested split and columns, and sizes.
 
     `num_samples` images are searched on, by default half of the split and at most 2000; `num_recovery` are the most images of the
-    train split to recover with.
+    train split to recover with. A `multi_label` model has any number of labels an image.
     """
 
     dataset: str = Field(min_length=1)
@@ -67,6 +70,7 @@ class DataQuery(Record):
     image_column: str | None = None
     label_column: str | None = None
     label_match: MatchBy = "auto"
+    multi_label: bool = False
     num_samples: int | None = Field(default=None, ge=1)
     num_recovery: int = Field(default=0, ge=0)
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -287,6 +291,7 @@ class Columns:
     """The image column, the label column, and `class_of`: the model's class of each raw label by the first of `matchings`.
 
     `class_of` is empty for a train split without labels that are classes, whose images are used without.
+    With `multi_label` a cell has one label, a list of them or, with `num_flags`, so many numbers, each 0 or 1 for a class.
     """
 
     split: str
@@ -295,6 +300,18 @@ class Columns:
     matchings: tuple[Matching, ...]
     class_of: Mapping[Any, int]
     notes: tuple[str, ...] = ()
+    multi_label: bool = False
+    num_flags: int = 0
+
+    def class_id(self, cell: Any) -> int:
+        """Return the model's class of a cell, or the id of its set of classes; UNMAPPED if a label is none of them."""
+        if not self.multi_label:
+            return self.class_of.get(cell, UNMAPPED)
+        labels = _labels_in(cell)
+        if self.num_flags:
+            labels = np.flatnonzero(labels).tolist() if _are_flags(cell, self.num_flags) else [None]
+        classes = [self.class_of.get(label, UNMAPPED) for label in labels]
+        return UNMAPPED if UNMAPPED in classes else label_set_id(classes)
 
 
 def choose_columns(data: OpenedData, id2label: Mapping[int, str]) -> Columns:
@@ -334,8 +351,18 @@ def train_columns(data: OpenedData, train: str, measured: Columns, id2label: Map
     return replace(measured, split=train, class_of={})
 
 
+def _labels_in(cell: Any) -> list[Any]:
+    return cell if isinstance(cell, list) else [cell]
+
+
+def _are_flags(cell: Any, num_classes: int) -> bool:
+    return isinstance(cell, list) and len(cell) == num_classes and set(cell) <= {0, 1}
+
+
 def _kind_of(feature: Any) -> str:
-    """Return what a column holds: image, class, text or number, or another type."""
+    """Return what a column holds: image, class, text, number, a list of one of these, float or other."""
+    if isinstance(feature, LISTS):
+        return f"list of {_kind_of(feature.feature)}"
     dtype = str(feature.dtype) if isinstance(feature, datasets.Value) else ""
     if isinstance(feature, datasets.Image) or (isinstance(feature, dict) and "bytes" in feature) or dtype in BINARY:
         return "image"
@@ -343,7 +370,13 @@ def _kind_of(feature: Any) -> str:
         return "class"
     if dtype in STRINGS:
         return "text"
-    return "number" if dtype.startswith(("int", "uint", "bool")) else dtype or "other"
+    return (
+        "number"
+        if dtype.startswith(("int", "uint", "bool"))
+        else "float"
+        if dtype.startswith("float")
+        else dtype or "other"
+    )
 
 
 def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Columns:
@@ -352,7 +385,10 @@ def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Co
     if not kinds:
         raise AcquisitionError(f"split {split!r} of {data.query.dataset!r} holds no images: {TABLE_ADVICE}")
     described = f"its columns are {', '.join(f'{name} ({kind})' for name, kind in kinds.items())}"
-    for option, allowed in (("image_column", ["image"]), ("label_column", ["class", "text", "number"])):
+    classes, others = ["class"], ["text", "number"]
+    if data.query.multi_label:
+        classes, others = ["list of class", "class"], ["list of text", *FLAGS, "text", "number"]
+    for option, allowed in (("image_column", ["image"]), ("label_column", [*classes, *others])):
         column = getattr(data.query, option)
         if column is not None and kinds.get(column) not in allowed:
             raise AcquisitionError(f"{option} {column!r} is no {' or '.join(allowed)}: {described}")
@@ -364,10 +400,14 @@ def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Co
     if image is None:
         raise AcquisitionError(f"no image column: {described}; name image_column, or {TABLE_ADVICE}")
     labels = [data.query.label_column] if data.query.label_column else []
-    labels = labels or [name for name, kind in kinds.items() if kind == "class"]
-    labels = labels or [name for name in LABEL_NAMES if kinds.get(name) in ("text", "number")]
+    labels = labels or [name for kind in classes for name in kinds if kinds[name] == kind]
+    labels = labels or [name for name in LABEL_NAMES if kinds.get(name) in others]
     if not labels:
-        raise AcquisitionError(f"no label column of classes, texts or whole numbers: {described}; name label_column")
+        advice = "name label_column"
+        if "(list of" in described and not data.query.multi_label:
+            several = f"if it answers with several, set problem_type to {MULTI_LABEL!r} in its config.json"
+            advice = f"name a label_column of one label an image, as the model answers with one; {several}"
+        raise AcquisitionError(f"no label column of classes, texts or whole numbers: {described}; {advice}")
     refusals: list[AcquisitionError] = []
     matched: list[Columns] = []
     for column in labels:
@@ -391,14 +431,42 @@ def _matched_share(columns: Columns) -> tuple[float, int]:
 def match_column(
     data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str], by: MatchBy
 ) -> Columns:
+    """Match the labels of a column to the model's classes; AcquisitionError if none matches.
+
+    For a multi-label model a cell has one label, a list of them, or 0 or 1 for each class.
+    """
+    if not data.query.multi_label:
+        return _match_labels(data, split, image, column, id2label, by)
+    kind, num_classes = _kind_of(data.features(split)[column]), len(id2label)
+    first = list(data.labels(split, column, NUM_LABELS_CHECKED)) if kind in FLAGS else []
+    # Of two classes [0, 1] may be both; longer rows of classes have none twice.
+    if (any if num_classes > 2 else all)([_are_flags(cell, num_classes) for cell in first] or [False]):
+        matchings = match_numbers(range(num_classes), id2label, by="number")
+        columns = Columns(split, image, column, matchings, matchings[0].class_of, num_flags=num_classes)
+    elif kind == FLAGS[-1]:
+        problem = f"column {column!r} has lists of numbers, but not {num_classes} of 0 or 1 each, one for a class of the model"
+        raise AcquisitionError(f"{problem}: give such, or lists of the image's labels")
+    else:
+        columns = _match_labels(data, split, image, column, id2label, by)
+    if columns.matchings[1:]:
+        kinds = " or ".join(way.by for way in columns.matchings)
+        raise AcquisitionError(f"labels of column {column!r} fit in several ways: set label_match to {kinds}")
+    note = f"problem_type is {MULTI_LABEL!r}: an image is right if exactly its labels have a sigmoid of at least 0.5"
+    return replace(columns, multi_label=True, notes=(note, *columns.notes))
+
+
+def _match_labels(
+    data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str], by: MatchBy
+) -> Columns:
     """Match the labels of a column to the model's classes; AcquisitionError if none matches."""
     feature, notes = data.features(split)[column], ()
+    feature = feature.feature if isinstance(feature, LISTS) else feature
     kind = _kind_of(feature)
     names = data.class_names(split, column) if kind == "class" else []
     limit = None if data.folder or data.kind else MAX_STREAMED_LABELS
     # -1 marks unlabelled test images.
     cells = data.labels(split, column, NUM_LABELS_CHECKED if kind == "class" else limit)
-    labels: list[Any] = sorted({cell for cell in cells if cell not in (None, -1, "")})
+    labels: list[Any] = sorted({label for cell in cells for label in _labels_in(cell) if label not in (None, -1, "")})
     if not labels:
         raise AcquisitionError(f"column {column!r} of split {split!r} has no labels: name another column or split")
     if kind == "number":

@@ -1,5 +1,6 @@
 """Label matching: the model's class of each label of a data set, and whether the model's predictions agree."""
 
+import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,8 @@ from profiling_agent.lib.io import MAX_QUOTED
 from profiling_agent.schemas import LabelMatch, MatchBy, MatchKind, MatchRule
 
 Classes = NDArray[np.int64]
+# The class of a label that the model doesn't know.
+UNMAPPED = -1
 
 # No class has a number of more than 18 digits, and Python refuses to parse thousands of digits.
 NUMBERED_NAME = re.compile(r"(?:label|class)?[ _-]?(\d{1,18})", re.IGNORECASE)
@@ -48,6 +51,12 @@ class Matching:
     def becomes(self, other: "Matching") -> dict[int, int]:
         """Map each class of this matching to its class in `other`."""
         return {index: other.class_of[raw] for raw, index in self.class_of.items() if raw in other.class_of}
+
+
+def label_set_id(classes: Iterable[int]) -> int:
+    """Return the id of a set of classes, at least 0: a multi-label model is right if its set has the id of the image's."""
+    digest = hashlib.blake2b(np.unique(np.fromiter(classes, np.int64)).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def match_labels(
@@ -171,6 +180,9 @@ def _mislabelling_reason(predicted: Classes, true: Classes, matches: Sequence[La
 
     The best pairing of one half of the images is judged on the other half, where chance gains nothing.
     """
+    # Sets of classes have no names to correct.
+    if {match.model_id for match in matches}.isdisjoint(true.tolist()):
+        return None
     has_prediction = predicted >= 0
     predicted, true = predicted[has_prediction], true[has_prediction]
     if len(predicted) // 2 < MIN_JUDGED_IMAGES:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from profiling_agent.data.dataset import Columns, DataQuery, OpenedData, choose_columns, open_data, train_columns
 from profiling_agent.data.images import FORMATS, decode_rgb, write_rows
-from profiling_agent.data.labels import Matching, format_names, order_match_note
+from profiling_agent.data.labels import UNMAPPED, Matching, format_names, order_match_note
 from profiling_agent.errors import AcquisitionError, CorruptImageError
 from profiling_agent.lib.logs import Progress, quiet, silent
 
@@ -26,7 +26,6 @@ MAX_SEARCH = 2000
 HELDOUT_RATIO = 4
 NUM_CALIBRATION = 256
 MAX_CORRUPT = 0.01
-UNMAPPED = -1
 # Few, as a table of photographs has hundreds of megabytes in as many rows as are read of labels.
 BATCH_IMAGES = 64
 PROGRESS_EVERY = 50
@@ -174,7 +173,7 @@ class Pool:
             pool.images = stratified(pool._draw_from_stream(columns, num_rows, progress), data.query.seed)
             return pool
         progress(f"reading labels of {split}", 0, 0)
-        labels = np.array([columns.class_of.get(raw, UNMAPPED) for raw in data.labels(split, columns.label)], np.int64)
+        labels = np.array([columns.class_id(raw) for raw in data.labels(split, columns.label)], np.int64)
         known = np.flatnonzero(labels != UNMAPPED)
         pool.num_unmapped = len(labels) - len(known)
         rows = known[stratified_order(labels[known], data.query.seed)][:num_rows].tolist()
@@ -198,7 +197,7 @@ class Pool:
         taken, spare = list[StoredImage](), list[StoredImage]()
         read = self.data.stream(self.split, columns.image, columns.label if columns.class_of else None)
         for row, (cell, raw) in enumerate(read):
-            label = columns.class_of.get(raw, UNMAPPED)
+            label = columns.class_id(raw)
             is_due = counts[label] < quota
             if (label != UNMAPPED or not columns.class_of) and (is_due or len(taken) + len(spare) < target):
                 counts[label] += 1

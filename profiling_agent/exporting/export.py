@@ -160,6 +160,7 @@ def _write_graph(folder: Path, recipe: artifact.Recipe, format_: str, temporary:
     script = _render(
         "run.py.jinja",
         format=format_,
+        is_multi_label=recipe.is_multi_label,
         is_prepared=preprocessing is not None,
         mode="L" if spec.channels == 1 else "RGB",
         precision="bf16" if recipe.deployment.scheme == "bfloat16" else "f32",
@@ -187,7 +188,7 @@ def _write_hf(folder: Path, recipe: artifact.Recipe, temporary: Path) -> str:
             f"the model that transformers loads from its config computes logits {distance:.2g} apart (relative), "
             f"{allowed:g} is allowed: run it with `profiling_agent.load`"
         )
-    write_text(temporary / SCRIPT, _render("run.py.jinja", format="hf"))
+    write_text(temporary / SCRIPT, _render("run.py.jinja", format="hf", is_multi_label=recipe.is_multi_label))
     whole = f", in {scheme} as a whole" if half else ""
     return f"from_pretrained loads it{whole}, with the saved model's logits"
 

@@ -204,7 +204,8 @@ class EvaluateTask(RuntimeTask[Evaluated]):
 
             quick = quick_products()
         with quick:
-            answers = answer(opened.session, images, self.batch_size, context.progress)
+            is_multi_label = opened.recipe.is_multi_label
+            answers = answer(opened.session, images, self.batch_size, context.progress, multi_label=is_multi_label)
         # After the images: a runtime that compiles for each batch size then has a larger one for the two golden images.
         artifact.check_golden(opened.session.run, path, opened.recipe)
         out = context.folder / "predictions.safetensors"
@@ -236,11 +237,14 @@ class EvaluateTask(RuntimeTask[Evaluated]):
         return _OpenedModel(session, recipe, footprint)
 
 
-def answer(session: ModelSession, images: PreparedImages, batch_size: int, progress: Progress) -> intervals.Answers:
-    """Return a session's answers for all images."""
+def answer(
+    session: ModelSession, images: PreparedImages, batch_size: int, progress: Progress, *, multi_label: bool = False
+) -> intervals.Answers:
+    """Return a model's answers for all images."""
     answers, done = list[intervals.Answers](), 0
     for pixel_values, true in images.batches(batch_size):
-        answers.append(intervals.answers_of(session.run(pixel_values), true))
+        logits = session.run(pixel_values)
+        answers.append(intervals.answers_of(logits, true, multi_label=multi_label))
         done += len(true)
         progress("evaluating", done, len(images))
     return intervals.concatenate(answers)

@@ -19,7 +19,7 @@ from profiling_agent.data.images import (
     shuffled_batches,
     write_prepared,
 )
-from profiling_agent.data.labels import choose_matching
+from profiling_agent.data.labels import choose_matching, format_names
 from profiling_agent.errors import AcquisitionError, QuantizationError
 from profiling_agent.jobs.base import HOUR, Device, JobContext, ResultT, Task
 from profiling_agent.jobs.measuring import *  # noqa: F403 - re-exported
@@ -29,6 +29,7 @@ from profiling_agent.measure.intervals import answers_of
 from profiling_agent.runtimes import artifact
 
 if TYPE_CHECKING:
+    from profiling_agent.data.dataset import DataQuery
     from profiling_agent.data.models import LoadedModel
     from profiling_agent.data.splits import DrawnSplits
 
@@ -70,6 +71,14 @@ class SourceTask(ModelTask[ResultT]):
     label_column: str | None = None
     label_match: schemas.MatchBy = "auto"
 
+    def query(self, loaded: "LoadedModel") -> "DataQuery":
+        """Return the query for images that the model's answers can be compared with."""
+        from profiling_agent.data.dataset import DataQuery
+
+        config: Any = loaded.model.config
+        fields = self.model_dump(include=set(DataQuery.model_fields))
+        return DataQuery(**fields, multi_label=config.problem_type == schemas.MULTI_LABEL)
+
 
 class AcquireTask(SourceTask[schemas.Acquired]):
     """Check that the model can be loaded, and draw the images."""
@@ -83,21 +92,23 @@ class AcquireTask(SourceTask[schemas.Acquired]):
         """Check the model, draw the images."""
         import torch
 
-        from profiling_agent.data.dataset import DataQuery
         from profiling_agent.data.models import check_processor, device_note, resolve_device
         from profiling_agent.data.splits import draw_splits
 
         device, note = resolve_device(self.device), device_note(self.device, has_cuda=torch.cuda.is_available())
         loaded = self.load(context, device)
         check_processor(loaded.model, loaded.processor)
-        query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
         config: Any = loaded.model.config
         names: dict[int, str] = config.id2label
-        drawn = draw_splits(query, id2label=names, folder=context.folder, progress=context.progress)
+        drawn = draw_splits(self.query(loaded), id2label=names, folder=context.folder, progress=context.progress)
         drawn = _choose_labels(drawn, loaded, context)
         if len(classes := np.unique(SplitImages(drawn.search.path).labels)) < 2:
+            only = names.get(int(classes[0]))
+            shared = "have the same labels" if only is None else f"are of one class ({only!r})"
+            if unmapped := [match.dataset_label for match in drawn.matchings[0].matches if match.model_id is None]:
+                shared += f", as {format_names(unmapped)} match none of the model's"
             raise AcquisitionError(
-                f"all {drawn.search.num_images} images to search on are of one class ({names[int(classes[0])]!r}), so that no loss of "
+                f"all {drawn.search.num_images} images to search on {shared}, so that no loss of "
                 "accuracy would show: give a split of several classes; in folders of images, each class has its own"
             )
         notes = tuple(filter(None, (*drawn.notes, *loaded.notes, note)))
@@ -153,15 +164,14 @@ class MatchLabelsTask(SourceTask[MatchedLabels]):
 
     def run(self, context: JobContext) -> MatchedLabels:
         """Open the model and the data set, and match their classes."""
-        from profiling_agent.data.dataset import DataQuery, choose_columns, open_data
+        from profiling_agent.data.dataset import choose_columns, open_data
         from profiling_agent.data.models import check_processor
 
         loaded = self.load(context, "cpu")
         check_processor(loaded.model, loaded.processor)
         config: Any = loaded.model.config
-        query = DataQuery(**self.model_dump(include=set(DataQuery.model_fields)))
         with quiet(), tempfile.TemporaryDirectory() as cache:
-            data = open_data(query, cache=Path(cache), progress=context.progress)
+            data = open_data(self.query(loaded), cache=Path(cache), progress=context.progress)
             return MatchedLabels(labels=choose_columns(data, config.id2label).matchings[0].matches)
 
 
@@ -386,6 +396,6 @@ class DeployTask(Task[schemas.DeployedModel]):
             layers=tuple(layer.name for layer in recipe.quantized),
             distance=relative_distance(logits, expected),
             # Rounding makes it slightly negative if both are equal.
-            kl=max(0.0, mean_kl(expected, logits)),
+            kl=max(0.0, mean_kl(expected, logits, source.module)),
             seconds=seconds,
         )

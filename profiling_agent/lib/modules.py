@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from profiling_agent.errors import RunError
 from profiling_agent.lib.machine import available_threads
-from profiling_agent.schemas import InputSpec
+from profiling_agent.schemas import MULTI_LABEL, InputSpec
 
 
 @contextmanager
@@ -123,15 +123,24 @@ def logits_of(model: nn.Module, pixel_values: Tensor) -> Tensor:
         return model.eval()(pixel_values=images).logits.float().cpu()
 
 
-def divergences(expected: Tensor, logits: Tensor) -> Tensor:
-    """Return KL(softmax(expected) || softmax(logits)) of each image in nats; both are (images, classes)."""
-    log_p, log_q = (torch.log_softmax(values, dim=1) for values in (expected, logits))
-    return (log_p.exp() * (log_p - log_q)).sum(1)
+def choices(logits: Tensor, model: nn.Module | None) -> Tensor:
+    """Return the logits of independent choices, (images, choices, options), for those of `model`, (images, classes).
+
+    One choice among all classes; of a multi-label model yes or no for each class, whose softmax is the class's sigmoid.
+    """
+    is_multi_label = getattr(getattr(model, "config", None), "problem_type", None) == MULTI_LABEL
+    return torch.stack([logits, torch.zeros_like(logits)], dim=-1) if is_multi_label else logits[:, None]
 
 
-def mean_kl(expected: Tensor, logits: Tensor) -> float:
-    """Return the mean KL(softmax(expected) || softmax(logits)) over images in nats; both are (images, classes)."""
-    return float(divergences(expected.double(), logits.double()).mean())
+def divergences(expected: Tensor, logits: Tensor, model: nn.Module | None = None) -> Tensor:
+    """Return the KL divergence of each image's `choices` in nats; both are (images, classes), of models such as `model`."""
+    log_p, log_q = (torch.log_softmax(choices(values, model), dim=-1) for values in (expected, logits))
+    return (log_p.exp() * (log_p - log_q)).flatten(1).sum(1)
+
+
+def mean_kl(expected: Tensor, logits: Tensor, model: nn.Module | None = None) -> float:
+    """Return the mean of `divergences` over images."""
+    return float(divergences(expected.double(), logits.double(), model).mean())
 
 
 def relative_distance(found: Tensor, expected: Tensor) -> float:

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save
 from scipy import special, stats
 from scipy.optimize import brentq
 
+from profiling_agent.data.labels import label_set_id
 from profiling_agent.errors import ArtifactError
 from profiling_agent.lib import io
 from profiling_agent.schemas import AccuracyDrop, LatencyStats, Opening, Record
@@ -31,7 +32,7 @@ NO_CLASS = -1
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Predicted and true class ids, one of each per image.
+    """Predicted and true class ids, or ids of sets of classes (`label_set_id`), one of each per image.
 
     An image with a NaN or positive infinite logit has no answer: it counts as wrong, and its class is NO_CLASS.
     """
@@ -45,11 +46,15 @@ class Answers:
         return self.predicted == self.true
 
 
-def answers_of(logits: NDArray[np.float32], true: Classes) -> Answers:
-    """Return the answers of logits (images, classes) for images with these true class ids."""
+def answers_of(logits: NDArray[np.float32], true: Classes, *, multi_label: bool = False) -> Answers:
+    """Return the answers of logits (images, classes): the likeliest class, or with `multi_label` the set of all that are likely.
+
+    A class is likely if its sigmoid is at least 0.5. `true` has class ids or, with `multi_label`, those of sets.
+    """
     # A class that is ruled out may have a logit of minus infinity.
     has_answer = (logits < np.inf).all(axis=1) & (logits.max(axis=1) > -np.inf)
-    predicted = np.where(has_answer, logits.argmax(axis=1), NO_CLASS).astype(np.int64)
+    answers = [label_set_id(np.flatnonzero(row)) for row in logits >= 0] if multi_label else logits.argmax(axis=1)
+    predicted = np.where(has_answer, answers, NO_CLASS).astype(np.int64)
     return Answers(predicted, true.astype(np.int64))
 
 

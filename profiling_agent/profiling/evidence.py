@@ -144,7 +144,7 @@ def measure_sensitivity(
             walk.reach(begins[unit.name], 0, judged)
             measured: dict[int, float] = {}
             for keep, tensors in folds[unit.name].items():
-                kl = measured[keep] = mean_kl(expected, walk.logits_from_here(0, judged, tensors))
+                kl = measured[keep] = mean_kl(expected, walk.logits_from_here(0, judged, tensors), model)
                 if not math.isfinite(kl):
                     raise PruningError(f"the KL of the model with {unit.name!r} cut is {kl!r}: check its weights")
             rows[unit.name] = _unit_evidence(unit, eliminations[unit.name], measured)

@@ -241,11 +241,12 @@ def compensate(
         baseline.eval()
         model.eval()
         if (num_images := sum(map(len, calibration.every()))) < MIN_IMAGES:
-            kl = _check_finite(mean_kl(_logits(baseline, calibration.every()), _logits(model, calibration.every())))
+            expected = _logits(baseline, calibration.every())
+            kl = _check_finite(mean_kl(expected, _logits(model, calibration.every()), model))
             note = f"not compensated: {num_images} calibration images, at least {MIN_IMAGES} are needed"
             return Compensated(model=pruned, kl_before=kl, kl_after=kl, note=note)
         expected = _logits(baseline, calibration.judged())
-        before = kl = _check_finite(mean_kl(expected, _logits(model, calibration.judged())))
+        before = kl = _check_finite(mean_kl(expected, _logits(model, calibration.judged()), model))
         helpful = list[str]()
         # Batch norms have to see the fitted weights.
         for step in ("least squares", "batch norm") if modules.batch_norms(model) else ("least squares",):
@@ -258,7 +259,7 @@ def compensate(
                 compensate_units_(baseline, model, cuts, keep, calibration.fitted, progress)
             else:
                 reestimate_(model, calibration.fitted())
-            step_kl = mean_kl(expected, _logits(model, calibration.judged()))
+            step_kl = mean_kl(expected, _logits(model, calibration.judged()), model)
             # Also false if a step made logits that aren't finite.
             if step_kl < kl:
                 kl = step_kl
@@ -349,14 +350,14 @@ def recover(
         student.eval()
         expected = _logits(dense, judged())
         optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
-        kls = [_check_finite(mean_kl(expected, _logits(student, judged())))]
+        kls = [_check_finite(mean_kl(expected, _logits(student, judged()), student))]
         best_weights, stopped = list[Tensor](), f"all of {epochs} epochs were run"
         for epoch in range(epochs):
             progress("recovering", epoch, epochs)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * (1 + math.cos(math.pi * epoch / epochs)) / 2
             is_finite = _train(dense, student, optimizer, batches(epoch))
-            kl = mean_kl(expected, _logits(student, judged())) if is_finite else math.nan
+            kl = mean_kl(expected, _logits(student, judged()), student) if is_finite else math.nan
             if not math.isfinite(kl):
                 stopped = f"in epoch {epoch + 1} the loss or the logits were not finite"
                 break
@@ -383,7 +384,7 @@ def _train(dense: nn.Module, student: nn.Module, optimizer: torch.optim.Optimize
             target = dense(pixel_values=pixel_values).logits / TEMPERATURE
         logits = student(pixel_values=pixel_values).logits / TEMPERATURE
         # The square restores the gradient's size, which falls with the temperature (Hinton et al., 2015, section 2).
-        loss = modules.divergences(target, logits).mean() * TEMPERATURE**2
+        loss = modules.divergences(target, logits, student).mean() * TEMPERATURE**2
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(trainable, MAX_GRADIENT_NORM)

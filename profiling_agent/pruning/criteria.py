@@ -128,6 +128,7 @@ def gather_moments(
         for images in batches:
             pixel_values = images.detach().requires_grad_()
             logits = functional_call(model, weights, (), {"pixel_values": pixel_values}).logits.float()
+            logits = modules.choices(logits, model).flatten(0, 1)
             labels = torch.multinomial(logits.detach().softmax(1).cpu(), 1, generator=generator)[:, 0]
             loss = F.cross_entropy(logits, labels.to(logits.device), reduction="sum")
             gradients = torch.autograd.grad(loss, [activations[name][1] for name in consumers])

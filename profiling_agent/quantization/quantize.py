@@ -328,7 +328,7 @@ def correct_biases_(quantized: nn.Module, expected: Means, images: Images, logit
     It is undone if `judged_logits` then lie further from `logits`, those of the float model. Where most of every image
     is one background, a channel's mean is that of the background: a real LCNet's KL rose from 0.0004 to 0.09 nats.
     """
-    before = modules.mean_kl(logits, judged_logits(quantized, images))
+    before = modules.mean_kl(logits, judged_logits(quantized, images), quantized)
     means = {name: iter(means) for name, means in expected.items()}
     layers: dict[str, Any] = {name: quantized.get_submodule(name) for name in means}
     biases = {name: layer.bias for name, layer in layers.items()}
@@ -354,7 +354,7 @@ def correct_biases_(quantized: nn.Module, expected: Means, images: Images, logit
     mean_shifts = {name: mean.clone() for name, (mean, _) in shifts.items()}
     for name, mean in mean_shifts.items():
         layers[name].bias = biases[name] + mean
-    if modules.mean_kl(logits, judged_logits(quantized, images)) <= before:
+    if modules.mean_kl(logits, judged_logits(quantized, images), quantized) <= before:
         return mean_shifts
     for name, bias in biases.items():
         layers[name].bias = bias
@@ -412,7 +412,8 @@ def measure_quantization_sensitivity(
     judged = sample[: max(MIN_JUDGED, int(JUDGED_MACS / max(macs, 1)))]
     models = (copy.deepcopy(model).eval(), quantized.model)
     with torch.no_grad():
-        kl = modules.mean_kl(*(torch.cat([run(each, chunk) for chunk in judged.split(CHUNK)]) for each in models))
+        expected, logits = (torch.cat([run(each, chunk) for chunk in judged.split(CHUNK)]) for each in models)
+        kl = modules.mean_kl(expected, logits, model)
     if kl < SMALL_KL:
         return kl, (), len(judged)
     rows = tuple(
@@ -463,7 +464,7 @@ def measure_layers(
                 float_model.set_submodule(name, layers[name])
                 logits[name].append(chunk_walk.logits_from_here(0, chunk))
                 float_model.set_submodule(name, original)
-    return {name: modules.mean_kl(torch.cat(expected), torch.cat(logits[name])) for name in layers}
+    return {name: modules.mean_kl(torch.cat(expected), torch.cat(logits[name]), model) for name in layers}
 
 
 # Another layer stays in float only if the remaining KL is at least this, in nats: it changes about one prediction in a

@@ -17,7 +17,7 @@ from profiling_agent.errors import ArtifactError, StorageError
 from profiling_agent.lib import io
 from profiling_agent.lib.machine import environment
 from profiling_agent.runtimes.registry import INPUT, OUTPUT, Batch, ModelSession, noise_batch, runtime
-from profiling_agent.schemas import Cut, Deployment, Footprint, InputSpec, Record
+from profiling_agent.schemas import MULTI_LABEL, Cut, Deployment, Footprint, InputSpec, Record
 
 RECIPE, PROCESSOR = "recipe.json", "preprocessor_config.json"
 WEIGHTS, GOLDEN = "weights.safetensors", "golden.safetensors"
@@ -57,6 +57,11 @@ class Recipe(Record):
     def model_files(self) -> tuple[str, ...]:
         """Return the files that the runtime reads."""
         return runtime(self.deployment.runtime).files
+
+    @property
+    def is_multi_label(self) -> bool:
+        """Return whether the probability of each class is the sigmoid of its logit."""
+        return self.config.get("problem_type") == MULTI_LABEL
 
     @field_validator("base_model")
     @classmethod

@@ -268,7 +268,7 @@ class Answer(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The likeliest class of one image."""
+    """The likeliest class of one image; a multi-label model's other ones are in `Deployed.probabilities`."""
 
     label: str
     class_id: int
@@ -315,16 +315,26 @@ class Deployed:
             return self.predict([images])[0]
         if not images:
             return []
-        processor = self._processor = self._processor or load_processor(self.folder)
-        with third_party_errors(lambda message: CorruptImageError(f"an image can't be read: {message}")):
-            pictures = [to_processor_channels(upright_rgb(image), processor) for image in images]
-        pixel_values = processor(images=pictures, return_tensors="np")["pixel_values"]
-        likelihoods, classes = self(pixel_values).logits.softmax(dim=-1).max(dim=-1)
+        likelihoods, classes = self.probabilities(images).max(dim=-1)
         names = self.recipe.config.get("id2label", {})
         return [
             Prediction(label=str(names.get(str(class_id), class_id)), class_id=class_id, probability=probability)
             for class_id, probability in zip(classes.tolist(), likelihoods.tolist(), strict=True)
         ]
+
+    def probabilities(self, images: Sequence[Image.Image]) -> Tensor:
+        """Return the probability of each class, (n, classes), of PIL images, prepared as for `predict`, which run as one batch.
+
+        They add up to 1, except those of a multi-label model, each of which is the sigmoid of a logit.
+        """
+        logits = self(self._prepared(images)).logits
+        return logits.sigmoid() if self.recipe.is_multi_label else logits.softmax(dim=-1)
+
+    def _prepared(self, images: Sequence[Image.Image]) -> NDArray[Any]:
+        processor = self._processor = self._processor or load_processor(self.folder)
+        with third_party_errors(lambda message: CorruptImageError(f"an image can't be read: {message}")):
+            pictures = [to_processor_channels(upright_rgb(image), processor) for image in images]
+        return processor(images=pictures, return_tensors="np")["pixel_values"]
 
 
 def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_threads: int | None = None) -> Deployed:

@@ -53,6 +53,8 @@ class ShapeFacts(Record):
     is_certain: bool
 
 
+# The problem_type of a config whose classes have a probability each, the sigmoid of a logit.
+MULTI_LABEL = "multi_label_classification"
 # How all labels of a data set are matched: by name, or by an order that both sides may have.
 MatchKind = Literal["name", "number", "from-1", "place"]
 MatchBy = Literal["auto", MatchKind]

@@ -98,8 +98,12 @@ def numbered(*numbers):
         ({"model_type": "mine", "auto_map": {"AutoModelForImageClassification": "mine.Mine"}}, "never run"),
         ({"quantization_config": {"quant_method": "torchao"}}, "is quantized already"),
         ({"id2label": ["a", "b"]}, "can't be read from its config.json"),
-        ({"id2label": numbered(0), "label2id": None, "problem_type": "regression"}, "has one output"),
-        ({"problem_type": "multi_label_classification"}, "with a single label an image"),
+        (
+            {"id2label": numbered(0), "label2id": None, "problem_type": "regression"},
+            r"has one output, a score \(regression\) or a yes-or-no logit: give .* of two or more classes; .* a row of zeros",
+        ),
+        ({"id2label": numbered(0), "label2id": None, "problem_type": "multi_label_classification"}, "has one output"),
+        ({"problem_type": "regression"}, "has problem_type 'regression', whose 5 outputs are no classes"),
         ({"model_type": "vitt"}, "no image classifier that the installed transformers knows .*model_type 'vitt'"),
         (
             {"intermediate_size": 128},
@@ -202,3 +206,20 @@ def test_three_means_of_colors_for_a_model_of_one_channel_are_refused(tmp_path):
 def test_cuda_that_was_left_alone_is_told():
     assert "--device cuda asks for it" in (device_note("auto", has_cuda=True) or "")
     assert device_note("auto", has_cuda=False) is device_note("cpu", has_cuda=True) is None
+
+
+def test_a_yes_or_no_logit_becomes_two_classes_by_the_advice(tmp_path):
+    folder, images = zoo.save(zoo.vit(id2label={0: "hot dog"}), tmp_path / "logit"), torch.rand(zoo.SPEC.batch(4))
+    assert "has one output" in refusal(folder)
+    with torch.inference_mode():
+        probabilities = (
+            zoo.ViTForImageClassification.from_pretrained(folder).eval()(pixel_values=images).logits.sigmoid()
+        )
+    weights = load_file(folder / "model.safetensors")
+    for name in ("classifier.weight", "classifier.bias"):
+        weights[name] = torch.cat([torch.zeros_like(weights[name]), weights[name]])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    rewrite_config(folder, id2label={"0": "no hot dog", "1": "hot dog"}, label2id=None)
+    with torch.inference_mode():
+        logits = load_model(str(folder)).model(pixel_values=images).logits
+    assert torch.allclose(logits.softmax(-1)[:, 1:], probabilities, atol=1e-6)

@@ -1,7 +1,10 @@
 """An exported folder runs where nothing of ours is installed, prepares images alike, and answers as the saved model does."""
 
+import ast
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -230,6 +233,27 @@ def test_a_run_stands_for_its_best_model_and_hf_is_a_folder_that_transformers_lo
         assert reason in ended.stderr
         assert len(ended.stderr.strip().splitlines()) == 1
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("format_", ["onnx", pytest.param("hf", marks=pytest.mark.slow)])
+def test_the_script_of_a_multi_label_model_prints_all_likely_labels(tmp_path: Path, format_: Any):
+    model = zoo.vit(num_hidden_layers=1, problem_type="multi_label_classification")
+    save_model(model, tmp_path / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    folder, home = tmp_path / "model", tmp_path / "home"
+    if format_ == "onnx":
+        folder = tmp_path / "deployed"
+        source = deployments.saved_source(tmp_path)
+        save_deployed(source, deployments.deployment("onnxruntime float32"), folder, num_threads=1)
+    (image,) = pictures(tmp_path, 1)
+
+    export(folder, format_, home)
+
+    (probabilities,) = load(folder).probabilities([Image.open(image)]).tolist()
+    likely = {f"class {index}" for index, each in enumerate(probabilities) if each >= 0.5}
+    command = [sys.executable, str(home / "run.py"), str(image)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert len(likely) > 1
+    assert set(ast.literal_eval(printed)) == likely
 
 
 def test_a_graph_that_computes_something_else_leaves_nothing_behind(saved: Saved, tmp_path: Path):

@@ -10,7 +10,8 @@ import pytest
 import torch
 import zoo
 
-from profiling_agent.data.images import iter_batches
+from profiling_agent.data.images import SplitImages, iter_batches, write_rows
+from profiling_agent.data.labels import label_set_id
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask, PruneTask, TuneTask
 from profiling_agent.lib.modules import logits_of
@@ -95,6 +96,27 @@ def test_every_runtime_answers_the_same_images_in_their_order(root: Path, made: 
     answers = [read_predictions(root / each.predictions.files[0].path).predicted for each in (ours, theirs)]
     assert np.array_equal(answers[0], answers[1])
     assert ours.footprint.macs == theirs.footprint.macs > 0
+
+
+def test_a_multi_label_model_is_right_if_its_set_of_classes_is_that_of_the_image(tmp_path: Path):
+    model = zoo.vit(problem_type="multi_label_classification")
+    baseline = in_process.saved(tmp_path, "several", model)
+    images = SplitImages(tmp_path / in_process.drawn(tmp_path, "calibration", NUM_IMAGES).file.path)
+    pixels = zoo.processor()([images.image(row) for row in range(NUM_IMAGES)], return_tensors="pt")["pixel_values"]
+    answers = [np.flatnonzero(row).tolist() for row in (logits_of(model, pixels).sigmoid() >= 0.5).numpy()]
+    assert len({len(answer) for answer in answers}) > 1
+    wrong = {2: [*answers[2], 9], 3: answers[3][1:] or [1]}
+    labels = [label_set_id(wrong.get(row, answer)) for row, answer in enumerate(answers)]
+    write_rows(
+        tmp_path / "labelled.arrow", zip([images.encoded(row) for row in range(NUM_IMAGES)], labels, strict=True)
+    )
+    task = EvaluateTask(model=baseline, split=split("labelled"), shard=0, batch_size=8, device="cpu")
+
+    done = in_process.run(task, tmp_path, "evaluated")
+
+    right = read_predictions(tmp_path / done.predictions.files[0].path).right
+    assert np.flatnonzero(~right).tolist() == [2, 3]
+    assert done.predictions.num_correct == NUM_IMAGES - 2
 
 
 def test_a_damaged_model_is_not_evaluated(root: Path):

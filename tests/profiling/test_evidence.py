@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from torch.func import functional_call
 
 from profiling_agent.errors import PruningError
-from profiling_agent.lib.modules import following_norms, random_batch
+from profiling_agent.lib.modules import following_norms, random_batch, watching
 from profiling_agent.profiling import evidence
 from profiling_agent.profiling.evidence import evidence_path, measure_sensitivity, read_evidence, store_evidence
 from profiling_agent.profiling.profile import LatencyTable
@@ -63,15 +63,19 @@ def write_fold_(pruned, unit, kept, laid):
             pruned.state_dict()[name].copy_(tensor)
 
 
-def kl_of(model, unit, kept, images):
-    """The KL of `images` once a unit keeps the channels `kept`, by surgery with the fold written into the layers."""
+def folded_logits(model, unit, kept, images=IMAGES[MEASURED_ON]):
+    """The logits of `images` before and once a unit keeps the channels `kept`, with the fold written into the layers."""
     norm = following_norms(model, [unit.consumer], IMAGES[:1]).get(unit.consumer)
     moments = gather_moments(model, [unit], [IMAGES[~JUDGED]])[unit.name]
     cut = Cut(unit=unit, keep=len(kept), requested_ratio=0.5)
     pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model
     with torch.no_grad():
         write_fold_(pruned, unit, kept, evidence.fold(model, unit, moments, kept, norm))
-        expected, found = (each(pixel_values=images).logits.double().softmax(1) for each in (model, pruned))
+        return [each(pixel_values=images).logits for each in (model, pruned)]
+
+
+def kl_of(model, unit, kept, images):
+    expected, found = (each.double().softmax(1) for each in folded_logits(model, unit, kept, images))
     return float((expected * (expected.log() - found.log())).sum(1).mean())
 
 
@@ -279,3 +283,32 @@ def test_a_cache_that_can_not_be_written_costs_nothing(tmp_path: Path):
     (path := evidence_path(tmp_path, {})).mkdir()
     store_evidence(path, EVIDENCE)
     assert read_evidence(path) is None
+
+
+def test_a_multi_label_models_evidence_is_of_each_classs_own_probability():
+    model = small(problem_type="multi_label_classification")
+    unit = zoo.units_of(model)[-1]
+    images = random_batch(zoo.SPEC, 480, seed=3)
+
+    several, one = (
+        float(gather_moments(each, [unit], images.split(60))[unit.name].sensitivity.trace())
+        for each in (model, small())
+    )
+
+    # The Fisher information of independent yes-or-no answers to the logits is diag(p (1 - p)).
+    outputs: list[torch.Tensor] = []
+    with watching(model, [unit.consumer], after=lambda _name, _inputs, output: outputs.append(output)):
+        logits = model(pixel_values=images[:64].requires_grad_()).logits
+    expected = 0.0
+    for index, share in enumerate(logits.detach().sigmoid().T):
+        (gradient,) = torch.autograd.grad(logits[:, index].sum(), outputs[0], retain_graph=True)
+        expected += float((share * (1 - share) * gradient.square().flatten(1).sum(1)).mean())
+    assert several == pytest.approx(expected, rel=0.2)
+    assert one != pytest.approx(expected, rel=0.3)
+
+    row = studied(model).of(unit.name)
+    assert row is not None
+    kept = sorted(row.order[unit.width - row.options[-1].keep :])
+    pair = [torch.stack([each, torch.zeros_like(each)], -1).double() for each in folded_logits(model, unit, kept)]
+    by_hand = torch.nn.functional.kl_div(pair[1].log_softmax(-1), pair[0].softmax(-1), reduction="sum") / len(pair[0])
+    assert row.options[-1].kl == pytest.approx(float(by_hand), rel=1e-3)

@@ -27,7 +27,7 @@ from profiling_agent.exporting.export import export
 from profiling_agent.lib.io import FileRefusedError
 from profiling_agent.runtimes.artifact import CardRow, write_card
 from profiling_agent.runtimes.registry import noise_batch
-from profiling_agent.runtimes.torch_artifact import load_module, save_model
+from profiling_agent.runtimes.torch_artifact import load_module, save_deployed, save_model
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
 NAMES = ("eager float32", "eager dynamic", "onnxruntime float32", "openvino float32")
@@ -63,6 +63,40 @@ def test_every_runtime_is_called_alike_and_pictures_become_labels_with_their_pro
     assert [found.probability for found in both] == pytest.approx(expected.amax(-1).tolist())
     assert [found.label for found in both] == [f"class {found.class_id}" for found in both]
     assert model.predict([picture(1).convert("L")])[0].label.startswith("class ")
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    """Return the folder of a multi-label model for ONNX Runtime."""
+    model = zoo.vit(num_hidden_layers=1, problem_type="multi_label_classification")
+    save_model(model, tmp_path / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    source = deployments.saved_source(tmp_path)
+    save_deployed(source, deployments.deployment(SIMPLE), tmp_path / "several", num_threads=1)
+    return tmp_path / "several"
+
+
+def test_each_class_of_a_multi_label_model_has_a_probability_of_its_own(several: Path):
+    model, pictures = load(several), [picture(0), picture(1)]
+
+    probabilities = model.probabilities(pictures)
+
+    logits = model(prepared(*pictures)).logits
+    assert torch.equal(probabilities, logits.sigmoid())
+    assert (probabilities.sum(1) - 1).abs().min() > 0.1
+    assert [each.probability for each in model.predict(pictures)] == pytest.approx(logits.sigmoid().amax(1).tolist())
+    assert [each.class_id for each in model.predict(pictures)] == logits.argmax(1).tolist()
+
+
+def test_the_card_of_a_multi_label_model_prints_all_likely_labels(several: Path):
+    picture(3).save(several / "image.png")
+    card = (several / "README.md").read_text()
+    assert "the sigmoid of its logit" in card
+    code = card.split("## Run it without\n")[1].split("```python\n")[1].split("```")[0]
+
+    ended = subprocess.run([sys.executable, "-c", code], cwd=several, capture_output=True, text=True, check=False)
+
+    (probabilities,) = load(several).probabilities([picture(3)]).tolist()
+    assert ended.stdout.strip() == str([f"class {index}" for index, each in enumerate(probabilities) if each >= 0.5])
 
 
 @pytest.mark.parametrize("taken", PHOTOGRAPHS)

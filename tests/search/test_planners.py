@@ -395,7 +395,8 @@ COMPACT = sample_records.judged(4, {unit: [100 * kl for kl in sample_records.DOU
 
 def deployed_as(**stated: Any) -> Journal:
     """Return a journal in which OpenVINO's static int8 leads."""
-    leading = option("openvino", "static", **({"speedup": 8.1, "seen": (2, 1)} | stated))
+    values: dict[str, Any] = {"speedup": 8.1, "seen": (2, 1)} | stated
+    leading = option("openvino", "static", **values)
     search = schemas.DeploymentSearch(options=(leading,), chosen=leading.deployment)
     return Journal(baseline=BASELINE, deployment_search=search)
 
