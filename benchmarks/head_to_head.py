@@ -153,13 +153,14 @@ def make(tool: str, subject: Subject, sources: Sequence[str], folder: Path) -> R
         else:
             command = [python_of(tool), f"{HERE}/recipes.py", tool, str(folder), "model", num_tool]
             command += ["transformer"] if subject.is_transformer else []
-        started, wrong = time.monotonic(), ""
+        started, used, wrong = time.monotonic(), sum(os.times()[2:4]), ""
         try:
             run(command, place, max_status=int(is_ours))
         except PeerError as error:
             wrong = str(error)
         seconds = time.monotonic() - started + json.loads((folder / "subject.json").read_text()).get(kind, 0)
-        record.write_text(json.dumps({"seconds": seconds, "wrong": wrong}))
+        found = {"seconds": seconds, "cpu_seconds": sum(os.times()[2:4]) - used, "wrong": wrong}
+        record.write_text(json.dumps(found))
     path = place / "run" / "best" if is_ours else place / "model"
     row = {"tool": tool, "kind": kind, "path": str(path), **json.loads(record.read_text())}
     if is_ours and not row["wrong"] and (outcome := read_report(place / "run").verdict.outcome) != "MET":

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from checks import rows_in
 from head_to_head import FLOAT, OURS, QUICK, RESULTS, ROOT, PeerError, Served, by_subject, evaluate, fastest_peer
+from peers import subject
 from peers.recipes import Given, num_lines
 
 
@@ -131,3 +132,20 @@ def test_the_pages_have_the_tables_of_the_results(page, table):
         by_subject(rows)
     )
     assert json.loads(RESULTS.read_text())["environment"]["processor"]
+
+
+@pytest.mark.slow
+def test_a_peer_quantizes_what_a_run_would_start_from_and_answers_its_test_images(tmp_path):
+    subject.prepare(tmp_path, "reference:vit", "reference:digits", 8)
+    command = [sys.executable, f"{head_to_head.HERE}/recipes.py", "ONNX Runtime dynamic", str(tmp_path), "model", "8"]
+    base = {"tool": FLOAT, "kind": "ours", "path": str(tmp_path / FLOAT), "wrong": ""}
+    peer = {"tool": "ONNX Runtime dynamic", "kind": "onnx", "path": str(tmp_path / "peer" / "model"), "wrong": ""}
+    (tmp_path / "peer" / "model").mkdir(parents=True)
+
+    head_to_head.run([*command, "transformer"], tmp_path / "peer")
+    shape = (8, *np.load(tmp_path / "test.npy", mmap_mode="r").shape[1:])
+    before, after = (evaluate(each, tmp_path, shape) for each in (base, peer))
+
+    assert before.right.mean() > 0.8
+    assert np.mean(before.predicted != after.predicted) < 0.05
+    assert len(np.load(tmp_path / "calibration.npy", mmap_mode="r")) == 256
