@@ -6,7 +6,7 @@
 Every tool gets the same float32 model, calibration images, batch size and threads. Ours is what `profiling-agent run` returns with its
 default request, and with `--effort quick`. Accuracy is paired with float32 on the test images of both halves that a run draws. Then all take
 turns in shuffled rounds, a process each, new ones for each session. FILE is written after each subject, and another call goes on from
-there: a subject with rows of this commit isn't measured again, nor is a model in DIR made again. Ours is made anew for each commit.
+there: a subject with rows of this code isn't measured again, nor is a model in DIR made again. Ours is made anew when the package changes.
 """
 
 import argparse
@@ -21,11 +21,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import ROOT, SHARED, Check, Estimate, commit, finish, parser_of, rows_in, stamped
+from checks import ROOT, SHARED, Check, Estimate, finish, parser_of, rows_in, stamped
 from full_size import MODELS, fitted
 from peers.recipes import RECIPES, num_lines
 from sessions import pool
@@ -83,6 +84,13 @@ class PeerError(RuntimeError):
     """The last line that a tool printed."""
 
 
+@cache
+def package_commit() -> str:
+    """Return the last commit that changed what is measured; a model of ours is made again for another one."""
+    command = ["git", "log", "-1", "--format=%h", "--", "profiling_agent", "graphs", "prompts"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def python_of(tool: str) -> str:
     """Return the Python of the tool's environment."""
     return str(PREFIX / "peers" / OWN[tool] / "bin" / "python") if tool in OWN else sys.executable
@@ -128,7 +136,7 @@ def prepare(name: str, sources: Sequence[str], work: Path) -> Path:
 def make(tool: str, subject: Subject, sources: Sequence[str], folder: Path) -> Row:
     """Return the row of a tool with its model's folder, made unless there is a record of it."""
     is_ours = tool in (OURS, QUICK)
-    place = folder / re.sub(r"\W+", "-", f"{tool} {commit()}" if is_ours else tool)
+    place = folder / re.sub(r"\W+", "-", f"{tool} {package_commit()}" if is_ours else tool)
     record, kind, num_tool = (
         place / "made.json",
         "ours" if is_ours else KINDS.get(tool, "onnx"),
@@ -266,7 +274,10 @@ def measure(name: str, tools: Sequence[str], arguments: argparse.Namespace) -> l
     if peer := fastest_peer(rows):
         for row in (row for row in timed if row["tool"] in (OURS, QUICK)):
             row["over_peer"] = list(astuple(pool(np.subtract(row["logs"], peer["logs"]).tolist())))
-    return [stamped({"subject": name, **row, "path": Path(row["path"]).parent.name}) for row in rows]
+    return [
+        stamped({"commit": package_commit(), "subject": name, **row, "path": Path(row["path"]).parent.name})
+        for row in rows
+    ]
 
 
 def fastest_peer(rows: Sequence[Row]) -> Row | None:
@@ -369,7 +380,9 @@ def main() -> int:
         print(f"{name} is left out: `make peers` has not installed it", flush=True)
     rows, status = rows_in(arguments.json), 0
     for name in arguments.subjects:
-        if not {row["tool"] for row in rows if row["subject"] == name and row["commit"] == commit()} >= set(tools):
+        if not {row["tool"] for row in rows if row["subject"] == name and row["commit"] == package_commit()} >= set(
+            tools
+        ):
             own = measure(name, tools, arguments)
             rows = [row for row in rows if row["subject"] != name] + own
         status = finish([check for own in by_subject(rows) for check in checks_of(own)], rows, arguments.json)

@@ -85,7 +85,7 @@ def torchao_pt2e(given: Given) -> None:
 def neural_compressor(given: Given) -> None:
     """Quantize with Intel Neural Compressor for torch.compile."""
     import torch
-    from neural_compressor.torch.quantization import StaticQuantConfig, convert, prepare
+    from neural_compressor.torch.quantization import StaticQuantConfig, convert, prepare  # pyright: ignore[reportMissingImports]
 
     model: Any = torch.export.load(given.folder / "float32.pt2").module(check_guards=False)
     model._exported, model.dynamic_shapes = True, None
@@ -99,8 +99,8 @@ def neural_compressor(given: Given) -> None:
 
 def olive(given: Given) -> None:
     """Search with Olive among static and dynamic int8, by accuracy and latency on the calibration images."""
-    from olive.data.registry import Registry
-    from olive.workflows import run
+    from olive.data.registry import Registry  # pyright: ignore[reportMissingImports]
+    from olive.workflows import run  # pyright: ignore[reportMissingImports]
 
     pairs = [
         ({"pixel_values": image}, label)

@@ -6,6 +6,7 @@ A line on stdin asks for `["time", SECONDS]` or `["logits", IMAGES, FILE]`; a li
 open the model and to run it once.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -41,9 +42,10 @@ def _open_openvino(path: str, num_threads: int, shape: list[int]) -> Run:
 
 def _open_program(path: str, num_threads: int, _shape: list[int]) -> Run:
     import torch
-    import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401 (registers the operators)
     from torch._inductor import config
 
+    # It registers the operators.
+    importlib.import_module("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
     torch.set_num_threads(num_threads)
     config.freezing = True
     model = torch.compile(torch.export.load(f"{path}/model.pt2").module())
@@ -98,8 +100,8 @@ def main(kind: str, path: str, *numbers: str) -> None:
     run_once()
     print(json.dumps(time.monotonic() - started), file=answers, flush=True)
     for line in sys.stdin:
-        what, *arguments = json.loads(line)
-        answer = timed(run_once, *arguments) if what == "time" else write_logits(run, *arguments, shape[0])
+        what, *given = json.loads(line)
+        answer = timed(run_once, given[0]) if what == "time" else write_logits(run, given[0], given[1], shape[0])
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -84,4 +84,5 @@ def export(folder: Path, example: Tensor) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    prepare(Path(sys.argv[1]), *sys.argv[2:4], *map(int, sys.argv[4:]))
+    _, place, source, images, size, *number = sys.argv
+    prepare(Path(place), source, images, int(size), int(number[0]) if number else None)
