@@ -341,7 +341,7 @@ def full_tables(rows: Sequence[Row]) -> str:
             cells += [f"{row['bytes']:.0%}" if "bytes" in row else "", _triple(row.get("speedup"))]
             lines.append(f"| {' | '.join([*cells, '; '.join(filter(None, [missed, row['wrong']]))])} |")
         lines.append("")
-    return "\n".join([*lines, _provenance(rows)])
+    return "\n".join([*lines, _provenance(rows)]) if rows else ""
 
 
 def short_table(rows: Sequence[Row]) -> str:
@@ -354,12 +354,13 @@ def short_table(rows: Sequence[Row]) -> str:
         peer, ours = fastest_peer(own), next(row for row in own if row["tool"] == OURS)
         cells = [own[0]["subject"], _summary(ours), peer["tool"] if peer else "none", _summary(peer)]
         lines.append(f"| {' | '.join([*cells, _triple(ours.get('over_peer'))])} |")
-    return "\n".join([*lines, "", _provenance(rows)])
+    return "\n".join([*lines, "", _provenance(rows)]) if rows else ""
 
 
 def with_table(page: str, table: str) -> str:
     """Return a page with the table between its two marks."""
     before, _, rest = page.partition(START)
+    table = table or "Not measured yet."
     return f"{before}{START}\n{table}\n{END}{rest.partition(END)[2]}"
 
 
