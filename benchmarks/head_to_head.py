@@ -18,8 +18,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
@@ -176,37 +176,29 @@ def make(tool: str, subject: Subject, sources: Sequence[str], folder: Path) -> R
     return row | {"lines": num_lines(RECIPES[tool]) if tool in RECIPES else 1}
 
 
-class Served:
-    """A process of a deployed model; a context manager that ends it."""
+@contextmanager
+def served(row: Row, shape: Sequence[int], num_threads: int | None = None) -> Iterator[Callable[..., Any]]:
+    """Yield a function that asks a process of a deployed model; without words it waits until the model is open.
 
-    def __init__(self, row: Row, shape: Sequence[int], num_threads: int | None = None) -> None:
-        """Start to open the model, with all threads unless told otherwise; `ask()` waits until it is open."""
-        self._folder = Path(row["path"]).parent
-        command = [python_of(row["tool"]), f"{HERE}/serve.py", row["kind"], row["path"]]
-        with (self._folder / "served.txt").open("w") as log:
-            self._process: Any = subprocess.Popen(
-                [*command, *map(str, (num_threads or available_threads(), *shape))],
-                env=environ(self._folder),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+    Raises PeerError if the process ends.
+    """
+    folder = Path(row["path"]).parent
+    command = [python_of(row["tool"]), f"{HERE}/serve.py", row["kind"], row["path"]]
+    command += map(str, (num_threads or available_threads(), *shape))
+    options: Any = {"env": environ(folder), "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (folder / "served.txt").open("w") as log, subprocess.Popen(command, stderr=log, **options) as process:
 
-    def __enter__(self) -> "Served":
-        return self
+        def ask(*words: Any) -> Any:
+            if words:
+                print(json.dumps(words), file=process.stdin, flush=True)
+            if not (line := process.stdout.readline()):
+                raise PeerError(last_line(folder / "served.txt"))
+            return json.loads(line)
 
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def ask(self, *words: Any) -> Any:
-        """Ask, if there are words, and return the next answer; PeerError if the process has ended."""
-        if words:
-            print(json.dumps(words), file=self._process.stdin, flush=True)
-        if not (line := self._process.stdout.readline()):
-            raise PeerError(last_line(self._folder / "served.txt"))
-        return json.loads(line)
+        try:
+            yield ask
+        finally:
+            process.kill()
 
 
 def evaluate(row: Row, folder: Path, shape: Sequence[int]) -> Any:
@@ -215,10 +207,10 @@ def evaluate(row: Row, folder: Path, shape: Sequence[int]) -> Any:
     if not path.exists() and any(Path(row["path"]).glob("*")):
         try:
             # One thread suffers least from other programs.
-            with Served(row, shape, num_threads=1) as served:
-                if (seconds := served.ask()) > SLOW_OPEN_S:
+            with served(row, shape, num_threads=1) as ask:
+                if (seconds := ask()) > SLOW_OPEN_S:
                     row["wrong"] = f"{row['wrong']} takes {seconds:.0f} s to open".strip()
-                served.ask("logits", str(folder / "test.npy"), str(path))
+                ask("logits", str(folder / "test.npy"), str(path))
         except PeerError as error:
             row["wrong"] = str(error)
     return answers_of(np.load(path), np.load(folder / "test_labels.npy")) if path.exists() else None
@@ -229,14 +221,14 @@ def time_turns(rows: Sequence[Row], shape: Sequence[int], num_sessions: int) -> 
     times: list[Any] = []
     for session in range(num_sessions):
         with ExitStack() as stack:
-            served = [stack.enter_context(Served(row, shape)) for row in rows]
-            for each in served:
-                each.ask()
+            asks = [stack.enter_context(served(row, shape)) for row in rows]
+            for ask in asks:
+                ask()
             rounds = np.empty((NUM_ROUNDS, len(rows)))
             for number in range(NUM_ROUNDS):
                 order = random.Random(f"{session} {number}").sample(range(len(rows)), len(rows))
                 for place in order:
-                    rounds[number, place] = np.median(served[place].ask("time", TURN_S))
+                    rounds[number, place] = np.median(asks[place]("time", TURN_S))
         times.append(rounds)
         print(f"  session {session + 1}: {np.median(rounds, axis=0).round(2).tolist()} ms", flush=True)
     for place, row in enumerate(rows):
@@ -260,7 +252,6 @@ def measure(name: str, tools: Sequence[str], arguments: argparse.Namespace) -> l
         if (after := evaluate(row, folder, shape)) is not None:
             drop, files = paired_drop(before.right, after.right), Path(row["path"]).glob("*")
             row["change"] = [-100 * drop.drop, -100 * drop.high, -100 * drop.low]
-            row["num_changed"] = int(np.sum(before.predicted != after.predicted))
             num_bytes = (
                 model_bytes(Path(row["path"])) if row["kind"] == "ours" else sum(file.stat().st_size for file in files)
             )

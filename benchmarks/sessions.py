@@ -5,7 +5,6 @@ Each session starts new processes, and what two sessions differ by is most of wh
 by Student's t over them.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +16,7 @@ from profiling_agent.lib.machine import available_bytes
 from profiling_agent.measure import race as races
 from profiling_agent.measure.intervals import score_over_sessions
 from profiling_agent.measure.worker import TimedProcess, WorkerSetup
-from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Race, RaceResult
-
-
-def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--sessions`."""
-    parser.add_argument(
-        "--sessions", type=int, default=NUM_SESSIONS, help=f"that are pooled, two or more (default: {NUM_SESSIONS})"
-    )
+from profiling_agent.schemas import ArtifactRef, Race, RaceResult
 
 
 def pool(log_of_sessions: Sequence[float]) -> Estimate:

@@ -58,12 +58,7 @@ def _open_ours(path: str, num_threads: int, _shape: list[int]) -> Any:
     return open_session(Path(path), num_threads=num_threads)
 
 
-OPENERS: dict[str, Callable[..., Any]] = {
-    "onnx": _open_onnx,
-    "openvino": _open_openvino,
-    "program": _open_program,
-    "ours": _open_ours,
-}
+OPENERS: dict[str, Any] = {"onnx": _open_onnx, "openvino": _open_openvino, "program": _open_program, "ours": _open_ours}
 
 
 def timed(run_once: Callable[[], object], seconds: float) -> list[float]:

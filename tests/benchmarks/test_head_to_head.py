@@ -6,7 +6,7 @@ import head_to_head
 import numpy as np
 import pytest
 from checks import rows_in
-from head_to_head import FLOAT, OURS, QUICK, RESULTS, ROOT, PeerError, Served, by_subject, evaluate, fastest_peer
+from head_to_head import FLOAT, OURS, QUICK, RESULTS, ROOT, PeerError, by_subject, evaluate, fastest_peer, served
 from peers import subject
 from peers.recipes import Given, num_lines
 
@@ -42,9 +42,9 @@ def test_a_model_answers_all_images_in_a_process_of_its_own_and_is_timed_there(t
 
     assert answers.predicted.tolist() == [1, 0, 1, 1, 0, 1]
     assert answers.right.tolist() == [True, True, True, True, False, True]
-    with Served(row, (4, 2, 1, 1)) as served:
-        assert served.ask() > 0
-        assert len(served.ask("time", 0.01)) >= 3
+    with served(row, (4, 2, 1, 1)) as ask:
+        assert ask() > 0
+        assert len(ask("time", 0.01)) >= 3
 
 
 def test_what_cannot_be_opened_is_noted_with_its_last_line(tmp_path):
