@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from checks import ROOT, SHARED, Check, Estimate, finish, parser_of, rows_in, stamped
@@ -191,7 +191,7 @@ def served(row: Row, shape: Sequence[int], num_threads: int | None = None) -> It
         def ask(*words: Any) -> Any:
             if words:
                 print(json.dumps(words), file=process.stdin, flush=True)
-            if not (line := process.stdout.readline()):
+            if not (line := cast("Any", process.stdout).readline()):
                 raise PeerError(last_line(folder / "served.txt"))
             return json.loads(line)
 
@@ -251,7 +251,7 @@ def measure(name: str, tools: Sequence[str], arguments: argparse.Namespace) -> l
         rows.append(row)
         if (after := evaluate(row, folder, shape)) is not None:
             drop, files = paired_drop(before.right, after.right), Path(row["path"]).glob("*")
-            row["change"] = [-100 * drop.drop, -100 * drop.high, -100 * drop.low]
+            row["change"] = [0.0 - 100 * drop.drop, 0.0 - 100 * drop.high, 0.0 - 100 * drop.low]
             num_bytes = (
                 model_bytes(Path(row["path"])) if row["kind"] == "ours" else sum(file.stat().st_size for file in files)
             )
