@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 TORCH_INDEX ?=
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run install hooks test coverage test-slow test-timm test-matrix test-all check lint types format clean
+.PHONY: run install hooks test coverage test-slow test-timm test-matrix test-all peers check lint types format clean
 
 run: $(VENV)/.installed
 	$(BIN)/profiling-agent run
@@ -67,6 +67,16 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 $(VENV)/timm/.installed: $(VENV)/.installed-dev
 	$(PIP) --no-deps --target $(VENV)/timm timm torchvision
+	@touch $@
+
+# Tools that benchmarks/head_to_head.py compares with and that this environment can't hold, each in its own. What doesn't install is left out.
+peers: $(VENV)/timm/.installed $(VENV)/peers/olive/.tried $(VENV)/peers/inc/.tried
+
+$(VENV)/peers/%/.tried: benchmarks/peers/%.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	{ $(@D)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0 && \
+	  $(@D)/bin/python -m pip install --quiet --requirement $<; } || { rm -rf $(@D)/bin; echo "$* does not install here and is left out"; }
 	@touch $@
 
 clean:

@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from checks import ROOT, SHARED, Check, Estimate, finish, parser_of, rows_in, stamped, use_own_ledger
-from sessions import Sessions, add_option
+from sessions import Sessions
 
 from profiling_agent import Request, optimize, resume
 from profiling_agent.graph.run import ProgressEvent
 from profiling_agent.llm.transcript import open_recording
 from profiling_agent.measure.worker import worker_command
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.schemas import Spent
+from profiling_agent.schemas import NUM_SESSIONS, Spent
 from profiling_agent.workspace import TIMESHEET_FILE, create_workspace
 
 sys.path.append(str(ROOT / "tests"))
@@ -247,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--llm", metavar="openai:MODEL", help="a language model next to the scripts")
     parser.add_argument("--base-url", metavar="URL", help="address of its server")
     parser.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE", help="llm.jsonl of earlier runs")
-    add_option(parser)
+    parser.add_argument("--sessions", type=int, default=NUM_SESSIONS, help="that are pooled, two or more")
     return parser
 
 

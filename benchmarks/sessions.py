@@ -5,27 +5,18 @@ Each session starts new processes, and what two sessions differ by is most of wh
 by Student's t over them.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from checks import Estimate, stamped
+from checks import Estimate
 
 from profiling_agent.lib.machine import available_bytes
 from profiling_agent.measure import race as races
 from profiling_agent.measure.intervals import score_over_sessions
 from profiling_agent.measure.worker import TimedProcess, WorkerSetup
-from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Race, RaceResult
-
-
-def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--sessions`."""
-    parser.add_argument(
-        "--sessions", type=int, default=NUM_SESSIONS, help=f"that are pooled, two or more (default: {NUM_SESSIONS})"
-    )
+from profiling_agent.schemas import ArtifactRef, Race, RaceResult
 
 
 def pool(log_of_sessions: Sequence[float]) -> Estimate:
@@ -62,13 +53,9 @@ class Sessions:
     batch_size: int
     seconds_per_model: float
     held: list[Race] = field(default_factory=list[Race])
-    stamps: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
-    def hold(self, *, chooses: bool = False) -> None:
-        """Hold one more session, in new processes, each as it would run deployed; JobError as `race_once` and `run_one_session`.
-
-        One that `chooses` goes on without those that fail or are far behind; in another all take part to the end.
-        """
+    def hold(self) -> None:
+        """Hold one more session, in new processes, each as it would run deployed; JobError as `run_one_session`."""
         conditions = Commands(
             commands=self.commands,
             batch_size=self.batch_size,
@@ -77,40 +64,16 @@ class Sessions:
             memory_bytes=int(races.FREE_FRACTION * available_bytes()),
         )
         models = entries([str(place) for place in range(len(self.commands))])
-        held = races.race_once(models, conditions) if chooses else races.run_one_session(models, conditions, 0)
-        self.held.append(held)
-        self.stamps.append(stamped({}, session=len(self.held)))
+        self.held.append(races.run_one_session(models, conditions, 0))
 
     def results(self, place: int) -> list[RaceResult]:
         """Return a model's results of the sessions that it lasted through."""
         return [result for race in self.held for result in race.results if result.model.sha256 == str(place)]
 
-    @property
-    def dropped(self) -> dict[int, str]:
-        """Return the reasons of those that dropped out of any session."""
-        return {int(place): reason for race in self.held for place, reason in race.dropped.items()}
-
-    @property
-    def lasting(self) -> list[int]:
-        """Return the places of those that lasted through all sessions."""
-        return [place for place in range(len(self.commands)) if len(self.results(place)) == len(self.held)]
-
-    def median_ms(self, place: int) -> float:
-        """Return the median time of a pass over all sessions."""
-        return float(np.median([ms for result in self.results(place) for ms in result.latency.samples_ms]))
-
     def logs(self, place: int, other: int = 0) -> list[float]:
         """Return the logarithm of how many times as fast as `other` a model was, the median over each session's repeats."""
         both = zip(self.results(place), self.results(other), strict=True)
         return [float(np.log(races.compare(own, its).speedup)) for own, its in both]
-
-    def told(self, place: int) -> dict[str, Any]:
-        """Return a row's columns on its sessions: their numbers, and of each its stamp and the logarithm over the first."""
-        logs = zip(self.stamps, self.logs(place), strict=True)
-        return {
-            "session": [stamp["session"] for stamp in self.stamps],
-            "sessions": [stamp | {"log_over_first": log} for stamp, log in logs],
-        }
 
     def over(self, place: int, other: int = 0) -> Estimate:
         """Return how many times as fast as `other` a model is, over all sessions; both lasted."""

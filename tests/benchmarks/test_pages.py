@@ -62,11 +62,9 @@ def test_models_are_compared_within_sessions_over_the_repeats_that_both_were_in(
     held = [raced([4.0, 4.0, 4.0], [2.0, 2.0], [1.0, 1.0, 9.0]), raced([8.0, 8.0], [4.0, 4.0], [2.0, 2.0])]
     sessions = Sessions([["a"], ["b"], ["c"]], 1, 1.0, held=held)
 
-    assert sessions.lasting == [0, 1, 2]
     assert sessions.over(1) == Estimate(2.0, 2.0, 2.0)
     assert sessions.over(2, 1).value == pytest.approx(2.0)
     assert sessions.over(0) == Estimate(1.0, 1.0, 1.0)
-    assert sessions.median_ms(1) == 3.0
 
 
 def test_rows_say_what_they_were_measured_with(tmp_path):
