@@ -200,7 +200,7 @@ def compensate_layers_(
     image = next(iter(images()))[:1]
     order = layers_from(baseline, units, image)
     norms = modules.following_norms(baseline, order, image)
-    dense_walk = Walk(baseline, order, image, drops_unread=True)
+    dense_walk = Walk(baseline, order, image, drops_unread=units)
     pruned_walk = dense_walk.through(pruned)
     for number, name in enumerate(order):
         progress("compensating", number, len(order))
