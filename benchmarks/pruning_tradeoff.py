@@ -6,7 +6,7 @@ reported on the 9,000 test images that nobody looked at while this was written, 
 cuts, with ours' compensation too; the paper's own, where it isn't the uniform one; Torch-Pruning's Taylor and Hessian
 importance, ranked globally and isomorphically, with ours' compensation; and FLAP and VBP with theirs and with ours.
 
-    python benchmarks/pruning_tradeoff.py [--models DIR...] [--data DIR] [--quick] [--json FILE] [--plot FILE]
+    python benchmarks/pruning_tradeoff.py [--models DIR...] [--data DIR] [--quick] [--methods NAME...] [--json FILE] [--plot FILE]
 """
 
 import argparse
@@ -37,16 +37,18 @@ COMPARED_FROM = 0.3
 class Notebook:
     """What has been measured, in a folder, so that a benchmark that was stopped goes on where it was."""
 
-    def __init__(self, folder: Path) -> None:
-        """Use `folder`, made where it isn't there."""
+    def __init__(self, folder: Path, methods: Sequence[str] | None = None) -> None:
+        """Use `folder`, made where it isn't there, for what is in `methods`, by default all."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self._folder, self._methods = folder, methods
         self.rows: list[dict[str, Any]] = []
 
     def note(
         self, subject: Subject, share: float, method: str, seed: int | None, make: Callable[[], nn.Module]
     ) -> None:
         """Measure the model that `make` makes, unless that is known; what can't be made is said and left out."""
+        if self._methods is not None and method not in ("baseline", "ours", *self._methods):
+            return
         key = {"model": subject.name, "share": share, "method": method, "seed": seed}
         path = self._folder / f"{'-'.join(str(value).replace(' ', '_') for value in key.values())}.npz"
         if not path.exists():
@@ -116,6 +118,7 @@ def of_draw(draw: Draw, share: float, size: float, ours: Callable[..., Ours]) ->
 def _asked() -> argparse.Namespace:
     parser = parser_of(__doc__, TRAINED)
     parser.add_argument("--quick", action="store_true", help="one share, two draws, 1,000 test images")
+    parser.add_argument("--methods", nargs="*", help="others to compare with, by name; by default all")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--answers", type=Path, help="folder that keeps what was measured, to go on from")
     return parser.parse_args()
@@ -173,7 +176,7 @@ def main() -> int:
     """Run the benchmark."""
     asked = _asked()
     shares, seeds = (QUICK_SHARES, QUICK_DRAWS) if asked.quick else (SHARES, DRAWS)
-    book = Notebook(asked.answers or Path(tempfile.mkdtemp(prefix="pruning-tradeoff-")))
+    book = Notebook(asked.answers or Path(tempfile.mkdtemp(prefix="pruning-tradeoff-")), asked.methods)
     for folder in asked.models:
         name = folder.name.removesuffix("-cifar10")
         print(name, flush=True)

@@ -1,7 +1,7 @@
 """The methods that pruning_tradeoff.py compares: ours, parts of it, and others, each cut to the same number of params.
 
-A rival may keep any width, where ours keeps aligned ones. "Folded" is the compensation that ours gets: the least-squares
-fold, and batch norms estimated anew. FLAP and VBP come with a compensation of their own, the mean of what is gone. Of the
+A rival may keep any width, where ours keeps aligned ones. "Folded" is the compensation that ours gets: every
+layer behind a cut fitted by least squares. FLAP and VBP come with a compensation of their own, the mean of what is gone. Of the
 rivals Torch-Pruning's isomorphic ranking alone cuts heads: of one structure each, widths are ranked alike by both, and global
 rankings with heads lost 3 to 5 points more of the ViT at 30% (docs/decisions/LOG.md), where the stronger one counts.
 """
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from tradeoff_subject import Draw, Plan, Subject, nearest
 
 from profiling_agent.errors import RequestError
+from profiling_agent.lib.inference import quick_products
 from profiling_agent.lib.logs import muted
 from profiling_agent.lib.modules import device_of, following_norms, has_bias
 from profiling_agent.planning.allocation import allocate
@@ -50,7 +51,8 @@ def cut(subject: Subject, plan: Plan) -> nn.Module:
 def folded(draw: Draw, plan: Plan) -> nn.Module:
     """Return the model cut by a plan and compensated as a run does it."""
     pruned = cut(draw.subject, plan)
-    return compensate(draw.subject.model, pruned, plan.cuts, plan.keep, draw.batches).model
+    with quick_products():
+        return compensate(draw.subject.model, pruned, plan.cuts, plan.keep, draw.batches).model
 
 
 def shifted(draw: Draw, plan: Plan) -> nn.Module:
@@ -96,7 +98,10 @@ class Ours:
         for unit in subject.units if by_weights else ():
             norms = unit_rows(subject.model, unit).detach().norm(dim=1)
             orders[unit.name] = norms.argsort(stable=True).tolist()
-        found = measure_sensitivity(subject.model, subject.units, draw.batches, orders=orders or None, seed=draw.seed)
+        with quick_products():
+            found = measure_sensitivity(
+                subject.model, subject.units, draw.batches, orders=orders or None, seed=draw.seed
+            )
         return cls(subject, found)
 
     def _plan(self, widths: Mapping[str, int]) -> Plan:

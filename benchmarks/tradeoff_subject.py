@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from profiling_agent.data.splits import NUM_CALIBRATION
 from profiling_agent.errors import PruningError
 from profiling_agent.lib.costs import count_complexity
+from profiling_agent.lib.inference import quick_products
 from profiling_agent.planning.allocation import params_and_macs_saved
 from profiling_agent.pruning.criteria import UnitMoments, gather_moments
 from profiling_agent.pruning.units import find_units
@@ -112,7 +113,7 @@ class Subject:
     def answers(self, model: nn.Module) -> NDArray[np.bool_]:
         """Return which of the test images `model` gets right."""
         pixels, labels = self.test
-        with torch.inference_mode():
+        with torch.inference_mode(), quick_products():
             found = torch.cat([model(pixel_values=batch).logits.argmax(1) for batch in pixels.split(BATCH)])
         return (found == labels).numpy()
 

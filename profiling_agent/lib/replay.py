@@ -67,11 +67,13 @@ class Walk:
     mode and gradients off.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], image: Tensor, *, drops_unread: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[str], image: Tensor, *, drops_unread: Collection[str] = ()
+    ) -> None:
         """Find with one `image` (1, c, h, w) which outputs to cache before each layer.
 
-        `drops_unread` saves memory with many batches: outputs that no later layer reads are found by replacing each
-        with NaN, in one more pass of the image for each module.
+        `drops_unread` saves memory with many batches: before these layers, outputs that no later layer reads are found
+        by replacing each with NaN, in one more pass of the image for each module.
         """
         self.max_bytes = min(MAX_CACHE_BYTES, available_bytes() // CACHE_DIVISOR)
         self._model, self._cache, self.num_bytes = model, dict[int, dict[str, Any]](), 0
@@ -81,7 +83,7 @@ class Walk:
         self._is_read: dict[str, dict[str, bool]] = {}
         unread: dict[str, Any] = {}
         for layer, names in ended.items():
-            for name in [name for name in names if drops_unread and name not in unread]:
+            for name in [name for name in names if layer in drops_unread and name not in unread]:
                 trial = unread | {name: _nan_like(outputs[name])}
                 with _replaying(model, {other: trial.get(other, outputs[other]) for other in names}):
                     if bool(torch.isfinite(model(pixel_values=image).logits).all()):

@@ -87,9 +87,9 @@ def second_moment(rows: Tensor) -> Tensor:
     return rows.T @ rows
 
 
-def damp_(gram: Tensor, mean: Tensor) -> Tensor:
-    """Add RIDGE times `mean`, the intended mean of the diagonal, to the diagonal of `gram`; return it."""
-    gram.diagonal().add_(RIDGE * mean)
+def damp_(gram: Tensor, mean: Tensor, ridge: float = RIDGE) -> Tensor:
+    """Add `ridge` times `mean`, the intended mean of the diagonal, to the diagonal of `gram`; return it."""
+    gram.diagonal().add_(ridge * mean)
     return gram
 
 

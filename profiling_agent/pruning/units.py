@@ -294,7 +294,7 @@ def _removed_macs(model: nn.Module, removed: Sequence[tuple[str, int]], macs: Ma
 def _too_narrow(width: int, step: int) -> str | None:
     if aligned_widths(width, step):
         return None
-    return f"too_narrow: of its width, {width}, no smaller multiple of {step} keeps a quarter"
+    return f"too_narrow: of its width, {width}, no smaller multiple of {step} keeps a sixteenth"
 
 
 def _refusal(layer: nn.Module, space: Space, trace: Trace, names: Mapping[nn.Module, str]) -> str | None:

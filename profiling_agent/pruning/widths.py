@@ -12,8 +12,9 @@ from profiling_agent.schemas import Cap, Cut, PruningRecommendation, Unit, UnitK
 # oneDNN blocks 16 channels of a convolution (AVX-512), so its time is a staircase of 16; a Linear's is proportional to
 # its width, but odd widths cost 3 to 5% more, and int8 and tensor-core kernels want 32 or 64.
 CONV_STEP, NARROW_MLP_STEP, WIDE_MLP_STEP, WIDE_MLP = 16, 32, 64, 1024
-# Minimum share of a unit that a cut keeps: below it the rest computes something else.
-MIN_KEEP_SHARE = 0.25
+# Minimum share of a unit that a cut keeps. At half of the params late MLPs of the shared ViT keep an eighth and of the Swin
+# a twelfth; with at least a quarter everywhere the ViT's KL is nine times as large (docs/decisions/LOG.md).
+MIN_KEEP_SHARE = 1 / 16
 
 
 def matching_names(pattern: str, names: Collection[str]) -> list[str]:
@@ -49,7 +50,7 @@ def step_for(kind: UnitKind, width: int) -> int:
 
 
 def aligned_widths(width: int, step: int) -> range:
-    """Return the aligned widths below `width` that keep a quarter of it and at least one; empty if it is too narrow."""
+    """Return the aligned widths below `width` that keep a sixteenth of it and at least one; empty if it is too narrow."""
     min_width = max(math.ceil(width * MIN_KEEP_SHARE), 1)
     return range(math.ceil(min_width / step) * step, width, step)
 
@@ -57,7 +58,7 @@ def aligned_widths(width: int, step: int) -> range:
 def snap(unit: Unit, ratio: float) -> int:
     """Return the aligned width nearest to `unit.width * (1 - ratio)`, the smaller of two equally near ones.
 
-    `unit.width` itself means that the unit is not cut. The result keeps at least a quarter, for any `ratio` in (0, 1).
+    `unit.width` itself means that the unit is not cut. The result keeps at least a sixteenth, for any `ratio` in (0, 1).
     """
     # Rounded, so that a tie between two widths isn't decided by the last bit of the product.
     target = round(unit.width * (1 - ratio), 6)

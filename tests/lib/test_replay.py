@@ -115,7 +115,7 @@ def test_both_walks_reach_every_layer_with_what_a_whole_pass_gives_though_weight
     cuts = [Cut(unit=unit, keep=aligned_widths(unit.width, unit.step)[0], requested_ratio=0.9) for unit in units]
     pruned = prune_model(model, cuts, spec=zoo.SPEC).model
     layers = consumers_of(model)
-    walk = Walk(model, layers, IMAGES[:1], drops_unread=True)
+    walk = Walk(model, layers, IMAGES[:1], drops_unread=layers)
     walk.max_bytes = max_bytes
     walks = (model, walk), (pruned, walk.through(pruned))
     for layer in layers:
@@ -142,7 +142,7 @@ class Products(TorchFunctionMode):
 def test_what_was_passed_is_not_run_again_and_only_what_is_read_later_takes_memory():
     model = zoo.vit()
     layers = consumers_of(model)
-    walk, held, reached = Walk(model, layers, IMAGES[:1], drops_unread=True), list[int](), list[int]()
+    walk, held, reached = Walk(model, layers, IMAGES[:1], drops_unread=layers), list[int](), list[int]()
     hook = model.classifier.register_forward_hook(lambda *_: reached.append(1))
     with Products() as whole:
         run_to_layer(model, layers[-1], IMAGES)

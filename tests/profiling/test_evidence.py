@@ -19,7 +19,7 @@ from profiling_agent.lib.modules import following_norms, random_batch, watching
 from profiling_agent.profiling import evidence
 from profiling_agent.profiling.evidence import evidence_path, measure_sensitivity, read_evidence, store_evidence
 from profiling_agent.profiling.profile import LatencyTable
-from profiling_agent.pruning.compensation import compensate_units_
+from profiling_agent.pruning.compensation import compensate_layers_
 from profiling_agent.pruning.criteria import gather_moments, order_channels
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.widths import aligned_widths
@@ -112,7 +112,9 @@ def test_a_fold_by_the_moments_is_the_fold_that_a_prune_gets(family):
     moments = gather_moments(model, [unit], [IMAGES])[unit.name]
     pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model
     with torch.no_grad():
-        compensate_units_(model, pruned, [cut], {unit.name: kept}, lambda: [IMAGES])
+        compensate_layers_(model, pruned, [cut], {unit.name: kept}, lambda: [IMAGES])
+        # The classifier is fitted too.
+        zoo.inside(pruned).classifier.load_state_dict(model.classifier.state_dict())
         laid = evidence.fold(model, unit, moments, kept, norms.get(unit.consumer))
         found = functional_call(model, laid, (), {"pixel_values": IMAGES}).logits
 

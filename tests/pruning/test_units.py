@@ -296,7 +296,7 @@ def test_narrow_layers_are_refused_with_their_width():
     units = found(model_of(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))))
 
     assert units.units == ()
-    assert units.refusals["block.0"] == "too_narrow: of its width, 32, no smaller multiple of 32 keeps a quarter"
+    assert units.refusals["block.0"] == "too_narrow: of its width, 32, no smaller multiple of 32 keeps a sixteenth"
 
 
 def test_a_model_that_cant_be_traced_is_refused_layer_by_layer():
@@ -347,8 +347,8 @@ def unit(kind: UnitKind, width: int) -> Unit:
         (UnitKind.MLP, 512, 0.03, 512),  # 496.6 is nearer to the full width: left alone
         (UnitKind.MLP, 512, 0.03125, 480),  # 496 is as near to 480 as to 512: the smaller
         (UnitKind.MLP, 320, 0.05, 288),  # 304, a tie that binary fractions would miss
-        (UnitKind.MLP, 512, 0.99, 128),  # never below a quarter
-        (UnitKind.MLP, 224, 0.99, 64),  # a quarter is 56, no multiple of 32
+        (UnitKind.MLP, 512, 0.99, 32),  # never below a sixteenth
+        (UnitKind.MLP, 640, 0.99, 64),  # a sixteenth is 40, no multiple of 32
         (UnitKind.CONV_INNER, 256, 0.1, 224),  # 230.4 between 224 and 240
         (UnitKind.HEADS, 12, 0.1, 11),
         (UnitKind.HEADS, 2, 0.99, 1),
@@ -360,9 +360,9 @@ def test_a_ratio_snaps_to_the_nearest_aligned_width(kind, width, ratio, keep):
 
 @pytest.mark.parametrize("kind", UnitKind)
 @pytest.mark.parametrize("width", [1, 2, 16, 31, 64, 100, 1023, 1024, 3072])
-def test_no_ratio_gives_an_unaligned_width_or_less_than_a_quarter(kind, width):
+def test_no_ratio_gives_an_unaligned_width_or_less_than_a_sixteenth(kind, width):
     keeps = {snap(unit(kind, width), percent / 100) for percent in range(1, 100)}
-    assert all(keep == width or (keep % step_for(kind, width) == 0 and width / 4 <= keep < width) for keep in keeps)
+    assert all(keep == width or (keep % step_for(kind, width) == 0 and width / 16 <= keep < width) for keep in keeps)
 
 
 @pytest.mark.parametrize("module", [units, prune, compensation], ids=lambda module: module.__name__)
