@@ -41,7 +41,7 @@ LEAST_S, LEAST_PASSES = 170.0, 3_200
 TEST_S, SLOW_CONVERSION_S, RACE_S, RACE_PASSES = 30.0, 90.0, 20.0, 300
 # Evidence costs, per image, a forward and a backward pass of three quarters of the images with their moments; and per unit two widths on 16 images. An
 # attempt's compensation takes the last number of passes per calibration image.
-MOMENTS_PASSES, MEASURED_PASSES, PRUNE_PASSES = 3.5, 36, 3.7
+MOMENTS_PASSES, MEASURED_PASSES, PRUNE_PASSES = 3.5, 36, 5.5
 # The least that `pruning.calibration` needs, and the number of units assumed until it is known.
 MIN_CALIBRATION, NUM_UNITS = 128, 24
 # Up to so many images are evaluated at once: a sample of fixed size then shows more than a sequential test.
