@@ -230,7 +230,7 @@ def test_a_test_split_without_classes_gives_way_to_a_validation_split(photograph
             b"file_name,caption\n0.png,a cat\n",
             "no label column of classes, texts or whole numbers: its columns are image",
         ),
-        (b"file_name,label\n0.png,0\n1.png,\n", "label (float64)"),
+        (b"file_name,label\n0.png,0\n1.png,\n", "label (float)"),
         (b"file_name,label\n0.png,cat\n9.png,dog\n99.png,cat\n", "test/99.png"),
     ],
 )

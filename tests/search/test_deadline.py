@@ -84,8 +84,8 @@ def test_as_many_are_looked_at_as_can_show_the_contract_kept(tmp_path: Path, ask
 
 def test_fewer_images_calibrate_where_evidence_and_an_attempt_would_take_more_than_a_quarter():
     assert affordable_images(None, 60.0, 256) == 256
-    # 256 images and 24 units are 1,760 passes, and an attempt 3.7 for each image: 271 s.
-    assert affordable_images(1084.0, PASS_S, 256) == 256
+    # 256 images and 24 units are 1,760 passes, and an attempt 5.5 for each image: 317 s.
+    assert affordable_images(1268.0, PASS_S, 256) == 256
     assert affordable_images(1082.0, PASS_S, 256) == 128
     assert affordable_images(1082.0, PASS_S, 100) == 100
 
@@ -100,8 +100,8 @@ def test_a_budget_for_nothing_says_what_would_do():
 
 
 def test_a_time_budget_has_room_for_evidence_and_a_first_plan_or_makes_none(tmp_path: Path):
-    # 3.5 passes for each of 256 images and 36 for each of two units, 3.7 for each image, and half of 1,000: 2,415. Another 15 s, and the end.
-    needed_s = 2415.2 * PASS_S + 15 + END
+    # 3.5 passes for each of 256 images and 36 for each of two units, 5.5 for each image, and half of 1,000: 2,876. Another 15 s, and the end.
+    needed_s = 2876.0 * PASS_S + 15 + END
     for budget_s, has_time in ((needed_s + 1, True), (needed_s - 1, False)):
         held = evaluator(Jobs(tmp_path), profile=sample_records.profile(pass_s=PASS_S), time_budget_s=budget_s)
         assert held.has_time_to_prune is has_time

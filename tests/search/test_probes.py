@@ -84,7 +84,7 @@ def test_layers_are_probed_in_the_first_runtime_that_has_the_scheme(tmp_path: Pa
 def test_prices_grow_with_the_model_and_probes_take_half_of_the_free_time(tmp_path: Path):
     jobs = Jobs(tmp_path)
     made = lab(jobs)[0]
-    # 3 s, and 5.2 passes of half a millisecond for each of 256 images.
+    # 3 s, and 7 passes of half a millisecond for each of 256 images.
     assert made.prices["probe"] == pytest.approx(3 + 7.0 * 256 * 0.0005)
 
     # Of 600 s for optional steps 592 are used, and a probe may take half of the rest.
