@@ -97,7 +97,8 @@ class OpenedData:
 
     def class_names(self, split: str, column: str) -> list[str]:
         """Return the names of a split's classes, in order; of images in folders, those of the folders below the split's."""
-        names = list[str](self.features(split)[column].names)
+        feature = self.features(split)[column]
+        names = list[str]((feature.feature if isinstance(feature, LISTS) else feature).names)
         if self.kind is not ImageFolder:
             return names
         files = [PurePosixPath(file.removeprefix(self.root)) for file in self.builder.config.data_files[split]]
