@@ -20,12 +20,12 @@ RESULTS = ("report.json", "report.md", "report.html", "best")
 
 
 def decisions(report: RunReport) -> dict[str, object]:
-    """Return all of a report that must not depend on being interrupted: everything but what was timed."""
+    """Return all of a report that must not depend on being interrupted: everything but what was timed, which chooses the deployment."""
     return {
         "outcome": report.verdict.outcome,
         "binding": report.verdict.binding,
         "stopped": report.stopped,
-        "best": (report.best.variant, report.best.attempt, report.best.top1, report.best.params, report.best.macs),
+        "best": (report.best.attempt, report.best.top1, report.best.params, report.best.macs),
         "heldout": report.heldout.drop,
         "attempts": [
             (a.plan.model_dump(exclude={"pruning": {"__all__": {"justification"}}}), foreseen(a), a.accepted, a.reason)

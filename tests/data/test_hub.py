@@ -74,7 +74,12 @@ REFUSED = {
     "no model": ("model", "nothing", {}, NOWHERE),
     "no data": ("data", "nothing", {}, NOWHERE),
     "no revision": ("model", "vit", {"revision": "v9"}, ("has none for you at revision 'v9' (RevisionNotFoundError)",)),
-    "pickle": ("model", "pickle", {}, ("has no model.safetensors: save it as safetensors, as pickles",)),
+    "pickle": (
+        "model",
+        "pickle",
+        {},
+        ("'model.safetensors' is not there", "save it as safetensors, as pickles are never loaded"),
+    ),
     "script": ("data", "scripted", {}, ("'refs/convert/parquet (its scripted.py is never run)'",)),
     "card": ("data", "card", {"split": "test"}, ("Data files don't belong to acme/card",)),
     "cells": ("data", "cells", {"split": "test"}, ("/pictures@main/test/cat/0.png', which is not in it",)),
