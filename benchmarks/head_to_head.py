@@ -6,7 +6,7 @@
 Every tool gets the same float32 model, calibration images, batch size and threads. Ours is what `profiling-agent run` returns with its
 default request, and with `--effort quick`. Accuracy is paired with float32 on the test images of both halves that a run draws. Then all take
 turns in shuffled rounds, a process each, new ones for each session. FILE is written after each subject, and another call goes on from
-there: a subject with rows of this code isn't measured again, nor is a model in DIR made again. Ours is made anew when the package changes.
+there: a subject with rows of this code isn't measured again, nor is a model in DIR made again. Ours is made again when the package changes.
 """
 
 import argparse

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 22332, "tests": 23216, "benchmarks": 6009}
+MAX_LINES = {"profiling_agent graphs": 22321, "tests": 23216, "benchmarks": 6009}
 MAX_MODULES = 107
 
 

@@ -361,7 +361,7 @@ def _are_flags(cell: Any, num_classes: int) -> bool:
 
 
 def _kind_of(feature: Any) -> str:
-    """Return what a column holds: image, class, text, number, a list of one of these, float or other."""
+    """Return what a column holds: image, class, text, number, float, a list of one of these, or another type."""
     if isinstance(feature, LISTS):
         return f"list of {_kind_of(feature.feature)}"
     dtype = str(feature.dtype) if isinstance(feature, datasets.Value) else ""
@@ -371,13 +371,9 @@ def _kind_of(feature: Any) -> str:
         return "class"
     if dtype in STRINGS:
         return "text"
-    return (
-        "number"
-        if dtype.startswith(("int", "uint", "bool"))
-        else "float"
-        if dtype.startswith("float")
-        else dtype or "other"
-    )
+    if dtype.startswith(("int", "uint", "bool")):
+        return "number"
+    return "float" if dtype.startswith("float") else dtype or "other"
 
 
 def _columns_of(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Columns:

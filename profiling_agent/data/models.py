@@ -168,18 +168,17 @@ def _read_config(folder: Path, name: str) -> Any:
             config = AutoConfig.for_model(**fields)
         labels: dict[int, Any] = dict(config.id2label)
     count = fields.get("num_classes" if model_type == TIMM else "num_labels") or len(labels)
-    num_outputs, is_regression = len(labels), len(labels) > 1 and config.problem_type == "regression"
+    has_one_output, is_regression = len(labels) == 1, len(labels) > 1 and config.problem_type == "regression"
     num_names = len(fields.get("id2label") or fields.get("label_names") or labels)
     is_numbered = set(labels) == set(range(len(labels))) and all(isinstance(label, str) for label in labels.values())
     problems = {
         f"is quantized already: {origin}": fields.get("quantization_config") is not None,
         f"has weights elsewhere (transformers_weights): name them {WEIGHTS}": "transformers_weights" in fields,
         f"has {count} classes by its config.json, which names {num_names}: make them agree": count != num_names,
-        f"has problem_type 'regression', whose {num_outputs} outputs are no classes: give a classifier": is_regression,
+        f"has problem_type 'regression', whose {len(labels)} outputs are no classes: give a classifier": is_regression,
         # The softmax of 0 and a logit is its sigmoid.
         "has one output, a score (regression) or a yes-or-no logit: give a classifier of two or more classes; a yes-or-no logit becomes "
-        "two by a row of zeros before the classifier's weight and bias, two names in id2label, and no problem_type": num_outputs
-        < 2,
+        "two by a row of zeros before the classifier's weight and bias, two names in id2label, and no problem_type": has_one_output,
         # Labels of a data set become these numbers, and are compared with the indices of logits.
         f"has names of classes (id2label) that aren't numbered from 0 to {len(labels) - 1}": not is_numbered,
     }

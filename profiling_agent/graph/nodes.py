@@ -187,21 +187,21 @@ def analysis(state: RunState, run: Run) -> Update:
     """Plan by the built-in rules or a language model, or take the user's own plan; no plan if pruning can't pay, or has no time."""
     if state.proposal is not None:
         return {"origin": Origin(by="user")}
-    if state.request.time_budget_s is not None and not run.evaluator(state).has_time_to_prune:
+    evaluator, journal, profiled = run.evaluator(state), state.judged_journal, require(state.profiled)
+    if state.request.time_budget_s is not None and not evaluator.has_time_to_prune:
         return {"stopped": StopReason.TIME_SPENT}
-    advisor, journal, evaluator = advisor_of(state, run), state.judged_journal, run.evaluator(state)
+    advisor, effort = advisor_of(state, run), state.request.effort
     # An LLM's plans, or training, were asked for.
     is_optional = advisor is None and not state.request.recover_epochs
-    cannot_pay = partial(why_pruning_cannot_pay, goal=state.goal, journal=journal, effort=state.request.effort)
-    reason, profiled = cannot_pay(evaluator.profile) if is_optional else None, require(state.profiled)
+    reason = why_pruning_cannot_pay(evaluator.profile, state.goal, journal, effort) if is_optional else None
+    # Evidence takes long, and some models need none to tell.
     if reason is None:
         profiled = with_evidence(state, run)
         evaluator = run.evaluator(state.model_copy(update={"profiled": profiled}))
-        reason = cannot_pay(evaluator.profile) if is_optional else None
+        reason = why_pruning_cannot_pay(evaluator.profile, state.goal, journal, effort) if is_optional else None
     if reason is not None:
         run.jobs.progress(reason, 0, 0)
-        acquired = evaluator.acquired
-        acquired = acquired.model_copy(update={"notes": (*acquired.notes, reason)})
+        acquired = evaluator.acquired.model_copy(update={"notes": (*evaluator.acquired.notes, reason)})
         return {"profiled": profiled, "acquired": acquired, "stopped": StopReason.CANNOT_PAY}
     profile = evaluator.profile
     setting = setting_of(evaluator, journal) if advisor else UNKNOWN

@@ -34,9 +34,8 @@ class Task(Record, Generic[ResultT]):
     Its class variables say how it is run. The time limit is at least that of `passes` of the baseline over one image, several
     times what the job should need. With `sets_torch` the process sets torch's threads and seed first. A `spawned` job
     measures its own process, to which a fork's imports would add. A run waits a little for other programs before one that
-    `is_timed`. Installing another runtime changes the keys of jobs that
-    use them. `reads` has the fields of splits whose prepared images the job reads, each with the field of the model that they
-    are prepared for.
+    `is_timed`. Installing another runtime changes the keys of jobs that use them. `reads` has the fields of splits whose
+    prepared images the job reads, each with the field of the model that they are prepared for.
     """
 
     timeout_s: ClassVar[float] = 4 * HOUR

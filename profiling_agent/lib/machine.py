@@ -255,7 +255,7 @@ def machine_lock(
 ) -> Generator[None]:
     """Wait until no other process of this user runs a job on this machine: first come, first served.
 
-    The others are told `name`. `check` raises what ends the wait. Two runs at once wait for each other's threads: on two cores each
+    Those that wait print `name`. `check` raises what ends the wait. Two runs at once wait for each other's threads: on two cores each
     took ten times as long instead of twice (docs/decisions/LOG.md, 2026-11-22).
     """
     try:

@@ -148,14 +148,10 @@ def relative_distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float32).tiny))
 
 
-def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the batch norms of `model` that normalise by running statistics, by name."""
-    modules = model.named_modules()
-    return {name: module for name, module in modules if isinstance(module, _BatchNorm) and module.track_running_stats}
-
-
 def following_norms(model: nn.Module, consumers: Collection[str], image: Tensor) -> dict[str, str]:
-    """Return, by consumer, the batch norm whose input is that consumer's output, if there is one."""
+    """Return, by consumer, the batch norm with running statistics whose input is that consumer's output, if there is one."""
+    modules = model.named_modules()
+    norms = [name for name, module in modules if isinstance(module, _BatchNorm) and module.track_running_stats]
     outputs: list[tuple[str, Any]] = []
     norm_of: dict[str, str] = {}
 
@@ -163,7 +159,7 @@ def following_norms(model: nn.Module, consumers: Collection[str], image: Tensor)
         norm_of.update({consumer: norm for consumer, output in outputs if output is inputs})
 
     recorded = watching(model, consumers, after=lambda name, _inputs, output: outputs.append((name, output)))
-    with watching(model, batch_norms(model), before=match_norm), recorded:
+    with watching(model, norms, before=match_norm), recorded:
         model(pixel_values=image)
     return norm_of
 

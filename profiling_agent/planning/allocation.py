@@ -297,16 +297,13 @@ def allowed_kl(goal: Goal) -> float:
     return max(goal.max_accuracy_drop * MAX_NATS_PER_ACCURACY, MIN_NATS)
 
 
-NUM_SAVINGS = 5
-
-
 def affordable_saving(profile: ModelProfile, goal: Goal, most: float) -> float | None:
-    """Return a share that the MACs saved for the accuracy drop allowed are less than, in fifths of `most`; None if that can be saved.
+    """Return an upper limit on the share of MACs that the allowed accuracy drop saves, in fifths of `most`; None if all of it can be saved.
 
-    A point is taken for the lower end of NATS_A_POINT.
+    A point of accuracy is taken for the lower end of NATS_A_POINT.
     """
-    for part in range(1, NUM_SAVINGS + 1):
-        saving = most * part / NUM_SAVINGS
+    for fifths in range(1, 6):
+        saving = most * fifths / 5
         dry = dry_run_or_none(Plan(caps=goal.caps, target=Target(metric="macs", saving=saving)), profile)
         if dry is None or dry.kl is None or dry.kl > goal.max_accuracy_drop * 100 * NATS_A_POINT[0]:
             return saving

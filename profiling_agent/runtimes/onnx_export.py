@@ -1,8 +1,9 @@
 """ONNX export of a model to one file, whose logits in ONNX Runtime have to match torch's.
 
 Attention is exported as two products and a softmax, without a mask if nothing is masked. The exporter's own translation
-of torch's fused attention takes four dimensions only, and Hiera's windows have five. Under tracing transformers can't check for padding, and builds a mask of ones for every encoder. Each layer of the exported graph then fills it,
-adds it and checks for NaN rows, which costs ONNX Runtime 12% on ViT-B. Images have no padding.
+of torch's fused attention takes four dimensions only, and Hiera's windows have five. Under tracing transformers can't
+check for padding, and builds a mask of ones for every encoder. Each layer of the exported graph then fills it, adds it
+and checks for NaN rows, which costs ONNX Runtime 12% on ViT-B. Images have no padding.
 
 Patches are cut and joined by reshaping: the exporter would write gathers by computed indices, on which OpenVINO fails
 among int8 layers (MobileViTV2's).

@@ -116,8 +116,9 @@ NO_TIME = "--effort thorough, a longer --time-budget or --runtimes asks for it"
 class DeploymentSearchState(schemas.Record):
     """State of the search for a deployment, each of which is tried with the baseline.
 
-    `untried` are in the order of trial, and `later` follow if none of them keeps the contract; `unmeasured` are the names of those that were raced, best first, or None before the race. `limit_s` ends
-    the search's share of the run's time, of which `spent_s` is used. `took_s` has the seconds of the last step of each kind.
+    `untried` are in the order of trial, and `later` follow if none of them keeps the contract. `unmeasured` are the names of those that were
+    raced, best first, or None before the race. `limit_s` ends the search's share of the run's time, of which `spent_s` is used. `took_s` has
+    the seconds of the last step of each kind.
     """
 
     requested_quantization: tuple[schemas.QuantizationRecommendation, ...] | None = None  # by the user's own plan

@@ -37,7 +37,7 @@ END_S, END_PASSES = 80.0, 3_100
 REPORT_S, REPORT_PASSES = 15.0, 300
 # The smallest run that ends with a result.
 LEAST_S, LEAST_PASSES = 170.0, 3_200
-# What an attempt takes besides passes: a conversion, and starts of processes.
+# What an attempt takes in addition to passes: a conversion, and starts of processes.
 ATTEMPT_S = 15.0
 # Another candidate's test or conversion, a conversion that compiles, and a race among many candidates.
 TEST_S, SLOW_CONVERSION_S, RACE_S, RACE_PASSES = 30.0, 90.0, 20.0, 300

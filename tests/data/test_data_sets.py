@@ -221,7 +221,7 @@ def test_a_test_split_without_classes_gives_way_to_a_validation_split(photograph
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         (b"", "look at test/metadata.csv"),
         (b"file_name,label\n", "IndexError ('list index out of range'): look at test/metadata.csv"),
@@ -234,8 +234,8 @@ def test_a_test_split_without_classes_gives_way_to_a_validation_split(photograph
         (b"file_name,label\n0.png,cat\n9.png,dog\n99.png,cat\n", "test/99.png"),
     ],
 )
-def test_a_wrong_table_of_labels_is_told_by_its_name_or_its_columns(photographs, refusal, table, said):
-    assert said in refusal(photographs(pictures("test") | {"test/metadata.csv": table}))
+def test_a_wrong_table_of_labels_is_told_by_its_name_or_its_columns(photographs, refusal, table, message):
+    assert message in refusal(photographs(pictures("test") | {"test/metadata.csv": table}))
 
 
 def test_rows_of_a_table_without_a_label_are_left_out(photographs, draw):

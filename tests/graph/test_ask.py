@@ -104,8 +104,8 @@ def test_another_run_starts_only_after_a_persons_yes(finished: Path, types: list
         waiting, result = asked(finished, server, {"decisions": [{"type": each} for each in types]})
 
     assert waiting["__interrupt__"][0].value["action_requests"][0]["args"] == {"max_accuracy_drop": 0.02}
-    (said,) = [message.text for message in result["messages"] if message.name == "run"]
-    assert expected in said
+    (answer,) = [message.text for message in result["messages"] if message.name == "run"]
+    assert expected in answer
 
 
 def proposal_of(*drops: float) -> Said:

@@ -38,8 +38,8 @@ def test_the_library_whose_import_failed_is_named_whoever_wanted_it(tmp_path, mo
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("torchvision", "torchvision.ops", "torchaudio", "wants_it"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    told = pytest.raises(ArtifactError, match=f"{package} can't be imported, {kind} ")
-    with told as refused, third_party_errors(ArtifactError):
+    refuses = pytest.raises(ArtifactError, match=f"{package} can't be imported, {kind} ")
+    with refuses as refused, third_party_errors(ArtifactError):
         importlib.import_module("wants_it").wanted() if lazy else importlib.import_module(first)
     command = str(refused.value).partition("; run: ")[2]
     if package.startswith("torch"):

@@ -204,12 +204,12 @@ def among(
     root: Path, options: tuple[DeploymentOption, ...], lost: dict[str, int], raced: dict[str, float], **goal: Any
 ) -> tuple[FinalChoice, Script]:
     """Let deployments of the baseline be all that there is; half of the bytes are allowed. `raced` are other speeds than the options'."""
-    alone = {made.model.sha256: made.speedup for each in options if (made := each.race_result)} | raced
+    speedups = {made.model.sha256: made.speedup for each in options if (made := each.race_result)} | raced
     options = tuple(
         each.model_copy(update={"race_result": sample_records.race_result(name, fast, fast * 0.95, fast * 1.05)})
-        for each, (name, fast) in zip(options, alone.items(), strict=True)
+        for each, (name, fast) in zip(options, speedups.items(), strict=True)
     )
-    return chosen(root, (), lost, alone, options=options, goal={"max_size_ratio": 0.5} | goal, script=Large)
+    return chosen(root, (), lost, speedups, options=options, goal={"max_size_ratio": 0.5} | goal, script=Large)
 
 
 def doubtful(scheme: Any, name: str, seen: tuple[int, ...], speedup: float = 10.0) -> DeploymentOption:
